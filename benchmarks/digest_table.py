@@ -261,7 +261,9 @@ def train_all(result: Path, only: str | None, stop_after: int | None) -> None:
     """What each worker runs: the models one after another, each a job of its own."""
     moving = result.parent if only else None
     wanted = {name: make for name, make in models().items() if only in (None, name)}
-    found = {name: train(*make(), stop_after, moving) for name, make in wanted.items()}
+    found = {
+        name: train(*make(), stop_after, moving, result.parent) for name, make in wanted.items()
+    }
     if all(is_main for _, is_main in found.values()):
         result.write_text(json.dumps({name: digest for name, (digest, _) in found.items()}))
 
@@ -337,7 +339,9 @@ class Losses:
         self.values = list(state["values"])
 
 
-def train(model, dataset, stop_after, moving) -> tuple[str, bool]:  # type: ignore[no-untyped-def]
+def train(  # type: ignore[no-untyped-def]
+    model, dataset, stop_after, moving, here
+) -> tuple[str, bool]:
     """Train one model; digest of all that training leaves, and whether this is the first worker."""
     import torch
     from torch import nn
@@ -363,15 +367,21 @@ def train(model, dataset, stop_after, moving) -> tuple[str, bool]:  # type: igno
             losses.values.append(loss.item())
             hold(moving, job.num_steps)
             if job.num_steps == stop_after:
-                if job.is_main:
-                    os.kill(os.getppid(), signal.SIGTERM)
-                time.sleep(1)  # until the launcher has passed it on
+                wait_for_a_stop(here)
     job.finish()
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
     told = json.dumps([digest_of(tensors), losses.values, scheduler.state_dict()["_last_lr"]])
     return hashlib.sha256(told.encode()).hexdigest(), job.is_main
+
+
+def wait_for_a_stop(here: Path) -> None:
+    """Say that the launcher may get a signal, and wait until it had one and has passed it on."""
+    (here / "stopping").touch()
+    while not (here / "stopped").exists():
+        time.sleep(0.01)
+    time.sleep(1)
 
 
 def hold(moving: Path | None, step: int) -> None:

@@ -270,6 +270,7 @@ class Workers:
         for process in self._processes.values():
             if process.poll() is None:
                 signal_group(process, signal.SIGTERM)
+                signal_group(process, signal.SIGCONT)  # a stopped one takes the signal when it runs
         deadline = time.monotonic() + GRACE_SECONDS
         while any(process.poll() is None for process in self._processes.values()):
             impatient = signals is not None and signals.count > asked

@@ -2,17 +2,20 @@
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
+from hetflow.protocol.pins import pins
 from hetflow.tests import profiles
 
 profiles.register()
 
-# What a launch sets for workers on a CPU: programs of tests and workers that these start are then
-# forked from one preloaded process, not each kind from its own.
-for name in ("MKL_NUM_THREADS", "PYTHONUNBUFFERED"):
-    os.environ.setdefault(name, "1")
+# What a launch sets for workers on a CPU, at most levels of determinism too: programs of tests and
+# workers that these start are then forked from one preloaded process, not each kind from its own.
+for name, value in {**pins("elastic"), "PYTHONUNBUFFERED": "1"}.items():
+    if name != "OMP_NUM_THREADS":  # ours is for who starts the tests to say
+        os.environ.setdefault(name, value)
 
 # Under nohup, or in the background of a script, SIGINT is ignored; all that the tests start would
 # inherit that. A handled signal is not inherited: they start with the default.
@@ -41,3 +44,15 @@ def _name_group(item: pytest.Item, group: str) -> None:
     node = getattr(item, "_id", None)
     if node is not None:
         item._id = type(node).parse(f"{item.nodeid}@{group}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal whole files, so that what the tests of a file share is made once; and the group."""
+    from xdist.scheduler.loadgroup import LoadGroupScheduling
+
+    class Files(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return str(super()._split_scope(nodeid)).partition("::")[0]
+
+    return Files(config, log) if config.getvalue("dist") == "loadgroup" else None

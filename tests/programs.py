@@ -11,6 +11,7 @@ import os
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -21,17 +22,29 @@ from unittest import mock
 
 from hetflow.preload import VARIABLE, Forked, PreloadError, fork, serving
 
+# What the programs of most tests import beside what workers need: they launch.
+COMMANDS = (
+    "hetflow.cli.main",
+    "hetflow.cli.launch",
+    "hetflow.cli.resize",
+    "hetflow.api.launch",
+    "hetflow.api.resize",
+    "hetflow.launcher.controller",
+    "hetflow.reports.terms",
+)
+
 
 @cache
-def preloaded(purpose: str = "") -> str:
+def preloaded(purpose: str = "", *modules: str) -> str:
     """The socket of this process's preloaded process, for ``HETFLOW_PRELOAD``.
 
-    One serves few environments, so programs for another ``purpose`` have one of their own.
+    One serves few environments, so programs for another ``purpose`` have one of their own, which
+    may import other ``modules`` too.
     """
     stack = ExitStack()
     atexit.register(stack.close)
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-tests-"))
-    return str(stack.enter_context(serving(Path(folder), ["hetflow.cli.main"])))
+    return str(stack.enter_context(serving(Path(folder), [*COMMANDS, *modules])))
 
 
 class Program:
@@ -125,6 +138,30 @@ def run(
     """As ``subprocess.run(..., capture_output=True, text=True, check=False)``."""
     program = start(command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
+        out, err = program.communicate(timeout=timeout)
+    except BaseException:
+        program.kill()
+        program.communicate()
+        raise
+    assert program.returncode is not None
+    return subprocess.CompletedProcess(command, program.returncode, out, err)
+
+
+def run_until_stopped(
+    command: Sequence[str | Path], asks: Path, told: Path, *, timeout: float
+) -> "subprocess.CompletedProcess[str]":
+    """The same for a program that gets SIGTERM as soon as a file is there; another says so.
+
+    What it has started cannot send it: the parent of a forked process is its preloaded host.
+    """
+    program = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + timeout
+        while not asks.exists() and program.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        program.terminate()
+        told.touch()
         out, err = program.communicate(timeout=timeout)
     except BaseException:
         program.kill()

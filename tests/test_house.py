@@ -76,6 +76,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file's tree."""
+    return list(ast.walk(parsed(path)))
+
+
 def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -84,9 +90,8 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     """(imported folder of ours or library, whether at module level) of one file."""
     package = path.relative_to(ROOT).parts[:-1]
     found = []
-    tree = parsed(path)
-    at_import = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
+    at_import = {id(node) for node in parsed(path).body}
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
             target = [*base, *(node.module or "").split(".")]
@@ -119,7 +124,7 @@ def dependencies() -> dict[str, set[str]]:
 def _named(path: Path, modules_of_ours: Collection[str]) -> set[str]:
     package = path.relative_to(ROOT).parts[:-1]
     found = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if not isinstance(node, ast.ImportFrom):
             continue
         parts = node.module.split(".") if node.module else []
@@ -160,10 +165,10 @@ def test_no_import_goes_in_a_circle() -> None:
 OTHERS_PRIVATE = {"_buffers", "_parameters", "_version", "_replace", "_make"}
 
 
-def private_names(tree: ast.Module) -> set[str]:
+def private_names(path: Path) -> set[str]:
     """What a module keeps to itself: ``self._name``, ``def _name``, and fields ``_name: type``."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -176,14 +181,13 @@ def private_names(tree: ast.Module) -> set[str]:
 
 def test_nobody_reaches_into_another_modules_objects() -> None:
     rooms = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
-    trees = {path: parsed(path) for room in rooms for path in room.rglob("*.py")}
-    own = {path: private_names(tree) for path, tree in trees.items()}
+    own = {path: private_names(path) for room in rooms for path in room.rglob("*.py")}
     ours = set().union(*own.values()) - OTHERS_PRIVATE
     foreign = {path: ours - names for path, names in own.items()}
     reached = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for path in own
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr in foreign[path]
     ]
     assert reached == []
@@ -227,17 +231,16 @@ def kinds_named(path: Path) -> list[str]:
 
     A comparison with a colon is one: that is how emulated types are spelled.
     """
-    tree = parsed(path)
     prose = {
         id(part)
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.Expr) or _is_help(node)
         for part in ast.walk(node)
         if isinstance(part, ast.Constant)
         if isinstance(node, ast.keyword) or node.value is part
     }
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(path):
         text = None
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             text = node.value if _KIND.search(node.value) else None

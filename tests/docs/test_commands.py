@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from hetflow.cli.main import app, run
+from hetflow.tests import programs
 
 from .pages import PAGES, ROOT, Block, Command, blocks, name_of
 
@@ -85,6 +86,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name.startswith("HETFLOW_") or name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
     return tmp_path
 
 

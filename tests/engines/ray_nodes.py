@@ -22,6 +22,8 @@ def ray_cluster() -> Iterator[tuple[dict[str, str], Any]]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # How often Ray asks a node. Five refusals are a lost node; late answers have ten seconds.
+        patch.setenv("RAY_health_check_period_ms", "500")
         from ray.cluster_utils import Cluster
 
         options = {"num_cpus": 2, "object_store_memory": 80 << 20}

@@ -5,7 +5,6 @@ python -m tests.faults.campaign --seed 1 --faults 100
 
 import argparse
 import re
-import resource
 import shutil
 import sys
 import tempfile
@@ -16,16 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from .faults import KINDS, PIPELINE, Story, stories
+from .processes import Commands, marked_commands
 from .run import Run, Violation
 
 Expected = tuple[str, str]  # digests of a split run and of a pipeline
 
 
-def undisturbed(folder: Path) -> Expected:
+def undisturbed(folder: Path, commands: Commands) -> Expected:
     """Digests of runs to which nothing happens."""
     digests = []
     for name in ("1xcpu:fast", PIPELINE):
-        run = Run(folder / name, Story("stop", (name,), ()))
+        run = Run(folder / name, Story("stop", (name,), ()), commands)
         run.go()
         digests.append(run.digest())
     return digests[0], digests[1]
@@ -36,6 +36,7 @@ def campaign(
     seed: int,
     num_faults: int,
     expected: Expected,
+    commands: Commands,
     *,
     say: Callable[[str], object] = lambda text: None,
 ) -> Counter[str]:
@@ -46,6 +47,7 @@ def campaign(
         seed: Of the stories.
         num_faults: How many faults.
         expected: The digests at the end.
+        commands: How launches start.
         say: Told after each run how it went.
 
     Raises:
@@ -56,7 +58,7 @@ def campaign(
         part = 0
         while story.faults:
             began, own = time.monotonic(), folder / f"seed-{seed}-run-{number}-{part}"
-            run = Run(own, story)
+            run = Run(own, story, commands)
             try:
                 left = run.go()
                 if run.digest() != expected[story.is_pipeline]:
@@ -105,19 +107,16 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="hetflow-faults-"))
     began = time.monotonic()
-    expected = undisturbed(folder / f"undisturbed-{time.time_ns()}")
     say = lambda text: print(text, flush=True)  # noqa: E731, T201
-    try:
-        counts = campaign(folder, arguments.seed, arguments.faults, expected, say=say)
-    except Violation as error:
-        sys.exit(str(error))
+    with marked_commands() as commands:
+        expected = undisturbed(folder / f"undisturbed-{time.time_ns()}", commands)
+        try:
+            counts = campaign(folder, arguments.seed, arguments.faults, expected, commands, say=say)
+        except Violation as error:
+            sys.exit(str(error))
     say(table(counts))
     number = sum(counts[kind] for kind in KINDS)
-    cpu = sum(sum(resource.getrusage(who)[:2]) for who in (-1, 0))  # children and this process
-    say(
-        f"{number} faults from seed {arguments.seed} in {time.monotonic() - began:.0f} s "
-        f"({cpu:.0f} CPU s)"
-    )
+    say(f"{number} faults from seed {arguments.seed} in {time.monotonic() - began:.0f} s")
     if arguments.keep is None:
         shutil.rmtree(folder)
 

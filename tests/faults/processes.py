@@ -1,33 +1,52 @@
-"""The processes of one run, found by a mark in their environment (Linux)."""
+"""The processes of a campaign's runs, found by a mark in their environment (Linux)."""
 
 import os
 import signal
+import tempfile
 import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
+from unittest import mock
+
+from hetflow.preload import VARIABLE, Preload, serving
+from hetflow.protocol.pins import pins
+from hetflow.tests.programs import COMMANDS, Program
 
 MARK = "HETFLOW_TEST_CAMPAIGN"
+# What a launch sets for its workers: with these, one preloaded process serves commands and workers.
+_SETTINGS = {**pins("elastic"), "PYTHONUNBUFFERED": "1"}
 
 
 class Processes:
     """All that descends from commands started with ``environment``.
 
     The system shows the environment that a process was started with; a worker forked from a
-    preloaded process shows the preloaded one's, which its launch started with the same mark.
+    preloaded process shows the preloaded one's, which was started with the same mark.
 
     Args:
-        mark: A name that no other run has.
+        mark: A name that no others have.
     """
 
     def __init__(self, mark: str) -> None:
         # No preloaded process that others started: it would not have the mark.
-        self.environment = {**os.environ, MARK: mark, "HETFLOW_PRELOAD": ""}
+        self.environment = {**os.environ, **_SETTINGS, MARK: mark, VARIABLE: ""}
         self._mark = f"{MARK}={mark}".encode()
         self.seen: set[int] = set()
+        self._standing: set[int] = set()
+
+    def stand(self) -> None:
+        """From now on, leave out those that are alive now."""
+        self._standing |= self.alive().keys()
 
     def alive(self) -> dict[int, dict[bytes, bytes]]:
         """Environments by process id; without zombies."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
+            if int(folder.name) in self._standing:
+                continue
             try:
                 settings = (folder / "environ").read_bytes().split(b"\0")
             except OSError:
@@ -58,6 +77,60 @@ class Processes:
         """What one of them left in shared memory."""
         names = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
         return [name for name in names if any(f"_{pid}_" in name for pid in self.seen)]
+
+
+class Commands:
+    """Starts commands that have the mark, as forks of one preloaded process that has it too.
+
+    Args:
+        processes: The mark.
+        socket: Where the preloaded process listens; it was started with the mark.
+        preload: A connection to it.
+    """
+
+    def __init__(self, processes: Processes, socket: Path, preload: Preload) -> None:
+        self.processes = processes
+        self._socket, self._preload = str(socket), preload
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        temporary: Path,
+        stdout: int | IO[bytes],
+        stderr: int,
+        shares_preloaded: bool = True,
+    ) -> Program:
+        """Start a command of hetflow.
+
+        Args:
+            command: The command.
+            temporary: Its folder for temporary files.
+            stdout: As for ``subprocess.Popen``.
+            stderr: As ``stdout``.
+            shares_preloaded: Whether its workers are forked from the same preloaded process; else
+                a launch starts one of its own, as it does for users.
+        """
+        environment = {**self.processes.environment, "TMPDIR": str(temporary)}
+        environment[VARIABLE] = self._socket if shares_preloaded else ""
+        forked = self._preload.start(command, environment, stdout=stdout, stderr=stderr)
+        if forked is None:
+            raise RuntimeError("the campaign's preloaded process has ended")
+        return Program(forked, command)
+
+
+@contextmanager
+def marked_commands() -> Iterator[Commands]:
+    """Commands with a mark of their own; torch is imported once for all of them."""
+    processes = Processes(uuid.uuid4().hex)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-faults-"))
+        with mock.patch.dict(os.environ, processes.environment):
+            socket = stack.enter_context(serving(Path(folder), COMMANDS))
+        preload = stack.enter_context(Preload(str(socket)))
+        preload.wait(processes.environment, lambda: None)
+        processes.stand()
+        yield Commands(processes, socket, preload)
 
 
 def _is_worker(pid: int) -> bool:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,9 @@ from hetflow.schema.plan import SplitPlan
 
 from ..launcher.elastic_runs import plan_of as plan_by_hand
 from ..launcher.test_hosts import free_port
+from ..programs import Program
 from .faults import MAPPINGS, Fault, Story, craft, flip, folder_to_harm, tear
-from .processes import Processes, is_gone, send
+from .processes import Commands, is_gone, send
 
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 SCRIPT = Path(__file__).with_name("training.py")
@@ -28,6 +28,9 @@ NODES, NODE_SAMPLES = 4, 4
 LIMIT_SECONDS = 200.0  # for any one thing to happen; a hang otherwise
 HEARTBEAT_SECONDS = 3.0
 CHECKPOINT_EVERY = 5
+OWN_PRELOADED_EVERY = (
+    4  # the first launch of a run, the fifth, ... has a preloaded process of its own
+)
 FULL_DISK_BYTES = 128 << 10  # less than a checkpoint, more than any other file of a worker
 REFUSED = "none of the checkpoints there can be used"
 UNWRITTEN = "the checkpoint was not written"
@@ -94,21 +97,21 @@ class Run:
     Args:
         folder: Of its own; made here.
         story: What happens.
+        commands: How commands start; those of one run at a time.
     """
 
-    def __init__(self, folder: Path, story: Story) -> None:
+    def __init__(self, folder: Path, story: Story, commands: Commands) -> None:
         for name in ("saved", "tmp"):
             (folder / name).mkdir(parents=True)
         self.folder, self.run, self.saved = folder, folder / "run", folder / "saved"
-        self._story, self._processes = story, Processes(uuid.uuid4().hex)
-        self._processes.environment["TMPDIR"] = str(folder / "tmp")
+        self._story, self._commands, self._processes = story, commands, commands.processes
         self.did: list[str] = []
         self.counts: Counter[str] = Counter()
         self.num_launches = self.last_step = 0
         self._steps: list[tuple[int, int]] = []
         self._read = 0
         self._limit = 0
-        self._launchers: list[subprocess.Popen[bytes]] = []
+        self._launchers: list[Program] = []
         self._outputs: list[Path] = []
         self._from_scratch = False
         self._next_trickle, self._pause_seconds = 0.0, 0.1
@@ -150,14 +153,18 @@ class Run:
 
     def _start(self, command: list[str], output: Path) -> None:
         with output.open("wb") as stream:
-            launcher = subprocess.Popen(
-                command, env=self._processes.environment, stdout=stream, stderr=subprocess.STDOUT
+            launcher = self._commands.start(
+                command,
+                temporary=self.folder / "tmp",
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                shares_preloaded=self.num_launches % OWN_PRELOADED_EVERY != 1,
             )
         self._launchers.append(launcher)
         self._outputs.append(output)
 
     @property
-    def process(self) -> "subprocess.Popen[bytes]":
+    def process(self) -> Program:
         """The launcher, host 0's where there are two."""
         return self._launchers[0]
 
@@ -421,12 +428,11 @@ class Run:
     def _resize(self, fault: Fault) -> None:
         gpus = MAPPINGS[int(fault.first * len(MAPPINGS))]
         before = set(self._processes.workers())
-        asked = subprocess.Popen(
-            [*HETFLOW, "resize", self.run, "--gpus", gpus, "--timeout", "100"],
-            env=self._processes.environment,
+        asked = self._commands.start(
+            [*HETFLOW, "resize", str(self.run), "--gpus", gpus, "--timeout", "100"],
+            temporary=self.folder / "tmp",
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
         )
         try:
             if fault.kind != "resize":

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from .faults import (
     stories,
     tear,
 )
-from .processes import Processes
+from .processes import Commands, Processes, marked_commands
 from .run import Violation, check_words, plan_of
 
 pytestmark = pytest.mark.processes
@@ -116,14 +117,20 @@ def test_the_table_names_every_kind() -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
+def commands() -> Iterator[Commands]:
+    with marked_commands() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Expected:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", commands)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_runs_with_faults_end_with_the_digest_of_an_undisturbed_one(
-    tmp_path: Path, seed: int, expected: Expected
+    tmp_path: Path, seed: int, expected: Expected, commands: Commands
 ) -> None:
-    counts = campaign(tmp_path, seed, 25, expected)
+    counts = campaign(tmp_path, seed, 25, expected, commands)
     assert sum(counts[kind] for kind in KINDS) == 25

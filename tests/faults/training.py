@@ -1,4 +1,4 @@
-"""What the fault campaign trains: batch-norm, dropout, a schedule, draws of its own; 400 steps.
+"""What the fault campaign trains: batch-norm, dropout, a schedule, draws of its own; 200 steps.
 
 ``training.py FOLDER [pipeline]``: after each step it appends "STEP PID" to ``FOLDER/progress``, and
 it goes on only while ``FOLDER/limit`` is above it. It shuts its connections down when
@@ -27,7 +27,7 @@ from hetflow.runtime.digest import digest_of
 from hetflow.tests.launcher.saved_log import Log
 
 HERE = Path(sys.argv[1])
-EPOCHS, NUM_SAMPLES, BATCH = 80, 70, 16  # five steps an epoch, the last of six samples
+EPOCHS, NUM_SAMPLES, BATCH = 40, 70, 16  # five steps an epoch, the last of six samples
 
 
 def cut_when_asked() -> None:

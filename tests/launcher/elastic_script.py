@@ -1,9 +1,10 @@
 """A script whose workers change: batch-norm, dropout, augmentation, a schedule, draws of its own.
 
-``elastic_script.py RESULT EPOCHS SECONDS HOLD...``: sleeps SECONDS a step; after each step in HOLD
-it waits until the file ``go-STEP`` is there. Writes the digest of all that training leaves. With
-AWKWARD set the script does all that is awkward for a change: data workers, a sampler of its own,
-weighted losses, gradients kept over two steps, a buffer that is no batch-norm's, predictions.
+``elastic_script.py RESULT EPOCHS SECONDS HOLD...``: sleeps SECONDS a step until the file ``hurry``
+is there; after each step in HOLD it waits until the file ``go-STEP`` is there. Writes the digest of
+all that training leaves. With AWKWARD set the script does all that is awkward for a change: data
+workers, a sampler of its own, weighted losses, gradients kept over two steps, a buffer that is no
+batch-norm's, predictions.
 """
 
 import hashlib
@@ -92,7 +93,8 @@ for _ in range(epochs):
         log.values.append(loss.item())
         with progress.open("a") as stream:
             stream.write(f"{time.time()} {job.num_steps} {job.rank} {job.world_size}\n")
-        time.sleep(seconds)
+        if seconds and not (HERE / "hurry").exists():
+            time.sleep(seconds)
         while job.num_steps in holds and not (HERE / f"go-{job.num_steps}").exists():
             time.sleep(0.01)
     scheduler.step()

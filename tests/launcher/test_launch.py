@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.protocol.launch_token import prefix_of
+from hetflow.protocol.pins import pins
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import RunRecord
@@ -214,8 +215,11 @@ def test_dry_run_prints_what_would_run(here: Path) -> None:
     assert lines[1].endswith("hetflow.runtime.worker script.py 'a b' '$(touch marker)'")
     assert "HETFLOW_DEVICE_TYPE=cpu:slow" in lines[1]
     assert "OMP_NUM_THREADS=1" in lines[1]
-    document = json.loads(run("--dry-run", "--json", "plan.json", "script.py").stdout)
-    assert [worker["rank"] for worker in document["workers"]] == [0, 1]
+    assert "PYTHONHASHSEED" not in lines[1]
+    elastic = ("--dry-run", "--json", "--determinism", "elastic", "plan.json", "script.py")
+    workers = json.loads(run(*elastic).stdout)["workers"]
+    assert [worker["rank"] for worker in workers] == [0, 1]
+    assert all(pins("elastic").items() <= worker["environment"].items() for worker in workers)
     assert sorted(path.name for path in here.iterdir()) == ["plan.json", "script.py"]
 
 

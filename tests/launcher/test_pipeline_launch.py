@@ -15,13 +15,14 @@ from hetflow.tests import programs
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import os, signal, sys
+import os, pathlib, signal, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
 
 how, where = (sys.argv[1], int(sys.argv[2])) if len(sys.argv) > 1 else ("", -1)
+here = os.path.dirname(__file__)
 torch.manual_seed(0)
 
 class Labels(nn.Module):
@@ -49,7 +50,9 @@ for epoch in range(2):
             if how in ("die", "hang") and (job.num_steps, job.rank, len(calls)) == (where, 1, 2):
                 os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
             if how == "stop" and (job.num_steps, job.rank, len(calls)) == (where, 0, 2):
-                os.kill(os.getppid(), signal.SIGTERM)
+                pathlib.Path(here, "stopping").touch()
+                while not pathlib.Path(here, "stopped").exists():
+                    time.sleep(0.01)
             loss = nn.functional.cross_entropy(model(x), y)
             return loss + model[0].weight.pow(2).sum() if how == "decay" else loss
         job.backward(loss_of, batch)
@@ -66,13 +69,14 @@ def plan(tmp_path: Path, two_stages: PipelinePlan) -> Path:
     return tmp_path / "plan.json"
 
 
-def launch(plan: Path, *arguments: str, flags: tuple[str, ...] = (), run: str = "run"):
+def command(plan: Path, *arguments: str, flags: tuple[str, ...] = (), run: str = "run"):
     folder = plan.parent
-    return programs.run(
-        [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", str(folder / run), *flags]
-        + [str(plan), str(folder / "train.py"), *arguments],
-        timeout=300,
-    )
+    launch = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", str(folder / run), *flags]
+    return [*launch, str(plan), str(folder / "train.py"), *arguments]
+
+
+def launch(plan: Path, *arguments: str, flags: tuple[str, ...] = (), run: str = "run"):
+    return programs.run(command(plan, *arguments, flags=flags, run=run), timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +143,10 @@ def test_a_stop_saves_and_a_restart_ends_as_if_undisturbed(
     plan: Path, two_stages: PipelinePlan, whole, schedule: str
 ) -> None:
     files.write(plan, dataclasses.replace(two_stages, schedule=schedule), force=True)
-    stopped = launch(plan, "stop", "4", flags=saving(plan), run="stopped")
+    stopped = programs.run_until_stopped(
+        command(plan, "stop", "4", flags=saving(plan), run="interrupted"),
+        plan.parent / "stopping", plan.parent / "stopped", timeout=300,
+    )  # fmt: skip
     assert stopped.returncode == 143, stopped.stderr
     assert "asked to stop; " in stopped.stderr
     newest = max((plan.parent / "saved").glob("step-*"))

@@ -396,6 +396,7 @@ def cut():
                     own.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
+    os.unlink(os.path.join(os.path.dirname(sys.argv[1]), "cut"))
 if os.environ["HETFLOW_WORKER"] == "1":
     threading.Thread(target=cut, daemon=True).start()
 """
@@ -406,7 +407,9 @@ def test_closed_sockets_are_opened_again(tmp_path: Path, undisturbed_long: str) 
     script = around_script(tmp_path / "cuts.py", CUTS)
     launch = Launch(tmp_path / "run", [4, 4], epochs=LONG, seconds=0.02, script=script)
     launch.wait_for_step(3, workers=2)
-    (tmp_path / "run" / "cut").touch()
+    asked = tmp_path / "run" / "cut"
+    asked.touch()
+    wait_until(lambda: not asked.exists())
     assert launch.digest() == undisturbed_long
     failure = launch.record()["generations"][1]
     assert failure["detail"] == "connections were lost"

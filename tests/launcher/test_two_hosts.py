@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,30 +108,40 @@ def lose(hosts: Hosts, node: int, number: int) -> None:
         os.kill(worker, number)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lost", "number", "saves", "how"),
-    [
-        (0, signal.SIGKILL, False, "its launcher is gone, and the store with it"),
-        (1, signal.SIGKILL, True, r"its launcher gave no sign of life for \d+ s"),
-        # A frozen host is to the others what one is behind a network that is gone.
-        (0, signal.SIGSTOP, True, "its launcher did not answer for 15 s"),
-        (1, signal.SIGSTOP, False, r"its launcher gave no sign of life for \d+ s"),
-    ],
-)
-def test_who_is_left_says_which_host_was_lost(
-    tmp_path: Path, lost: int, number: int, saves: bool, how: str
-) -> None:
-    saving = ("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3") if saves else ()
-    hosts = Hosts(tmp_path / "a", 0, [5, 3], *saving, seconds=0.1, epochs=400)
-    hosts.wait_for_step(2)
-    lose(hosts, lost, number)
-    left = 1 - lost
+LOSSES = [
+    (0, signal.SIGKILL, False, "its launcher is gone, and the store with it"),
+    (1, signal.SIGKILL, True, r"its launcher gave no sign of life for \d+ s"),
+    # A frozen host is to the others what one is behind a network that is gone.
+    (0, signal.SIGSTOP, True, "its launcher did not answer for 15 s"),
+    (1, signal.SIGSTOP, False, r"its launcher gave no sign of life for \d+ s"),
+]
+
+
+@pytest.fixture(scope="module")
+def with_a_lost_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Hosts]]:
+    """A launch for each loss, which has happened; the survivors notice it in the same seconds."""
+    launched: list[Hosts] = []
     try:
-        assert hosts.processes[left].wait(timeout=60) == 1
+        for lost, number, saves, _ in LOSSES:
+            folder = tmp_path_factory.mktemp("lost")
+            every = ("--checkpoint", str(folder / "saved"), "--checkpoint-every", "3")
+            options = every if saves else ()
+            launched.append(Hosts(folder / "a", 0, [5, 3], *options, seconds=0.1, epochs=400))
+            launched[-1].wait_for_step(2)
+            lose(launched[-1], lost, number)
+        yield launched
     finally:
-        lose(hosts, lost, signal.SIGKILL)
-        hosts.processes[lost].wait()
+        for process in (process for hosts in launched for process in hosts.processes):
+            process.kill()  # and with it the workers
+            process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(len(LOSSES)))
+def test_who_is_left_says_which_host_was_lost(case: int, with_a_lost_host: list[Hosts]) -> None:
+    hosts, (lost, _, _, how) = with_a_lost_host[case], LOSSES[case]
+    left = 1 - lost
+    assert hosts.processes[left].wait(timeout=60) == 1
     last = [line for line in hosts.said()[left].splitlines() if line.startswith("hetflow: ")][-1]
     assert re.fullmatch(rf"hetflow: host {lost} \({socket.gethostname()}\) was lost: {how}", last)
     if left == 0:

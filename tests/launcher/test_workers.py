@@ -1,6 +1,7 @@
 """The workers of one host, as their controller holds them."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -46,6 +47,18 @@ def test_the_control_channels_are_closed_with_the_workers(tmp_path: Path) -> Non
         assert len(lines) == 2
         workers.stop()
         assert [line.fileno() for line in lines] == [-1, -1]
+
+
+def test_a_stopped_worker_ends_by_the_signal_that_ends_the_others(tmp_path: Path) -> None:
+    """Not by SIGKILL after the grace."""
+    with Preload("off") as preload:
+        workers = started(tmp_path, preload, "import time; time.sleep(60)")
+        workers.signal("0", signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while not workers.is_stopped("0"):
+            assert time.monotonic() < deadline
+        workers.stop()
+        assert [failure.exit_code for failure in workers.failures()] == [128 + signal.SIGTERM]
 
 
 def test_a_worker_of_another_installation_is_ended_with_the_reason(tmp_path: Path) -> None:

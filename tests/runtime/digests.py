@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -19,12 +18,22 @@ MAPPINGS = tuple(_table.MAPPINGS)
 
 
 def run(
-    mapping: str, level: str, folder: Path, *options: str, arguments: Sequence[str] = ()
+    mapping: str, level: str, folder: Path, *options: str
 ) -> "subprocess.CompletedProcess[str]":
     """One launch, as it ended."""
-    workers = _table.MAPPINGS[mapping]
-    command = _table.command_of(workers, level, folder, options, arguments)
+    command = _table.command_of(_table.MAPPINGS[mapping], level, folder, options)
     return programs.run(command, timeout=_table.LIMIT_SECONDS)
+
+
+def stopped(
+    mapping: str, level: str, folder: Path, step: int, *options: str
+) -> "subprocess.CompletedProcess[str]":
+    """One launch that gets SIGTERM after so many steps, as it ended."""
+    arguments = ["--stop-after", str(step)]
+    command = _table.command_of(_table.MAPPINGS[mapping], level, folder, options, arguments)
+    return programs.run_until_stopped(
+        command, folder / "stopping", folder / "stopped", timeout=_table.LIMIT_SECONDS
+    )
 
 
 def launch(mapping: str, level: str, folder: Path) -> dict[str, str]:

@@ -3,12 +3,26 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hetflow.tests import programs
 
+TRANSFORMERS = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""For workers with models of these kinds."""
 
-def run_workers(script: Path, size: int, *arguments: str | Path, seconds: float) -> list[str]:
+
+def run_workers(
+    script: Path,
+    size: int,
+    *arguments: str | Path,
+    seconds: float,
+    modules: Sequence[str] = (),
+) -> list[str]:
     """Run a script in several workers, and require that all end well.
 
     Args:
@@ -16,6 +30,7 @@ def run_workers(script: Path, size: int, *arguments: str | Path, seconds: float)
         size: How many workers.
         arguments: The script's, the same for all.
         seconds: How long each may take.
+        modules: What is to be imported once for all workers that ask for the same.
 
     Returns:
         What each worker wrote to stderr.
@@ -28,6 +43,8 @@ def run_workers(script: Path, size: int, *arguments: str | Path, seconds: float)
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
+    if modules:
+        shared[programs.VARIABLE] = programs.preloaded("more modules", *modules)
     workers = [
         programs.start(
             [sys.executable, script, *arguments],

@@ -12,7 +12,7 @@ from hetflow.schema import files
 from hetflow.schema.parallel import ParallelPlan
 
 from ..parallel_plans import parallel_plan
-from .gloo_workers import run_workers
+from .gloo_workers import TRANSFORMERS, run_workers
 
 pytestmark = pytest.mark.processes
 
@@ -28,6 +28,7 @@ CHUNKS = (FIRST[:5], FIRST[5:], LAST[:3], LAST[3:])  # of two rounds over two po
 APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
 AT_NORM = ((*FIRST, *LAST[:1]), LAST[1:])  # behind a norm
 
+OURS = {"zoo", "dropping", "layers"}  # what does without transformers
 # name: (case, stages)
 WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
     "t2": (2, {
@@ -95,7 +96,10 @@ def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]
     for name, (_, plan) in plans.items():
         files.write(folder / f"{name}.json", plan)
     asked = [f"{name}={case}" for name, (case, _) in plans.items()]
-    run_workers(SCRIPT, size, folder, *asked, seconds=180)
+    needs_more = {case.partition(":")[0] for case, _ in plans.values()} - OURS
+    run_workers(
+        SCRIPT, size, folder, *asked, seconds=180, modules=TRANSFORMERS if needs_more else ()
+    )
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 

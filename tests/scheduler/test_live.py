@@ -14,6 +14,7 @@ import pytest
 from hetflow.engines.protocol import OUTPUT
 from hetflow.scheduler import leases, view
 from hetflow.scheduler.store import Store
+from hetflow.tests import programs
 
 from .conftest import write_workplace
 
@@ -50,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def hetflow(*words: str, folder: Path) -> str:
     command = [sys.executable, "-m", "hetflow", *words]
-    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    answer = programs.run(command, cwd=folder, timeout=LIMIT_SECONDS)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
