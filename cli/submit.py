@@ -31,6 +31,10 @@ def submit(
     devices: Annotated[
         int | None, typer.Option(min=1, help="Number of devices, all of one type [default: 1].")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Instead: just these devices, at once, such as 1xV100,2xP100."),
+    ] = None,
     virtual_nodes: Annotated[
         int | None,
         typer.Option(
@@ -38,10 +42,14 @@ def submit(
         ),
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="split or pipeline [default: split].")
+        str | None,
+        typer.Option(
+            help="Kind of its plans: split, pipeline, parallel, or auto, on each turn the fastest "
+            "of the three [default: split]."
+        ),
     ] = None,
     microbatch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a microbatch, for a pipeline.")
+        int | None, typer.Option(min=1, help="Samples of a microbatch, for all but splits.")
     ] = None,
     determinism: Annotated[
         str | None,
@@ -74,6 +82,7 @@ def submit(
     given: dict[str, Any] = {
         "name": name, "profiles": None if profiles is None else str(profiles), "model": model,
         "batch_size": batch_size, "steps": steps, "devices": devices,
+        "gpus": gpus,
         "virtual_nodes": virtual_nodes, "strategy": strategy,
         "microbatch_size": microbatch_size, "determinism": determinism,
         "checkpoint_every": checkpoint_every, "priority_weight": weight,

@@ -190,6 +190,9 @@ def _microbatch_sizes(request: SolveRequest) -> list[int]:
 
     If a size was requested, the nearest profiled one; else all. Without a common profiled size, the
     requested one (or 1), so that the solver reports what is missing.
+
+    Raises:
+        ProblemError: Microbatches must be of the requested size, which is not profiled.
     """
     in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
     tables = [{table.microbatch_size for table in p.layer_tables} for p in in_pool]
@@ -202,6 +205,11 @@ def _microbatch_sizes(request: SolveRequest) -> list[int]:
     nearest = min(common, key=lambda size: (abs(size - asked), size))
     if nearest != asked:
         known = ", ".join(map(str, common))
+        if request.fixes_microbatches:
+            raise ProblemError(
+                f"--microbatch-size {asked}: layers are profiled at {known}",
+                hint="take one of these, or profile that one",
+            )
         _log.warning(f"layers are profiled at {known}: took microbatches of {nearest}, not {asked}")
     return [nearest]
 

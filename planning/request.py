@@ -97,3 +97,18 @@ class SolveRequest:
                 f"--memory-reserve {self.memory_reserve_bytes}: must not be negative",
                 hint="leave it out to reserve only what was measured",
             )
+
+    @property
+    def fixes_microbatches(self) -> bool:
+        """Whether both virtual nodes and microbatches were asked for, and are the same.
+
+        Then plans of all kinds cut a batch alike, and each can go on from a checkpoint of another.
+        """
+        nodes, samples = self.split.virtual_nodes, self.pipeline.microbatch_size
+        return nodes is not None and samples is not None and nodes * samples == self.batch_size
+
+    @property
+    def is_for_all_kinds(self) -> bool:
+        """Whether no option was given that only splits have."""
+        kept = self.split.virtual_nodes if self.fixes_microbatches else None
+        return self.split == SplitOptions(virtual_nodes=kept)

@@ -124,7 +124,7 @@ def _could_be_pipeline(request: SolveRequest) -> bool:
     """Whether all types have layers that can be launched, and no flag is for splits only."""
     in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
     layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
-    if not layered or request.split != SplitOptions():
+    if not layered or not request.is_for_all_kinds:
         return False
     from .solve_pipeline import trace_for
 

@@ -13,7 +13,7 @@ from ..schema.parallel import (
 )
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
 from .limits import Clock
-from .request import PipelineOptions, SolveRequest, SplitOptions
+from .request import PipelineOptions, SolveRequest
 from .solve_pipeline import links_between, trace_for
 
 _log = logging.getLogger("hetflow")
@@ -127,7 +127,7 @@ def goes_with_parallel(request: SolveRequest) -> bool:
         link_bytes_per_second=asked.link_bytes_per_second,
         num_model_chunks=asked.num_model_chunks,
     )
-    return request.split == SplitOptions() and asked == kept
+    return request.is_for_all_kinds and asked == kept
 
 
 def _check_flags(request: SolveRequest) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.files import from_json
-from ..schema.jobs import Job, ModelThroughput, Throughputs
-from .plans import as_job
+from ..schema.jobs import Job, Throughputs
+from .plans import as_job, rate_from, together
 from .store import Store
 from .submission import Submission
 
@@ -64,7 +64,7 @@ def history(store: Store) -> History:
         )
     rates = {}
     for row in rows:
-        rate = ModelThroughput(**json.loads(row["throughput"]))
+        rate = rate_from(json.loads(row["throughput"]))
         rates[rate.model, rate.scale_factor] = rate
     known = store.get("started_with")
     first = rows[0]["submitted"]
@@ -84,7 +84,7 @@ def history(store: Store) -> History:
         )
     return History(
         jobs=tuple(jobs),
-        throughputs=Throughputs(models=tuple(rates.values())),
+        throughputs=together(rates.values()),
         num_devices=dict(from_json(known["pool"], Cluster, name="the pool").num_devices),
         policy=known["policy"],
         round_seconds=known["round_seconds"],

@@ -17,7 +17,8 @@ from functools import partial
 import numpy as np
 
 from ..engines.protocol import Engine, EngineDevice, UnsuitableDevicesError
-from ..mechanisms.allocators.named import allocator_named
+from ..mechanisms.allocators.named import PolicyAllocator, allocator_named
+from ..mechanisms.allocators.shares import Allocator
 from ..mechanisms.cluster.pool import Pool
 from ..mechanisms.cluster.seats import Device, Seat
 from ..mechanisms.rounds.assign import next_round
@@ -27,10 +28,9 @@ from ..mechanisms.rounds.state import RoundState
 from ..mechanisms.rounds.stored import resumed, stored
 from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.files import from_json, to_plain
-from ..schema.jobs import ModelThroughput, Throughputs
 from . import leases
 from .leases import Ended, Lease
-from .plans import as_job, throughput_of
+from .plans import Rate, as_job, rate_from, throughput_of, together
 from .rests import Rests
 from .store import Store
 from .submission import Submission
@@ -68,8 +68,11 @@ class Scheduler:
             ProblemError: The state is of other devices, or the policy does not fit.
         """
         self._store, self._engine, self._settings = store, engine, settings
-        self._allocator = allocator_named(settings.policy)
-        if self._allocator.shares_space:
+        self._alone = allocator_named(settings.policy)
+        self._mixing = allocator_named(settings.policy, columns=True)
+        if type(self._mixing) is type(self._alone):
+            self._mixing = self._alone  # which remembers what it saw
+        if self._alone.shares_space:
             raise ProblemError(
                 f"{settings.policy} puts two jobs on a device, which a live cluster does not"
             )
@@ -77,7 +80,7 @@ class Scheduler:
         self._places = _Places(tuple(self._devices.values()))
         self._rests = Rests(store)
         self._submissions: dict[int, Submission] = {}
-        self._rates: dict[tuple[str, int], ModelThroughput] = {}
+        self._rates: dict[tuple[str, int], Rate] = {}
         self._round_ends: float | None = store.get("round_ends")
         self._has_news = True  # since the last decision
         names = sorted(self._devices)
@@ -97,6 +100,20 @@ class Scheduler:
                 drainable |= {d.server for d in self._devices.values()}
                 store.set("drainable", sorted(drainable))
 
+    @property
+    def _allocator(self) -> Allocator:
+        """The policy; LAS has a faster form while no job is on several types at once."""
+        return self._mixing if self._state.pool.uses_mixes else self._alone
+
+    @property
+    def _no_mixes(self) -> str | None:
+        """Why no job can have devices of several types here; None where it can."""
+        if len({device.server for device in self._devices.values()}) > 1:
+            return "jobs get devices of several types only where all devices are on one server"
+        if not isinstance(self._mixing, PolicyAllocator):
+            return f"{self._settings.policy} gives a job devices of one type"
+        return None
+
     def _inventory(self) -> list[list[object]]:
         """Name, type and server of each device, and whether it works, for those who look on."""
         return [
@@ -108,7 +125,7 @@ class Scheduler:
         for row in self._store.rows(
             "SELECT DISTINCT throughput FROM jobs WHERE state IN ('queued', 'running')"
         ):
-            rate = ModelThroughput(**json.loads(row["throughput"]))
+            rate = rate_from(json.loads(row["throughput"]))
             self._rates[rate.model, rate.scale_factor] = rate
         document = self._store.get("rounds")
         if document is None:
@@ -116,9 +133,11 @@ class Scheduler:
         return resumed(document, self._pool())
 
     def _pool(self) -> Pool:
+        throughputs = together(self._rates.values())
         return Pool(
-            throughputs=Throughputs(models=tuple(self._rates.values())),
+            throughputs=throughputs,
             num_devices=self._places.num_devices,
+            uses_mixes=bool(throughputs.mixes),
         )
 
     def _submission(self, job: int) -> Submission:
@@ -271,11 +290,11 @@ class Scheduler:
 
     def _admit(self, jobs: Sequence[int], now: float) -> None:
         """Let jobs into the rounds; hold those that can never run."""
-        found: dict[int, ModelThroughput] = {}
+        found: dict[int, Rate] = {}
         for job in jobs:
             try:
                 asked = self._submission(job)
-                found[job] = throughput_of(asked, self._places.num_devices)
+                found[job] = throughput_of(asked, self._places.num_devices, self._no_mixes)
             except HetflowError as error:
                 self._hold(job, error.message, now)
         self._know(found.values())
@@ -291,7 +310,7 @@ class Scheduler:
             self._state.admit(entering, self._settings.rules.head_start_seconds)
             self._has_news = True
 
-    def _know(self, rates: Iterable[ModelThroughput]) -> None:
+    def _know(self, rates: Iterable[Rate]) -> None:
         """Add throughputs to the pool's; those of jobs that are gone are forgotten."""
         new = {(one.model, one.scale_factor): one for one in rates}
         if new.items() <= self._rates.items():
@@ -335,10 +354,11 @@ class Scheduler:
     def _credit_at(self, place: int, lease: Lease, started: float, now: float) -> None:
         active = self._state.active
         seconds = max(0.0, now - max(started, lease.credited or started))
-        kind = self._places.seat(lease.devices)[0][0]
-        receive(self._state, np.array([kind]), np.array([place]), np.array([seconds]))
-        active.held[kind, place] += seconds
-        done = seconds * active.rate[kind, place]
+        kinds = Counter(kind for kind, _, _ in self._places.seat(lease.devices))
+        column = self._state.pool.column_of(kinds)
+        receive(self._state, np.array([column]), np.array([place]), np.array([seconds]))
+        active.held[column, place] += seconds
+        done = seconds * active.rate[column, place]
         active.left[place] = max(_LEAST_STEPS, active.left[place] - done)
         leases.credit(self._store, lease, now)
 

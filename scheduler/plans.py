@@ -2,61 +2,80 @@
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..planning.inputs import profiles_of
-from ..planning.request import PipelineOptions, SolveRequest, SplitOptions
+from ..planning.request import PipelineOptions, SolveRequest, SplitOptions, Strategy
 from ..planning.solve import solve
+from ..protocol.lower import lower
 from ..schema.cluster import Cluster
-from ..schema.errors import InfeasibleError
+from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.files import Plan
-from ..schema.jobs import Job, ModelThroughput
+from ..schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from ..schema.profile import Profile
 from .submission import Submission
+
+Rate = ModelThroughput | MixThroughput
+"""How fast a job is: on each type, or on the devices of several types that it asked for by name."""
 
 
 def plan_on(asked: Submission, device_type: str, number: int) -> Plan:
     """The plan of a job on so many devices of a type, by its profiles as they are at first.
 
+    A job that named its devices has one plan, for just these.
+
     Raises:
         HetflowError: There is none, or the profiles are gone.
     """
-    return _plan(_kind(asked), device_type, number)
+    return _plan(_kind(asked), asked.gpus or f"{number}x{device_type}")
 
 
 class _Kind(NamedTuple):
-    """What a job's plan depends on, besides its devices."""
+    """What a job's plan depends on, besides devices that it did not name.
+
+    Where there are microbatches, virtual nodes are the same: a job goes on from its checkpoint
+    under a plan of another kind only if both cut a batch alike.
+    """
 
     profiles: str
     model: str | None
     batch_size: int
+    strategy: Strategy
     virtual_nodes: int | None
     microbatch_size: int | None
+    gpus: str | None
 
 
 def _kind(asked: Submission) -> _Kind:
+    virtual_nodes = asked.virtual_nodes
+    if asked.microbatch_size is not None:
+        virtual_nodes = asked.batch_size // asked.microbatch_size
     return _Kind(
-        asked.profiles, asked.model, asked.batch_size, asked.virtual_nodes, asked.microbatch_size
-    )
+        asked.profiles, asked.model, asked.batch_size, asked.strategy, virtual_nodes,
+        asked.microbatch_size, asked.gpus,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _plan(kind: _Kind, device_type: str, number: int) -> Plan:
-    gpus = f"{number}x{device_type}"
-    return solve(
+def _plan(kind: _Kind, gpus: str) -> Plan:
+    plan = solve(
         SolveRequest(
             profiles=_profiles(kind.profiles, kind.model),
             pool=Cluster.parse(gpus),
             pool_name=gpus,
             batch_size=kind.batch_size,
-            strategy="split" if kind.microbatch_size is None else "pipeline",
+            strategy=kind.strategy,
             split=SplitOptions(virtual_nodes=kind.virtual_nodes),
             pipeline=PipelineOptions(microbatch_size=kind.microbatch_size),
-            fastest=True,
+            fastest=kind.strategy != "parallel",  # a parallel plan always is
         )
     )
+    lower(plan)  # here, and not in its launch, a plan is refused that cannot be launched
+    return plan
 
 
 @lru_cache(maxsize=256)
@@ -70,17 +89,25 @@ def kind_of(asked: Submission) -> str:
     return "job-" + hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def throughput_of(asked: Submission, num_devices: dict[str, int]) -> ModelThroughput:
-    """Steps per second on each type that the job is profiled on and fits.
+def throughput_of(
+    asked: Submission, num_devices: Mapping[str, int], no_mixes: str | None = None
+) -> Rate:
+    """Steps per second on each type that the job is profiled on and fits, or on those it named.
 
     Args:
         asked: The job.
         num_devices: The cluster's devices by type.
+        no_mixes: Why the cluster gives no job devices of several types; None where it does.
 
     Raises:
         InfeasibleError: No type of the cluster can run it.
         HetflowError: The profiles are gone, or have faults.
     """
+    if asked.gpus is not None:
+        named = Cluster.parse(asked.gpus).num_devices
+        if no_mixes is not None and len(named) > 1:
+            raise InfeasibleError(f"it asks for {asked.gpus}, and {no_mixes}")
+        return _throughput_on(asked, named, num_devices)
     profiled = {profile.device_type for profile in _profiles(asked.profiles, asked.model)}
     rates: dict[str, float] = {}
     obstacles = []
@@ -93,7 +120,7 @@ def throughput_of(asked: Submission, num_devices: dict[str, int]) -> ModelThroug
             try:
                 step_seconds = plan_on(asked, name, asked.devices).predicted.step_seconds
                 rates[name] = 1.0 / step_seconds
-            except InfeasibleError as error:
+            except (InfeasibleError, ProblemError) as error:
                 obstacles.append(f"{name}: {error.message}")
     if not rates:
         raise InfeasibleError(
@@ -101,6 +128,54 @@ def throughput_of(asked: Submission, num_devices: dict[str, int]) -> ModelThroug
             hint=f"profiles are of {', '.join(sorted(profiled))}",
         )
     return ModelThroughput(model=kind_of(asked), scale_factor=asked.devices, steps_per_second=rates)
+
+
+def _throughput_on(
+    asked: Submission, named: Mapping[str, int], num_devices: Mapping[str, int]
+) -> Rate:
+    for name, number in named.items():
+        if number > num_devices.get(name, 0):
+            raise InfeasibleError(
+                f"{number}x{name} are asked for, the cluster has {num_devices.get(name, 0)}"
+            )
+    plan = _plan(_kind(asked), str(asked.gpus))
+    rate, model = 1.0 / plan.predicted.step_seconds, kind_of(asked)
+    if len(named) == 1:
+        [name] = named
+        return ModelThroughput(
+            model=model, scale_factor=asked.devices, steps_per_second={name: rate}
+        )
+    used = Counter(worker.device_type for worker in lower(plan).workers)
+    if used != Counter(named):
+        only = ",".join(f"{number}x{name}" for name, number in used.items())
+        raise InfeasibleError(
+            f"on {asked.gpus} the fastest plan uses {only} alone: ask for these devices"
+        )
+    return MixThroughput(
+        model=model, scale_factor=asked.devices, steps_per_second=rate,
+        devices={name: named[name] for name in num_devices if name in named},
+    )  # fmt: skip
+
+
+def rate_from(document: Mapping[str, Any]) -> Rate:
+    """A rate as the state has it."""
+    kind = MixThroughput if "devices" in document else ModelThroughput
+    return kind(**document)
+
+
+def together(rates: Iterable[Rate]) -> Throughputs:
+    """The rates of jobs as mechanisms take them; a job that runs on a mix alone has no others."""
+    found = list(rates)
+    mixes = tuple(rate for rate in found if isinstance(rate, MixThroughput))
+    return Throughputs(
+        models=tuple(
+            ModelThroughput(model=rate.model, scale_factor=rate.scale_factor, steps_per_second={})
+            if isinstance(rate, MixThroughput)
+            else rate
+            for rate in found
+        ),
+        mixes=mixes,
+    )
 
 
 def as_job(number: int, asked: Submission, submitted: float) -> Job:

@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..planning.inputs import profiles_of
+from ..planning.request import Strategy
 from ..protocol.lower import check_pipeline_level
+from ..schema.cluster import Cluster
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import from_json, to_json
 from ..schema.launch import Determinism
@@ -24,14 +27,16 @@ class Submission:
     """One training job of a live cluster.
 
     ``script`` is run by ``hetflow launch`` with ``arguments``, from ``directory``, under a plan for
-    the ``devices`` (all of one type) that it is given, made from ``profiles``. ``steps`` are those
-    that it makes in all. ``virtual_nodes`` and ``determinism`` are those of ``hetflow solve`` and
-    ``hetflow launch``: with ``elastic``, the default where virtual nodes are given, a job ends with
-    the same parameters whatever devices it was moved to. ``checkpoint_every`` counts steps; a job
-    also saves whenever it has to leave.
+    the ``devices`` (all of one type) that it is given, made from ``profiles``. ``gpus`` instead
+    names types and numbers (``1xV100,2xP100``): it gets just these, all at once. ``steps`` are
+    those that it makes in all. ``virtual_nodes`` and ``determinism`` are those of ``hetflow solve``
+    and ``hetflow launch``: with ``elastic``, the default where virtual nodes are given, a job ends
+    with the same parameters whatever devices it was moved to. ``checkpoint_every`` counts steps; a
+    job also saves whenever it has to leave.
 
-    ``strategy`` says what the plan is. A pipeline needs ``microbatch_size``: its checkpoint can be
-    loaded under the plan of other devices only if the microbatches are the same.
+    ``strategy`` says what the plan is; ``auto`` takes on each turn the fastest of the three kinds.
+    All but splits need ``microbatch_size``: a checkpoint can be loaded under the plan of other
+    devices only if the microbatches are the same.
     """
 
     schema: Literal["hetflow.submission/1"] = "hetflow.submission/1"
@@ -44,13 +49,27 @@ class Submission:
     batch_size: Count
     steps: Positive
     devices: Count = 1
-    strategy: Literal["split", "pipeline"] = "split"
+    gpus: str | None = None
+    strategy: Strategy = "split"
     virtual_nodes: Count | None = None
     microbatch_size: Count | None = None
     determinism: Determinism | None = None
     checkpoint_every: Index = 0
     priority_weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     deadline_seconds: PositiveSeconds | None = None
+
+    def __post_init__(self) -> None:
+        if self.gpus is None:
+            return
+        pool = Cluster.parse(self.gpus)
+        if pool.num_servers > 1:
+            raise ProblemError(
+                f"gpus {self.gpus}: give types and numbers without servers, such as 1xV100,2xP100"
+            )
+        if sum(pool.num_devices.values()) != self.devices:
+            raise ProblemError(
+                f"gpus {self.gpus} are not {self.devices} devices: leave devices out"
+            )
 
     @property
     def level(self) -> Determinism:
@@ -98,6 +117,8 @@ def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
     values = {"schema": "hetflow.submission/1", "directory": str(base), **values}
     if isinstance(values.get("script"), str):
         values.setdefault("name", Path(values["script"]).stem)
+    if isinstance(values.get("gpus"), str):
+        values.setdefault("devices", sum(Cluster.parse(values["gpus"]).num_devices.values()))
     for key in ("steps", "priority_weight", "deadline_seconds"):  # TOML knows 3 from 3.0
         if type(values.get(key)) is int:
             values[key] = float(values[key])
@@ -122,28 +143,66 @@ def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
 
 
 def _check_strategy(asked: Submission, name: str) -> None:
+    """Refuse what no plan can be, as far as it can be known without devices."""
     if asked.strategy == "split":
         if asked.microbatch_size is not None:
             raise ProblemError(
-                f"{name}: microbatch_size is for pipelines",
-                hint="give virtual_nodes, or strategy pipeline",
+                f"{name}: microbatch_size is for pipelines and parallel plans",
+                hint="give virtual_nodes, or strategy pipeline, parallel or auto",
             )
+        if asked.virtual_nodes is not None:
+            _check_divides(asked, name, "virtual_nodes", asked.virtual_nodes)
         return
+    kind = "a pipeline" if asked.strategy == "pipeline" else f"strategy {asked.strategy}"
     if asked.virtual_nodes is not None:
         raise ProblemError(
-            f"{name}: virtual_nodes are for splits", hint="give microbatch_size for a pipeline"
+            f"{name}: virtual_nodes are for splits", hint=f"give microbatch_size for {kind}"
         )
     if asked.microbatch_size is None:
         raise ProblemError(
-            f"{name}: a pipeline needs microbatch_size",
+            f"{name}: {kind} needs microbatch_size",
             hint="its checkpoint can be loaded on other devices only if microbatches are the same",
         )
-    if asked.batch_size % asked.microbatch_size:
-        raise ProblemError(
-            f"{name}: batch_size {asked.batch_size} is not a multiple of microbatch_size "
-            f"{asked.microbatch_size}"
-        )
+    _check_divides(asked, name, "microbatch_size", asked.microbatch_size)
     check_pipeline_level(asked.level)
+    _check_profiles(asked, name, asked.microbatch_size)
+
+
+def _check_divides(asked: Submission, name: str, key: str, value: int) -> None:
+    if asked.batch_size % value:
+        raise ProblemError(
+            f"{name}: batch_size {asked.batch_size} is not a multiple of {key} {value}"
+        )
+
+
+def _check_profiles(asked: Submission, name: str, microbatch_size: int) -> None:
+    """Refuse a model whose profiles cannot give what the strategy needs on any device type."""
+    found = profiles_of(Path(asked.profiles), asked.model)
+    tables = [table for profile in found for table in profile.layer_tables]
+    sizes = {table.microbatch_size for table in tables}
+    if asked.strategy != "pipeline":
+        sizes |= {t.layers.microbatch_size for profile in found for t in profile.tensor_layers}
+    if asked.strategy == "auto":  # a split needs no layers
+        sizes |= {point.batch_size for profile in found for point in profile.batch_curve}
+    elif not tables:
+        raise ProblemError(
+            f"{name}: strategy {asked.strategy} needs layers, which no profile of "
+            f"{found[0].model} in {asked.profiles} has",
+            hint="profile with --layers, or take strategy split",
+        )
+    if microbatch_size not in sizes:
+        raise ProblemError(
+            f"{name}: microbatch_size {microbatch_size} was not profiled, only "
+            f"{', '.join(map(str, sorted(sizes)))}",
+            hint=f"take one of these, or profile with --layers --microbatch-size {microbatch_size}",
+        )
+    obstacles = [None if table.trace is None else table.trace.obstacle for table in tables]
+    if asked.strategy == "pipeline" and all(obstacles):
+        raise ProblemError(
+            f"{name}: {found[0].model} cannot be cut into stages: its layers were {obstacles[0]}",
+            hint="keep control flow on tensor values inside submodules and profile again, or take "
+            "strategy split",
+        )
 
 
 def submit(store: Store, asked: Submission) -> int:

@@ -4,6 +4,7 @@ A column is a place where a job may spend a round: a device type, or, where mixe
 types held at once (VirtualFlow 6.5.2).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,6 +82,20 @@ class Pool:
         if self.consolidated is not None:
             return np.zeros(len(self.columns), dtype=np.int64)
         return (np.arange(len(self.columns)) >= len(self.types)).astype(np.int64)
+
+    def column_of(self, held: Mapping[int, int]) -> int:
+        """The column of the devices that a job holds, by place of their type.
+
+        Raises:
+            ProblemError: They are of several types, and no such mix is known.
+        """
+        if len(held) == 1:
+            return next(iter(held))
+        counts = np.array([held.get(kind, 0) for kind in range(len(self.types))])
+        same = (self.resources == counts[:, None]).all(axis=0) & (self.is_mix == 1)
+        if not same.any():
+            raise ProblemError("a job holds several device types, and no job has a rate on these")
+        return int(same.argmax())
 
     @property
     def devices_of(self) -> Ints:

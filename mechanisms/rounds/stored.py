@@ -43,6 +43,7 @@ def stored(state: RoundState) -> dict[str, Any]:
     return {
         "schema": FORMAT,
         "columns": list(columns),
+        "mixes": _mixes(state.pool),
         "jobs": jobs,
         "given_up": sorted(active.given_up),
         "up": dict(zip(state.pool.types, state.up.tolist(), strict=True)),
@@ -61,19 +62,27 @@ def stored(state: RoundState) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _mixes(pool: Pool) -> list[str]:
+    return [name for name, mix in zip(pool.columns, pool.is_mix.tolist(), strict=True) if mix]
+
+
 def resumed(document: Mapping[str, Any], pool: Pool) -> RoundState:
     """The state that was stored.
 
     Args:
         document: What ``stored`` gave.
-        pool: The same device types, with throughputs that know all jobs; numbers may differ.
+        pool: The same device types, with throughputs that know all jobs; numbers may differ, and
+            mixes may have come or gone.
 
     Raises:
         ProblemError: It is of another format or other device types, or a job is unknown.
     """
     if document.get("schema") != FORMAT:
         raise ProblemError(f"a state of rounds says {FORMAT!r}, got {document.get('schema')!r}")
-    if document["columns"] != list(pool.columns):
+    gone = {*document.get("mixes", ()), *_mixes(pool)}
+    if [c for c in document["columns"] if c not in gone] != [
+        c for c in pool.columns if c not in gone
+    ]:
         raise ProblemError(
             f"the stored rounds are on {', '.join(document['columns'])}, the pool has "
             f"{', '.join(pool.columns)}; start on the same device types"
@@ -86,12 +95,14 @@ def resumed(document: Mapping[str, Any], pool: Pool) -> RoundState:
         for name in _BY_JOB:
             getattr(active, name)[place] = row[name]
         for name in _BY_COLUMN:
-            getattr(active, name)[:, place] = [row[name][column] for column in pool.columns]
+            values = [row[name].get(column, 0.0) for column in pool.columns]
+            getattr(active, name)[:, place] = values
         last = row["last_column"]
-        active.last_type[place] = NOWHERE if last is None else pool.columns.index(last)
+        active.last_type[place] = pool.columns.index(last) if last in pool.columns else NOWHERE
     active.given_up.update(document["given_up"])
     state.see(np.array([document["up"][name] for name in pool.types], dtype=np.int64))
-    state.worker_seconds[:] = [document["worker_seconds"][column] for column in pool.columns]
+    worked = document["worker_seconds"]
+    state.worker_seconds[:] = [worked.get(column, 0.0) for column in pool.columns]
     state.last_reset, state.changed = document["last_reset_seconds"], document["changed"]
     state.order = document["order"]
     state.random.bit_generator.state = document["random"]

@@ -74,6 +74,10 @@ def test_a_file_is_submitted_and_options_go_before_it(
         ('script = "train.py"\nprofiles = "profiles"\nbatch_sise = 1\nsteps = 1', "batch_size"),
         ('script = "train.py"\nprofiles = "profiles"\nbatch_size = 1\nsteps = nan', "nan"),
         (
+            'name = "a\\nb"\nscript = "train.py"\nprofiles = "profiles"\nbatch_size = 1\nsteps = 1',
+            "name",
+        ),
+        (
             'script = "train.py"\nprofiles = "profiles"\nbatch_size = 1\nsteps = 1\n'
             "deadline_seconds = -3.0",
             "must be > 0.0, got -3",
@@ -88,6 +92,7 @@ def test_a_file_with_faults_is_refused_in_a_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("hetflow: job.toml")
+    assert all(line.startswith("hint: ") for line in error.splitlines()[1:])
     assert rows(capsys) == []
 
 

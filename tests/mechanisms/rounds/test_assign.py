@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.mechanisms.rounds.state import RoundState
 from hetflow.mechanisms.rounds.stored import resumed, stored
 from hetflow.schema.errors import ProblemError
-from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
+from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples
 
 RULES = RoundRules(round_seconds=10.0, reset_seconds=10.0)
@@ -153,6 +153,33 @@ def test_time_is_shared_by_weight() -> None:
         place = [job.id for job in state.active.jobs].index(name)
         receive(state, np.array([0]), np.array([place]), np.array([10.0]))
     assert ran["heavy"] / 400 == pytest.approx(0.75, abs=0.01)
+
+
+def test_mixes_come_and_go_with_their_jobs() -> None:
+    """A state that was stored with a mix goes on without it, and the other way round."""
+    mix = MixThroughput(
+        model="conv", scale_factor=2, devices={"fast": 1, "slow": 1}, steps_per_second=5.0
+    )
+    devices = {"fast": 4, "slow": 4}
+    mixed = Pool(throughputs=replace(TABLE, mixes=(mix,)), num_devices=devices, uses_mixes=True)
+    assert mixed.column_of({1: 1, 0: 1}) == 2
+    assert mixed.column_of({1: 3}) == 1
+    with pytest.raises(ProblemError, match="several device types"):
+        mixed.column_of({0: 2, 1: 1})
+    sizes = ((4,), (4,))
+    state, allocator = RoundState.empty(pool()), allocator_named("las", columns=True)
+    state.admit([job("one"), job("two", scale=2)], RULES.head_start_seconds)
+    next_round(state, allocator, 0.0, RULES, sizes=sizes)
+    receive(state, np.array([0]), np.array([1]), np.array([10.0]))
+    grown = resumed(json.loads(json.dumps(stored(state))), mixed)
+    seats = next_round(grown, allocator, 10.0, RULES, sizes=sizes)
+    assert Counter(kind for kind, _, _ in seats["two"]) in ({0: 1, 1: 1}, {0: 2})
+    kept = resumed(json.loads(json.dumps(stored(grown))), pool())
+    assert kept.active.held.shape == (2, 2)
+    assert kept.active.received[0, 1] == grown.active.received[0, 1]
+    assert next_round(kept, allocator_named("las"), 20.0, RULES, sizes=sizes).keys() == {
+        "one", "two"
+    }  # fmt: skip
 
 
 def test_policies_that_pair_jobs_and_other_pools_are_refused() -> None:
