@@ -91,6 +91,8 @@ def test_a_job_that_changes_devices_trains_on_and_its_record_follows(
     assert held(cluster) == {1: "f0>s1 s2"}
     [row] = view.queue(cluster.store)
     assert row.resizing_to == ("cpu:slow:1", "cpu:slow:2")
+    assert run(["queue", "--state", str(cluster.folder)]) == 0
+    assert "cpu:fast:0 -> cpu:slow:1, cpu:slow:2" in capsys.readouterr().out
     step(cluster, engine)  # the launch is about to answer
     assert held(cluster) == {1: "f0>s1 s2"}
     step(cluster, engine)
