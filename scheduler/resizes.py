@@ -10,9 +10,11 @@ from typing import Literal
 
 from ..protocol import control
 from ..protocol.lower import lower
-from ..schema.errors import HetflowError
+from ..schema.errors import HetflowError, ProblemError
 from ..schema.files import Plan
 from ..schema.launch import LaunchConfig
+from ..schema.pipeline import PipelinePlan
+from ..schema.plan import SplitPlan
 from .leases import RUN, Lease, folder_of
 from .store import Store
 
@@ -39,8 +41,11 @@ def mapping(store: Store, lease: Lease, plan: Plan) -> LaunchConfig:
     """What a lease's launch is asked for: a plan, at the seed and level that it runs with.
 
     Raises:
-        HetflowError: The launch has not begun to train, is over, or takes no requests.
+        HetflowError: The launch has not begun to train, is over, or takes no requests; or plans of
+            this kind cannot be changed while they run, as for ``hetflow resize``.
     """
+    if not isinstance(plan, SplitPlan | PipelinePlan):
+        raise ProblemError(f"a {plan.kind} plan is not changed while it runs")
     now = control.current(_run(store, lease))
     return lower(plan, now.seed, now.determinism)
 

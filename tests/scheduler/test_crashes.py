@@ -196,7 +196,7 @@ def test_a_scheduler_that_dies_at_any_statement_loses_no_job_and_runs_none_twice
 
 
 @pytest.mark.parametrize(
-    "share", [pytest.param(160), pytest.param(24, marks=pytest.mark.slow)], ids=["some", "many"]
+    "share", [pytest.param(160), pytest.param(32, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_a_scheduler_that_dies_in_a_resize_adopts_what_the_launch_holds(
     tmp_path: Path, asked: Asked, share: int, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,8 @@ from hetflow.mechanisms.cluster.seats import Seat
 from hetflow.protocol.control import FOLDER
 from hetflow.scheduler import loop, resizes, view
 from hetflow.scheduler.leases import PLAN, RUN, open_leases
+from hetflow.schema.errors import ProblemError
+from hetflow.tests.parallel_plans import parallel_plan
 
 from .resizable import ResizableEngine
 from .test_loop import ROUND, Asked, Cluster
@@ -220,3 +222,12 @@ def test_an_engine_says_which_devices_a_launch_can_change_to(
         step(cluster, engine, seconds)
     rows = {row.number: (row.leases, row.resizes) for row in view.queue(cluster.store)}
     assert rows == {1: (2, 0), 2: (1, 1)}
+
+
+def test_a_parallel_plan_is_not_changed_while_it_runs(made: Made, decide: Decide) -> None:
+    """As ``hetflow resize`` does, which takes splits and pipelines."""
+    decide(job1="f0")
+    cluster, _ = made("a")
+    [lease] = open_leases(cluster.store)
+    with pytest.raises(ProblemError, match="a parallel plan is not changed while it runs"):
+        resizes.mapping(cluster.store, lease, parallel_plan([(("a",), (2,))]))
