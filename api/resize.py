@@ -6,6 +6,7 @@ from pathlib import Path
 from ..launcher.repartition import check_same_job
 from ..planning.inputs import Pool, Profiles, pool_of
 from ..planning.resize import cut_again, seconds_a_sample, split_again
+from ..protocol import control
 from ..schema import files
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
@@ -51,18 +52,17 @@ def resize(
         >>> hetflow.resize("hetflow-runs/m-20250101-120000", "4xV100").status  # doctest: +SKIP
         'done'
     """
-    from ..launcher import inbox
     from ..launcher.request import RUNS_FOLDER
 
     folder = Path(run)
     if not folder.is_dir() and (Path(RUNS_FOLDER) / folder).is_dir():
         folder = Path(RUNS_FOLDER) / folder
     config = _mapping(folder, pool, plan, profiles)
-    request = inbox.ask(folder, config, wants_answer=wait)
+    request = control.ask(folder, config, wants_answer=wait)
     if not wait:
         return None
     _log.info("waiting for the joining workers and the end of a step")
-    return inbox.wait_for(folder, request, timeout_seconds)
+    return control.wait_for(folder, request, timeout_seconds)
 
 
 def _mapping(
@@ -72,13 +72,12 @@ def _mapping(
     profiles: Profiles | None,
 ) -> LaunchConfig:
     """Map the launch's virtual nodes to the requested devices."""
-    from ..launcher.inbox import current
     from ..launcher.mapping import renumbered, spread
     from ..protocol.lower import lower
 
     if (pool is None) == (plan is None):
         raise ProblemError("give either --gpus or --plan", hint="for example --gpus 2xV100")
-    now = current(run)
+    now = control.current(run)
     if now.pipeline is not None:
         return _recut(run, now, pool, plan, profiles)
     if plan is not None:

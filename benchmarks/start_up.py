@@ -27,8 +27,8 @@ import torch
 from elasticity import begin, plan_of, stop
 
 from hetflow import preload
-from hetflow.launcher import inbox
 from hetflow.launcher.mapping import renumbered
+from hetflow.protocol import control
 from hetflow.protocol.lower import lower
 from hetflow.schema import files
 
@@ -177,9 +177,9 @@ def changing(folder: Path, place: str) -> Numbers:
 def resized(run: Path) -> None:
     """Ask for a third worker, and wait until it is there."""
     while True:
-        now = inbox.current(run)
+        now = control.current(run)
         config = renumbered(now, lower(plan_of([2, 1, 1], 8), now.seed, now.determinism))
-        answer = inbox.wait_for(run, inbox.ask(run, config), LIMIT_SECONDS)
+        answer = control.wait_for(run, control.ask(run, config), LIMIT_SECONDS)
         if answer.status == "done":
             return
         time.sleep(0.1)  # the replacement is not settled yet

@@ -41,12 +41,13 @@ def queue(
             emit_json({"jobs": [row.to_plain() for row in rows]})
         else:
             head = ("job", "name", "state", "devices", "weight", "steps/s", "measured", "device-s",
-                    "leases", "why")  # fmt: skip
+                    "leases", "resizes", "why")  # fmt: skip
             table = [
                 (str(row.number), row.name, row.state + (f" ({row.wanted})" if row.wanted else ""),
-                 ", ".join(row.devices), f"{row.priority_weight:g}",
+                 _devices(row), f"{row.priority_weight:g}",
                  f"{row.predicted_steps_per_second:.3g}" if row.predicted_steps_per_second else "",
-                 _measured(row), f"{row.device_seconds:.0f}", str(row.leases), row.reason or "")
+                 _measured(row), f"{row.device_seconds:.0f}", str(row.leases), str(row.resizes),
+                 row.reason or "")
                 for row in rows
             ]  # fmt: skip
             clear = "\x1b[H\x1b[2J" if watch and sys.stdout.isatty() else ""
@@ -54,6 +55,12 @@ def queue(
         if not watch:
             return
         time.sleep(_REFRESH_SECONDS)
+
+
+def _devices(row: "QueuedJob") -> str:
+    """What it holds, and what it is about to change to while it runs."""
+    held = ", ".join(row.devices)
+    return f"{held} -> {', '.join(row.resizing_to)}" if row.resizing_to else held
 
 
 def _measured(row: "QueuedJob") -> str:

@@ -110,6 +110,7 @@ def _history_of_log(
                 device_seconds=one.num_devices * one.run_seconds,
                 target_seconds=None,
                 num_leases=one.num_starts,
+                num_resizes=None,
             )
             for one, job in zip(log.jobs, jobs.jobs, strict=True)
         ),
@@ -132,6 +133,7 @@ def _compared(live: "History", found: "dict[str, JobOutcome]", policy: str) -> d
             "simulated_device_seconds": found[one.job.id].device_seconds,
             "target_device_seconds": one.target_seconds,
             "starts": one.num_leases,
+            "resizes": one.num_resizes,
         }
         for one in live.jobs
     ]
@@ -149,12 +151,13 @@ def _compared(live: "History", found: "dict[str, JobOutcome]", policy: str) -> d
 def _table(document: dict[str, Any]) -> str:
     from ..reports.grid import grid
 
-    head = ("job", "name", "JCT", "simulated", "device-s", "simulated", "target", "starts")
+    head = ("job", "name", "JCT", "simulated", "device-s", "simulated", "target", "starts",
+            "resizes")  # fmt: skip
     rows = [
         (str(row["number"]), row["name"], _seconds(row["completion_seconds"]),
          _seconds(row["simulated_completion_seconds"]), _seconds(row["device_seconds"]),
          _seconds(row["simulated_device_seconds"]), _seconds(row["target_device_seconds"]),
-         str(row["starts"]))
+         str(row["starts"]), "" if row["resizes"] is None else str(row["resizes"]))
         for row in document["jobs"]
     ]  # fmt: skip
     lines = [grid(head, rows)]

@@ -38,7 +38,8 @@ class ShownDevice:
 class ShownLease:
     """One bar of the Gantt chart: a job held devices from ``started`` to ``ended`` (None: now).
 
-    ``devices`` are positions in the list of devices.
+    ``devices`` are positions in the list of devices. ``is_resized`` is True where the job came from
+    other devices without a stop.
     """
 
     job: int
@@ -47,6 +48,7 @@ class ShownLease:
     state: str
     started: float
     ended: float | None
+    is_resized: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +172,7 @@ def _turns(store: Store, since: float) -> tuple[list[Row], int]:
     """
     what = "FROM leases WHERE started IS NOT NULL AND (ended IS NULL OR ended > ?)"
     rows = store.rows(
-        f"SELECT job, number, devices, state, started, ended {what} "  # noqa: S608
+        f"SELECT job, number, devices, state, started, ended, launch {what} "  # noqa: S608
         "ORDER BY ended IS NOT NULL, ended DESC LIMIT ?", since, MOST_LEASES + 1,
     )  # fmt: skip
     if len(rows) <= MOST_LEASES or rows[-1]["ended"] is None:
@@ -218,6 +220,7 @@ def _leases(store: Store, rows: Iterable[Row]) -> tuple[ShownLease, ...]:
             state=row["state"],
             started=row["started"],
             ended=row["ended"],
+            is_resized=row["launch"] is not None,
             devices=tuple(
                 sorted(place[name] for name in json.loads(row["devices"]) if name in place)
             ),

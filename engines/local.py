@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..devices.backend import DEVICES
@@ -54,6 +54,10 @@ class LocalEngine:
             FileError: The lease's folder cannot be written.
         """
         self._leases.start(work.folder, self._document(work))
+
+    def can_resize(self, held: Sequence[EngineDevice], wanted: Sequence[EngineDevice]) -> bool:
+        """Whether no accelerator is among them: a launch sees only those that it was started on."""
+        return not any(device.name in self._accelerators for device in (*held, *wanted))
 
     def _document(self, work: Work) -> dict[str, object]:
         held = [self._accelerators[device.name] for device in work.devices

@@ -5,10 +5,10 @@ to find everything that an engine has started, so a scheduler that was killed an
 continue: ``start`` of a lease that was started before does nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from ..schema.errors import ProblemError
 
@@ -91,3 +91,17 @@ class Engine(Protocol):
 
     def fate(self, folder: Path) -> Fate:
         """What became of a lease."""
+
+
+@runtime_checkable
+class ResizingEngine(Engine, Protocol):
+    """An engine some of whose leases may change their devices while they run.
+
+    The scheduler asks the launch itself, through the folder of its run, which this host must see.
+    """
+
+    def can_resize(self, held: Sequence[EngineDevice], wanted: Sequence[EngineDevice]) -> bool:
+        """Whether a launch on some devices of a server can go over to others there.
+
+        Its processes must be able to use the new ones, beside those that they hold.
+        """

@@ -65,6 +65,7 @@ class Generations:
         self._pauses: list[float] = []
         self._change: Change | None = None
         self._left: set[str] = set()
+        self._unanswered: list[tuple[Change, ResizeAnswer]] = []
         self._names = (str(number) for number in count(config.world_size))
         self._losses = Losses()
         self._closed: str | None = None
@@ -93,6 +94,7 @@ class Generations:
             self._hear(name, message)
         self._kill_hung()
         failure = self._bury()
+        self._answer_when_gone()
         if failure is not None:
             return failure
         if self._phase == "breaking":
@@ -234,8 +236,19 @@ class Generations:
         pause = max(self._pauses, default=0.0)
         joined, left = tuple(change.joining), tuple(change.leaving)
         self._remember(change.kind, change.detail, joined=joined, left=left, pause_seconds=pause)
-        if change.request is not None:
-            self._inbox.answer(change.request, change.answer(self.number, pause))
+        self._unanswered.append((change, change.answer(self.number, pause)))
+
+    def _answer_when_gone(self) -> None:
+        """Answer resizes whose leaving workers have ended: from then on their devices are free."""
+        waiting, self._unanswered = self._unanswered, []
+        for change, answer in waiting:
+            if any(self._is_there(name) for name in change.leaving):
+                self._unanswered.append((change, answer))
+            elif change.request is not None:
+                self._inbox.answer(change.request, answer)
+
+    def _is_there(self, name: str) -> bool:
+        return self._workers.is_held(name) and not self._workers.is_done(name)
 
     def _cancel(self, why: str) -> None:
         """Give a resize up; the job continues unchanged."""
@@ -409,7 +422,8 @@ class Generations:
                 lines[name].send(message)
 
     def finish(self) -> None:
-        """There is nothing left to take in."""
+        """All workers have ended, those that a resize left out too."""
+        self._answer_when_gone()
 
     @property
     def last(self) -> LastGeneration:

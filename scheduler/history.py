@@ -11,7 +11,7 @@ from ..schema.errors import ProblemError
 from ..schema.files import from_json
 from ..schema.jobs import Job, Throughputs
 from .plans import as_job, rate_from, together
-from .store import Store
+from .store import STARTS, Store
 from .submission import Submission
 
 
@@ -27,6 +27,7 @@ class LiveJob:
         target_seconds: The device-seconds that the policy's shares gave it while it was there;
             None where the cluster had none.
         num_leases: How often it was started.
+        num_resizes: How often it changed devices while it ran; None where that is not known.
     """
 
     name: str
@@ -35,6 +36,7 @@ class LiveJob:
     device_seconds: float
     target_seconds: float | None
     num_leases: int
+    num_resizes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +57,8 @@ def history(store: Store) -> History:
         ProblemError: There is none.
     """
     rows = store.rows(
-        "SELECT * FROM jobs WHERE throughput IS NOT NULL AND state NOT IN ('cancelled', 'held') "
-        "ORDER BY submitted, number"
+        f"SELECT *, {STARTS} FROM jobs WHERE throughput IS NOT NULL "  # noqa: S608
+        "AND state NOT IN ('cancelled', 'held') ORDER BY submitted, number"
     )
     if not rows:
         raise ProblemError(
@@ -79,7 +81,8 @@ def history(store: Store) -> History:
                 completion_seconds=row["ended"] - row["submitted"] if done else None,
                 device_seconds=row["device_seconds"],
                 target_seconds=row["target_seconds"],
-                num_leases=row["leases"],
+                num_leases=row["starts"],
+                num_resizes=row["resizes"],
             )
         )
     return History(

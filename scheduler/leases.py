@@ -30,7 +30,12 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """An open lease: a job on devices. ``state`` is that of the file."""
+    """An open lease: a job on devices. ``state`` is that of the file.
+
+    ``launch`` is the number of the lease that started its launch: its own, or an earlier one's that
+    was resized. ``resizing_to`` are the devices that its launch was asked to go over to, at
+    ``resize_asked``; empty where it was not.
+    """
 
     job: int
     number: int
@@ -39,11 +44,26 @@ class Lease:
     started: float | None
     stop_asked: float | None
     credited: float | None
+    launch: int
+    resizing_to: tuple[str, ...] = ()
+    resize_asked: float | None = None
 
     @property
     def holds_devices(self) -> bool:
         """Whether its launch may be on its devices."""
         return self.state != "planned"
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The devices that its launch may be on; in a resize those before and those after."""
+        if not self.holds_devices:
+            return ()
+        return (*self.devices, *(name for name in self.resizing_to if name not in self.devices))
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether its launch can be asked for other devices: it runs, and was not asked before."""
+        return self.state == "running" and not self.resizing_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +91,14 @@ def open_leases(store: Store) -> list[Lease]:
 def _lease(row: sqlite3.Row) -> Lease:
     return Lease(
         row["job"], row["number"], tuple(json.loads(row["devices"])), row["state"],
-        row["started"], row["stop_asked"], row["credited"],
+        row["started"], row["stop_asked"], row["credited"], row["launch"] or row["number"],
+        tuple(json.loads(row["resizing_to"] or "[]")), row["resize_asked"],
     )  # fmt: skip
+
+
+def folder_of(store: Store, lease: Lease) -> Path:
+    """Where the plan, output and run record of a lease's launch are."""
+    return store.lease_folder(lease.job, lease.launch)
 
 
 def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> None:
@@ -84,6 +110,48 @@ def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> No
         "INSERT INTO leases (job, number, devices, state, planned) VALUES (?, ?, ?, 'planned', ?)",
         job, number, json.dumps(list(devices)), now,
     )  # fmt: skip
+
+
+def planned_devices(store: Store, job: int) -> tuple[str, ...]:
+    """The devices of a job's lease that is planned; empty where none is."""
+    rows = store.rows("SELECT devices FROM leases WHERE job = ? AND state = 'planned'", job)
+    return tuple(json.loads(rows[0]["devices"])) if rows else ()
+
+
+def ask_to_resize(store: Store, lease: Lease, devices: Sequence[str], now: float) -> None:
+    """Record that a lease's launch is asked for other devices: it may be on these, too, now."""
+    store.run(
+        "UPDATE leases SET resizing_to = ?, resize_asked = ? WHERE job = ? AND number = ? "
+        "AND state = 'running'", json.dumps(list(devices)), now, lease.job, lease.number,
+    )  # fmt: skip
+
+
+def stay(store: Store, lease: Lease) -> None:
+    """Record that a launch has not taken up the devices that it was asked for."""
+    store.run(
+        "UPDATE leases SET resizing_to = NULL, resize_asked = NULL WHERE job = ? AND number = ?",
+        lease.job, lease.number,
+    )  # fmt: skip
+
+
+def move(store: Store, lease: Lease, now: float, steps_per_second: float | None) -> None:
+    """Record that a launch has gone over: its lease ends, the next one begins on the new devices.
+
+    Args:
+        store: The state, in a transaction.
+        lease: The one that was asked.
+        now: Seconds since the epoch.
+        steps_per_second: What is predicted on the new devices.
+    """
+    end(store, lease, now)
+    if planned_devices(store, lease.job) != lease.resizing_to:  # it is to go on from there
+        plan_lease(store, lease.job, lease.resizing_to, now)
+    store.run(
+        "UPDATE leases SET state = 'running', started = ?, launch = ?, "
+        "predicted_steps_per_second = ? WHERE job = ? AND state = 'planned' AND devices = ?",
+        now, lease.launch, steps_per_second, lease.job, json.dumps(list(lease.resizing_to)),
+    )  # fmt: skip
+    store.run("UPDATE jobs SET resizes = resizes + 1 WHERE number = ?", lease.job)
 
 
 def drop_planned(store: Store, job: int, now: float) -> None:
@@ -150,7 +218,7 @@ def start(
         "--determinism", asked.level, "--grace", str(grace_seconds),
         str(folder / PLAN), asked.script, *asked.arguments,
     ]  # fmt: skip
-    before = [store.lease_folder(lease.job, lease.number - 1)] if lease.number > 1 else []
+    before = _launches_before(store, lease)
     engine.start(
         Work(
             folder=folder, command=tuple(command), directory=Path(asked.directory), devices=held,
@@ -165,9 +233,18 @@ def start(
         )  # fmt: skip
 
 
+def _launches_before(store: Store, lease: Lease) -> list[Path]:
+    """The folder of the launch that the job had last, if it had one."""
+    rows = store.rows(
+        "SELECT coalesce(launch, number) AS launch FROM leases WHERE job = ? AND number = ?",
+        lease.job, lease.number - 1,
+    )  # fmt: skip
+    return [store.lease_folder(lease.job, row["launch"]) for row in rows]
+
+
 def pursue(store: Store, engine: Engine, lease: Lease, grace_seconds: float, now: float) -> None:
     """Ask a lease to stop, and kill it if it has not ended within its grace time."""
-    folder = store.lease_folder(lease.job, lease.number)
+    folder = folder_of(store, lease)
     if lease.stop_asked is not None and (
         now - lease.stop_asked > grace_seconds + KILL_AFTER_SECONDS
     ):
@@ -178,7 +255,7 @@ def pursue(store: Store, engine: Engine, lease: Lease, grace_seconds: float, now
 
 def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
     """How a lease that was started ended; None while it runs."""
-    folder = store.lease_folder(lease.job, lease.number)
+    folder = folder_of(store, lease)
     fate = engine.fate(folder)
     if fate.state == "running":
         return None
@@ -186,6 +263,8 @@ def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
     with suppress(HetflowError):
         record = files.read(folder / RUN / "run.json", RunRecord)
         digest, step_seconds = record.parameters_digest, record.measured_step_seconds
+        if record.generations:
+            step_seconds = None  # of several sets of devices
     code = fate.exit_code
     reason = None if code == 0 else last_words(folder / OUTPUT, code)
     has_begun = fate.has_begun and fate.state != "absent"

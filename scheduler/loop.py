@@ -2,21 +2,22 @@
 
 At the end of a round the mechanism decides which job holds which devices in the next round. The
 lease of a job that keeps its devices is renewed, and its training is not interrupted. A job that
-loses its devices is asked to save and end; the next job starts on them when they are free. Between
-rounds the scheduler records leases that ended and carries out what users asked for. When no job
-holds a device, the next round begins at once.
+gets others on the same server is resized while it runs, where engine and launch can do that. Any
+other that loses its devices is asked to save and end; the next job starts on them when they are
+free. Between rounds the scheduler records leases that ended or were resized, and carries out what
+users asked for. When no job holds a device, the next round begins at once.
 """
 
 import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
-from ..engines.protocol import Engine, EngineDevice, UnsuitableDevicesError
+from ..engines.protocol import Engine, EngineDevice, ResizingEngine, UnsuitableDevicesError
 from ..mechanisms.allocators.named import PolicyAllocator, allocator_named
 from ..mechanisms.allocators.shares import Allocator
 from ..mechanisms.cluster.pool import Pool
@@ -27,17 +28,19 @@ from ..mechanisms.rounds.rules import RoundRules
 from ..mechanisms.rounds.state import RoundState
 from ..mechanisms.rounds.stored import resumed, stored
 from ..schema.errors import FileError, HetflowError, ProblemError
-from ..schema.files import from_json, to_plain
-from . import leases
+from ..schema.files import Plan, from_json, to_plain
+from . import leases, resizes
 from .leases import Ended, Lease
-from .plans import Rate, as_job, rate_from, throughput_of, together
+from .plans import Rate, as_job, plan_on, rate_from, throughput_of, together
 from .rests import Rests
 from .store import Store
 from .submission import Submission
+from .transitions import due
 
 _log = logging.getLogger("hetflow")
 MOST_FAILURES = 10
 """A job that failed so many times, one after another, is held."""
+_STARTED = ("starting", "running")  # and not asked to stop
 _ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
 _USAGE = 2  # of a launch that makes no sense: it would make none the next time
 _AIMED = "aimed"  # until when shares were counted
@@ -178,7 +181,8 @@ class Scheduler:
         return not leases.open_leases(self._store)
 
     def _settle(self, now: float) -> None:
-        """Record the leases that ended, and the new states of their jobs."""
+        """Record the leases that were resized or ended, and the new states of their jobs."""
+        self._settle_resizes(now)
         started = [lease for lease in leases.open_leases(self._store)
                    if lease.state in ("running", "stopping")]  # fmt: skip
         looked = (leases.fate_of(self._store, self._engine, lease) for lease in started)
@@ -194,6 +198,49 @@ class Scheduler:
                 )
                 self._after(ended, now)
             self._save()
+
+    def _settle_resizes(self, now: float) -> None:
+        """Record what launches have answered that were asked for other devices."""
+        asked = [lease for lease in leases.open_leases(self._store)
+                 if lease.state == "running" and lease.resizing_to]  # fmt: skip
+        for lease in asked:
+            found = resizes.outcome(self._store, lease, now)
+            if found is None:
+                continue
+            folder = leases.folder_of(self._store, lease)
+            if found.state != "moved" and self._engine.fate(folder).state != "running":
+                continue  # its launch ended before that: all is free
+            with self._store.transaction():
+                if found.state == "moved":
+                    self._aim(now)
+                    self._credit([lease], now)
+                    leases.move(self._store, lease, now, self._predicted(lease))
+                    self._save()
+                else:
+                    self._stop_instead(lease, found, now)
+            if found.state != "unknown":
+                resizes.forget(self._store, lease)
+
+    def _predicted(self, lease: Lease) -> float | None:
+        """Steps per second on the devices that a lease was resized to."""
+        try:
+            return 1.0 / self._plan(lease.job, lease.resizing_to).predicted.step_seconds
+        except HetflowError:  # its profiles are gone by now
+            return None
+
+    def _plan(self, job: int, devices: Sequence[str]) -> Plan:
+        device_type = self._devices[devices[0]].device_type
+        return plan_on(self._submission(job), device_type, len(devices))
+
+    def _stop_instead(self, lease: Lease, found: resizes.Outcome, now: float) -> None:
+        """Let a job that was not resized save, and start on its next devices."""
+        if found.state == "stayed":
+            leases.stay(self._store, lease)
+            if leases.planned_devices(self._store, lease.job) == lease.devices:  # decided meanwhile
+                leases.drop_planned(self._store, lease.job, now)
+                return
+        _log.warning(f"job {lease.job}: stopped and started again, not resized: {found.detail}")
+        leases.ask_to_stop(self._store, lease, now)
 
     def _after(self, ended: Ended, now: float) -> None:
         lease, store = ended.lease, self._store
@@ -382,32 +429,64 @@ class Scheduler:
         with store.transaction():
             self._aim(now)
             self._credit(open_, now)
-            held = {
-                str(lease.job): self._places.seat(lease.devices)
-                for lease in open_
-                if lease.state != "stopping"
-            }
             found = next_round(
                 self._state, self._allocator, now, rules,
-                sizes=self._places.sizes, down=self._down(now), held=held,
+                sizes=self._places.sizes, down=self._down(now), held=self._held(open_),
             )  # fmt: skip
-            kept = set()
-            for lease in open_:
-                if lease.state == "stopping":
-                    continue
-                if found.get(str(lease.job)) == self._places.seat(lease.devices):
-                    kept.add(lease.job)  # renewed
-                    continue
-                leases.drop_planned(store, lease.job, now)
-                leases.ask_to_stop(store, lease, now)
-            for job, seat in found.items():
-                if int(job) not in kept:
-                    leases.plan_lease(store, int(job), self._places.names(seat), now)
+            self._plan_next(open_, {int(job): seat for job, seat in found.items()}, now)
             self._has_news = False
             self._round_ends = now + rules.round_seconds
             store.set("round_ends", self._round_ends)
             store.set("inventory", self._inventory())
             self._save()
+
+    def _held(self, open_: Sequence[Lease]) -> dict[str, Seat]:
+        """The devices of jobs that run, or are about to; in a resize those after it."""
+        planned = {lease.job: lease.devices for lease in open_ if not lease.holds_devices}
+        running = {lease.job: lease.resizing_to or lease.devices for lease in open_
+                   if lease.state in _STARTED}  # fmt: skip
+        return {str(job): self._places.seat(names) for job, names in (planned | running).items()}
+
+    def _plan_next(self, open_: Sequence[Lease], found: dict[int, Seat], now: float) -> None:
+        """Renew leases; plan the next one of each job that gets other devices, or some at last.
+
+        A running lease beside a planned one is resized, and a stopping one makes room for it.
+        """
+        started = [lease for lease in open_ if lease.state in _STARTED]
+        renewed = {
+            lease.job
+            for lease in started
+            if not lease.resizing_to and found.get(lease.job) == self._seat(lease)
+        }
+        settled = set(renewed)
+        for lease in open_:
+            if lease.holds_devices:
+                continue
+            if lease.job in settled or found.get(lease.job) != self._seat(lease):
+                leases.drop_planned(self._store, lease.job, now)
+            else:
+                settled.add(lease.job)
+        for lease in started:
+            seat = found.get(lease.job)
+            if lease.job in renewed:
+                continue
+            if seat is None or not self._can_resize(lease, self._places.names(seat)):
+                leases.ask_to_stop(self._store, lease, now)
+        for job, seat in found.items():
+            if job not in settled:
+                leases.plan_lease(self._store, job, self._places.names(seat), now)
+
+    def _seat(self, lease: Lease) -> Seat:
+        return self._places.seat(lease.devices)
+
+    def _can_resize(self, lease: Lease, names: Sequence[str]) -> bool:
+        """Whether its launch may be asked to go over to other devices while it runs."""
+        if lease.state != "running" or not isinstance(self._engine, ResizingEngine):
+            return False
+        held, wanted = ([self._devices[name] for name in part] for part in (lease.held, names))
+        if len({device.server for device in (*held, *wanted)}) > 1:
+            return False
+        return self._engine.can_resize(held, wanted)
 
     def _down(self, now: float) -> list[Device]:
         drained = set(self._store.get("drained") or ()) | self._rests.resting(now)
@@ -433,21 +512,45 @@ class Scheduler:
 
     def _due_acts(self, now: float) -> Iterator[Callable[[], None]]:
         open_ = leases.open_leases(self._store)
-        busy = Counter(name for lease in open_ if lease.holds_devices for name in lease.devices)
-        running = {lease.job for lease in open_ if lease.holds_devices}
+        found = due(open_)
         for lease in open_:
             if lease.state == "stopping":
                 grace_seconds = float(self._settings.grace_seconds)
                 yield partial(leases.pursue, self._store, self._engine, lease, grace_seconds, now)
             elif lease.state == "starting":
                 yield partial(self._start, lease, now)
-            elif lease.state == "planned" and lease.job not in running:
-                if any(busy[name] for name in lease.devices):
-                    continue
-                busy.update(lease.devices)
-                running.add(lease.job)
-                leases.begin(self._store, lease, now)
-                yield partial(self._start, lease, now)
+            elif lease.resizing_to and not resizes.is_asked(self._store, lease):
+                yield partial(self._ask, lease, lease.resizing_to, now)
+        for lease in found.begin:
+            leases.begin(self._store, lease, now)
+            yield partial(self._start, lease, now)
+        for lease, planned in found.resize:
+            yield partial(self._ask, lease, planned.devices, now)
+        for lease in found.stop:
+            yield partial(
+                self._give_up, lease, "others wait for its devices, and it for theirs", now
+            )
+
+    def _ask(self, lease: Lease, devices: Sequence[str], now: float) -> None:
+        """Ask a launch to go over to devices that are free; ask again where it may not have been.
+
+        Raises:
+            FileError: The request, or the state, cannot be written.
+        """
+        try:
+            config = resizes.mapping(self._store, lease, self._plan(lease.job, devices))
+        except HetflowError as error:
+            self._give_up(lease, error.message, now)
+            return
+        if not lease.resizing_to:
+            with self._store.transaction():
+                leases.ask_to_resize(self._store, lease, devices, now)
+            lease = replace(lease, resizing_to=tuple(devices), resize_asked=now)
+        resizes.ask(self._store, lease, config)
+
+    def _give_up(self, lease: Lease, why: str, now: float) -> None:
+        with self._store.transaction():
+            self._stop_instead(lease, resizes.Outcome("stayed", why), now)
 
     def _start(self, lease: Lease, now: float) -> None:
         try:

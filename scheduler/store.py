@@ -16,7 +16,11 @@ from typing import IO, Any
 from ..schema.errors import FileError, ProblemError
 
 FILE = "state.sqlite"
-FORMAT = "hetflow.cluster-state/1"
+FORMAT = "hetflow.cluster-state/2"
+_OLDER = ("hetflow.cluster-state/1",)
+STARTS = "(SELECT count(*) FROM leases AS one WHERE one.job = jobs.number AND " \
+         "one.started IS NOT NULL AND one.launch IS NULL) AS starts"  # fmt: skip
+"""A column of a query of jobs: how often each was started."""
 _BUSY_SECONDS = 10.0
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -35,7 +39,8 @@ CREATE TABLE jobs (
     device_seconds REAL NOT NULL DEFAULT 0,
     target_seconds REAL NOT NULL DEFAULT 0,
     throughput TEXT,
-    digest TEXT
+    digest TEXT,
+    resizes INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX jobs_open ON jobs(state) WHERE state NOT IN ('done', 'cancelled');
 CREATE INDEX jobs_wanted ON jobs(wanted) WHERE wanted IS NOT NULL;
@@ -52,6 +57,9 @@ CREATE TABLE leases (
     exit_code INTEGER,
     predicted_steps_per_second REAL,
     measured_steps_per_second REAL,
+    launch INTEGER,
+    resizing_to TEXT,
+    resize_asked REAL,
     PRIMARY KEY (job, number)
 );
 -- No job runs twice at once, whatever a scheduler does wrong.
@@ -59,8 +67,12 @@ CREATE UNIQUE INDEX one_lease ON leases(job) WHERE state IN ('starting', 'runnin
 CREATE INDEX leases_open ON leases(state) WHERE state != 'over';
 """
 
-# Columns that the first version of this format did not have.
+# Columns that earlier versions did not have.
 _LATER = (
+    ("jobs", "resizes", "INTEGER NOT NULL DEFAULT 0"),
+    ("leases", "launch", "INTEGER"),
+    ("leases", "resizing_to", "TEXT"),
+    ("leases", "resize_asked", "REAL"),
     ("jobs", "target_seconds", "REAL NOT NULL DEFAULT 0"),
     ("leases", "measured_steps_per_second", "REAL"),
 )
@@ -129,7 +141,7 @@ class Store:
         store = cls(folder, connection)
         try:
             store._refuse_others()
-            if store._missing():
+            if store._is_older():
                 raise FileError(
                     f"{path}: an older hetflow wrote it",
                     hint="`hetflow queue` brings it up to date",
@@ -141,10 +153,14 @@ class Store:
 
     def _bring_up_to_date(self) -> None:
         """Add what earlier versions did not note; it counts from now on."""
-        if self._missing():
+        if self._is_older():
             with self.transaction():
                 for table, column, kind in self._missing():  # nobody else has by now
                     self.run(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+                self.set("format", FORMAT)
+
+    def _is_older(self) -> bool:
+        return self.get("format") in _OLDER or bool(self._missing())
 
     def _missing(self) -> list[tuple[str, str, str]]:
         return [
@@ -159,7 +175,7 @@ class Store:
         except (FileError, sqlite3.Error, ValueError) as error:
             cause = error.__cause__ or error
             raise FileError(f"{self.folder / FILE}: not a cluster's state: {cause}") from None
-        if found != FORMAT:
+        if found != FORMAT and found not in _OLDER:
             raise FileError(
                 f"{self.folder / FILE}: its format is {found!r}, this hetflow knows {FORMAT!r}",
                 hint="go on with the hetflow that wrote it, or take a new folder",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..engines.protocol import OUTPUT
 from ..schema.errors import ProblemError
-from .store import Store
+from .store import STARTS, Store
 
 Wish = Literal["hold", "release", "cancel"]
 _OVER = ("done", "cancelled")
@@ -32,6 +32,8 @@ class MeasuredRate:
 class QueuedJob:
     """One row of the queue; times are seconds since the epoch.
 
+    ``leases`` counts its starts, and ``resizes`` how often it changed devices while it ran;
+    ``resizing_to`` are the devices that it is about to change to.
     ``predicted_steps_per_second`` is of the lease that runs. ``measured`` is of the last lease that
     was long enough to measure; None if there is none. ``device_seconds`` are of leases that are
     over.
@@ -50,6 +52,8 @@ class QueuedJob:
     started: float | None
     ended: float | None
     leases: int
+    resizes: int
+    resizing_to: tuple[str, ...]
     device_seconds: float
     target_seconds: float
     failures: int
@@ -72,7 +76,8 @@ def queue(store: Store, *, finished: int = 10, most_open: int | None = None) -> 
     """
     what = "FROM jobs LEFT JOIN leases ON leases.job = jobs.number AND leases.state IN " \
            "('starting', 'running', 'stopping')"  # fmt: skip
-    columns = "jobs.*, leases.devices, leases.predicted_steps_per_second AS predicted"
+    columns = f"jobs.*, {STARTS}, leases.devices, leases.resizing_to, " \
+              "leases.predicted_steps_per_second AS predicted"  # fmt: skip
     order = "jobs.number"
     if most_open is not None:
         order = "jobs.state != 'running', jobs.state = 'held', jobs.number"
@@ -96,7 +101,9 @@ def queue(store: Store, *, finished: int = 10, most_open: int | None = None) -> 
                 predicted_steps_per_second=row["predicted"],
                 measured=_measured(store, row["number"]) if row["leases"] else None,
                 submitted=row["submitted"], started=row["started"], ended=row["ended"],
-                leases=row["leases"], device_seconds=row["device_seconds"],
+                leases=row["starts"], resizes=row["resizes"],
+                resizing_to=tuple(json.loads(row["resizing_to"] or "[]")),
+                device_seconds=row["device_seconds"],
                 target_seconds=row["target_seconds"], failures=row["failures"],
                 reason=row["reason"], digest=row["digest"],
             )
@@ -176,13 +183,17 @@ def drain(store: Store, named: str, *, undo: bool) -> None:
 def outputs(store: Store, number: int) -> list[tuple[str, Path]]:
     """What a job's launches wrote, oldest first: their devices, and the file, if it is there."""
     rows = store.rows(
-        "SELECT number, devices FROM leases WHERE job = ? ORDER BY number", number
+        "SELECT coalesce(launch, number) AS launch, devices FROM leases WHERE job = ? "
+        "ORDER BY coalesce(launch, number), number", number
     )  # fmt: skip
+    devices: dict[int, list[str]] = {}
+    for row in rows:
+        devices.setdefault(row["launch"], []).append(", ".join(json.loads(row["devices"])))
     paths = [
-        (", ".join(json.loads(row["devices"])), store.lease_folder(number, row["number"]) / OUTPUT)
-        for row in rows
+        (", then ".join(each), store.lease_folder(number, launch) / OUTPUT)
+        for launch, each in devices.items()
     ]
-    return [(devices, path) for devices, path in paths if path.is_file()]
+    return [(each, path) for each, path in paths if path.is_file()]
 
 
 def is_open(store: Store, number: int) -> bool:

@@ -187,7 +187,7 @@ function bars(lease, place, ys, height, x) {
     const y = ys[run.from] + 1, tall = (run.to - run.from + 1) * height - 2;
     const bar = drawn("g", { class: `bar ${lease.state}${fade}` },
       drawn("rect", { x: from, y, width: wide, height: tall, rx: Math.min(3, wide / 3), class: colour(lease.job) }),
-      drawn("title", {}, `${lease.job} ${name}, turn ${lease.number} (${lease.state}): `
+      drawn("title", {}, `${lease.job} ${name}, turn ${lease.number} (${lease.state}${lease.is_resized ? ", resized" : ""}): `
         + `${clock(lease.started, 1)} to ${lease.ended === null ? "now" : clock(end, 1)}, ${duration(end - lease.started)}`));
     const label = wide > 60 ? clipped(`${lease.job} ${name}`, wide - 8) : `${lease.job}`;
     if (tall >= 12 && wide > 8 + 6.5 * Math.min(label.length, 4)) {
@@ -283,7 +283,8 @@ function drawQueue() {
     const pick = element("button", { type: "button", class: "pick name", "aria-pressed": String(chosen === job.number) }, job.name);
     pick.addEventListener("click", () => choose(job.number));
     const wanted = job.wanted ? ` (${job.wanted})` : "";
-    const held = job.devices.length ? job.devices.join(", ")
+    const next = job.resizing_to.length ? ` \u2192 ${job.resizing_to.join(", ")}` : "";
+    const held = job.devices.length ? job.devices.join(", ") + next
       : job.ended === null ? `wants ${job.num_devices}` : "";
     const row = element("tr", {},
       element("td", { class: "number" }, job.number),
@@ -298,7 +299,7 @@ function drawQueue() {
       element("td", { class: "number" }, offBy(job.measured)),
       element("td", { class: "number" }, duration(job.received_seconds)),
       element("td", { class: "number" }, duration(job.target_seconds)),
-      element("td", { class: "number" }, job.leases),
+      element("td", { class: "number" }, job.resizes ? `${job.leases} + ${job.resizes}` : job.leases),
       element("td", { class: "why name" }, job.reason ?? ""));
     if (chosen === job.number) row.classList.add("chosen");
     if (job.ended !== null) row.classList.add("over");
@@ -307,7 +308,7 @@ function drawQueue() {
   const left_out = state.num_jobs_left_out
     ? ` ${state.num_jobs_left_out} more open jobs are not shown; hetflow queue lists them.` : "";
   at("queue-note").textContent =
-    `Share: devices that the policy gives a job on average now. Measured: in its last turn that was long enough, beside what was predicted for that turn. Received and target: device time. Choose a name to pick a job out.${left_out}`;
+    `Share: devices that the policy gives a job on average now. Measured: in its last turn that was long enough, beside what was predicted for that turn. Received and target: device time. Starts: the second number counts changes of devices without a stop. Choose a name to pick a job out.${left_out}`;
 }
 
 function draw() {

@@ -187,7 +187,8 @@ def main() -> None:
         jobs = Demonstration(folder, 1 if arguments.quick else 2).run()
     for job in jobs:
         same = "the same as alone" if job["digest"] == job["alone"] else f"ALONE {job['alone']}"
-        print(f"{job['name']:9} ran in {job['leases']} parts; parameters {job['digest']}: {same}")
+        parts = f"ran in {job['leases']} parts, resized {job['resizes']} times"
+        print(f"{job['name']:9} {parts}; parameters {job['digest']}: {same}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(jobs, indent=1) + "\n", encoding="utf-8")
     moved = sum(job["leases"] > 1 for job in jobs)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.engines.local import LocalEngine
-from hetflow.engines.protocol import Fate, Work
+from hetflow.engines.protocol import Fate, ResizingEngine, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
@@ -116,3 +116,16 @@ def test_a_launch_sees_its_own_accelerators_alone(
         engine.start(Work(folder=lease, command=command, directory=lease, devices=held))
         until(lambda lease=lease: engine.fate(lease).state == "ended")  # type: ignore[misc]
         assert output(lease) == expected
+
+
+def test_a_launch_changes_among_the_hosts_own_devices_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = {f"V100:{number}": ("cuda", f"cuda:{number}") for number in range(2)}
+    monkeypatch.setattr("hetflow.engines.local._accelerators", lambda pool: gpus)
+    engine = LocalEngine(Cluster.parse("2xV100,2xcpu:fast"))
+    assert isinstance(engine, ResizingEngine)
+    gpu, other, fast, faster = engine.devices()
+    assert engine.can_resize([fast], [fast, faster])
+    for held, wanted in (([gpu], [other]), ([gpu], [fast]), ([fast], [gpu]), ([gpu, other], [gpu])):
+        assert not engine.can_resize(held, wanted)

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from hetflow.launcher.failures import Failure
-from hetflow.launcher.inbox import Inbox, ask
+from hetflow.launcher.inbox import Inbox
 from hetflow.launcher.repartition import Repartitions, check_same_job
 from hetflow.launcher.request import LaunchRequest
 from hetflow.launcher.supervisor import Launched
+from hetflow.protocol.control import ask
 from hetflow.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError

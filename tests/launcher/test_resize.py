@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.launcher import inbox
+from hetflow.launcher.inbox import Inbox
 from hetflow.launcher.mapping import nodes_of, renumbered, seated, spread, without
+from hetflow.protocol import control
 from hetflow.protocol.lower import lower
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
@@ -109,37 +110,37 @@ def test_a_plan_of_other_virtual_nodes_is_refused() -> None:
 
 def test_a_run_that_is_not_there_or_over(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="no such run"):
-        inbox.current(tmp_path / "absent")
+        control.current(tmp_path / "absent")
     with pytest.raises(TargetError, match="is not running"):
-        inbox.current(tmp_path)
+        control.current(tmp_path)
     (tmp_path / "run.json").touch()
     with pytest.raises(TargetError, match="has ended"):
-        inbox.current(tmp_path)
+        control.current(tmp_path)
 
 
 def test_requests_are_answered_and_nothing_stays(tmp_path: Path) -> None:
-    box = inbox.Inbox(tmp_path)
+    box = Inbox(tmp_path)
     config = lower(plan_of([4, 4]))
     box.show(config)
-    assert inbox.is_running(tmp_path)
-    assert inbox.current(tmp_path) == config
+    assert control.is_running(tmp_path)
+    assert control.current(tmp_path) == config
     (tmp_path / "control" / "request-0.json").write_text("{}")
-    asked = inbox.ask(tmp_path, config)
+    asked = control.ask(tmp_path, config)
     found = box.next()
     assert found is not None
     assert found[0] == asked
     assert box.next() is None
-    quiet = inbox.ask(tmp_path, config, wants_answer=False)
+    quiet = control.ask(tmp_path, config, wants_answer=False)
     assert box.next()[1].config == config
     assert not quiet.exists()
-    answer = inbox.wait_for(tmp_path, tmp_path / "control" / "request-0.json", 1)
+    answer = control.wait_for(tmp_path, tmp_path / "control" / "request-0.json", 1)
     assert answer.status == "refused"
     assert "$.schema: missing" in answer.detail
-    late = inbox.ask(tmp_path, config)
+    late = control.ask(tmp_path, config)
     box.close()
-    assert inbox.wait_for(tmp_path, late, 1).detail == "the run has ended"
+    assert control.wait_for(tmp_path, late, 1).detail == "the run has ended"
     with pytest.raises(HetflowError, match="the run ended before it was resized"):
-        inbox.wait_for(tmp_path, asked, 1)
+        control.wait_for(tmp_path, asked, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -417,9 +418,9 @@ def test_closed_sockets_are_opened_again(tmp_path: Path, undisturbed_long: str) 
 
 
 def test_a_launch_that_cannot_be_resized_says_what_can(tmp_path: Path) -> None:
-    box = inbox.Inbox(tmp_path)
+    box = Inbox(tmp_path)
     with pytest.raises(TargetError, match="only launches on one host") as caught:
-        inbox.current(tmp_path)
+        control.current(tmp_path)
     assert "--checkpoint" in caught.value.hint
     box.close()
     assert list(tmp_path.iterdir()) == []

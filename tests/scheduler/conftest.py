@@ -86,10 +86,14 @@ class FakeEngine:
         if held & self.refused:
             raise UnsuitableDevicesError("it waits for other devices")
         for other in self.running.values():
-            assert not held & {device.name for device in other.devices}
             assert other.folder.parent != work.folder.parent  # of one job
+        self.check_free(held)
         assert not held & self.down
         self.running[work.folder] = work
+
+    def check_free(self, held: set[str]) -> None:
+        for other in self.running.values():
+            assert not held & {device.name for device in other.devices}
 
     def stop(self, folder: Path) -> None:
         self.stopping.add(folder)

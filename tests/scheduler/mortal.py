@@ -1,9 +1,9 @@
 """A scheduler that dies at a point that a test chose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hetflow.engines.protocol import Fate
+from hetflow.engines.protocol import EngineDevice, Fate, ResizingEngine
 
 from .conftest import FakeEngine
 
@@ -35,6 +35,9 @@ class MortalEngine:
 
     def fate(self, folder: Path) -> Fate:
         return self.inner.fate(folder)
+
+    def can_resize(self, held: Sequence[EngineDevice], wanted: Sequence[EngineDevice]) -> bool:
+        return isinstance(self.inner, ResizingEngine) and self.inner.can_resize(held, wanted)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*given: object) -> None:

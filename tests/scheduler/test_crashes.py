@@ -5,7 +5,8 @@ committed is rolled back, as SQLite does for a process that was killed.
 """
 
 import errno
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from hetflow.engines.protocol import Fate, Work
 from hetflow.engines.registry import ENGINES
+from hetflow.scheduler.leases import folder_of, open_leases
 from hetflow.scheduler.loop import Scheduler, Settings
 from hetflow.scheduler.serve import serve
 from hetflow.scheduler.store import Store
@@ -24,7 +26,10 @@ from hetflow.schema.errors import FileError
 
 from .conftest import FakeEngine
 from .mortal import Died, MortalEngine, Points
+from .resizable import ResizableEngine
 from .test_loop import ROUND, RULES, Asked, Cluster
+
+Play = Callable[["Mortal", Asked], None]
 
 
 class MortalStore(Store):
@@ -47,8 +52,8 @@ class MortalStore(Store):
 class Mortal(Cluster):
     """A cluster whose scheduler dies at a point, and is started again."""
 
-    def __init__(self, folder: Path, points: Points) -> None:
-        self.points, self.fake = points, FakeEngine(number=1)
+    def __init__(self, folder: Path, points: Points, fake: FakeEngine) -> None:
+        self.points, self.fake = points, fake
         super().__init__(folder, MortalEngine(self.fake, points))  # type: ignore[arg-type]
 
     def restart(self) -> None:
@@ -73,13 +78,16 @@ class Mortal(Cluster):
                 self.restart()
                 continue
             break
+        if isinstance(self.fake, ResizableEngine):
+            self.fake.serve()
         self.check()
 
     def check(self) -> None:
         """No launch that the state does not know, and no job twice (the engine looks, too)."""
-        rows = self.store.rows("SELECT job, number FROM leases WHERE state != 'over'")
-        known = {self.store.lease_folder(row["job"], row["number"]) for row in rows}
+        known = {folder_of(self.store, lease) for lease in open_leases(self.store)}
         assert set(self.fake.running) <= known
+        if isinstance(self.fake, ResizableEngine):
+            self.fake.check(self.store)
         assert len(self.states()) == 4
 
     def end_one(self, code: int | None) -> None:
@@ -121,18 +129,58 @@ def play(cluster: Mortal, asked: Asked) -> None:
     users.close()
 
 
-def dies_at(folder: Path, asked: Asked, fatal: int | None) -> int:
-    """Play it all with a death at a point; how many points there were."""
+def play_resizes(cluster: Mortal, asked: Asked) -> None:
+    """Jobs exchange devices, wait for others', are refused, and go on somewhere else at last."""
+    assert isinstance(cluster.fake, ResizableEngine)
+    users = Store.open(cluster.folder)
+    for job in (asked("a", priority_weight=2.0), asked("b"), asked("c"), asked("d")):
+        submit(users, job)
+
+    def rounds(number: int) -> None:
+        for _ in range(number):
+            cluster.tick(ROUND)
+            for _ in range(3):  # asked, answered, recorded
+                cluster.tick(0.1)
+
+    rounds(3)
+    ask(users, 4, "cancel")
+    rounds(2)
+    cluster.fake.answer = "refused"
+    rounds(1)
+    cluster.fake.answer = "done"
+    drain(users, "cpu:fast", undo=False)
+    rounds(1)
+    drain(users, "cpu:fast", undo=True)
+    cluster.tick(ROUND)
+    cluster.end_one(1)  # in a resize
+    cluster.tick(0.1)
+    cluster.tick(ROUND)
+    ask(users, 1, "hold")
+    rounds(1)
+    ask(users, 1, "release")
+    rounds(2)
+    while set(cluster.states()) - {"done", "cancelled"}:
+        cluster.end_one(0)
+        rounds(1)
+    users.close()
+
+
+def dies_at(
+    folder: Path, asked: Asked, fatal: int | None, play: Play = play, number: int = 1
+) -> tuple[int, int]:
+    """Play it all with a death at a point; how many points and how many resizes there were."""
     points = Points(fatal)
-    cluster = Mortal(folder, points)
+    fake = FakeEngine(number) if play is not play_resizes else ResizableEngine(number)
+    cluster = Mortal(folder, points, fake)
     play(cluster, asked)
     assert cluster.states() == ["done", "done", "done", "cancelled"]
     done = sorted(int(one.parent.parent.name) for one, code in cluster.fake.ended.items()
                   if code == 0)  # fmt: skip
     assert done == [1, 2, 3]
     assert not cluster.fake.running
+    [row] = cluster.store.rows("SELECT sum(resizes) AS number FROM jobs")
     cluster.store.close()
-    return points.passed
+    return points.passed, row["number"]
 
 
 @pytest.mark.parametrize(
@@ -141,10 +189,23 @@ def dies_at(folder: Path, asked: Asked, fatal: int | None) -> int:
 def test_a_scheduler_that_dies_at_any_statement_loses_no_job_and_runs_none_twice(
     tmp_path: Path, asked: Asked, share: int
 ) -> None:
-    number = dies_at(tmp_path / "whole", asked, None)
+    number, _ = dies_at(tmp_path / "whole", asked, None)
     assert number > 200
     for fatal in range(1, number + 1, share):
         dies_at(tmp_path / str(fatal), asked, fatal)
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(160), pytest.param(32, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_a_scheduler_that_dies_in_a_resize_adopts_what_the_launch_holds(
+    tmp_path: Path, asked: Asked, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    number, resizes = dies_at(tmp_path / "whole", asked, None, play_resizes, 2)
+    assert resizes > 5
+    for fatal in range(1, number + 1, share):
+        dies_at(tmp_path / str(fatal), asked, fatal, play_resizes, 2)
 
 
 def test_a_full_disk_under_the_state_loses_nothing(

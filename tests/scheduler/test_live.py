@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.engines.local import LocalEngine
 from hetflow.engines.protocol import OUTPUT
-from hetflow.scheduler import leases, view
+from hetflow.mechanisms.cluster.seats import Seat
+from hetflow.mechanisms.rounds.rules import RoundRules
+from hetflow.scheduler import leases, loop, view
 from hetflow.scheduler.store import Store
+from hetflow.scheduler.submission import submission, submit
+from hetflow.schema.cluster import Cluster
 from hetflow.tests import programs
 
 from .conftest import write_workplace
@@ -38,6 +43,11 @@ for epoch in range(50):
         optimizer.zero_grad()
     job.print(f"epoch {epoch}")
 """
+# The same training, slowly until it is told otherwise: resizes need a job that still trains.
+SLOW_AT_FIRST = SCRIPT.replace(
+    "        job.backward",
+    "        time.sleep(0.0 if os.path.exists('hurry') else 0.2)\n        job.backward",
+).replace("import torch\n", "import os, time\nimport torch\n", 1)
 START = ["cluster", "start", "--gpus", "1xcpu:fast,1xcpu:slow", "--round", "4", "--grace", "20"]
 LIMIT_SECONDS = 400.0
 
@@ -47,6 +57,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a script and profiles whose steps take 20 and 40 ms."""
     write_workplace(tmp_path, SCRIPT, monkeypatch)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the job that has the cluster for itself, and is never moved."""
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        write_workplace(folder, SCRIPT, patch)
+        hetflow("solve", "split", "--profiles", "profiles", "--gpus", "1xcpu:fast", "--batch-size",
+                "16", "--virtual-nodes", "4", "-o", "plan.json", folder=folder)  # fmt: skip
+        hetflow("launch", "-o", "alone", "--determinism", "elastic", "plan.json", "train.py",
+                folder=folder)  # fmt: skip
+    digest: str = json.loads((folder / "alone" / "run.json").read_text())["parameters_digest"]
+    return digest
 
 
 def hetflow(*words: str, folder: Path) -> str:
@@ -62,12 +86,7 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
 
 
-def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path) -> None:
-    hetflow("solve", "split", "--profiles", "profiles", "--gpus", "1xcpu:fast", "--batch-size",
-            "16", "--virtual-nodes", "4", "-o", "plan.json", folder=folder)  # fmt: skip
-    hetflow("launch", "-o", "alone", "--determinism", "elastic", "plan.json", "train.py",
-            folder=folder)  # fmt: skip
-    alone = json.loads((folder / "alone" / "run.json").read_text())["parameters_digest"]
+def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path, alone: str) -> None:
     scheduler = start(folder)
     try:
         end = time.monotonic() + LIMIT_SECONDS
@@ -81,7 +100,7 @@ def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path) -> None
             assert time.monotonic() < end, view.queue(store)
             assert not any(job.state == "held" for job in view.queue(store)), view.queue(store)
             time.sleep(0.3)
-            moved = sum(job.leases for job in view.queue(store))
+            moved = sum(job.leases + job.resizes for job in view.queue(store))
             has_killed_launch = has_killed_launch or kill_a_launch(store)
             if kills < 2 and moved > 3 * (kills + 1):
                 kills += 1
@@ -106,6 +125,48 @@ def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path) -> None
     assert not left_over(folder)
 
 
+def test_a_job_that_grows_and_shrinks_while_it_runs_ends_as_the_same_job_alone(
+    folder: Path, alone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decisions are the test's; plans, requests, workers and records are those of a cluster."""
+    seats: list[Seat] = [((1, 0, 0),), ((1, 0, 0), (1, 0, 1)), ((0, 0, 0),)]
+    turn, epochs = 0, dict[int, int]()
+    monkeypatch.setattr(loop, "next_round", lambda *given, **more: {"1": seats[turn]})
+    (folder / "train.py").write_text(SLOW_AT_FIRST)
+    store = Store.create(folder / "state")
+    paths = {"script": str(folder / "train.py"), "profiles": str(folder / "profiles")}
+    job = {"batch_size": 16, "steps": 200, "virtual_nodes": 4, **paths}
+    submit(store, submission(job, base=folder, name="test"))
+    engine = LocalEngine(Cluster.parse("1xcpu:fast,2xcpu:slow"))
+    rules = RoundRules(round_seconds=1.0, reset_seconds=0.0)
+    settings = loop.Settings(rules=rules, grace_seconds=20)
+    scheduler = loop.Scheduler(store, engine, settings)
+    end = time.monotonic() + LIMIT_SECONDS
+    log = store.lease_folder(1, 1) / OUTPUT
+    while (row := view.queue(store)[0]).state != "done":
+        scheduler.tick(time.time())
+        time.sleep(0.05)
+        assert time.monotonic() < end, row
+        done = log.read_text().count("epoch") if log.is_file() else 0
+        if row.resizing_to:  # a scheduler that comes in the middle adopts it
+            scheduler = loop.Scheduler(store, engine, settings)
+        elif row.resizes == turn and done > epochs.setdefault(turn, done):  # it trains there
+            turn = min(turn + 1, 2)
+            if row.resizes == 2:
+                (folder / "hurry").touch()
+    assert (row.leases, row.resizes) == (1, 2)
+    assert row.digest == alone
+    record = json.loads((log.parent / "run" / "run.json").read_text())
+    types = [[worker["device_type"] for worker in one["workers"]] for one in record["generations"]]
+    assert types == [["cpu:slow"], ["cpu:slow"] * 2, ["cpu:fast"]]
+    assert [one["kind"] for one in record["generations"]] == ["start", "resize", "resize"]
+    held = store.rows("SELECT devices FROM leases ORDER BY number")
+    assert [json.loads(one["devices"]) for one in held] == [
+        ["cpu:slow:0"], ["cpu:slow:0", "cpu:slow:1"], ["cpu:fast:0"],
+    ]  # fmt: skip
+    assert not left_over(folder)
+
+
 def until_it_schedules(folder: Path) -> None:
     """Wait until a scheduler says that it takes jobs."""
     end = time.monotonic() + LIMIT_SECONDS
@@ -117,7 +178,7 @@ def until_it_schedules(folder: Path) -> None:
 def kill_a_launch(store: Store) -> bool:
     """SIGKILL a job's launch, where one trains; its job is tried again."""
     for lease in leases.open_leases(store):
-        folder = store.lease_folder(lease.job, lease.number)
+        folder = leases.folder_of(store, lease)
         trains = (folder / OUTPUT).is_file() and "epoch" in (folder / OUTPUT).read_text()
         if lease.state == "running" and trains:
             with suppress(ProcessLookupError):

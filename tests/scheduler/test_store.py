@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.scheduler.store import FILE, Store
+from hetflow.scheduler.store import FILE, FORMAT, Store
 from hetflow.schema.errors import FileError
 
 from .conftest import FakeEngine
@@ -25,8 +25,15 @@ def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked
     cluster.store.close()
     with sqlite3.connect(cluster.folder / FILE) as connection:
         connection.execute("ALTER TABLE jobs DROP COLUMN target_seconds")
+        connection.execute("ALTER TABLE leases DROP COLUMN resizing_to")
+        connection.execute(
+            "UPDATE meta SET value = '\"hetflow.cluster-state/1\"' WHERE key = 'format'"
+        )
+    with pytest.raises(FileError, match="an older hetflow wrote it"):
+        Store.read(cluster.folder)
     cluster.restart()
     cluster.tick()
     cluster.tick(ROUND)
     [row] = Store.open(cluster.folder).rows("SELECT state, target_seconds FROM jobs")
     assert (row["state"], row["target_seconds"]) == ("running", ROUND)
+    assert Store.read(cluster.folder).get("format") == FORMAT
