@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -98,6 +99,23 @@ def whole(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePlan):
     return of
 
 
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePlan):
+    """A launch in which a worker hangs; it waits beside the tests that ask for it first."""
+    folder = tmp_path_factory.mktemp("hanging")
+    plan = folder / "plan.json"
+    files.write(plan, two_stages)
+    (folder / "train.py").write_text(SCRIPT)
+    started = programs.start(
+        command(plan, "hang", "1", flags=("--timeout", "5")),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    yield started
+    started.kill()
+    started.communicate()
+
+
+@pytest.mark.usefixtures("hanging")
 def test_the_record_holds_prediction_beside_measurement(whole) -> None:
     record = whole("1f1b")
     assert isinstance(record.plan, PipelinePlan)
@@ -156,10 +174,10 @@ def test_a_stop_saves_and_a_restart_ends_as_if_undisturbed(
     assert go_on(plan)[1] == whole(schedule).parameters_digest
 
 
-def test_a_worker_that_hangs_is_named_after_the_time_limit(plan: Path) -> None:
-    hung = launch(plan, "hang", "1", flags=("--timeout", "5"))
-    assert hung.returncode == 1
-    last = [line for line in hung.stderr.splitlines() if line.startswith("hetflow: ")][-1]
+def test_a_worker_that_hangs_is_named_after_the_time_limit(hanging) -> None:
+    _, said = hanging.communicate(timeout=300)
+    assert hanging.returncode == 1
+    last = [line for line in said.splitlines() if line.startswith("hetflow: ")][-1]
     assert last.startswith("hetflow: worker 1 (stage 1, cpu:slow) hangs: worker 0 (stage 0, cpu:")
 
 
