@@ -3,8 +3,12 @@
 Every parameter's gradient is a view into one flat buffer (one per dtype and device). The order is
 the reverse of registration, which is about the order in which backward fills it. All virtual
 nodes of a device add into it, so memory does not grow with their number. A bucket of the
-all-reduce is a slice of the buffer, so nothing is copied. The last bucket has space for a few more
-numbers, so the sums of a step need no collective of their own.
+all-reduce is a slice of the buffer. The last bucket has space for a few more numbers, so the sums
+of a step need no collective of their own.
+
+A step's first gradient of a parameter is what autograd made; it is written over what the buffer
+held, so the buffer need not be cleared and read first. Later passes add to it. On an accelerator
+the first gradients of a bucket are written together, by one kernel.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -105,6 +109,9 @@ class GradientReducer:
         self._used: set[int] = set()
         self._fired: set[int] = set()
         self._carried: set[int] = set()
+        self._awaited: set[int] = set()  # whose first gradient of the step has not come
+        self._held: list[int] = []  # whose first gradient has come, and is not in the buffer
+        self._num_held_bytes = 0
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +124,7 @@ class GradientReducer:
         return bool(self._carried)
 
     def begin(self, write_sums: Callable[[Tensor], None] | None = None) -> None:
-        """Start a step: point every gradient into the cleared buffer.
+        """Start a step; when it ends, every gradient is a view of the buffer.
 
         Gradients that are still set (no ``zero_grad`` since) stay in the sum, as they do in plain
         PyTorch; they are equal on all workers, so only the first worker contributes them.
@@ -137,8 +144,15 @@ class GradientReducer:
         self._num_launched = 0
         if self._invariant is not None:
             self._invariant.begin()
+        self._awaited.clear()
+        self._held.clear()
+        self._num_held_bytes = 0
+        is_fresh = all(self._parameters[index].grad is None for index in self._views)
+        # Several passes over a tree of sums move whole buffers, so these must be whole at once.
+        if is_fresh and (self._invariant is None or self._invariant.num_turns == 1):
+            self._awaited.update(self._views)
+            return
         with torch.no_grad():
-            is_fresh = all(self._parameters[index].grad is None for index in self._views)
             for flat in self.flats if is_fresh else ():
                 flat.zero_()
             for index, view in self._views.items():
@@ -191,6 +205,7 @@ class GradientReducer:
     def launch_rest(self) -> None:
         """Start to reduce the buckets that the last backward did not."""
         self._armed = False
+        self._complete()
         if self._invariant is not None:
             self._invariant.settle()
         if self._distributed or self._invariant is not None:
@@ -312,12 +327,65 @@ class GradientReducer:
         self._buckets.append(_Bucket(real, (len(self.flats) - 1, start, end), members))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
+        is_host = backend_of(self._views[index].device).is_host
+
         def fired(_: Tensor) -> None:
             self._used.add(index)
+            if index in self._awaited:
+                self._take_first(index, at_once=is_host)
             if self._armed:
                 self._mark_ready(index)
 
         return fired
+
+    def _take_first(self, index: int, *, at_once: bool) -> None:
+        """Put a parameter's first gradient of the step into the buffer, at once or soon."""
+        self._awaited.remove(index)
+        parameter, view = self._parameters[index], self._views[index]
+        gradient = parameter.grad
+        if gradient is None:  # a hook of the script has used it up
+            view.zero_()
+        elif gradient.layout != torch.strided:
+            parameter.grad = view.zero_().add_(gradient)
+        elif at_once:
+            # Adding 0 to a copy makes +0 of -0, as adding to a cleared buffer does.
+            parameter.grad = torch.add(gradient, 0.0, out=view)
+        else:
+            self._held.append(index)
+            self._num_held_bytes += view.numel() * view.element_size()
+            if self._num_held_bytes >= (self._bucket_bytes or backend_of(view.device).bucket_bytes):
+                self._write_held()
+
+    def _write_held(self) -> None:
+        """Write the gradients that have come into the buffer."""
+        if not self._held:
+            return
+        views = [self._views[index] for index in self._held]
+        found = [self._parameters[index].grad for index in self._held]
+        gradients = [
+            torch.zeros_like(view) if gradient is None else gradient  # as above
+            for view, gradient in zip(views, found, strict=True)
+        ]
+        with torch.no_grad():
+            torch._foreach_copy_(views, gradients)
+            if self._invariant is not None:  # +0 of -0, as above
+                torch._foreach_add_(views, 0.0)
+        for index, view in zip(self._held, views, strict=True):
+            self._parameters[index].grad = view
+        self._held.clear()
+        self._num_held_bytes = 0
+
+    def _complete(self) -> None:
+        """Make the buffer complete: what no pass has used is zero."""
+        self._write_held()
+        if not self._awaited:
+            return
+        views = [self._views[index] for index in self._awaited]
+        with torch.no_grad():
+            torch._foreach_zero_(views)
+        for index, view in zip(self._awaited, views, strict=True):
+            self._parameters[index].grad = view
+        self._awaited.clear()
 
     def _mark_ready(self, index: int) -> None:
         if index in self._fired:
@@ -340,6 +408,7 @@ class GradientReducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
+        self._write_held()
         bucket = self._buckets[self._num_launched]
         if self.sums is not None and self._num_launched == self._first_with_sums:
             assert self._write_sums is not None

@@ -73,6 +73,11 @@ class InvariantSum:
         return any(turn.node == 0 for turn in self._turns)
 
     @property
+    def num_turns(self) -> int:
+        """The number of passes that this worker can have in a step."""
+        return len(self._turns)
+
+    @property
     def num_spares(self) -> int:
         """Buffers beside the gradient buffer: at most log2 of this worker's virtual nodes."""
         return self._num_spares

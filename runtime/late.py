@@ -1,4 +1,4 @@
-"""Numbers from a device that the host reads one step later, so that it need not wait."""
+"""A host that need not wait for its device: it is at most one step ahead of it."""
 
 import torch
 from torch import Tensor
@@ -48,3 +48,20 @@ class LateValues:
         self._arrives = None
         found: list[float] = self._buffer.tolist()
         return found
+
+
+class HostLead:
+    """Keeps the host at most one step ahead: what it has asked of the device takes memory there.
+
+    ``LateValues`` does so too, for an engine that reads numbers late.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._backend = device, backend_of(device)
+        self._last: Mark | None = None
+
+    def end_step(self) -> None:
+        """End a step; wait for the step before, which has usually ended long ago."""
+        before, self._last = self._last, self._backend.mark(self._device)
+        if before is not None and not self._backend.has_passed(before):
+            self._backend.wait_for(before)

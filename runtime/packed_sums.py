@@ -5,8 +5,10 @@ double is sent as three float32 numbers that add up to it. Flags and counts are 
 """
 
 from collections.abc import Mapping, Sequence
+from ctypes import c_float
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +24,10 @@ class PackedSums:
     every parameter whether it is used. Unpacked, in float64: flags, losses * weights, weights,
     used parameters.
 
+    On the host numpy does both: between two passes torch's code is no longer in the caches.
+
     Attributes:
-        num_flags: Number of flags, each 0 or 1 on a worker.
+        num_flags: Number of flags: small integers, whose sums are below 2**24.
         num_nodes: Number of virtual nodes; each has a loss and a weight.
         num_parameters: Number of parameters.
     """
@@ -40,7 +44,7 @@ class PackedSums:
     def pack(
         self,
         flags: Sequence[float],
-        losses: Mapping[int, Tensor],
+        losses: Mapping[int, Tensor | float],
         weights: Mapping[int, float],
         unused: Sequence[int],
         into: Tensor,
@@ -49,7 +53,7 @@ class PackedSums:
 
         Args:
             flags: [num_flags] in order.
-            losses: Loss by virtual node, on the device.
+            losses: Loss by virtual node, on the device or as a number.
             weights: Weight by virtual node.
             unused: Indices of the parameters that this worker has not used.
             into: [length] float32, where they are summed.
@@ -59,10 +63,19 @@ class PackedSums:
         for node, weight in weights.items():
             for number, part in enumerate(_thirds_of_number(weight), start=NUM_THIRDS):
                 host[first + number * nodes + node] = part
+        for node, loss in losses.items():
+            if isinstance(loss, float):
+                for number, part in enumerate(_thirds_of_number(loss)):
+                    host[first + number * nodes + node] = part
         for index in unused:
             host[index - self.num_parameters] = 0.0
-        into.copy_(torch.tensor(host, dtype=torch.float32), non_blocking=True)
+        if into.is_cpu:
+            into.numpy()[:] = host
+        else:
+            into.copy_(torch.tensor(host, dtype=torch.float32), non_blocking=True)
         for node, loss in losses.items():
+            if isinstance(loss, float):
+                continue
             thirds = _thirds_of(loss) if loss.dtype == torch.float64 else [loss]
             for number, third in enumerate(thirds):
                 into[first + number * nodes + node] = third
@@ -70,14 +83,20 @@ class PackedSums:
     def unpack(self, sums: Tensor) -> Tensor:
         """Unpack [length] sums over workers to float64; the class's docstring gives the order."""
         first, nodes = self.num_flags, self.num_nodes
-        wide = sums.double()
         rest = first + 2 * NUM_THIRDS * nodes
+        if sums.is_cpu:
+            numbers = sums.numpy().astype(np.float64)
+            with np.errstate(invalid="ignore", over="ignore"):  # losses may be infinite, or none
+                loss, weight = numbers[first:rest].reshape(2, NUM_THIRDS, nodes).sum(1)
+                joined = [numbers[:first], loss * weight, weight, numbers[rest:]]
+            return torch.from_numpy(np.concatenate(joined))
+        wide = sums.double()
         losses, weights = wide[first:rest].view(2, NUM_THIRDS, nodes).sum(1)
         return torch.cat([wide[:first], losses * weights, weights, wide[rest:]])
 
 
 def _thirds_of_number(value: float) -> list[float]:
-    if value.is_integer() and value < 1 << 24:
+    if c_float(value).value == value:
         return [value]
     return [float(third) for third in _thirds_of(torch.tensor(value, dtype=torch.float64))]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices.backend import backend_of
 from ..devices.collectives import is_on_devices
 from . import checkpoint, parts
 from .agreement.agreement import SharedTensors
@@ -50,11 +51,11 @@ class SplitEngine:
     def __init__(self, session: Session, *, overlap: bool) -> None:
         self._session, self._overlap = session, overlap
         self._holder = session.holder
-        self.reducer = _reducer_of(session)
-        self.totals = StepTotals(self.reducer, session.place, len(session.batch_sizes) or 1)
         self.buffers = VirtualNodeBuffers(
             session.model, session.local_nodes, session.batch_sizes or (1,)
         )
+        self.reducer = _reducer_of(session, has_buffers=bool(self.buffers.slots))
+        self.totals = StepTotals(self.reducer, session.place, len(session.batch_sizes) or 1)
         self.state = WholeState(session, self.buffers, self.totals)
 
     # A step
@@ -71,7 +72,7 @@ class SplitEngine:
         self.buffers.begin_step()
         if self._holder:
             self._holder.begin_step()
-        self.reducer.begin(self.totals.write)
+        self.reducer.begin(self._write_sums)
         step.agreement.begin_passes()
         self.totals.settings_number = step.settings_number
         self.totals.wants_stop = self._session.wants_stop
@@ -86,6 +87,10 @@ class SplitEngine:
             raise refusal from error
         self.reducer.launch_rest()
         session.clock.computed()
+
+    def _write_sums(self, sums: Tensor) -> None:
+        self.totals.wants_stop = self._session.wants_stop
+        self.totals.write(sums)
 
     def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Tensor:
         """Wait for the gradients, and sum the step's totals; see ``StepTotals.exchange``."""
@@ -142,7 +147,7 @@ class SplitEngine:
         """Reduce with other workers from now on, in another place; ``move`` may follow."""
         self.reducer.close()
         self._session.take(place)
-        self.reducer = _reducer_of(self._session)
+        self.reducer = _reducer_of(self._session, has_buffers=bool(self.buffers.slots))
         self.totals.move(self.reducer, place)
 
     def shared(self) -> list[SharedTensors]:
@@ -184,7 +189,7 @@ class SplitEngine:
         self.reducer.close()
 
 
-def _reducer_of(session: Session) -> GradientReducer:
+def _reducer_of(session: Session, *, has_buffers: bool) -> GradientReducer:
     place = session.place
     return GradientReducer(
         session.parameters,
@@ -192,15 +197,25 @@ def _reducer_of(session: Session) -> GradientReducer:
         invariant=invariant_of(place),
         is_first=place.rank == 0,
         keeps_carried=place.control is not None and place.control.changes,
-        num_sums=packed_sums(len(session.batch_sizes) or 1, len(session.parameters)).length
-        if place.distributed and is_on_devices() and not _survives_on_devices(place)
-        else 0,
+        num_sums=_num_sums(session, has_buffers=has_buffers),
     )
 
 
-def _survives_on_devices(place: Place) -> bool:
-    """Whether sums travel with the mirrored buffers, which other workers may continue from."""
-    return place.control is not None and place.control.survives_on_devices
+def _num_sums(session: Session, *, has_buffers: bool) -> int:
+    """How many numbers the step's sums are, if they travel with gradients, else 0."""
+    place = session.place
+    on_host = backend_of(place.device).is_host
+    if not place.distributed or _sums_are_apart(place, on_host=on_host, has_buffers=has_buffers):
+        return 0
+    num_nodes, num_parameters = len(session.batch_sizes) or 1, len(session.parameters)
+    return packed_sums(num_nodes, num_parameters, on_host=on_host).length
+
+
+def _sums_are_apart(place: Place, *, on_host: bool, has_buffers: bool) -> bool:
+    """Whether sums travel alone, or with mirrored buffers, which others may continue from."""
+    if is_on_devices():
+        return place.control is not None and place.control.survives_on_devices
+    return has_buffers or not on_host
 
 
 class WholeState:

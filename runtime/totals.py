@@ -9,8 +9,9 @@ Losses and weights are sent per virtual node (all workers but its holder send ze
 up in order of virtual nodes, so the mapping does not change their bits. On the host they are plain
 numbers: between two passes torch's code is no longer in the caches, and a torch operation takes 20
 to 100 us. On a device they stay tensors and nothing waits for them: the host reads a step's flags
-and total weight in the next step. Between devices, the sums travel with the last bucket of
-gradients (packed_sums.py), because sending a few numbers takes about as long as a megabyte.
+and total weight in the next step. Between devices, and where no buffers are exchanged, the sums
+travel with the last bucket of gradients (packed_sums.py), because sending a few numbers takes
+about as long as a megabyte.
 """
 
 import math
@@ -33,14 +34,32 @@ from .packed_sums import PackedSums
 
 # Indices in the vector that is summed; the losses and weights of all virtual nodes follow.
 _WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _NODES = 0, 1, 2, 3, 4, 5, 6
+# The settings' number has 22 bits and its square 44: so many digits, whose sums are exact in
+# float32 over 8192 workers.
+_DIGIT_BITS, _NUMBER_DIGITS, _SQUARE_DIGITS = 11, 2, 4
+_NUM_DIGITS = _NUMBER_DIGITS + _SQUARE_DIGITS
 _EXACT = (torch.float32, torch.float64)
 _Noted = tuple[GradientReducer, list[int], bool]  # reducer, unused parameters, has other workers
 _MAX_GRADIENTS = 64  # weights such as numbers of tokens give many different shares
 
 
-def packed_sums(num_nodes: int, num_parameters: int) -> PackedSums:
-    """The layout of a step's sums where they travel with a bucket of gradients."""
-    return PackedSums(_NODES, num_nodes, num_parameters)
+def packed_sums(num_nodes: int, num_parameters: int, *, on_host: bool) -> PackedSums:
+    """The layout of a step's sums where they travel with a bucket of gradients.
+
+    On the host the settings' number and its square come as further flags.
+    """
+    return PackedSums(_NODES + (_NUM_DIGITS if on_host else 0), num_nodes, num_parameters)
+
+
+def _digits(number: int, count: int) -> list[float]:
+    """A number's digits, the lowest first; each is small enough for a flag."""
+    return [
+        float(number >> (_DIGIT_BITS * place) & (1 << _DIGIT_BITS) - 1) for place in range(count)
+    ]
+
+
+def _number_of(digits: Sequence[float]) -> float:
+    return sum(digit * 2.0 ** (_DIGIT_BITS * place) for place, digit in enumerate(digits))
 
 
 class StepTotals:
@@ -134,7 +153,7 @@ class StepTotals:
         sums = self._reducer.sums
         if sums is not None:  # ``write`` put them into the last bucket
             self._reducer.wait()
-            return self._packed().unpack(sums)
+            return self._unpacked(sums)
         wait = (start or self._start)(self._own_sums())
         self._reducer.wait()
         return wait()
@@ -142,19 +161,32 @@ class StepTotals:
     def write(self, sums: Tensor) -> None:
         """Write this worker's numbers into a bucket's space; see ``GradientReducer.begin``.
 
-        The optimizers' settings are left out: on a device they are not compared here.
+        On a device the optimizers' settings are left out: they are not compared here.
         """
         _, unused, _ = self._note_step()
         flags = self._flags()
         flags[_SETTINGS] = flags[_SQUARED] = 0.0
-        losses = {
-            node: torch.tensor(loss, dtype=torch.float64) if isinstance(loss, float) else loss
-            for node, loss in self._losses.items()
-        }
-        self._packed().pack(flags, losses, self._weights, unused, sums)
+        if self._is_on_host:
+            flags += _digits(self.settings_number, _NUMBER_DIGITS)
+            flags += _digits(self.settings_number**2, _SQUARE_DIGITS)
+        self._packed().pack(flags, self._losses, self._weights, unused, sums)
+
+    def _unpacked(self, sums: Tensor) -> Tensor:
+        found = self._packed().unpack(sums)
+        if not self._is_on_host:
+            return found
+        digits = found[_NODES : _NODES + _NUM_DIGITS].tolist()
+        found[_SETTINGS] = _number_of(digits[:_NUMBER_DIGITS])
+        found[_SQUARED] = _number_of(digits[_NUMBER_DIGITS:])
+        return torch.cat([found[:_NODES], found[_NODES + _NUM_DIGITS :]])
 
     def _packed(self) -> PackedSums:
-        return packed_sums(self._num_nodes, self._reducer.num_parameters)
+        number = self._reducer.num_parameters
+        return packed_sums(self._num_nodes, number, on_host=self._is_on_host)
+
+    @property
+    def _is_on_host(self) -> bool:
+        return backend_of(self._place.device).is_host
 
     def _flags(self) -> list[float]:
         flags = [0.0] * _NODES

@@ -279,7 +279,7 @@ class PipelineEngine:
     @property
     def all_stop(self) -> bool:
         """See ``StepEngine``."""
-        return bool(self._synchroniser.stops > 0)
+        return self._synchroniser.stops > 0
 
     # Without flushes
 

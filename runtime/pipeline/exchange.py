@@ -27,6 +27,7 @@ class Exchange:
         self._transport = transport
         self._peers: list[tuple[Line, Line, Tensor]] = []
         self._receiving: list[peers.Transfer] = []
+        self._sending: list[peers.Transfer] | None = None
         by_messages = transport is not None and world_size <= _MOST_WORKERS
         self._all = torch.zeros((world_size if by_messages else 1, length), dtype=torch.float64)
         self.own = self._all[0]
@@ -44,15 +45,22 @@ class Exchange:
         if not self._receiving:
             self._receiving = [line.receive(vector) for _, line, vector in self._peers]
 
+    def start(self) -> None:
+        """Start the sum; ``own`` must stay as it is until ``sum``."""
+        if self._peers:
+            self.expect()
+            self._sending = [line.send(self.own) for line, _, _ in self._peers]
+        elif self._transport is not None:
+            work = peers.all_reduce(self.own, group=self._transport.up, async_op=True)
+            self._sending = [work] if work is not None else []
+        else:
+            self._sending = []
+
     def sum(self) -> Tensor:
         """[length] the sum over all workers in order of ranks, so all get the same bits."""
-        if not self._peers:
-            if self._transport is not None:
-                peers.all_reduce(self.own, group=self._transport.up)
-            return self.own.clone()
-        self.expect()
-        sending = [line.send(self.own) for line, _, _ in self._peers]
-        for work in self._receiving + sending:
+        if self._sending is None:
+            self.start()
+        for work in self._receiving + (self._sending or []):
             work.wait()
-        self._receiving = []
-        return self._all.sum(0)
+        self._receiving, self._sending = [], None
+        return self._all.sum(0) if self._peers else self.own.clone()

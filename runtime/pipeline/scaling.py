@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...schema.errors import TargetError
+from ..tensor.gradients import plain
 from .ownership import Ownership
 from .synchronise import Synchroniser
 
@@ -41,7 +42,9 @@ class LossScaling:
             )
         # A scaler makes its state at the first loss, which only the last stage has.
         self._scaler.scale(torch.zeros((), device=self._own[0].device))
-        synchroniser.loss_scale = self._scaler.get_scale()
+        # ``get_scale`` would make the host wait.
+        on_device = self._scaler._get_scale_async() if synchroniser.stays_on_device else None
+        synchroniser.loss_scale = self._scaler.get_scale() if on_device is None else on_device
 
     def scale(self, loss: Tensor) -> Tensor:
         """The tensor to differentiate: the loss, scaled where there is a scaler."""
@@ -60,9 +63,15 @@ class LossScaling:
 
     def share_overflow(self) -> None:
         """Make an overflow of any stage visible to this worker's scaler."""
-        if self._scaler is None or self._synchroniser.is_finite:
+        is_finite = self._synchroniser.is_finite
+        if self._scaler is None or is_finite is True:
             return
         for parameter in self._own:
             if parameter.grad is not None and parameter.grad.numel():
-                parameter.grad[(0,) * parameter.grad.dim()] = math.inf
+                gradient = plain(parameter.grad)
+                entry = gradient[(0,) * gradient.dim()]
+                if isinstance(is_finite, Tensor):
+                    entry.copy_(torch.where(is_finite, entry, math.inf))
+                else:
+                    entry.fill_(math.inf)
                 return

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ...schema.errors import TargetError
 from ..tensor.gradients import PartGradient, companions, plain, scale_companions
-from .norms import NORMS, Table, ToldNorms
+from .norms import ToldNorms
+from .tables import NORMS, Table
 
 _TAKE_NORMS = {
     torch.linalg.vector_norm,
@@ -87,10 +88,23 @@ def _norm(gradient: Tensor, order: Any) -> Tensor:
     found: Tensor = plain.abs().squeeze()
     if order == 2:
         return found
-    scaled = found * gradient._told.ratio(gradient._index, order)
+    scaled = _product(found, gradient._told.ratio(gradient._index, order))
     # If not yet scaled, return it exactly as received: a tied weight's workers clip equally.
-    two, exact = gradient._told.told(gradient._index, order)
-    return torch.where(found == two, torch.full_like(found, exact), scaled)
+    two, exact = (_as(found, told) for told in gradient._told.told(gradient._index, order))
+    return torch.where(found == two, exact, scaled)
+
+
+def _product(found: Tensor, ratio: float | Tensor) -> Tensor:
+    """Multiply by a ratio of float64 as by a Python number: the dtype stays."""
+    if not isinstance(ratio, Tensor):
+        return found * ratio
+    wide = torch.promote_types(found.dtype, torch.float32)
+    return (found.to(wide) * ratio.to(wide)).to(found.dtype)
+
+
+def _as(found: Tensor, told: float | Tensor) -> Tensor:
+    """A number that was told, as a tensor like another."""
+    return told.to(found.dtype) if isinstance(told, Tensor) else torch.full_like(found, told)
 
 
 class PartNorms:
@@ -104,19 +118,21 @@ class PartNorms:
         """Take the parameters, with their indices in tables of norms."""
         self._parts, self._told = list(parts), told
 
-    def show(self, table: Table, loss_scale: float) -> None:
+    def show(self, table: Table, loss_scale: float | Tensor) -> None:
         """Give each part of a gradient a companion with the norm of the whole gradient.
 
         Args:
             table: Norms of gradients without the loss scale.
             loss_scale: The factor by which a GradScaler will divide both part and companion.
         """
-        for index, parameter in self._parts:
-            if parameter.grad is None:
-                continue
-            part = plain(parameter.grad)
-            norm = float(table[1, index]) * loss_scale
-            number = torch.full((1,), norm, dtype=part.dtype, device=part.device)
+        shown = [(i, p, plain(p.grad)) for i, p in self._parts if p.grad is not None]
+        if not shown:
+            return
+        norms = table.two_norms([index for index, _, _ in shown]) * loss_scale
+        kinds = {(part.dtype, part.device) for _, _, part in shown}
+        numbers = {kind: norms.to(dtype=kind[0], device=kind[1]) for kind in kinds}
+        for place, (index, parameter, part) in enumerate(shown):
+            number = numbers[part.dtype, part.device][place : place + 1]
             parameter.grad = PartGradient.of(part, NormOnly.of(number, self._told, index))
 
 
@@ -142,9 +158,8 @@ class StandIns:
     def show(self, table: Table) -> None:
         """Set each as ``grad`` of its parameter, with the 2-norm, where a gradient exists."""
         for numbers, indices in self._kinds:
-            numbers.copy_(torch.from_numpy(table[1, indices]))
-        used = table[0].tolist()
+            numbers.copy_(table.two_norms(indices))
         for index, parameter, stand_in in self._all:
-            wanted = stand_in if used[index] > 0 else None
+            wanted = stand_in if table.used[index] else None
             if parameter.grad is not wanted:
                 parameter.grad = wanted

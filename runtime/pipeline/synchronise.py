@@ -2,6 +2,11 @@
 
 Every worker's gradients are partial sums: over its own microbatches, and over its own use of a tied
 weight. One rule covers both: a parameter's gradient is summed over the workers that hold it.
+
+Losses and norms are results of the devices. Where collectives go from device to device, they are
+summed there (``device_sums.py``), and no host waits for its device. What hosts decide by is known
+on the hosts: weights, flags, and which parameters have gradients. The hosts send each other these
+numbers while the devices still compute. Elsewhere the hosts send each other everything at once.
 """
 
 import math
@@ -18,12 +23,15 @@ from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from .. import peers
 from ..group import Place, subgroup
+from ..late import HostLead, LateValues
 from ..tensor.gradients import plain
 from ..totals import loss_and_weight
+from .device_sums import DeviceSums, Loss, weighted_sum
 from .exchange import Exchange
-from .norms import NORMS, NUM_ROWS, Columns, Table, ToldNorms, norms_of
+from .norms import ToldNorms
 from .ownership import Holders, Ownership
 from .standins import PartNorms, StandIns
+from .tables import NORMS, NUM_ROWS, Columns, HostTable, Rows, Table, norms_of
 from .transport import Transport
 
 BUCKET_BYTES = 25 << 20
@@ -33,11 +41,19 @@ _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 _WORKERS, _SETTINGS, _SQUARED, _NUM_TOLD = 4, 5, 6, 7
 # Only if workers lack parameters: whether gradients add to earlier ones, which norms were asked.
 _ADDS, _ASKED = _NUM_TOLD, _NUM_TOLD + 1
+# A table follows; or, where norms stay on devices, which parameters have gradients.
 _HEAD = _ASKED + len(NORMS)
 
 
 class Synchroniser:
-    """Sums loss, gradients and norms over the workers of a pipeline."""
+    """Sums loss, gradients and norms over the workers of a pipeline.
+
+    Attributes:
+        stays_on_device: Whether losses and norms stay on the devices.
+        loss_scale: The factor of this step's loss; a tensor [] if ``stays_on_device``.
+        is_finite: Whether no worker's gradient has overflowed, if that is checked; a tensor [] if
+            ``stays_on_device``.
+    """
 
     def __init__(
         self,
@@ -48,6 +64,7 @@ class Synchroniser:
     ) -> None:
         self._ownership, self._place = ownership, place
         self._parameters = list(ownership.parameters.items())
+        self._index = {name: index for index, (name, _) in enumerate(self._parameters)}
         apart = [
             [i for i, (name, _) in enumerate(self._parameters) if rank not in self._holders(name)]
             for rank in range(place.world_size)
@@ -67,12 +84,22 @@ class Synchroniser:
             for rank in range(place.world_size)
         ]
         self._tells = any(self._asks_of)
-        length = _HEAD + NUM_ROWS * len(self._columns) if self._tells else _NUM_TOLD
-        self._exchange = Exchange(transport, place.world_size, length)
         self._transport = transport
         self._told = [
             (column, self._parameters[i][1]) for column, i in self._columns.of_rank(place.rank)
         ]
+        # All workers of a tensor-parallel group have the same losses; the first one sends them.
+        tellers = [
+            rank for rank in sorted(work.stages[-1].ranks) if ownership.lanes.lane(rank) == 0
+        ]
+        self._tells_loss = ownership.lanes.lane(place.rank) == 0
+        self._on_device: DeviceSums | None = None
+        length = _HEAD + NUM_ROWS * len(self._columns) if self._tells else _NUM_TOLD
+        if is_between_devices(place, transport):
+            self._on_device = DeviceSums(place, tellers, self._columns, self._told)
+            length = _HEAD + len(self._parameters)
+        self._exchange = Exchange(transport, place.world_size, length)
+        self._summed: Tensor | None = None
         self._norms = ToldNorms(lambda: self._tell(NORMS), place)
         here = [(i, self._parameters[i][1]) for i in apart[place.rank]]
         self._stand_ins = StandIns(here, self._norms)
@@ -95,23 +122,28 @@ class Synchroniser:
                 self._groups[holders] = subgroup(place, holders)
         self._carried: dict[str, Tensor] = {}
         self._late: tuple[peers.Transfer | None, Tensor] | None = None
-        # All workers of a tensor-parallel group have the same losses; the first one sends them.
-        self._tells_loss = ownership.lanes.lane(place.rank) == 0
+        self._late_values, self._lead = LateValues(), HostLead(place.device)
         self.wants_stop = False
-        self.stops = torch.zeros(())
+        self.stops = 0.0
         self.settings_number = 0
         self.settings_sums: list[float] = []
-        self.loss_scale = 1.0
+        self.loss_scale: float | Tensor = 1.0
         self.checks_overflow = False
-        self.is_finite = True
+        self.is_finite: bool | Tensor = True
         self._num_samples = 0
         self._losses: list[tuple[Tensor, float, bool]] = []
+
+    @property
+    def stays_on_device(self) -> bool:
+        """As above."""
+        return self._on_device is not None
 
     def begin(self, num_samples: int) -> None:
         """Start a step over ``num_samples`` samples on all workers together."""
         self._num_samples = num_samples
         self._losses = []
         self._carried = {}
+        self._summed = None
         for name, parameter in self._own:
             if parameter.grad is not None:
                 self._carried[name] = plain(parameter.grad)
@@ -147,14 +179,11 @@ class Synchroniser:
 
     def finish(self) -> Tensor:
         """Make gradients the mean over the global batch; return its mean loss [], equal on all."""
-        for holders, group in self._groups.items():
-            if self._place.rank in holders:
-                self._sum_over(holders, group)
         known = self._norms_to_tell()
-        self._write_own(known)
-        sums = self._exchange.sum()
-        self.stops = sums[_STOP]
-        head = sums[:_HEAD].tolist()
+        tell = self._tell_hosts if self._on_device is None else self._tell_devices
+        loss, table = tell(known)
+        head = self._sums_of_hosts()[:_HEAD].tolist()
+        self.stops = head[_STOP]
         self.settings_sums = head[_WORKERS : _SQUARED + 1]
         scale = self._num_samples / head[_WEIGHT] if head[_WEIGHTED] > 0 else 1.0
         gradients = [p.grad for _, p in self._own if p.grad is not None]
@@ -162,17 +191,50 @@ class Synchroniser:
             torch._foreach_mul_(gradients, scale)
         for name in self._carried:
             self._add_carried(name)
-        if self._tells:
+        if table is not None:
             self._norms.wanted = {2.0} | {
                 norm for norm, asked in zip(NORMS, head[_ASKED:], strict=True) if asked
             }
-            table = self._columns.joined(sums.numpy()[_HEAD:].reshape(NUM_ROWS, -1))
             # The largest entry shows an overflow; other norms may overflow although no entry does.
             if self.checks_overflow:
-                self.is_finite = bool(np.isfinite(table[1 + NORMS.index(math.inf)]).all())
-            table[1:] *= scale
+                self.is_finite = table.is_finite
+            table.multiply(scale)
             self._stand_in(table, known, adds=head[_ADDS] > 0)
-        return sums[_LOSS] / sums[_WEIGHT]
+        return loss
+
+    def _tell_hosts(self, known: set[float]) -> tuple[Tensor, Table | None]:
+        """Sum gradients; then let the hosts send each other all numbers of the step.
+
+        Returns:
+            [] the mean loss; and a table with the norms ``known``, if workers lack parameters.
+        """
+        self._sum_gradients()
+        own = self._write_own()
+        if self._tells:
+            self._fill(own[_HEAD:].reshape(NUM_ROWS, -1), known)
+        sums = self._sums_of_hosts()
+        rows = sums.numpy()[_HEAD:].reshape(NUM_ROWS, -1) if self._tells else None
+        table = None if rows is None else HostTable(self._columns.joined(rows))
+        return sums[_LOSS] / sums[_WEIGHT], table
+
+    def _tell_devices(self, known: set[float]) -> tuple[Tensor, Table | None]:
+        """As ``_tell_hosts``; losses and norms are summed on the devices, and no host waits."""
+        assert self._on_device is not None
+        self._write_own()[_HEAD:] = self._used_here()
+        self._exchange.start()
+        self._sum_gradients()
+        sums = self._sums_of_hosts()
+        total, table = self._on_device.sum(
+            self._told_losses(), (sums[_HEAD:] > 0).tolist(), known if self._tells else None
+        )
+        self._lead.end_step()
+        return total / torch.full_like(total, float(sums[_WEIGHT])), table
+
+    def _sums_of_hosts(self) -> Tensor:
+        """The sums of what the hosts have sent each other in this step."""
+        if self._summed is None:
+            self._summed = self._exchange.sum()
+        return self._summed
 
     def _norms_to_tell(self) -> set[float]:
         """The norms in this step's table, equal on all workers."""
@@ -186,9 +248,8 @@ class Synchroniser:
             known: The norms that it contains.
             adds: Whether gradients were added to earlier ones after the table was made.
         """
-        used = table[0] > 0
         # All workers answer later questions together, so each needs a stand-in.
-        all_ask = all(any(used[index] for index in asks) for asks in self._asks_of)
+        all_ask = all(any(table.used[index] for index in asks) for asks in self._asks_of)
         if not all_ask and known != set(NORMS):
             table, known = self._tell(NORMS), set(NORMS)
         elif adds:
@@ -196,7 +257,7 @@ class Synchroniser:
         if not all_ask:
             self._norms.wanted = set(NORMS)
         # Under a GradScaler the optimizer unscales gradients; it does not have the stand-ins.
-        table[1:] /= self.loss_scale
+        table.divide(self.loss_scale)
         self._norms.take(table, known)
         self._stand_ins.show(table)
         self._parts.show(table, self.loss_scale)
@@ -208,6 +269,11 @@ class Synchroniser:
 
     def _holders(self, name: str) -> Holders:
         return self._ownership.holders[name]
+
+    def _sum_gradients(self) -> None:
+        for holders, group in self._groups.items():
+            if self._place.rank in holders:
+                self._sum_over(holders, group)
 
     def _sum_over(self, holders: Holders, group: dist.ProcessGroup) -> None:
         """Sum the gradients of a set of workers: each dtype separately, a bucket at a time.
@@ -236,14 +302,18 @@ class Synchroniser:
 
     def _sum_flat(self, names: list[str], group: dist.ProcessGroup) -> None:
         parameters = [self._ownership.parameters[name] for name in names]
-        used = parameters[0].new_tensor([float(p.grad is not None) for p in parameters])
         given = [self._given(name) for name in names]
-        flat = torch.cat([gradient.reshape(-1) for gradient in given] + [used])
+        summed = [gradient.reshape(-1) for gradient in given]
+        if self._on_device is None:
+            used = [float(parameter.grad is not None) for parameter in parameters]
+            summed.append(parameters[0].new_tensor(used))
+        flat = torch.cat(summed)
         peers.all_reduce(flat, group=group)
         start = 0
         # Whoever has a gradient itself knows that one exists, and need not wait for the sum.
-        asks = any(parameter.grad is None for parameter in parameters)
-        flags = flat[-len(parameters) :].tolist() if asks else [1.0] * len(parameters)
+        flags = [1.0] * len(parameters)
+        if any(parameter.grad is None for parameter in parameters):
+            flags = self._flags(names, flat)
         for name, parameter, own, flag in zip(names, parameters, given, flags, strict=True):
             part = self._taken(name, flat[start : start + own.numel()].view(own.shape))
             start += own.numel()
@@ -253,6 +323,14 @@ class Synchroniser:
                 parameter.grad = part.clone()
             else:
                 parameter.grad.copy_(part)
+
+    def _flags(self, names: Sequence[str], flat: Tensor) -> list[float]:
+        """Of each parameter in a sum, a positive number if some worker has a gradient of it."""
+        if self._on_device is None:
+            found: list[float] = flat[-len(names) :].tolist()
+            return found
+        told = self._sums_of_hosts()
+        return [float(told[_HEAD + self._index[name]]) for name in names]
 
     def _num_summed(self, name: str) -> int:
         """The number of a parameter's elements in its sum, equal on all workers of the sum."""
@@ -276,49 +354,67 @@ class Synchroniser:
             return lanes.part(name, total, rank)
         return total
 
-    def _write_own(self, known: set[float]) -> None:
-        """Write losses and weights; if workers lack parameters, also its part of the table."""
-        own = self._exchange.own.zero_().numpy()
+    def _write_own(self) -> Rows:
+        """Write what this worker's host sends, up to the table; return all of it."""
+        own: Rows = self._exchange.own.zero_().numpy()
         own[:_NUM_SUMS] = self._loss_sums()
         own[_WORKERS], own[_SETTINGS] = 1.0, self.settings_number
         own[_SQUARED] = self.settings_number**2
         if self._tells:
             own[_ADDS] = float(bool(self._carried))
             own[_ASKED:_HEAD] = [float(norm in self._norms.asked) for norm in NORMS]
-            self._fill(own[_HEAD:].reshape(NUM_ROWS, -1), known)
+        return own
 
-    def _fill(self, table: Table, norms: Collection[float]) -> None:
+    def _used_here(self) -> list[float]:
+        """[parameters] 1 where this worker has a gradient of its own, else 0."""
+        own = self._ownership.own
+        return [float(name in own and p.grad is not None) for name, p in self._parameters]
+
+    def _fill(self, table: Rows, norms: Collection[float]) -> None:
         used = [(i, plain(p.grad)) for i, p in self._told if p.grad is not None]
         if used:
             places = [index for index, _ in used]
             rows = [number for number, norm in enumerate(NORMS, start=1) if norm in norms]
             taken = norms_of([gradient for _, gradient in used], [NORMS[r - 1] for r in rows])
             table[0, places] = 1.0
-            for row, values in zip(rows, taken.numpy(), strict=True):
+            for row, values in zip(rows, taken.cpu().numpy(), strict=True):
                 table[row, places] = values
 
     def _tell(self, norms: Collection[float]) -> Table:
         """A table of these norms, as gradients are now. Call it on all workers."""
-        table: Table = np.zeros((NUM_ROWS, len(self._columns)))
-        self._fill(table, norms)
         assert self._transport is not None
+        if self._on_device is not None:
+            used = torch.tensor(self._used_here())
+            peers.all_reduce(used, group=self._transport.up)
+            return self._on_device.tell((used > 0).tolist(), norms)
+        table: Rows = np.zeros((NUM_ROWS, len(self._columns)))
+        self._fill(table, norms)
         peers.all_reduce(torch.from_numpy(table), group=self._transport.up)
-        return self._columns.joined(table)
+        return HostTable(self._columns.joined(table))
+
+    def _told_losses(self) -> list[Loss]:
+        """The losses that this worker sends, and their weights."""
+        return [(loss, own) for loss, own, _ in self._losses] if self._tells_loss else []
 
     def _loss_sums(self) -> list[float]:
-        """[4] losses * weights, weights, number of losses with a weight, and whether to stop."""
+        """[4] losses * weights, weights, number of losses with a weight, and whether to stop.
+
+        The first is 0 where losses stay on the devices.
+        """
         sums = [0.0] * _NUM_SUMS
         sums[_STOP] = float(self.wants_stop)
         if not self._losses or not self._tells_loss:
             return sums
-        losses = [loss.reshape(()) for loss, _, _ in self._losses]
-        # Read all with one wait for the device; on the CPU each can be read at once.
-        on_device = not backend_of(losses[0].device).is_host
-        values = torch.stack(losses).tolist() if on_device else [loss.item() for loss in losses]
-        for value, (_, own, weighted) in zip(values, self._losses, strict=True):
-            sums[_LOSS] += value * own
+        for _, own, weighted in self._losses:
             sums[_WEIGHT] += own
             sums[_WEIGHTED] += weighted
+        if self._on_device is None:
+            losses = [loss.reshape(()) for loss, _, _ in self._losses]
+            # Read all with one wait for the device; on the CPU each can be read at once.
+            at_once = not backend_of(losses[0].device).is_host
+            values = torch.stack(losses).tolist() if at_once else [loss.item() for loss in losses]
+            for value, (_, own, _) in zip(values, self._losses, strict=True):
+                sums[_LOSS] += value * own
         return sums
 
     def sum_round(self, stage: int, parameters: Any, sums: dict[str, Tensor]) -> None:
@@ -333,13 +429,22 @@ class Synchroniser:
 
     def share_loss_late(self) -> Tensor:
         """Share this batch's loss and return the previous one's, so no worker waits for it."""
-        sums = torch.tensor(self._loss_sums(), dtype=torch.float64, device=self._place.device)
+        own = torch.tensor(self._loss_sums(), dtype=torch.float64)
+        sums = own.to(self._place.device, non_blocking=True)
+        losses = self._told_losses()
+        if losses and self._on_device is not None:
+            sums[_LOSS].copy_(weighted_sum(losses))
         work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
         before, self._late = self._late or (work, sums), (work, sums)
         if before[0] is not None:
             before[0].wait()
-        known = before[1].cpu()
-        self.stops = known[_STOP]
+        if self._on_device is None:
+            known = before[1].cpu()
+            self.stops = float(known[_STOP])
+        else:
+            known = before[1]
+            told = self._late_values.exchange(known)
+            self.stops = 0.0 if told is None else told[_STOP]
         return known[_LOSS] / known[_WEIGHT]
 
     @property
@@ -351,11 +456,25 @@ class Synchroniser:
         if work is not None:
             work.wait()
             self._late = (None, sums)
-        return [float(value) for value in sums]
+        found: list[float] = sums.tolist()
+        return found
 
     @late_loss.setter
     def late_loss(self, sums: list[float] | None) -> None:
+        self._late_values.forget()
         known = None if sums is None else torch.tensor(sums, dtype=torch.float64)
         if known is not None:
             known[_STOP] = 0.0
+            known = known.to(self._place.device) if self.stays_on_device else known
         self._late = None if known is None else (None, known)
+
+
+def is_between_devices(place: Place, transport: Transport | None) -> bool:
+    """Whether collectives go from device to device, so that no host need wait for its own.
+
+    Args:
+        place: This worker among the others.
+        transport: Its groups for messages; None for a single worker.
+    """
+    carrier = place.device if transport is None else transport.device
+    return not backend_of(carrier).is_host

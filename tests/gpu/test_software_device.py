@@ -140,6 +140,8 @@ def test_pinned_memory_is_filled_when_the_host_has_waited(software: GpuHost) -> 
         ("away.copy_(x, non_blocking=True)", "0 0"),
         ("torch.zeros(4).copy_(x, non_blocking=True)", "1 0"),
         ("torch.ones(4).to('cuda', non_blocking=True)", "0 0"),
+        ("torch.ones(4).to('cuda')", "1 0"),
+        ("torch.tensor([1.0], device='cuda')", "1 0"),
         ("torch._foreach_add_([x, torch.ones_like(x)], 1)", "0 2"),
     ],
 )

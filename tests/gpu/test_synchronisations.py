@@ -1,14 +1,21 @@
 """The host waits for no step: steps in the steady state, with what used to cost a wait."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hetflow.schema import files
+from hetflow.schema.parallel import ParallelPlan
+from hetflow.schema.pipeline import PipelinePlan
 from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.launcher.elastic_runs import plan_of
+from hetflow.tests.parallel_plans import parallel_plan
+from hetflow.tests.runtime.test_pipeline import BRANCH2, CHAIN2, CHAIN4, make_plan
+from hetflow.tests.runtime.test_tensor import FIRST, LAST
 
-from .test_stages import stages
+from . import pipeline_steps
 
 # On a real GPU torch itself refuses what synchronises; the software device counts it.
 STEADY = """
@@ -62,42 +69,48 @@ def test_no_step_waits_for_the_device(gpus: GpuHost, losses: str, level: str) ->
         assert "collectives 1.0\n" in found.stdout
 
 
-REPLICATED = """
-import sys
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from hetflow import runtime as hf
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-job = hf.prepare(model, optimizer)
-data = TensorDataset(torch.randn(80, 6), torch.randint(3, (80,)))
-software = sys.modules["_fakecuda"]
-for batch in job.batches(DataLoader(data, batch_size=8)):
-    if batch.step == 4:
-        software.reset_counts()
-    job.backward(lambda x, y: nn.functional.cross_entropy(model(x), y), batch)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if batch.step == 8:
-        print("waits", software.counts().get("host_sync", 0) / 5, flush=True)
-"""
+# By the name of its plan, what is trained under it.
+STEPS = {
+    "1f1b": "branches:2",
+    "gpipe": "chain:inf",
+    "interleaved": "chain:",
+    "2bw": "chain:",
+    "parallel": "gpt:inf",
+}
 
 
-def test_workers_of_a_pipeline_wait_for_losses_and_norms_only(software: GpuHost) -> None:
-    host = software("V100,V100,V100")
-    (host.folder / "train.py").write_text(REPLICATED)
-    first, second = stages("V100", (2, 2)).stages
-    both = (replace(first, num_replicas=2), replace(second, first_device=2))
-    files.write(host.folder / "plan.json", replace(stages("V100", (2, 2)), stages=both))
-    found = host.run("launch", "-o", "out", "plan.json", "train.py")
+def plan_on(kind: str, name: str) -> PipelinePlan | ParallelPlan:
+    """A plan for four workers: two stages, each on two replicas or on a tensor-parallel group."""
+    if name == "parallel":
+        plan = parallel_plan([(FIRST, (2,)), (LAST, (2,))])
+        groups = [[replace(r, device_type=kind) for r in stage.replicas] for stage in plan.stages]
+        cut = zip(plan.stages, groups, strict=True)
+        return replace(plan, stages=tuple(replace(s, replicas=tuple(r)) for s, r in cut))
+    layers = {"1f1b": BRANCH2, "interleaved": CHAIN4}.get(name, CHAIN2)
+    made = make_plan(name, layers, (2, 2), 8 if name == "interleaved" else 6)
+    return replace(made, stages=tuple(replace(s, device_type=kind) for s in made.stages))
+
+
+def test_no_worker_of_a_pipeline_waits_for_its_device(gpus: GpuHost) -> None:
+    host = gpus(4)
+    cases = []
+    for name, case in STEPS.items():
+        path = host.folder / f"{name}.json"
+        files.write(path, plan_on(host.types[0], name))
+        cases.append(f"{path}={case}")
+    script = Path(__file__).with_name("pipeline_steps.py")
+    found = host.run("launch", "-o", "out", host.folder / "1f1b.json", script, *cases)
     assert found.returncode == 0, found.stderr
-    logs = sorted((host.folder / "out" / "logs").glob("rank*.out"))
-    # The first replica tells norms, the second nothing, the last stage losses and norms.
-    assert [log.read_text() for log in logs] == ["waits 1.0\n", "waits 0.0\n", "waits 2.0\n"]
+    logs = [log.read_text() for log in sorted((host.folder / "out" / "logs").glob("rank*.out"))]
+    told = [[json.loads(line) for line in log.splitlines()] for log in logs]
+    assert [len(lines) for lines in told] == [len(STEPS)] * 4
+    assert [[line.pop("waits") for line in lines] for lines in told] == [[0] * len(STEPS)] * 4
+    assert all(lines == told[0] for lines in told)  # the same bits on all workers
+    for name, line in zip(STEPS, told[0], strict=True):
+        if name != "2bw":
+            loss, norm = pipeline_steps.plain(line["case"])
+            assert line["loss"] == pytest.approx(loss, rel=1e-10)
+            assert line["norm"] == (None if norm is None else pytest.approx(norm, rel=1e-10))
 
 
 COPIES = """

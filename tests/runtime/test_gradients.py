@@ -1,6 +1,8 @@
 """The reducer by itself, as profilers use it, on a group of one."""
 
+import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hetflow.runtime import gradients
 from hetflow.runtime.gradients import GradientReducer
 from hetflow.schema.errors import TargetError
 
@@ -119,4 +122,49 @@ def test_no_room_for_sums_among_numbers_of_another_type() -> None:
     reducer = GradientReducer(dict(model.named_parameters()), num_sums=7)
     reducer.begin()
     assert reducer.sums is None
+    reducer.close()
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [24, 1 << 20])
+def test_first_gradients_replace_what_the_buffer_held(
+    is_host: bool, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SimpleNamespace(is_host=is_host, bucket_bytes=bucket_bytes)
+    monkeypatch.setattr(gradients, "backend_of", lambda _: backend)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    plain, passes = copy.deepcopy(model), [torch.randn(4, 3), torch.randn(2, 3)]
+    reducer = GradientReducer(dict(model.named_parameters()))
+    for skips in (False, True, False):  # the first layer, in one step
+        reducer.begin()
+        for number, x in enumerate(passes):
+            if number:
+                reducer.arm()
+            for layers in (model, plain):
+                (layers[1](torch.ones(2, 5)) if skips else layers(x)).square().sum().backward()
+        reducer.finish()
+        assert reducer.unused() == ([0, 1] if skips else [])
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            expected = torch.zeros_like(mine) if other.grad is None else other.grad
+            assert mine.grad is not None
+            assert torch.equal(mine.grad, expected)
+            assert any(_lies_in(mine.grad, flat) for flat in reducer.flats)
+        model.zero_grad()
+        plain.zero_grad()
+    reducer.close()
+
+
+def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_a_gradient_of_minus_zero_counts_as_zero() -> None:
+    """As where it was added to a cleared buffer: bits do not depend on who made the first pass."""
+    weight = nn.Parameter(torch.ones(3))
+    reducer = GradientReducer([weight])
+    reducer.begin()
+    (weight * -0.0).sum().backward()
+    reducer.finish()
+    assert weight.grad is not None
+    assert not torch.signbit(weight.grad).any()
     reducer.close()

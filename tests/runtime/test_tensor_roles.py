@@ -9,8 +9,9 @@ from hetflow.profilers.zoo.transformer import GPT
 from hetflow.protocol.environment import Start
 from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
-from hetflow.runtime.pipeline.norms import NORMS, ToldNorms
+from hetflow.runtime.pipeline.norms import ToldNorms
 from hetflow.runtime.pipeline.standins import NormOnly
+from hetflow.runtime.pipeline.tables import NORMS, HostTable
 from hetflow.runtime.tensor.cuts import Cut
 from hetflow.runtime.tensor.gradients import PartGradient
 from hetflow.runtime.tensor.lanes import Lanes
@@ -147,7 +148,7 @@ def test_a_norm_of_each_head_gets_a_share_of_its_gradient_from_every_worker() ->
 def test_a_norm_that_was_told_is_answered_to_the_last_bit() -> None:
     two, largest = 1.2, 0.7
     assert two * (largest / two) != largest  # what a ratio alone would give
-    table = np.array([[1.0], [two], [0.9], [largest]])
+    table = HostTable(np.array([[1.0], [two], [0.9], [largest]]))
     told = ToldNorms(lambda: table, Place(Start(), None, torch.device("cpu")))
     told.take(table, set(NORMS))
     stand_in = NormOnly.of(torch.tensor([two], dtype=torch.float64), told, 0)

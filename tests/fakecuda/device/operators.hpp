@@ -191,6 +191,8 @@ inline Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
       return self;
     }
   }
+  // As c10::cuda::memcpy_and_sync: without ``non_blocking`` the host waits for its own copy too.
+  if (!to_host && !from.is_cuda() && !non_blocking && !in_fallback) host_waits_for(stream);
   copy_bytes(self, from);
   return self;
 }
