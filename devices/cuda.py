@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,8 +122,10 @@ class CudaBackend(AcceleratorBackend):
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
         if level == "heterogeneous":
-            torch.backends.cuda.matmul.allow_tf32 = False
-            torch.backends.cudnn.allow_tf32 = False
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch 2.9 advises newer settings
+                torch.backends.cuda.matmul.allow_tf32 = False
+                torch.backends.cudnn.allow_tf32 = False
 
     def out_of_memory_words(self) -> tuple[str, ...]:
         """Torch's, and those of the libraries that allocate by themselves.

@@ -39,6 +39,10 @@ from .mapping import renumbered, seated
 from .restarts import Readable, Tries
 from .supervisor import Launched
 
+_WITH_CHECKPOINTS = (
+    "with --checkpoint and --checkpoint-every all would start again from the last one"
+)
+
 
 class Generations:
     """Decides the mapping of each generation, and tells the workers.
@@ -119,7 +123,7 @@ class Generations:
                     self._announce(change)
             case Lost() if message.generation >= self.number:
                 self._break_off()
-                self._losses.first_sign = self._losses.first_sign or message.why
+                self._losses.hear(message.why)
                 if message.generation == self._highest:  # else it will say so of this one, too
                     self._losses.operations[name] = message.operation
             case Fragile():
@@ -274,6 +278,16 @@ class Generations:
         self._watch.look(self._left)
         if self._change is not None:
             self._watch.look(self._change.joining)
+        if self._phase == "breaking":
+            self._kill_held()
+
+    def _kill_held(self) -> None:
+        """End who is held by an exchange that was broken off: all may be, and so wait alike."""
+        limit, lines = self._launched.limits.progress_seconds, self._workers.lines()
+        for name in self._losses.unheard(self._alive(), limit):
+            if name in lines and lines[name].is_waiting:
+                why = f"did not come out of a broken exchange for {limit:g} s and was killed"
+                self._workers.kill(name, why)
 
     @property
     def _survives(self) -> bool:
@@ -332,11 +346,10 @@ class Generations:
             sentence = f"{self._losses.sentence}; then {failure.sentence()}"
             return replace(failure, sentence_of_ours=sentence)
         outside = f"{self._who(name)} could not go on without it outside of a step"
-        hint = "with --checkpoint and --checkpoint-every all would start again from the last one"
         return replace(
             failure,
             sentence_of_ours=f"{self._losses.sentence}; {outside}",
-            hint=failure.hint if self._has_checkpoints else hint,
+            hint=failure.hint if self._has_checkpoints else _WITH_CHECKPOINTS,
         )
 
     def _can_survive(self, failure: Failure) -> bool:
@@ -357,7 +370,7 @@ class Generations:
         left = tuple(self._ranks)
         for name in filter(self._workers.is_held, left):
             self._workers.forget(name)
-        self._losses.forget()
+        self._losses = Losses()
         self._highest += 1
         self.number, self.restarted_at = self._highest, self._highest
         self._phase, self._joined = "starting", set()
@@ -390,7 +403,7 @@ class Generations:
         try:
             operations = self._losses.check(alive)
         except LaunchError as error:
-            return Failure(exit_code=1, error=error.message)
+            return self._restart_or_end(error)
         self._wanted = self._wanted or self.config
         self._highest += 1
         message = recovery(self.config, self._ranks, operations, self._highest)
@@ -399,6 +412,18 @@ class Generations:
         self._tell(list(self._ranks), message)
         self._workers.show(_first(self._ranks))
         return None
+
+    def _restart_or_end(self, error: LaunchError) -> Failure | None:
+        """What follows where the others cannot go on together, though they are there."""
+        if self._restarts and self._tries.take(self.restarted_at):
+            self._restart_all(error.message)
+            return None
+        return Failure(
+            exit_code=1,
+            error=error.message,
+            sentence_of_ours=error.message if self._losses.dead else None,
+            hint=None if self._has_checkpoints else _WITH_CHECKPOINTS,
+        )
 
     def _replace(self) -> None:
         """Start a replacement for the lost worker, beside the others."""

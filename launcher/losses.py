@@ -18,7 +18,8 @@ MAX_TRIES = 3  # at one step
 class Losses:
     """The dead and their causes by name, and the operation that each of the others is in.
 
-    ``first_sign`` is what the first of them to lose another says of it.
+    ``first_sign`` is what the first of them to lose another says of it, ``last_sign`` what the
+    first says of the last time.
     """
 
     dead: list[str] = field(default_factory=list)
@@ -26,6 +27,7 @@ class Losses:
     operations: dict[str, int] = field(default_factory=dict)
     began: float = 0.0
     first_sign: str = ""
+    last_sign: str = ""
     _since: float = 0.0
     _last: tuple[int, int] = (-1, 0)
 
@@ -35,7 +37,12 @@ class Losses:
         if not is_again:
             self.began = self._since
             self.first_sign = ""
+        self.last_sign = ""
         self.operations = {}
+
+    def hear(self, why: str) -> None:
+        """A worker says how it noticed."""
+        self.first_sign, self.last_sign = self.first_sign or why, self.last_sign or why
 
     def bury(self, name: str, cause: str) -> None:
         """A worker is dead."""
@@ -56,6 +63,11 @@ class Losses:
         all_said = bool(alive) and all(name in self.operations for name in alive)
         return all_said and (bool(self.dead) or time.monotonic() - self._since > CAUSE_SECONDS)
 
+    def unheard(self, alive: Sequence[str], limit_seconds: float) -> list[str]:
+        """Who has not said how far it is, that long after the generation was broken off."""
+        is_late = time.monotonic() - self._since > limit_seconds
+        return [name for name in alive if is_late and name not in self.operations]
+
     def check(self, alive: Sequence[str]) -> dict[str, int]:
         """The operation of each remaining worker.
 
@@ -68,7 +80,10 @@ class Losses:
         self._last = (top, tries)
         if tries > MAX_TRIES:
             raise LaunchError(
-                f"the workers lost each other {tries} times at the same step, though none has "
+                f"{self.sentence}; the others could not meet again in {tries - 1} tries: "
+                f"{self.last_sign}"
+                if self.dead
+                else f"the workers lost each other {tries} times at the same step, though none has "
                 f"ended: {self.first_sign}"
             )
         if min(found.values()) < top - 1:

@@ -12,6 +12,11 @@ from typing import Literal
 from ..schema.errors import ProblemError, TargetError
 from .timing import RepeatPolicy, Timing
 
+TOO_LARGE = (
+    "use a smaller model, or a device with more memory; for a pipeline plan, "
+    "--device spec:NAME --layers estimates the profile without a device"
+)
+"""What to do about a model that fits no device whole."""
 _LARGEST = 1 << 20
 _FLAT_SIZES = 6  # three octaves of batch size without gain
 _FLAT_GAIN = 1.05
@@ -164,7 +169,7 @@ def _ended_by_memory(results: Sequence[SizeResult], size: int) -> Curve:
     if not results:
         raise TargetError(
             f"the model does not fit the device's memory at batch size {size}",
-            hint="use a smaller model, or a device with more memory",
+            hint=TOO_LARGE,
         )
     return Curve(results=tuple(results), out_of_memory_batch_size=size, stopped="out of memory")
 

@@ -34,19 +34,25 @@ class Bench:
     """One workload on one device, ready to be timed.
 
     Args:
-        workload: What to time.
+        workload: What to time. A model from ``hf.deferred()`` gets its values on the device.
         device: A torch device.
         optimizer: One of ``schema.optimizer.NAMES``, unless the workload brings its own.
+
+    Raises:
+        TargetError: The model is on the meta device, and nothing says what its values are.
     """
 
     def __init__(self, workload: Workload, device: str, optimizer: str) -> None:
         import torch
+
+        from ..runtime.initial_values import fill_model
 
         self.workload = workload
         self.device = device
         self._is_warm = False
         self.backend = backend_of(device)
         self._torch_device = torch.device(device)
+        fill_model(workload.model, self._torch_device)
         self.model = _on(workload.model, device).train()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)

@@ -17,6 +17,7 @@ from typing import Protocol
 from ..runtime.median import FEWEST_FOR_AN_INTERVAL
 from ..runtime.step_times import StepTimes
 from ..schema.errors import TargetError
+from .batch_curve import TOO_LARGE
 from .timing import Timing
 
 _NUM_NODES, _NUM_LONG_NODES = 3, 2
@@ -316,7 +317,7 @@ class Rounds:
             raise TargetError(
                 f"the model does not fit the device's memory at batch size {batch_size}, trained "
                 f"as a launch trains it",
-                hint="use a smaller model, or a device with more memory",
+                hint=TOO_LARGE,
             )
 
     def _visit_empty(self) -> None:

@@ -237,14 +237,20 @@ def _loaded(target: targets.Target, fake: Any) -> targets.Workload:
 
 
 def _fake_weights(model: Any, fake: Any) -> None:
-    """Replace a model's parameters and buffers; those that are shared stay so."""
+    """Replace a model's parameters and buffers; those that are shared stay so.
+
+    Those of a model from ``hf.deferred()`` have shapes alone, and go to the host.
+    """
     import torch
 
     known: dict[int, Any] = {}
 
     def without_values(tensor: Any) -> Any:
         if id(tensor) not in known:
-            made = fake.from_tensor(tensor.detach())
+            if tensor.is_meta:
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=TORCH_DEVICE)
+            else:
+                made = fake.from_tensor(tensor.detach())
             is_weight = isinstance(tensor, torch.nn.Parameter)
             known[id(tensor)] = (
                 torch.nn.Parameter(made, requires_grad=tensor.requires_grad) if is_weight else made

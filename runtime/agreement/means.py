@@ -82,8 +82,9 @@ def _mean_at(node: Any) -> Mean | None:
     if name == "MeanBackward0" and not _is_joined_mean(node):
         return Mean(_ELEMENTS, float(node._saved_self_sym_numel))
     if name.startswith("DivBackward") and _is_sum(node.next_functions[0][0]):
-        divisor = _saved(node, "other")
-        if divisor is not None and divisor.numel() == 1 and not divisor.requires_grad:
+        is_trained = any(source is not None for source, _ in node.next_functions[1:])
+        divisor = None if is_trained else _saved(node, "other")
+        if divisor is not None and divisor.numel() == 1:
             return Mean(_DIVISOR, divisor.detach())
     return None
 
@@ -93,8 +94,27 @@ def _saved(node: Any, name: str) -> Tensor | None:
 
     Unpacking would run hooks, such as those that recompute a checkpointed part.
     """
-    found = getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    found = raw.data if hasattr(raw, "data") else None if raw is None else _shown(raw)
     return found if isinstance(found, Tensor) else None
+
+
+def _shown(raw: Any) -> Tensor | None:
+    """The same in torch 2.9, which shows a saved tensor to nobody but a hook that packs it.
+
+    None where it has hooks already.
+    """
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    try:
+        raw.register_hooks(pack, lambda tensor: tensor)
+    except RuntimeError:
+        return None
+    return seen[0]
 
 
 def _is_joined_mean(node: Any) -> bool:

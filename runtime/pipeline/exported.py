@@ -44,7 +44,8 @@ class _Called(nn.Module):
         self._names, self._constants = names, dict(constants)
         self.form = _Form()
 
-    def forward(self, *tensors: Tensor) -> list[Any]:
+    # One list: in torch 2.9 guards cannot name the members of ``*tensors``.
+    def forward(self, tensors: list[Tensor]) -> list[Any]:
         answer = self.model(**dict(zip(self._names, tensors, strict=True)), **self._constants)
         leaves, self.form.rebuild = taken_apart(answer)
         return leaves
@@ -95,7 +96,8 @@ def _program(called: _Called, inputs: tuple[Tensor, ...]) -> Any:
 
 
 def _export(called: _Called, inputs: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
-    return torch.export.export(called, inputs, dynamic_shapes={"tensors": sizes}, strict=False)
+    shapes = {"tensors": list(sizes)}
+    return torch.export.export(called, (list(inputs),), dynamic_shapes=shapes, strict=False)
 
 
 def _first_line(error: Exception) -> str:

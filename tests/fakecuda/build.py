@@ -18,8 +18,12 @@ SOURCES = Path(__file__).with_name("device")
 COMPILERS = ("c++", "g++", "clang++")
 
 
+# A CPU build of torch has none of these. In another the place of CUDA's kernels is taken.
+OF_GPU_BUILDS = ("libtorch_cuda.so", "libtorch_hip.so")
+
+
 class CannotBuild(Exception):
-    """There is no compiler, or it has refused; ``str`` says why."""
+    """There is no compiler, it has refused, or torch is no CPU build; ``str`` says why."""
 
 
 def library() -> Path:
@@ -30,6 +34,7 @@ def library() -> Path:
     Raises:
         CannotBuild: Says what is missing.
     """
+    check_build(_torch())
     path = _place()
     if path.is_file():
         return path
@@ -56,6 +61,22 @@ def _torch() -> Path:
     if found is None or found.origin is None:
         raise CannotBuild("torch is not installed")
     return Path(found.origin).parent
+
+
+def check_build(torch: Path) -> None:
+    """Refuse a torch that has kernels for GPUs of its own.
+
+    Args:
+        torch: The package's folder.
+
+    Raises:
+        CannotBuild: It has.
+    """
+    for name in OF_GPU_BUILDS:
+        if (torch / "lib" / name).exists():
+            raise CannotBuild(
+                f"the software CUDA device needs a CPU build of torch, and this one has {name}"
+            )
 
 
 def _compile(path: Path) -> None:

@@ -9,6 +9,7 @@
     FAKECUDA_FAULTS             a folder for races and wrong collectives, a file a process
     FAKECUDA_BESIDE_TENSORS     what no tensor holds; see ``cards.beside_tensors``
     FAKECUDA_WATCHDOG_SECONDS   from a lost peer to SIGABRT; 1 by default
+    FAKECUDA_COMMUNICATORS      how many a process can make; the next one is NCCL's system error
 """
 
 import ctypes
@@ -260,10 +261,23 @@ def _offer_nccl(native: Any) -> None:
     class ProcessGroupNCCL(metaclass=_NcclKind):
         def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
             _check_distinct(store, rank, size)
+            _check_number()
             over = c10d.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
             return native.FakeNCCL(rank, size, over)
 
     ProcessGroupNCCL.Options = Options  # type: ignore[attr-defined]
+
+    made_by: list[int] = []  # process ids: a fork begins anew
+
+    def _check_number() -> None:
+        own = os.getpid()
+        made_by[:] = [*filter(own.__eq__, made_by), own]
+        most = os.environ.get("FAKECUDA_COMMUNICATORS")
+        if most and len(made_by) > int(most):
+            raise dist.DistBackendError(
+                "NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)\n"
+                "ncclSystemError: System call (e.g. socket, malloc) or external library call failed"
+            )
 
     def _check_distinct(store: Any, rank: int, size: int) -> None:
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -1,7 +1,10 @@
 """Which cards a process sees, by its environment."""
 
+from pathlib import Path
+
 import pytest
 
+from .build import CannotBuild, check_build
 from .cards import GIB, machine, visible
 
 THREE = {"FAKECUDA": "V100,V100:64MiB,A100"}
@@ -37,3 +40,11 @@ def test_slices_share_a_bus_and_the_memory() -> None:
 def test_an_unknown_card_is_named() -> None:
     with pytest.raises(ValueError, match="'B1000' is no card"):
         machine({"FAKECUDA": "V100,B1000"})
+
+
+def test_a_torch_with_kernels_for_gpus_is_refused(tmp_path: Path) -> None:
+    check_build(tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libtorch_cuda.so").touch()
+    with pytest.raises(CannotBuild, match="needs a CPU build of torch"):
+        check_build(tmp_path)

@@ -137,6 +137,23 @@ def test_a_death_costs_no_bit_from_the_checkpoint_or_without_one(gpus: GpuHost) 
             assert found["digest"] == straight["digest"]
 
 
+def test_all_start_again_where_communicators_cannot_be_made_anew(software: GpuHost) -> None:
+    host = software("V100,V100,V100", FAKECUDA_COMMUNICATORS="1")
+    kind = host.types[0]
+    three, options = [(kind, 3), (kind, 3), (kind, 2)], ["--determinism", "elastic"]
+    saving = ["--checkpoint", host.folder / "saved", "--checkpoint-every", "1"]
+    shrinking = [*options, *saving, "--on-failure", "shrink"]
+    found = launch(host, "a", three, *shrinking, how="late=4")
+    assert found.returncode == 0, found.stderr
+    lost = "worker 1 (V100) was killed by SIGKILL; the others could not meet again in 3 tries"
+    assert f"{lost}: lost another worker in init_process_group: NCCL error" in found.stderr
+    assert "starting again from the last checkpoint" in found.stderr
+    assert kinds_of(host.folder / "a") == ["start", "restart"]
+    assert {number for _, _, number in steps(host.folder / "a")} == {3}
+    told_at_end = json.loads((host.folder / "a/told.json").read_text())
+    assert told_at_end["digest"] == told(host, "b", [(kind, 8)], *options)["digest"]
+
+
 def kinds_of(folder: Path) -> list[str]:
     """What began each generation of a launch's workers."""
     record = files.read(folder / "run0/run.json", RunRecord)

@@ -9,6 +9,11 @@ from hetflow.tests.fakecuda.hosts import GpuHost
 TARGET = """
 import torch
 from torch import nn
+from hetflow import runtime as hf
+
+def deferred():
+    with hf.deferred():
+        return mine()
 
 def mine():
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -92,9 +97,10 @@ def test_a_profile_of_two_types(gpus: GpuHost) -> None:
 def test_a_profile_ends_its_curve_where_memory_does(software: GpuHost) -> None:
     host = software("V100:4MiB,A100")
     (host.folder / "target.py").write_text(TARGET)
-    command = ["profile", "target.py:mine", "--quick", "--sync-devices", "0", "--no-links"]
+    command = ["profile", "target.py:deferred", "--quick", "--sync-devices", "0", "--no-links"]
     host.done(*command, "--device", "V100", "--max-batch-size", "65536", "-o", "profiles")
-    profile = files.read(host.folder / "profiles/target.mine.V100.json", Profile)
+    profile = files.read(host.folder / "profiles/target.deferred.V100.json", Profile)
+    assert profile.weight_bytes == 4 * (64 * 256 + 256 + 256 * 64 + 64)
     assert 64 <= profile.batch_curve[-1].batch_size <= 4096
     assert max(point.peak_memory_bytes for point in profile.batch_curve) <= 4 << 20
 
@@ -102,9 +108,10 @@ def test_a_profile_ends_its_curve_where_memory_does(software: GpuHost) -> None:
 def test_a_model_that_does_not_fit_is_said_in_a_line(software: GpuHost) -> None:
     host = software("V100:200KiB")
     (host.folder / "target.py").write_text(TARGET)
-    found = host.run("profile", "target.py:mine", "--quick", "-o", "profiles")
+    found = host.run("profile", "target.py:deferred", "--quick", "-o", "profiles")
     assert found.returncode == 2
     assert "does not fit the device's memory at batch size 1" in found.stderr
+    assert "--device spec:NAME --layers estimates the profile" in found.stderr
 
 
 def test_amd_devices_by_rocms_variables(software: GpuHost) -> None:

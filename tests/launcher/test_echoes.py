@@ -112,19 +112,21 @@ def test_who_keeps_the_others_waiting_under_nccl_is_named(
 
 
 class Processes:
-    """Two workers under a supervisor, without processes."""
+    """Workers under a supervisor, without processes."""
 
-    def __init__(self, folder: Path, *, checkpoint: Path | None) -> None:
-        config = config_of("V100", "V100")
+    def __init__(
+        self, folder: Path, *, checkpoint: Path | None, number: int = 2, **asked: float
+    ) -> None:
+        config = config_of(*["V100"] * number)
         self.checkpoint = checkpoint
         self.heard: list[tuple[str, FromWorker]] = []
-        self.held = {str(rank): Line() for rank in range(2)}
+        self.held = {str(rank): Line() for rank in range(number)}
         self.dead: dict[str, Failure] = {}
         self.inbox = Inbox(folder)
         self.told: list[str] = []
         request = LaunchRequest(
             plan=plan_of(("V100", 2, 4)), config=config, script=("t.py",), folder=folder,
-            checkpoint=checkpoint, on_failure="replace",
+            checkpoint=checkpoint, on_failure="replace", **asked,  # type: ignore[arg-type]
         )  # fmt: skip
         launched = Launched(
             request=request, slots=config.workers, workers=self, inbox=self.inbox,  # type: ignore[arg-type]
@@ -158,10 +160,17 @@ class Processes:
     def is_held(self, name: str) -> bool:
         return name in self.held
 
+    def kill(self, name: str, why: str) -> None:
+        self.dead[name] = Failure(
+            exit_code=137, error="", rank=int(name), device_type="V100", why=why
+        )
+
     def show(self, name: str) -> None: ...
 
     def forget(self, name: str) -> None:
-        self.held.pop(name).close()
+        line = self.held.pop(name)
+        line.theirs.close()
+        line.close()
 
     def restart(self, config: LaunchConfig, number: int, ranks: dict[str, int]) -> None:
         self.held |= {name: Line() for name in ranks}

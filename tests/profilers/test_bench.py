@@ -2,19 +2,41 @@
 
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from hetflow import runtime as hf
 from hetflow.profilers.bench import Bench, move
+from hetflow.profilers.layers import measure_layers
 from hetflow.profilers.targets import Workload
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.schema.errors import TargetError
 from hetflow.schema.optimizer import NAMES, named_optimizer
 
 Loss = Callable[[nn.Module, Any], Any]
+
+
+class Recurrent(nn.Module):
+    """Parameters, buffers, a tensor that is neither, and a module that torch lays out anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(4, 6, batch_first=True)
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = torch.rand(6)
+        self.head = nn.Linear(6, 4)
+        self.head.weight.data.mul_(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.cells(x.unsqueeze(1))
+        last: torch.Tensor = self.head(self.norm(states[:, 0]) * self.scale)
+        return last
+
+
 POLICY = RepeatPolicy(max_repeats=3, min_repeats=3)
 
 
@@ -84,6 +106,39 @@ def test_the_workloads_own_optimizer_wins() -> None:
     assert isinstance(bench.optimizer, torch.optim.RMSprop)
     kept = bench.optimizer_state(2)
     assert (kept["name"], kept["is_own"]) == ("RMSprop", True)
+
+
+def test_a_deferred_model_is_profiled_like_one_built_the_usual_way() -> None:
+    benches = []
+    for block in (nullcontext, hf.deferred):
+        torch.manual_seed(1)
+        with block():
+            model = Recurrent()
+        given = Workload(
+            model=model,
+            make_batch=lambda n: torch.randn(n, 4),
+            loss=lambda model, x: model(x).square().mean(),
+        )
+        benches.append(Bench(given, "cpu", "adam"))
+        benches[-1].run_step(benches[-1].make_batch(3))
+    usual, filled = benches
+    assert usual.weight_bytes == filled.weight_bytes
+    # The same bits after a step: parameters, buffers, random batches and the optimizer's state.
+    trained = [bench.model.state_dict() for bench in benches]
+    assert list(trained[0]) == list(trained[1])
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+    assert usual.optimizer_state(3)["state_bytes"] == filled.optimizer_state(3)["state_bytes"]
+    rows = [measure_layers(bench, 2, 1)["nodes"] for bench in benches]
+    counted = ("id", "op", "weight_bytes", "activation_bytes", "stashed_bytes", "workspace_bytes")
+    assert [[row[key] for key in counted] for row in rows[0]] == [
+        [row[key] for key in counted] for row in rows[1]
+    ]
+
+
+def test_a_model_without_values_is_refused() -> None:
+    given = Workload(model=nn.Linear(4, 4, device="meta"), make_batch=len, loss=len)
+    with pytest.raises(TargetError, match="weight is on the meta device, so it has no value"):
+        Bench(given, "cpu", "sgd")
 
 
 @pytest.mark.parametrize(

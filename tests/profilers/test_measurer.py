@@ -157,7 +157,7 @@ def test_being_killed_at_a_larger_size_is_recorded_as_memory(file: Path) -> None
     [
         ("huge", "does not fit the device's memory at batch size 1"),
         ("dies", r"the measuring process died \(SIGABRT\)"),
-        ("loss_raises", "mine.py:.*: loss raised RuntimeError: mat1 and mat2"),
+        ("loss_raises", "mine.py:.*: loss raised RuntimeError: (addmm: )?mat1 and mat2"),
     ],
 )
 def test_faults_of_the_model_are_one_line(file: Path, factory: str, said: str) -> None:

@@ -13,6 +13,7 @@ from hetflow.schema.operator_counts import Operator
 LINEAR = """
 import torch
 from torch import nn
+from hetflow import runtime as hf
 
 def workload():
     model = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
@@ -25,6 +26,21 @@ def huge():
 def scaled():
     model, make, loss = workload()
     mean = float(make(1000).mean())  # no tensor has a value while it is counted
+    return model, lambda n: make(n) - mean, loss
+
+def deferred_workload():
+    with hf.deferred():
+        return workload()
+
+def deferred_huge():
+    with hf.deferred():
+        return huge()
+
+def deferred_scaled():
+    make, loss = workload()[1:]
+    mean = float(make(1000).mean())
+    with hf.deferred():
+        model = workload()[0]
     return model, lambda n: make(n) - mean, loss
 
 def unsteady():
@@ -84,6 +100,15 @@ def test_a_factory_that_needs_values_is_built_with_them(file: Path) -> None:
     found = count_model(targets.parse(f"{file}:scaled"), (8,), (8,), "sgd")
     assert flops(found.passes[0].forward) == 2 * 8 * (100 * 200 + 200 * 10)
     assert len(found.tables[0].layers) == 3
+
+
+@pytest.mark.parametrize("name", ["workload", "scaled", "huge"])
+def test_a_model_from_a_deferred_block_is_counted_like_any_other(file: Path, name: str) -> None:
+    usual, deferred = (
+        count_model(targets.parse(f"{file}:{factory}"), (2, 4), (2,), "adam")
+        for factory in (name, f"deferred_{name}")
+    )
+    assert usual == deferred
 
 
 def test_a_pass_that_depends_on_values_is_refused_in_words(file: Path) -> None:
