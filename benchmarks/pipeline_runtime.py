@@ -83,20 +83,19 @@ def build(width):
     return nn.Sequential(*blocks)
 
 
-def run_world(plan, *arguments):
-    """Run one worker a rank under a plan; what the first of them said."""
+def run_world(plan, size, *arguments, script=__file__):
+    """Run ``size`` workers of a script under a plan; what the first of them said."""
     from torch.distributed import TCPStore
 
     from hetflow.schema import files
 
-    size = sum(stage.num_replicas for stage in plan.stages)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         files.write(path, plan)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         workers = [
             subprocess.Popen(
-                [sys.executable, __file__, "--worker", *map(str, arguments)],
+                [sys.executable, script, "--worker", *map(str, arguments)],
                 env={
                     **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size),
                     "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
@@ -235,7 +234,7 @@ def speed(steps):
         for size in STAGES:
             stages = [(LAYERS // size, 0.0, 1)] * size
             plan = make_plan("1f1b", stages, microbatch, emulated=False)
-            said = run_world(plan, "speed", width, microbatch, steps)
+            said = run_world(plan, size, "speed", width, microbatch, steps)
             kept = {key: values[4:] for key, values in said["seconds"].items()}
             cpu = {key: values[4:] for key, values in said["cpu"].items()}
             ideal = statistics.median(kept["compute"]) * (MICROBATCHES + size - 1)
@@ -292,7 +291,8 @@ def prediction(steps):
     rows = {}
     for name, (schedule, *stages) in PARTITIONS.items():
         plan = make_plan(schedule, stages, 4, emulated=True)
-        measured = run_world(plan, "step", 32, 4, steps)
+        size = sum(replicas for _, _, replicas in stages)
+        measured = run_world(plan, size, "step", 32, 4, steps)
         rows[name] = {
             "planned_seconds": planned_seconds(schedule, stages),
             "timed_seconds": timed_seconds(plan),

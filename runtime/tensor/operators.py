@@ -157,27 +157,112 @@ def sum_tokens_from(value: Tensor, group: TensorGroup) -> Tensor:
     return value if group.degree == 1 else _apply(_SumTokens, value, group)
 
 
-def linear_of_tokens(
-    tokens: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup
+def cut_cross_entropies(
+    logits_Bv: Tensor, targets_B: Tensor, first: int, group: TensorGroup
 ) -> Tensor:
-    """F with sequence parallelism, and the linear layer behind it.
-
-    In backward, the gradient of the input is reduce-scattered. Only this worker's tokens are kept
-    between the passes, and the others' are gathered again for the gradient of the weight.
+    """[B] each row's cross-entropy; the logits are cut by vocabulary (thesis 4.2.3).
 
     Args:
-        tokens: [..., T/t, I] this worker's part of the input.
-        whole: [..., T, I] the input, gathered.
-        weight: [o, I].
-        bias: [o].
+        logits_Bv: This worker's part of the logits.
+        targets_B: Indices in the whole vocabulary.
+        first: The index at which this worker's part begins.
         group: The tensor-parallel group.
     """
-    return _apply(_LinearOfTokens, tokens, whole.detach(), weight, bias, group)
+    return _apply(_CrossEntropies, logits_Bv, targets_B, first, group)
+
+
+class SpreadInput:
+    """A gathered value and this worker's tokens of it, which column-parallel layers read.
+
+    Only the tokens are kept between the passes. In backward they are gathered again, once for all
+    layers that read the value. Their gradients of it are added before one reduce-scatter.
+
+    Args:
+        tokens: [..., T/t, I] this worker's part of the value.
+        group: The tensor-parallel group.
+    """
+
+    def __init__(self, tokens: Tensor, group: TensorGroup) -> None:
+        self._tokens, self._readers = tokens, _Readers(tokens.dtype, group)
+        self._input: tuple[Any, Tensor] | None = None
+
+    def linear(self, whole: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """F with sequence parallelism, and the linear layer behind it.
+
+        Args:
+            whole: [..., T, I] the gathered value.
+            weight: [o, I].
+            bias: [o].
+        """
+        now, readers = recording(), self._readers
+        if self._input is None or self._input[0] != now:
+            self._input = now, _apply(_ReadTokens, self._tokens, whole.detach(), readers)
+        return _apply(_LinearOfTokens, self._input[1], self._tokens.detach(), weight, bias, readers)
+
+
+class _Readers:
+    """The layers that read a gathered value. It holds no tensor between the passes."""
+
+    def __init__(self, dtype: torch.dtype, group: TensorGroup) -> None:
+        self.dtype, self.group = dtype, group
+        self._number = self._left = 0
+        self._again: Tensor | None = None
+
+    def add(self, dtype: torch.dtype) -> None:
+        """Note in a forward pass that a layer, which computes in ``dtype``, needs the value."""
+        self.dtype = dtype
+        self._number += 1
+
+    def again(self, tokens: Tensor) -> Tensor:
+        """[..., T, I] the value again, in a backward pass, where each reader asks once."""
+        if self._again is None or self._again.dtype != tokens.dtype:
+            self._again, self._left = gathered_tokens(tokens, self.group), self._number
+        whole = self._again
+        self._left -= 1
+        if self._left <= 0:
+            self._again = None
+        return whole
+
+
+def recording() -> Any:
+    """How autograd records now; it changes inside a checkpoint."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return torch.is_grad_enabled(), None if hooks is None else hooks(True)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     made: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return made
+
+
+class SharedInput:
+    """F for column-parallel layers side by side that read one value (queries, keys and values).
+
+    They share one f, so each worker adds their gradients before the group sums them, once.
+
+    Args:
+        group: The tensor-parallel group.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._last: tuple[Tensor, int, Any, Tensor] | None = None
+
+    def copy(self, value: Tensor) -> Tensor:
+        """``copy_to``; the same tensor again if the last call had the same value."""
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return value
+        if self._last is not None:
+            last, version, before, copied = self._last
+            if last is value and version == value._version and before == recording():
+                return copied
+        copied = copy_to(value, self._group)
+        self._last = value, value._version, recording(), copied
+        return copied
+
+    def forget(self) -> None:
+        """Let go of the last value: the layers that read it have run."""
+        self._last = None
 
 
 class _Copy(torch.autograd.Function):
@@ -246,18 +331,34 @@ class _SumTokens(torch.autograd.Function):
         return gathered_tokens(gradient, ctx.group), None
 
 
+class _ReadTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, whole: Tensor, readers: _Readers) -> Tensor:
+        ctx.readers = readers
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        readers = ctx.readers
+        sent = gradient.to(readers.dtype)  # under autocast as narrow as the layers compute
+        return summed_tokens(sent, readers.group).to(gradient.dtype), None, None
+
+
 class _LinearOfTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tokens: Tensor,
         whole: Tensor,
+        tokens: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        group: TensorGroup,
+        readers: _Readers,
     ) -> Tensor:
         made = functional.linear(whole, weight, bias)  # autocast may choose another dtype
-        ctx.group, ctx.dtypes = group, (tokens.dtype, None if bias is None else bias.dtype)
+        ctx.readers, ctx.dtypes = readers, (whole.dtype, None if bias is None else bias.dtype)
+        if ctx.needs_input_grad[2]:
+            readers.add(made.dtype)
         ctx.save_for_backward(tokens.to(made.dtype), weight)
         return made
 
@@ -265,15 +366,45 @@ class _LinearOfTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tokens, weight = ctx.saved_tensors
-        of_tokens, of_bias = ctx.dtypes
-        wants_tokens, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        own = of_weight = bias = None
+        of_whole, of_bias = ctx.dtypes
+        wants_whole, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        into = of_weight = bias = None
         if wants_weight:
-            whole = gathered_tokens(tokens, ctx.group)
+            whole = ctx.readers.again(tokens)
             of_weight = (gradient.flatten(0, -2).t() @ whole.flatten(0, -2)).to(weight.dtype)
             del whole
-        if wants_tokens:
-            own = summed_tokens(gradient @ weight.to(gradient.dtype), ctx.group).to(of_tokens)
+        if wants_whole:
+            into = (gradient @ weight.to(gradient.dtype)).to(of_whole)
         if wants_bias:
             bias = gradient.flatten(0, -2).sum(0).to(of_bias)
-        return own, None, of_weight, bias, None
+        return into, None, of_weight, bias, None
+
+
+class _CrossEntropies(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_Bv: Tensor, targets_B: Tensor, first: int, group: TensorGroup
+    ) -> Tensor:
+        ctx.dtype = logits_Bv.dtype
+        if logits_Bv.dtype in (torch.float16, torch.bfloat16):
+            logits_Bv = logits_Bv.float()  # as torch computes it
+        most_B = largest_over(logits_Bv.amax(-1), group)
+        shares_Bv = logits_Bv - most_B.unsqueeze(-1)
+        own_B = targets_B - first
+        strange_B = (own_B < 0) | (own_B >= logits_Bv.shape[-1])
+        own_B = own_B.masked_fill(strange_B, 0).unsqueeze(-1)
+        named_B = shares_Bv.gather(-1, own_B).squeeze(-1).masked_fill(strange_B, 0.0)
+        shares_Bv = shares_Bv.exp_()
+        both_2B = sum_over(torch.stack([shares_Bv.sum(-1), named_B]), group)
+        sums_B = both_2B[0]
+        shares_Bv = shares_Bv.div_(sums_B.unsqueeze(-1))
+        ctx.save_for_backward(shares_Bv, own_B, strange_B)
+        return sums_B.log() - both_2B[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_B: Tensor) -> tuple[Tensor, None, None, None]:
+        shares_Bv, own_B, strange_B = ctx.saved_tensors
+        made_Bv = shares_Bv * gradient_B.unsqueeze(-1)
+        named_B = gradient_B.masked_fill(strange_B, 0.0).neg().unsqueeze(-1)
+        return made_Bv.scatter_add_(-1, own_B, named_B).to(ctx.dtype), None, None, None

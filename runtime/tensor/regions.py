@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
 from .layers import sharded_dropout
-from .operators import TensorGroup
+from .operators import TensorGroup, recording
 
 _ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _OTHER_DROPOUTS = {
@@ -71,7 +71,7 @@ class Region(TorchFunctionMode):
             parts: How many layers are fused in it.
         """
         if not self._columns:
-            self._recording = _recording()
+            self._recording = recording()
             self.__enter__()  # type: ignore[no-untyped-call]
         self._columns.append(_Column(name, made.shape, parts))
 
@@ -186,7 +186,7 @@ class Region(TorchFunctionMode):
         Raises:
             TargetError: Functions are recorded otherwise than when the region began.
         """
-        if _recording() != self._recording:
+        if recording() != self._recording:
             raise self._refusal(
                 "a checkpoint recomputes dropout, which draws",
                 hint="checkpoint whole blocks, from before the first of these layers, or set this "
@@ -231,12 +231,6 @@ class _Column:
 
     def __init__(self, name: str, shape: torch.Size, parts: int) -> None:
         self.name, self.shape, self.parts = name, shape, parts
-
-
-def _recording() -> Any:
-    """How autograd records now; it changes inside a checkpoint."""
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return torch.is_grad_enabled(), None if hooks is None else hooks(True)
 
 
 def _is_on(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:

@@ -15,7 +15,7 @@ from ...schema.errors import TargetError
 from .cuts import Cut
 from .sequence import SequenceRole, check_sequence
 
-Style = Literal["column", "row", "vocabulary", "output", "inner"]
+Style = Literal["column", "row", "vocabulary", "output", "logits", "inner"]
 _NOTE = "_hetflow_tensor_parallel"
 
 # Ends of modules' names, for models that declare nothing. GPT-2; Llama and Qwen; the zoo's.
@@ -45,9 +45,9 @@ class Role:
 
     Attributes:
         style: ``column``, a linear layer cut by outputs; ``row``, one cut by inputs; ``output``,
-            one cut by outputs that are then joined; ``vocabulary``, an embedding cut by
-            vocabulary; ``inner``, a module between column and row layers that is whole, and that
-            each worker uses for its share.
+            one cut by outputs that are then joined; ``logits``, one cut by outputs that only the
+            loss reads; ``vocabulary``, an embedding cut by vocabulary; ``inner``, a module between
+            column and row layers that is whole, and that each worker uses for its share.
         parts: How many layers are fused in it (3 for queries, keys and values).
     """
 
@@ -66,7 +66,7 @@ class Role:
         if style not in get_args(Style) or number < 1 or (number > 1 and style != "column"):
             raise TargetError(
                 f"{text!r} is no way to share a layer",
-                hint="choose from column, column:PARTS, row, output, vocabulary",
+                hint="choose from column, column:PARTS, row, output, logits, vocabulary",
             )
         return cls(cast(Style, style), number)
 
@@ -109,7 +109,11 @@ class Sharing:
 
 
 def tensor_parallel(
-    model: nn.Module, roles: Mapping[str, str], *, sizes: Mapping[str, Sequence[str]] | None = None
+    model: nn.Module,
+    roles: Mapping[str, str],
+    *,
+    sizes: Mapping[str, Sequence[str]] | None = None,
+    known: bool = False,
 ) -> None:
     """Declare how the workers of a tensor-parallel group share a model's layers (thesis 4.2.3).
 
@@ -120,12 +124,16 @@ def tensor_parallel(
         roles: Roles by module name (``*`` matches any part of a name). ``column`` and ``row`` are
             two linear layers between which each worker computes its own share; ``column:3`` is a
             column layer with fused queries, keys and values; ``vocabulary`` is an embedding;
-            ``output`` is a linear layer whose whole output every worker needs; ``inner`` is a
-            module with parameters between column and row layers (a norm of each head). For
+            ``output`` is a linear layer whose whole output every worker needs; the output of
+            ``logits`` stays cut, and only ``torch.nn.functional.cross_entropy`` can read it;
+            ``inner`` is a module with parameters between column and row layers (a norm of each
+            head). For
             sequence parallelism: ``begin`` is the first block, ``norm`` a norm that reads the
             residual stream (also the one behind the last block), ``residual`` dropout of it.
         sizes: By module name: attributes such as ``num_heads`` that the module's forward reads
             and that are divided by the number of workers.
+        known: Whether modules that are not listed are shared as their names imply (GPT-2, Llama
+            and Qwen of transformers). By default they are whole.
 
     Raises:
         TargetError: There is no such style, or no module has such a name.
@@ -145,7 +153,7 @@ def tensor_parallel(
     for text in roles.values():
         if text not in get_args(SequenceRole):
             Role.parse(text)
-    setattr(model, _NOTE, (dict(roles), dict(sizes or {})))
+    setattr(model, _NOTE, (dict(roles), dict(sizes or {}), known))
 
 
 def sharing_of(model: nn.Module) -> Sharing:
@@ -154,28 +162,24 @@ def sharing_of(model: nn.Module) -> Sharing:
     Raises:
         TargetError: No module can be shared, or one cannot be shared as declared.
     """
-    noted = getattr(model, _NOTE, None)
-    patterns, attributes = noted if noted is not None else (None, {})
+    declared, attributes, known = getattr(model, _NOTE, ({}, {}, True))
     roles: dict[str, Role] = {}
     sizes: dict[str, Sequence[str]] = {}
     sequence: dict[str, SequenceRole] = {}
     for name, module in model.named_modules():
-        if patterns is None:
-            text = _by_ending(name, _KNOWN)
+        text = part = _by_pattern(name, declared)
+        if text is None and known:
+            text, part = _by_ending(name, _KNOWN), _by_ending(name, _KNOWN_SEQUENCE)
             if text != "inner" and not _is_shareable(module):
                 text = None
-            attributes_here = _by_ending(name, _KNOWN_SIZES) or ()
-        else:
-            text = next((t for p, t in patterns.items() if fnmatchcase(name, p)), None)
-            found = [s for p, s in attributes.items() if fnmatchcase(name, p)]
-            attributes_here = found[0] if found else ()
-        part = _by_ending(name, _KNOWN_SEQUENCE) if patterns is None else text
+        own = _by_pattern(name, attributes) or ()
+        if not own and known:
+            own = [a for a in _by_ending(name, _KNOWN_SIZES) or () if hasattr(module, a)]
         if part in get_args(SequenceRole):
             sequence[name] = part
             text = None if part == text else text
         if text is not None:
             roles[name] = Role.parse(text)
-        own = [a for a in attributes_here if patterns is not None or hasattr(module, a)]
         if own:
             sizes[name] = own
     if not any(role.style == "row" for role in roles.values()):
@@ -184,7 +188,7 @@ def sharing_of(model: nn.Module) -> Sharing:
             "share",
             hint="say which with hetflow.runtime.tensor_parallel(model, {...})",
         )
-    if patterns is None:
+    if known:
         _check_known(model, roles)
     inner = [name for name, role in roles.items() if role.style == "inner"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -207,6 +211,10 @@ def _check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
                 "known whether each worker uses it for its share",
                 hint="say how all are shared with hetflow.runtime.tensor_parallel(model, {...})",
             )
+
+
+def _by_pattern(name: str, table: Mapping[str, Any]) -> Any:
+    return next((found for pattern, found in table.items() if fnmatchcase(name, pattern)), None)
 
 
 def _by_ending(name: str, table: Mapping[str, Any]) -> Any:
@@ -285,7 +293,7 @@ def _cuts_of(name: str, module: nn.Module, role: Role) -> dict[str, Cut]:
 def _no_such(name: str, module: nn.Module, role: Role) -> TargetError:
     return TargetError(
         f"{name} is a {type(module).__name__}, which cannot be shared by {role.style}",
-        hint="column, row and output take linear layers, vocabulary an embedding",
+        hint="column, row, output and logits take linear layers, vocabulary an embedding",
     )
 
 

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...schema.errors import TargetError
 from .layers import sharded_dropout
-from .operators import TensorGroup, gather_tokens_from, linear_of_tokens, scatter_tokens_to
+from .operators import SpreadInput, TensorGroup, gather_tokens_from, scatter_tokens_to
 
 SequenceRole = Literal["begin", "norm", "residual"]
 """``begin``: the first block, before which tokens are spread. ``norm``: computed on a worker's
@@ -62,21 +62,17 @@ def check_length(size: int, degree: int) -> None:
 
 
 def gathered(tokens: Tensor, group: TensorGroup) -> Tensor:
-    """A norm's output with all tokens; a column-parallel layer finds the worker's own in it."""
+    """A norm's output with all tokens; column-parallel layers find the worker's own in it."""
     whole = gather_tokens_from(tokens, group)
     if group.degree > 1:
-        setattr(whole, _TOKENS, tokens)
+        setattr(whole, _TOKENS, SpreadInput(tokens, group))
     return whole
 
 
-def column_linear_of_tokens(
-    whole: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup
-) -> Tensor | None:
+def column_linear_of_tokens(whole: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """A column-parallel layer of a ``gathered`` value; None for any other value."""
-    tokens = getattr(whole, _TOKENS, None)
-    if tokens is None:
-        return None
-    return linear_of_tokens(tokens, whole, weight, bias, group)
+    spread: SpreadInput | None = getattr(whole, _TOKENS, None)
+    return None if spread is None else spread.linear(whole, weight, bias)
 
 
 def dropped_tokens(module: nn.Dropout, group: TensorGroup, input: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ parameters' values (pipeline/ownership.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..group import Place, subgroup
 from .layers import (
@@ -19,7 +20,8 @@ from .layers import (
     row_linear_to_tokens,
     vocabulary_embedding,
 )
-from .operators import TensorGroup
+from .logits import CutLogits
+from .operators import SharedInput, TensorGroup, join_from
 from .regions import Region
 from .roles import Role, Sharing, is_transposed, num_outputs
 from .sequence import (
@@ -52,7 +54,7 @@ class ShardedModel:
         self._forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
         self._sizes: list[tuple[nn.Module, str, int]] = []
         self._is_installed = False
-        self._region = Region(group)
+        self._region, self._input = Region(group), SharedInput(group)
         self._entry: tuple[nn.Module, Callable[..., Any]] | None = None
         self._spreads = sequence_parallel
         if sequence_parallel:
@@ -91,9 +93,14 @@ class ShardedModel:
         finally:
             del module.forward
 
-    def passing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def passing(self) -> Iterator[None]:
         """Run a stage's pass inside."""
-        return self._region.passing()
+        with self._region.passing():
+            try:
+                yield
+            finally:
+                self._input.forget()
 
     def install(self) -> None:
         """Make the modules compute with this worker's part of their parameters."""
@@ -126,23 +133,24 @@ class ShardedModel:
             return partial(_embedding, module, group, module.num_embeddings)
         if role.style == "output":
             return partial(_output, module, group, num_outputs(module))
+        if role.style == "logits":
+            return partial(_logits, name, module, group, num_outputs(module))
         if role.style == "row":
             return partial(self._row, module, group)
-        return partial(self._column, name, module, role.parts, group)
+        return partial(self._column, name, module, role.parts)
 
-    def _column(
-        self, name: str, module: Any, parts: int, group: TensorGroup, input: Tensor
-    ) -> Tensor:
+    def _column(self, name: str, module: Any, parts: int, input: Tensor) -> Tensor:
         made = None
         if self._spreads:
-            made = column_linear_of_tokens(input, _weight(module), module.bias, group)
+            made = column_linear_of_tokens(input, _weight(module), module.bias)
         if made is None:
-            made = column_linear(input, _weight(module), module.bias, group)
+            made = functional.linear(self._input.copy(input), _weight(module), module.bias)
         self._region.opened(name, made, parts)
         return made
 
     def _row(self, module: Any, group: TensorGroup, input: Tensor) -> Tensor:
         self._region.close()
+        self._input.forget()
         if self._spreads:
             return row_linear_to_tokens(input, _weight(module), module.bias, group)
         return row_linear(input, _weight(module), module.bias, group)
@@ -173,6 +181,13 @@ def _embedding(module: nn.Embedding, group: TensorGroup, vocabulary: int, input:
 
 def _output(module: Any, group: TensorGroup, size: int, input: Tensor) -> Tensor:
     return joined_linear(input, _weight(module), module.bias, group, size)
+
+
+def _logits(name: str, module: Any, group: TensorGroup, size: int, input: Tensor) -> Tensor:
+    made = column_linear(input, _weight(module), module.bias, group)
+    if not made.requires_grad:  # in evaluation any function may read them
+        return join_from(made, group, size)
+    return CutLogits.of(made, group, size, name)
 
 
 def _gathering(forward: Callable[..., Tensor], group: TensorGroup) -> Callable[..., Tensor]:

@@ -47,6 +47,12 @@ def llama():
     return LlamaForCausalLM(config)
 
 
+def llama_of_logits():
+    model = llama()
+    hf.tensor_parallel(model, {"lm_head": "logits"}, known=True)
+    return model
+
+
 def gpt2(dropout=0.0, attention="sdpa"):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -92,6 +98,7 @@ def qwen():
 MODELS = {
     "zoo": zoo, "llama": llama, "gpt2": gpt2, "qwen": qwen, "dropping": dropping,
     "gpt2-drop": partial(gpt2, 0.2), "gpt2-eager": partial(gpt2, 0.2, "eager"),
+    "llama-logits": llama_of_logits,
 }  # fmt: skip
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

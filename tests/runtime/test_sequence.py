@@ -41,7 +41,7 @@ class Threads:
         for name in ("all_reduce", "all_gather", "all_to_all_single"):
             patch.setattr(peers, name, partial(self.collective, name))
 
-    def collective(self, name: str, into: Tensor, row: Tensor | None = None, **_: Any) -> None:
+    def collective(self, name: str, into: Tensor, row: Tensor | None = None, **more: Any) -> None:
         self.rows[self.lane.number] = (into if row is None else row).clone()
         if self.barrier.wait(20) == 0:
             size, others = self.rows[0].nbytes, self.degree - 1
@@ -50,7 +50,9 @@ class Threads:
             factor = {"all_reduce": 2 / self.degree, "all_to_all_single": 1 / self.degree}
             self.num_bytes[name] += int(size * others * factor.get(name, 1))
         if name == "all_reduce":
-            into.copy_(torch.stack(self.rows).sum(0))
+            rows = torch.stack(self.rows)
+            is_largest = more.get("op") == torch.distributed.ReduceOp.MAX
+            into.copy_(rows.amax(0) if is_largest else rows.sum(0))
         elif name == "all_gather":
             into.copy_(torch.cat(self.rows))
         else:

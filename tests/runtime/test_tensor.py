@@ -39,6 +39,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
     "t2-more": (2, {
         "adam": ("zoo:adam:clip-inf", [(WHOLE, (2,))]),
         "llama": ("llama:sgd:clip", [(WHOLE, (2,))]),
+        "llama-logits": ("llama-logits:sgd:clip", [(WHOLE, (2,))]),
         "gpt2": ("gpt2:sgd:clip-inf", [(WHOLE, (2,))]),
         "sdpa": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
         "eager": ("gpt2-eager:sgd:", [(WHOLE, (2,))]),
