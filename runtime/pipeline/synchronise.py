@@ -5,7 +5,7 @@ weight. One rule covers both: a parameter's gradient is summed over the workers 
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..totals import loss_and_weight
 from .exchange import Exchange
 from .norms import NORMS, NUM_ROWS, Columns, Table, ToldNorms, norms_of
 from .ownership import Holders, Ownership
+from .pieces import in_buckets
 from .standins import PartNorms, StandIns
 from .transport import Transport
 
@@ -37,7 +38,15 @@ _HEAD = _ASKED + len(NORMS)
 
 
 class Synchroniser:
-    """Sums loss, gradients and norms over the workers of a pipeline."""
+    """Sums loss, gradients and norms over the workers of a pipeline.
+
+    Args:
+        ownership: The parameters, and which ranks hold each.
+        place: This worker among the others.
+        work: The stages.
+        transport: Sends small numbers between the hosts; None for one worker.
+        shares_updates: Whether workers with equal parameters need a process group of their own.
+    """
 
     def __init__(
         self,
@@ -45,6 +54,8 @@ class Synchroniser:
         place: Place,
         work: PipelineWork,
         transport: Transport | None,
+        *,
+        shares_updates: bool = False,
     ) -> None:
         self._ownership, self._place = ownership, place
         self._parameters = list(ownership.parameters.items())
@@ -90,7 +101,8 @@ class Synchroniser:
             name: next(ranks for ranks in ownership.sums[name] if place.rank in ranks)
             for name in ownership.own
         }
-        for holders in sorted(sums | set(self._stage_ranks)):
+        alike = ownership.alike_sets if shares_updates else set()
+        for holders in sorted(sums | set(self._stage_ranks) | alike):
             if len(holders) > 1 and place.distributed:
                 self._groups[holders] = subgroup(place, holders)
         self._carried: dict[str, Tensor] = {}
@@ -106,6 +118,10 @@ class Synchroniser:
         self.is_finite = True
         self._num_samples = 0
         self._losses: list[tuple[Tensor, float, bool]] = []
+
+    def group_of(self, ranks: Holders) -> dist.ProcessGroup:
+        """The process group of a set of workers that exchange gradients or parameters."""
+        return self._groups[ranks]
 
     def begin(self, num_samples: int) -> None:
         """Start a step over ``num_samples`` samples on all workers together."""
@@ -217,22 +233,8 @@ class Synchroniser:
         named = [n for n, _ in self._parameters if self._sum_of.get(n) == holders]
         for dtype in sorted({self._ownership.parameters[n].dtype for n in named}, key=str):
             of_type = [n for n in named if self._ownership.parameters[n].dtype == dtype]
-            for bucket in self._buckets(of_type):
+            for bucket in in_buckets(of_type, self._summed_bytes, BUCKET_BYTES):
                 self._sum_flat(bucket, group)
-
-    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Yield runs of parameters of at most BUCKET_BYTES together, or one that is larger."""
-        bucket: list[str] = []
-        filled = 0
-        for name in names:
-            size = self._num_summed(name) * self._ownership.parameters[name].element_size()
-            if bucket and filled + size > BUCKET_BYTES:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(name)
-            filled += size
-        if bucket:
-            yield bucket
 
     def _sum_flat(self, names: list[str], group: dist.ProcessGroup) -> None:
         parameters = [self._ownership.parameters[name] for name in names]
@@ -254,11 +256,12 @@ class Synchroniser:
             else:
                 parameter.grad.copy_(part)
 
-    def _num_summed(self, name: str) -> int:
-        """The number of a parameter's elements in its sum, equal on all workers of the sum."""
+    def _summed_bytes(self, name: str) -> int:
+        """The bytes of a parameter's sum, equal on all workers of the sum."""
+        parameter = self._ownership.parameters[name]
         if self._ownership.lanes.adds_whole(name, self._holders(name)):
-            return self._ownership.whole_shape(name).numel()
-        return self._ownership.parameters[name].numel()
+            return self._ownership.whole_shape(name).numel() * parameter.element_size()
+        return parameter.nbytes
 
     def _given(self, name: str) -> Tensor:
         """This worker's contribution to a parameter's sum."""
