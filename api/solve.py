@@ -58,6 +58,7 @@ def solve(
     cost_model: CostModelName = "profiled",
     recompute: bool = True,
     sequence_parallel: bool | None = None,
+    shard_optimizer: bool = False,
 ) -> Plan:
     """Find the best plan for a model on a pool; the plan carries its proof and has been checked.
 
@@ -98,6 +99,8 @@ def solve(
         recompute: With ``strategy="parallel"``: whether stages may recompute activations.
         sequence_parallel: With ``strategy="parallel"``: whether the devices of a group spread
             tokens between the layers that they share; None only if no plan fits otherwise.
+        shard_optimizer: With ``strategy="parallel"``: whether each replica of a stage keeps and
+            updates only a share of the optimizer's state (ZeRO-1).
 
     Returns:
         A plan that ``hetflow.check`` accepts for these profiles and this pool.
@@ -149,7 +152,7 @@ def solve(
             cost_model=cost_model,
             runs=runs if measures else None,
         ),
-        parallel=ParallelOptions(recompute, top, sequence_parallel),
+        parallel=ParallelOptions(recompute, top, sequence_parallel, shard_optimizer),
         optimizer=named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
         memory_reserve_bytes=memory_reserve_bytes,
         fastest=fastest,

@@ -63,7 +63,9 @@ def counted_memory(plan: ParallelPlan, problem: ParallelProblem, number: int) ->
     """Bytes on one device of each replica group of a stage, in the groups' order.
 
     A stage holds at most as many microbatches in flight as there are stages from it on. Devices of
-    interleaved plans hold several stages, which are counted together, pass by pass.
+    interleaved plans hold several stages, which are counted together, pass by pass. The state of a
+    sharded optimizer is shared out layer by layer: no replica has more than an equal share of all
+    layers but the largest, and the largest.
 
     Args:
         plan: The plan to check.
@@ -76,10 +78,19 @@ def counted_memory(plan: ParallelPlan, problem: ParallelProblem, number: int) ->
         sizes = next(
             s for s in problem.sizes if s.tensor_parallel_size == group.tensor_parallel_size
         )
-        held, alone, kept = 0.0, 0.0, {}
+        alone, kept = 0.0, {}
+        weights = [
+            weight
+            for each in own
+            for weight in _of(plan.stages[each], sizes.weight_bytes, _start(plan, each))
+        ]
+        held = problem.bytes_per_weight_byte * sum(weights)
+        if problem.shard_optimizer and problem.optimizer is not None:
+            largest, replicas = max(weights), plan.stages[number].num_replicas
+            share = (sum(weights) - largest) / replicas + largest
+            held -= problem.optimizer.state_bytes_per_weight_byte * (sum(weights) - share)
         for each in own:
             stage, start = plan.stages[each], _start(plan, each)
-            held += problem.bytes_per_weight_byte * sum(_of(stage, sizes.weight_bytes, start))
             kept[each] = size * sum(_of(stage, sizes.stashed_bytes, start))
             if stage.recompute == "full":
                 alone = max(alone, kept[each])
@@ -158,7 +169,13 @@ def _shape_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]
         )
     if chunks > 1:
         yield from _interleaving_faults(plan, problem, min(replicas))
+    if bool(plan.shard_optimizer) != problem.shard_optimizer:
+        said = "shards" if plan.shard_optimizer else "does not shard"
+        yield f"the plan {said} the optimizer's state, the problem asks for the opposite"
     for number, stage in enumerate(plan.stages):
+        degrees = sorted({group.tensor_parallel_size for group in stage.replicas})
+        if problem.shard_optimizer and len(degrees) > 1:
+            yield f"stage {number}: replicas of degrees {degrees} share no optimizer state"
         if stage.recompute not in problem.recompute:
             yield f"stage {number} recomputes ({stage.recompute}), which was not asked for"
 
@@ -308,8 +325,13 @@ def _update(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
     stage, start = plan.stages[number], _start(plan, number)
     tables = [_times(plan, problem, group).update_seconds for group in stage.replicas]
     if problem.cost_rule == "sailor":
-        return max(table[start] for table in tables)
-    return max(sum(_of(stage, table, start)) for table in tables)
+        whole = max(table[start] for table in tables)
+    else:
+        whole = max(sum(_of(stage, table, start)) for table in tables)
+    if not problem.shard_optimizer:
+        return whole
+    # Each replica updates its share, which then goes round the ring of replicas once.
+    return whole / stage.num_replicas + _ring(plan, problem, number, rounds=1)
 
 
 def _transfer(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
@@ -356,7 +378,12 @@ def _message(
 
 
 def _reduce(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
-    """Seconds of a stage's ring all-reduce, in buckets, of the largest shard of any replica."""
+    """Seconds of a stage's ring all-reduce: every byte goes round twice."""
+    return _ring(plan, problem, number, rounds=2)
+
+
+def _ring(plan: ParallelPlan, problem: ParallelProblem, number: int, *, rounds: int) -> float:
+    """Seconds in which the largest shard of any replica goes round the ring, in buckets."""
     stage, start = plan.stages[number], _start(plan, number)
     replicas = sum(group.num_replicas for group in stage.replicas)
     if replicas == 1:
@@ -379,6 +406,6 @@ def _reduce(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
         for group in stage.replicas
     }
     return max(
-        sum(2 * (replicas - 1) * curve.seconds(bucket / replicas) for bucket in buckets)
+        sum(rounds * (replicas - 1) * curve.seconds(bucket / replicas) for bucket in buckets)
         for curve in curves.values()
     )

@@ -202,6 +202,15 @@ def solve(
             show_default=False,
         ),
     ] = None,
+    shard_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--shard-optimizer",
+            help="Each replica of a stage keeps and updates only a share of the optimizer's state "
+            "(ZeRO-1): less memory, and the updated parameters are sent once more.",
+            rich_help_panel=PARALLEL,
+        ),
+    ] = False,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -272,6 +281,7 @@ def solve(
         cost_model=cost_model,
         recompute=recompute,
         sequence_parallel=sequence_parallel,
+        shard_optimizer=shard_optimizer,
     )
     emit_file(plan, output, force=force, json=json)
     if shows_progress():

@@ -26,6 +26,18 @@ def bucketed_ring_seconds(
     return 2 * (num_replicas - 1) * (whole * full + last)
 
 
+def gather_seconds(reduce_seconds: float) -> float:
+    """Seconds in which replicas send each other the parameters that each has updated (ZeRO-1).
+
+    That is an all-gather of as many bytes as were all-reduced: the second half of a ring
+    all-reduce.
+
+    Args:
+        reduce_seconds: The all-reduce of the gradients of these parameters.
+    """
+    return reduce_seconds / 2
+
+
 def transfer_seconds(
     rule: CostRule,
     *,

@@ -117,6 +117,7 @@ def _parallel_faults(
         num_model_chunks=(plan.num_model_chunks,),
         memory_reserve_bytes=memory_reserve_bytes,
         sequence_parallel=bool(plan.sequence_parallel),
+        shard_optimizer=bool(plan.shard_optimizer),
     )
     return parallel_faults(problem, profiles, pool, memory_reserve_bytes) + check(plan, problem)
 

@@ -37,6 +37,7 @@ def parallel_problem(
     num_model_chunks: tuple[int, ...] = (1,),
     memory_reserve_bytes: int = 0,
     sequence_parallel: bool = False,
+    shard_optimizer: bool = False,
 ) -> ParallelProblem:
     """Build the problem from the profiles of a cluster's device types.
 
@@ -58,6 +59,7 @@ def parallel_problem(
         memory_reserve_bytes: Bytes of each device to leave free, besides what a worker takes
             beside tensors.
         sequence_parallel: Whether groups spread tokens between the layers that they share.
+        shard_optimizer: Whether the replicas of a stage share the optimizer's state.
 
     Raises:
         ProblemError: A device type has no profile or no layers, the layers differ between types,
@@ -97,6 +99,7 @@ def parallel_problem(
         most_stages=most_stages,
         num_model_chunks=num_model_chunks,
         optimizer=trained,
+        shard_optimizer=shard_optimizer,
     )
 
 

@@ -59,11 +59,13 @@ class ParallelOptions:
     Links and microbatch size are in ``PipelineOptions``. ``recompute`` lets stages recompute
     activations; ``top`` is the most points of the Pareto table. ``sequence_parallel`` spreads
     tokens between tensor-parallel layers; None does so if no plan fits otherwise.
+    ``shard_optimizer`` lets the replicas of a stage share the optimizer's state.
     """
 
     recompute: bool = True
     top: int = 1
     sequence_parallel: bool | None = None
+    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,10 @@ def _as_used(profile: Profile, plan: SplitPlan) -> Profile:
 
 
 def _plan(request: SolveRequest) -> Plan:
+    if request.parallel.shard_optimizer and request.strategy != "parallel":
+        raise ProblemError(
+            "--shard-optimizer is for parallel plans", hint="add --strategy parallel"
+        )
     _warn_about_update_time(request)
     if request.strategy == "pipeline":
         from .choose_pipeline import best_pipeline

@@ -50,6 +50,7 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
         num_model_chunks=_chunks(asked.num_model_chunks),
         memory_reserve_bytes=request.memory_reserve_bytes,
         sequence_parallel=bool(request.parallel.sequence_parallel),
+        shard_optimizer=request.parallel.shard_optimizer,
     )
     clock = clock or Clock(request.limits)
     try:

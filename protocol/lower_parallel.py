@@ -40,6 +40,7 @@ def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
         ),
         trace=plan.trace,
         sequence_parallel=plan.sequence_parallel,
+        shard_optimizer=plan.shard_optimizer,
     )
     schedule = schedule_of(work, num_microbatches)
     last = plan.global_batch_size - (num_microbatches - 1) * plan.microbatch_size

@@ -37,7 +37,8 @@ def parallel_table(plan: ParallelPlan) -> str:
         f"{plan.model}, global batch {plan.global_batch_size}: up to {plan.num_microbatches} "
         f"microbatches of {plan.microbatch_size} a replica; {plan.num_devices} devices, "
         f"{plan.schedule}{_chunks(plan)}"
-        + ("" if plan.optimizer is None else f"; memory counts {plan.optimizer}"),
+        + ("" if plan.optimizer is None else f"; memory counts {plan.optimizer}")
+        + (", shared by the replicas of a stage" if plan.shard_optimizer else ""),
         grid(headers, rows),
         _step(plan.predicted),
         f"{proof.termination}, gap {gap}: {proof.method}",

@@ -43,12 +43,14 @@ class Wanted:
         stages: Which layers are on which ranks. If the checkpoint has the same, registered objects
             are read from the worker's own part.
         part: Number of the worker's own part, from 0.
+        states: Names of the parameters whose optimizer state it keeps; None for all of its own.
     """
 
     parameters: Collection[str]
     buffers: Collection[str]
     stages: Any
     part: int
+    states: Collection[str] | None = None
 
 
 def digest_of(encoded: Any, tensors: list[Tensor]) -> str:
@@ -203,6 +205,7 @@ def _merge(state: dict[str, Any], part: Checkpoint, wanted: Wanted | None) -> No
     """Add what is wanted of a part to the state; it is copied, so that the part can be freed."""
     new, order = part.state, part.header["optimizer_order"]
     names = wanted.parameters if wanted else None
+    states = names if wanted is None or wanted.states is None else wanted.states
     if not state:
         state.update(new, parameters={}, buffers={"base": {}, "nodes": []})
         state["optimizer"] = new["optimizer"] and {**new["optimizer"], "state": {}}
@@ -211,7 +214,7 @@ def _merge(state: dict[str, Any], part: Checkpoint, wanted: Wanted | None) -> No
         if names is None or name in names:
             state["parameters"][name] = value.clone()
     for index, value in (new["optimizer"] or {"state": {}})["state"].items():
-        if names is None or order[index] in names:
+        if states is None or order[index] in states:
             state["optimizer"]["state"][index] = _cloned(value)
     if len(new["buffers"]["nodes"]) != len(state["buffers"]["nodes"]):
         raise BrokenCheckpoint("its parts differ in state.buffers.nodes")

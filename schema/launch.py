@@ -77,7 +77,8 @@ class PipelineWork:
     """A lowered pipeline plan; each worker's virtual nodes are its microbatches.
 
     ``trace`` is how the layers were found; None is torch.fx. With ``sequence_parallel`` the ranks
-    of a tensor-parallel group share the tokens between the layers that they share.
+    of a tensor-parallel group share the tokens between the layers that they share. With
+    ``shard_optimizer`` one of the ranks that hold a parameter keeps its optimizer state.
     """
 
     schedule: Name
@@ -86,6 +87,7 @@ class PipelineWork:
     stages: tuple[PipelineStage, ...]
     trace: LayerTrace | None = None
     sequence_parallel: bool | None = None
+    shard_optimizer: bool | None = None
 
     def __post_init__(self) -> None:
         traits(self.schedule)  # raises for an unknown schedule

@@ -150,7 +150,8 @@ class ParallelProblem:
     weight bytes, plus stashed activations, plus ``reserved_bytes``. Gradients are all-reduced in
     buckets of ``bucket_bytes`` by rings of single devices (links of degree 1). ``most_stages``
     limits the stages of a pipeline; None sets no limit. ``num_model_chunks`` are the numbers of
-    stages per device to try; above 1 the schedule is interleaved 1F1B.
+    stages per device to try; above 1 the schedule is interleaved 1F1B. With ``shard_optimizer`` the
+    replicas of a stage, which then have one degree, share the optimizer's state.
     """
 
     model: Name
@@ -168,11 +169,14 @@ class ParallelProblem:
     most_stages: Count | None = None
     num_model_chunks: tuple[Count, ...] = (1,)
     optimizer: OptimizerState | None = None
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         _check_names(self)
         if not self.num_model_chunks:
             raise ProblemError("num_model_chunks must hold at least one number")
+        if self.shard_optimizer and self.optimizer is None:
+            raise ProblemError("shard_optimizer needs the optimizer, whose state is counted")
         size = len(self.layers)
         tables: list[tuple[str, tuple[float, ...]]] = [("output_bytes", self.output_bytes)]
         for sizes in self.sizes:
@@ -187,6 +191,13 @@ class ParallelProblem:
         for name, table in tables:
             if len(table) != size:
                 raise ProblemError(f"{name}: {len(table)} values for {size} layers; give one each")
+
+    @property
+    def state_bytes_per_weight_byte(self) -> float:
+        """What of ``bytes_per_weight_byte`` replicas share: the state of a sharded optimizer."""
+        if not self.shard_optimizer or self.optimizer is None:
+            return 0.0
+        return self.optimizer.state_bytes_per_weight_byte
 
     def sizes_of(self, tensor_parallel_size: int) -> ShardSizes | None:
         """Return the layers' bytes at a tensor-parallel degree; None if unknown."""
@@ -231,7 +242,8 @@ class ParallelStage:
 
     ``compute_seconds`` is the forward + backward time of a microbatch on the slowest replica, with
     recomputation if planned. ``transfer_seconds`` is the time of a microbatch's messages, and
-    ``reduce_seconds`` that of one all-reduce of the stage's gradients.
+    ``reduce_seconds`` that of one all-reduce of the stage's gradients. ``update_seconds`` is the
+    optimizer's step; if it is sharded, with the exchange of what each replica has updated.
     """
 
     layers: tuple[Name, ...]
@@ -314,9 +326,10 @@ class ParallelPlan:
     tensors on devices of the types in use, which ``memory_bytes`` counts. ``trace`` is how the
     layers were found, so that a launch finds the same ones; None is torch.fx. With
     ``sequence_parallel`` the devices of a group share the tokens between the layers that they
-    share. With ``num_model_chunks`` v above 1, stages s, s + p, s + 2p, ... of v p stages are on
-    the same devices (4.2.2); each states the same replicas, and the memory that all of them take
-    together.
+    share. With ``shard_optimizer`` each replica of a stage keeps and updates a share of the
+    optimizer's state. With ``num_model_chunks`` v above 1, stages s, s + p, s + 2p, ... of v p
+    stages are on the same devices (4.2.2); each states the same replicas, and the memory that all
+    of them take together.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -333,6 +346,7 @@ class ParallelPlan:
     alternatives: tuple[ParallelAlternative, ...] = ()
     with_more_devices: tuple[ParallelGain, ...] = ()
     sequence_parallel: bool | None = None
+    shard_optimizer: bool | None = None
     optimizer: OptimizerState | None = None
     link_bytes_per_second: NonNegative | None = None
     cluster: Cluster | None = None

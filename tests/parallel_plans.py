@@ -36,9 +36,10 @@ def parallel_plan(
                         device_type="cpu:x",
                         tensor_parallel_size=degree,
                         num_replicas=1,
-                        samples=GLOBAL_BATCH_SIZE // len(degrees),
+                        samples=GLOBAL_BATCH_SIZE * (number + 1) // len(degrees)
+                        - GLOBAL_BATCH_SIZE * number // len(degrees),
                     )
-                    for degree in degrees
+                    for number, degree in enumerate(degrees)
                 ),
             )
             for layers, degrees in stages

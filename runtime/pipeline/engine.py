@@ -45,6 +45,7 @@ from .placing import (
     shapes_on,
 )
 from .scaling import LossScaling
+from .sharded_updates import ShardedUpdates, check_shardable
 from .spread import SpreadModel, StageDone, refuse_saving
 from .stage import Stage, parameters_of
 from .stage_buffers import StageBuffers, buffer_holders, hold_own, refusing_reads
@@ -117,7 +118,14 @@ class PipelineEngine:
         self.flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()
         own = self._ownership.own
-        share = OwnShare(optimizer, self._ownership) if optimizer else None
+        shards = bool(work.shard_optimizer and optimizer is not None)
+        if shards:
+            check_shardable(optimizer, is_main=session.is_main)
+        share = (
+            OwnShare(optimizer, self._ownership, rank=place.rank, is_sharded=shards)
+            if optimizer
+            else None
+        )
         place_own(
             [p for name, p in self._ownership.parameters.items() if name in own],
             list(held_here.values()),
@@ -152,7 +160,18 @@ class PipelineEngine:
             tells=self._ownership.lanes.lane(place.rank) == 0,
         )
         self._transport = transport = transport_of(place, [s.replicas for s in work.stages])
-        self._synchroniser = Synchroniser(self._ownership, place, work, transport)
+        self._synchroniser = Synchroniser(
+            self._ownership, place, work, transport, shares_updates=shards
+        )
+        self._updates: ShardedUpdates | None = None  # of a sharded optimizer
+        if shards and optimizer is not None and share is not None:
+            self._updates = ShardedUpdates(
+                optimizer,
+                self._ownership,
+                share.keepers,
+                place.rank,
+                self._synchroniser.group_of,
+            )
         self._executor = Executor(
             group,
             transport,
@@ -197,6 +216,12 @@ class PipelineEngine:
     def _check_semantics(self) -> None:
         if self.flushes:
             return
+        if self._work.shard_optimizer:
+            raise TargetError(
+                f"{self._work.schedule} updates by itself, so the optimizer's state cannot be "
+                "sharded",
+                hint="use a schedule that flushes, such as 1f1b",
+            )
         if self._ownership.tied:
             raise TargetError(
                 f"{self._ownership.tied[0]} is shared by several stages, which "

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ...schema.errors import TargetError
-from .ownership import Ownership
+from .ownership import Holders, Ownership
+from .sharded_updates import keepers_of
 
 _MIX_A_PARAMETER = ("Adafactor", "Muon")
 
@@ -22,13 +23,26 @@ class OwnShare:
         optimizer: The script's optimizer; changed in place.
         ownership: The model's parameters, and which belong to this worker. Make this object before
             they are cut.
+        is_sharded: Whether only one of the workers that hold a parameter keeps its state.
+
+    Attributes:
+        order: Names of all parameters of the whole optimizer.
+        keepers: Of a sharded optimizer, the ranks that keep each parameter's state, by name.
+        kept: Names of the parameters whose state this worker keeps.
 
     Raises:
         TargetError: The optimizer holds parameters that are not the model's, or it combines the
             elements of all parameters, or of one that is cut.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ownership: Ownership) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        ownership: Ownership,
+        *,
+        rank: int = 0,
+        is_sharded: bool = False,
+    ) -> None:
         parameters, own = ownership.parameters, ownership.own
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TargetError(
@@ -47,6 +61,10 @@ class OwnShare:
             raise TargetError("under a pipeline the optimizer may hold the model's parameters only")
         self._optimizer, self._ownership = optimizer, ownership
         self.order = [names[id(parameter)] for parameter in held]
+        self.keepers: dict[str, Holders] = {}
+        if is_sharded:
+            self.keepers = keepers_of(ownership, self.order)
+        self.kept = {name for name in own if rank in self.keepers.get(name, (rank,))}
         self._own = [index for index, name in enumerate(self.order) if name in own]
         self._groups: list[list[int]] = []
         first = 0
@@ -55,7 +73,7 @@ class OwnShare:
             self._groups.append(list(range(first, first + number)))
             first += number
             for parameter in group["params"]:
-                if names[id(parameter)] not in own:
+                if names[id(parameter)] not in self.kept:
                     optimizer.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if names[id(p)] in own]
             for parameter in group["params"]:
@@ -64,14 +82,14 @@ class OwnShare:
                     optimizer.state[parameter] = self._cut(names[id(parameter)], values)
 
     def state_dict(self, join: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """The state in the whole optimizer's form, with this worker's parameters only.
+        """The state in the whole optimizer's form, with what this worker keeps only.
 
         Args:
             join: Makes a value of a parameter's state whole, by the parameter's name. Of the
                 workers that share a parameter, only the first has its state in the result.
         """
         state, found = self._optimizer.state_dict(), {}
-        for local, values in state["state"].items():
+        for local, values in sorted(state["state"].items()):
             index = self._own[local]
             name = self.order[index]
             joined = {key: join(name, value) for key, value in values.items()}
@@ -86,7 +104,7 @@ class OwnShare:
         }
 
     def load_state_dict(self, whole: dict[str, Any]) -> None:
-        """Load this worker's share of the whole optimizer's state.
+        """Load what this worker keeps of the whole optimizer's state.
 
         Raises:
             TargetError: The state has other groups.
@@ -102,7 +120,7 @@ class OwnShare:
                 "state": {
                     local[i]: self._cut(self.order[i], values)
                     for i, values in whole["state"].items()
-                    if i in local
+                    if i in local and self.order[i] in self.kept
                 },
                 "param_groups": [
                     {**group, "params": [local[i] for i in group["params"] if i in local]}

@@ -135,6 +135,31 @@ class Ownership:
         """Whether this worker is the first in the group that holds one replica of a parameter."""
         return name not in self.cut or self.lanes.lane(self._place.rank) == 0
 
+    def alike_with(self, name: str, rank: int) -> Holders:
+        """The ranks that hold the values of a parameter that a rank holds; empty if it does not."""
+        sets = self.lanes.alike(name, self.holders[name])
+        return next((ranks for _, ranks in sets if rank in ranks), ())
+
+    @property
+    def alike_sets(self) -> set[Holders]:
+        """The sets of ranks that hold equal values of some parameter."""
+        return {
+            ranks
+            for name, holders in self.holders.items()
+            for _, ranks in self.lanes.alike(name, holders)
+        }
+
+    def held_bytes(self, name: str) -> dict[int, int]:
+        """Rank -> bytes of a parameter, or of its part of it, on every rank that holds some."""
+        shape, size = self._shapes[name], self.parameters[name].element_size()
+        found: dict[int, int] = {}
+        for rank in self.holders[name]:
+            own = shape
+            if self.lanes.is_cut(name, rank):
+                own = self.lanes.part_shape(name, shape, rank)
+            found[rank] = own.numel() * size
+        return found
+
     def whole_shape(self, name: str) -> torch.Size:
         """The shape of a whole parameter, whichever worker holds it."""
         return self._shapes[name]

@@ -1,6 +1,6 @@
 """Send tensors piece by piece, so that no device needs memory for a whole one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -64,3 +64,26 @@ def stream(
             passing = flat[start : start + number].to(wire)
         peers.broadcast(passing, src=src)
         yield passing
+
+
+def in_buckets(
+    names: Sequence[str], bytes_of: Callable[[str], int], most_bytes: int
+) -> Iterator[list[str]]:
+    """Yield runs of tensors that one collective takes together.
+
+    Args:
+        names: The tensors, in order.
+        bytes_of: Gives a tensor's bytes by its name.
+        most_bytes: Limit of a run; a tensor that is larger is a run of its own.
+    """
+    bucket: list[str] = []
+    filled = 0
+    for name in names:
+        size = bytes_of(name)
+        if bucket and filled + size > most_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(name)
+        filled += size
+    if bucket:
+        yield bucket

@@ -138,7 +138,8 @@ class StageState:
     def reader(self) -> Callable[[Path], Checkpoint]:
         """See ``StateParts``."""
         own, buffers = self._ownership.own, self._buffers.names
-        return parts.reader(parts.Wanted(own, buffers, self._stages, self._session.rank))
+        kept = self._share.kept if self._share else None
+        return parts.reader(parts.Wanted(own, buffers, self._stages, self._session.rank, kept))
 
     def write(
         self,

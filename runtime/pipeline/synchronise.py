@@ -10,7 +10,7 @@ numbers while the devices still compute. Elsewhere the hosts send each other eve
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from .device_sums import DeviceSums, Loss, weighted_sum
 from .exchange import Exchange
 from .norms import ToldNorms
 from .ownership import Holders, Ownership
+from .pieces import in_buckets
 from .standins import PartNorms, StandIns
 from .tables import NORMS, NUM_ROWS, Columns, HostTable, Rows, Table, norms_of
 from .transport import Transport
@@ -48,6 +49,13 @@ _HEAD = _ASKED + len(NORMS)
 class Synchroniser:
     """Sums loss, gradients and norms over the workers of a pipeline.
 
+    Args:
+        ownership: The parameters, and which ranks hold each.
+        place: This worker among the others.
+        work: The stages.
+        transport: Sends small numbers between the hosts; None for one worker.
+        shares_updates: Whether workers with equal parameters need a process group of their own.
+
     Attributes:
         stays_on_device: Whether losses and norms stay on the devices.
         loss_scale: The factor of this step's loss; a tensor [] if ``stays_on_device``.
@@ -61,6 +69,8 @@ class Synchroniser:
         place: Place,
         work: PipelineWork,
         transport: Transport | None,
+        *,
+        shares_updates: bool = False,
     ) -> None:
         self._ownership, self._place = ownership, place
         self._parameters = list(ownership.parameters.items())
@@ -117,7 +127,8 @@ class Synchroniser:
             name: next(ranks for ranks in ownership.sums[name] if place.rank in ranks)
             for name in ownership.own
         }
-        for holders in sorted(sums | set(self._stage_ranks)):
+        alike = ownership.alike_sets if shares_updates else set()
+        for holders in sorted(sums | set(self._stage_ranks) | alike):
             if len(holders) > 1 and place.distributed:
                 self._groups[holders] = subgroup(place, holders)
         self._carried: dict[str, Tensor] = {}
@@ -137,6 +148,10 @@ class Synchroniser:
     def stays_on_device(self) -> bool:
         """As above."""
         return self._on_device is not None
+
+    def group_of(self, ranks: Holders) -> dist.ProcessGroup:
+        """The process group of a set of workers that exchange gradients or parameters."""
+        return self._groups[ranks]
 
     def begin(self, num_samples: int) -> None:
         """Start a step over ``num_samples`` samples on all workers together."""
@@ -283,22 +298,8 @@ class Synchroniser:
         named = [n for n, _ in self._parameters if self._sum_of.get(n) == holders]
         for dtype in sorted({self._ownership.parameters[n].dtype for n in named}, key=str):
             of_type = [n for n in named if self._ownership.parameters[n].dtype == dtype]
-            for bucket in self._buckets(of_type):
+            for bucket in in_buckets(of_type, self._summed_bytes, BUCKET_BYTES):
                 self._sum_flat(bucket, group)
-
-    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Yield runs of parameters of at most BUCKET_BYTES together, or one that is larger."""
-        bucket: list[str] = []
-        filled = 0
-        for name in names:
-            size = self._num_summed(name) * self._ownership.parameters[name].element_size()
-            if bucket and filled + size > BUCKET_BYTES:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(name)
-            filled += size
-        if bucket:
-            yield bucket
 
     def _sum_flat(self, names: list[str], group: dist.ProcessGroup) -> None:
         parameters = [self._ownership.parameters[name] for name in names]
@@ -332,11 +333,12 @@ class Synchroniser:
         told = self._sums_of_hosts()
         return [float(told[_HEAD + self._index[name]]) for name in names]
 
-    def _num_summed(self, name: str) -> int:
-        """The number of a parameter's elements in its sum, equal on all workers of the sum."""
+    def _summed_bytes(self, name: str) -> int:
+        """The bytes of a parameter's sum, equal on all workers of the sum."""
+        parameter = self._ownership.parameters[name]
         if self._ownership.lanes.adds_whole(name, self._holders(name)):
-            return self._ownership.whole_shape(name).numel()
-        return self._ownership.parameters[name].numel()
+            return self._ownership.whole_shape(name).numel() * parameter.element_size()
+        return parameter.nbytes
 
     def _given(self, name: str) -> Tensor:
         """This worker's contribution to a parameter's sum."""

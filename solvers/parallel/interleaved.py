@@ -14,11 +14,15 @@ from math import inf
 
 import numpy as np
 
-from ...costs.parallel_stage import bucketed_ring_seconds, interleaved_step_seconds
+from ...costs.parallel_stage import (
+    bucketed_ring_seconds,
+    gather_seconds,
+    interleaved_step_seconds,
+)
 from ...schedules.closed_forms import interleaved_in_flight
 from ...schema.parallel import ParallelProblem
 from .bound import stage_seconds
-from .space import Option, Space
+from .space import ROOM, Option, Spaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +70,7 @@ class Tried:
     least_seconds: float
 
 
-def search(
-    problem: ParallelProblem, spaces: dict[int, Space]
-) -> tuple[Interleaved | None, list[Tried]]:
+def search(problem: ParallelProblem, spaces: Spaces) -> tuple[Interleaved | None, list[Tried]]:
     """The best interleaved plan found, and the shapes that were tried.
 
     No other shape is faster than that plan. O(N^2 p v) vector operations for N layers and each
@@ -151,24 +153,25 @@ def _least_ratio(held: tuple[float, ...], seconds: tuple[float, ...]) -> float:
     return min((b / s for b, s in zip(bytes_of, seconds_of, strict=True) if s > 0), default=0.0)
 
 
-def _shapes(problem: ParallelProblem, spaces: dict[int, Space]) -> Iterator[Shape]:
+def _shapes(problem: ParallelProblem, spaces: Spaces) -> Iterator[Shape]:
     """Every shape whose microbatches divide over replicas and, on each, over positions."""
     size = len(problem.layers)
     chunks = [v for v in problem.num_model_chunks if v > 1]
     if problem.cost_rule != "hetflow":
         return
-    for microbatch_size, space in spaces.items():
+    for microbatch_size in spaces.microbatch_sizes:
         units = -(-problem.global_batch_size // microbatch_size)
-        for option in space.options:
+        for number, option in enumerate(spaces.of(microbatch_size).options):
             groups = problem.pools[option.pool].num_devices // option.tensor_parallel_size
             for replicas in range(1, min(groups // 2, units) + 1):
                 if units % replicas:
                     continue
                 each = units // replicas
+                shared = spaces.of(microbatch_size, replicas).options[number]
                 for v in chunks:
                     most = min(groups // replicas, each, (problem.most_stages or size) // v)
                     for positions in range(2, most + 1):
-                        shape = Shape(option, microbatch_size, positions, v, replicas, each)
+                        shape = Shape(shared, microbatch_size, positions, v, replicas, each)
                         if each % positions == 0 and _may_fit(shape):
                             yield shape
 
@@ -180,7 +183,7 @@ def _may_fit(shape: Shape) -> bool:
         return False
     stashed = option.stashed[-1] / (1 if option.recompute == "none" else shape.num_model_chunks)
     held = (option.weights[-1] + stashed) / shape.num_positions
-    return option.memory_bytes is None or option.reserved_bytes + held <= option.memory_bytes
+    return option.memory_bytes is None or option.reserved_bytes + held <= option.memory_bytes * ROOM
 
 
 def _least_seconds(problem: ParallelProblem, shape: Shape, slowest: float | None) -> float:
@@ -192,7 +195,10 @@ def _least_seconds(problem: ParallelProblem, shape: Shape, slowest: float | None
         layers = (b - a for a, b in pairwise(option.seconds))
         slowest = max((option.seconds[-1] + messages) / chunks, *layers)
     update = option.updates[-1] / shape.num_positions
-    return shape.passes * slowest + update + _least_reduce(problem, shape)
+    reduce = _least_reduce(problem, shape)
+    if problem.shard_optimizer:
+        update += gather_seconds(reduce)
+    return shape.passes * slowest + update + reduce
 
 
 def _least_reduce(problem: ParallelProblem, shape: Shape) -> float:
@@ -241,7 +247,7 @@ def _planned(problem: ParallelProblem, shape: Shape, slowest: float) -> Interlea
     cuts = _even_cuts(shape.option, shape.num_chunks, slowest)
     option, positions = shape.option, shape.num_positions
     memory = tuple(_memory(shape, cuts, position) for position in range(positions))
-    if option.memory_bytes is not None and max(memory) > option.memory_bytes:
+    if option.memory_bytes is not None and max(memory) > option.memory_bytes * ROOM:
         return None
     gradients, pool = _gradients(problem, shape), problem.pools[option.pool]
     updates = tuple(option.updates[end] - option.updates[start] for start, end in pairwise(cuts))
@@ -254,6 +260,8 @@ def _planned(problem: ParallelProblem, shape: Shape, slowest: float) -> Interlea
         )
         for start, end in pairwise(cuts)
     )
+    if problem.shard_optimizer:
+        updates = tuple(u + gather_seconds(r) for u, r in zip(updates, reduces, strict=True))
     step = interleaved_step_seconds(
         shape.num_microbatches,
         positions,
@@ -286,6 +294,7 @@ def _memory(shape: Shape, cuts: tuple[int, ...], position: int) -> float:
     option, p, v = shape.option, shape.num_positions, shape.num_model_chunks
     own = [cuts[place : place + 2] for place in range(position, p * v, p)]
     weights = sum(option.weights[end] - option.weights[start] for start, end in own)
+    weights += max(option.uneven_bytes(start, end) for start, end in own)
     stashed = [option.stashed[end] - option.stashed[start] for start, end in own]
     again = 0.0
     if option.recompute == "full":

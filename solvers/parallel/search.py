@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...costs.parallel_stage import transfer_seconds
+from ...costs.parallel_stage import gather_seconds, transfer_seconds
 from ...schema.parallel import ParallelProblem
 from .bound import Completions, Coverage, Prices, device_prices, fits, stage_seconds, time_prices
 from .counts import deal
@@ -446,7 +446,7 @@ class Search:
             compute_seconds=compute,
             transfer_seconds=0.0,
             reduce_seconds=float(self._reduced[child.mix, start, end]),
-            update_seconds=self._update(start, end, mix),
+            update_seconds=self._update(start, end, child.mix),
         )
         return replace(
             settled,
@@ -513,7 +513,7 @@ class Search:
             compute_seconds=compute,
             transfer_seconds=transfer,
             reduce_seconds=float(self._reduced[number, 0, node.end]),
-            update_seconds=self._update(0, node.end, mix),
+            update_seconds=self._update(0, node.end, number),
         )
         stages = (first, *settled.stages)
         seconds = compute + transfer
@@ -537,8 +537,12 @@ class Search:
         )
         return Found(total, self.space, self.d, self.num_microbatches, dealt)
 
-    def _update(self, start: int, end: int, mix: tuple[int, ...]) -> float:
-        options = self.space.options
+    def _update(self, start: int, end: int, number: int) -> float:
+        """The optimizer update of a stage on the mix of that number, with what it exchanges."""
+        options = [self.space.options[o] for o in self._mixes[number]]
+        gathers = 0.0
+        if self.problem.shard_optimizer:
+            gathers = gather_seconds(float(self._reduced[number, start, end]))
         if self.problem.cost_rule == "sailor":
-            return max(options[o].update_at[start] for o in mix)
-        return max(options[o].updates[end] - options[o].updates[start] for o in mix)
+            return max(option.update_at[start] for option in options) + gathers
+        return max(option.updates[end] - option.updates[start] for option in options) + gathers

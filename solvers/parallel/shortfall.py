@@ -7,7 +7,7 @@ import numpy as np
 
 from ...schema.parallel import ParallelPool, ParallelProblem
 from .bound import Coverage, device_prices
-from .space import Option, Space, microbatch_sizes, replica_counts, space_of
+from .space import ROOM, Option, Space, Spaces, most_uneven, replica_counts
 
 _MOST_BYTES = 1 << 60
 
@@ -61,17 +61,16 @@ def _might_fit(problem: ParallelProblem, more_bytes: int) -> bool:
         for pool in problem.pools
     )
     larger = replace(problem, pools=pools)
-    devices = sum(pool.num_devices for pool in pools)
-    for size in microbatch_sizes(problem):
-        space = space_of(larger, size)
-        if not space.options:
+    devices, spaces = sum(pool.num_devices for pool in pools), Spaces(larger)
+    for size in spaces.microbatch_sizes:
+        if not spaces.of(size).options:
             continue
-        for replicas in replica_counts(problem.global_batch_size, size, devices):
+        for replicas in replica_counts(problem, size, devices):
             rounds = -(-problem.global_batch_size // (size * replicas))
             most = min(len(problem.layers), devices // replicas, problem.most_stages or devices)
-            if replicas > 1 and rounds >= most:
+            if replicas > 1 and rounds >= most and not problem.shard_optimizer:
                 continue  # as many in flight as with one replica, which takes fewer devices
-            prices = device_prices(pools, replicas)
+            prices, space = device_prices(pools, replicas), spaces.of(size, replicas)
             free = np.zeros((len(space.options), len(problem.layers) + 1, len(problem.layers) + 1))
             coverage = Coverage(space, prices, free, most, rounds)
             if coverage.covers(np.array([inf]), np.array([inf]))[0]:
@@ -84,11 +83,10 @@ def _fewest_devices(problem: ParallelProblem, pool: ParallelPool) -> int | None:
     most_stages = min(size, problem.most_stages or size)
     many = replace(pool, num_devices=max(t.tensor_parallel_size for t in pool.times))
     alone = replace(problem, pools=(many,))
-    for microbatch in microbatch_sizes(alone):
-        space = space_of(alone, microbatch)
-        for replicas in replica_counts(
-            problem.global_batch_size, microbatch, problem.global_batch_size
-        ):
+    spaces = Spaces(alone)
+    for microbatch in spaces.microbatch_sizes:
+        for replicas in replica_counts(problem, microbatch, problem.global_batch_size):
+            space = spaces.of(microbatch, replicas)
             if not space.options or (best is not None and replicas >= best):
                 break
             rounds = -(-problem.global_batch_size // (microbatch * replicas))
@@ -121,9 +119,11 @@ def _fits(option: Option, in_flight: int) -> np.ndarray:
     else:
         activations = in_flight * np.array(option.inputs)[:, None] + kept
     held = option.reserved_bytes + weights[None, :] - weights[:, None] + activations
+    if option.uneven:
+        held = held + most_uneven(option)
     places = np.arange(len(weights))
     is_stage = places[None, :] > places[:, None]
     fits: np.ndarray = is_stage & (
-        held <= (inf if option.memory_bytes is None else option.memory_bytes)
+        held <= (inf if option.memory_bytes is None else option.memory_bytes * ROOM)
     )
     return fits

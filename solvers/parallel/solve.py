@@ -25,7 +25,7 @@ from . import interleaved
 from .interleaved import Interleaved
 from .search import Child, Found, Node, Search, StageChoice
 from .shortfall import missing_bytes, smallest_pools
-from .space import MOST_TYPES, Space, microbatch_sizes, replica_counts, space_of
+from .space import MOST_TYPES, Spaces, replica_counts
 
 WORK_OF_A_NODE = 7.5e3
 """What expanding a node takes of ``Effort.tree_work``: 2,000 nodes by default."""
@@ -56,15 +56,14 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
         ProblemError: No type was timed at a microbatch size that the batch is large enough for.
         InfeasibleError: No plan fits the memory; says by how much.
     """
-    sizes = microbatch_sizes(problem)
-    if not sizes:
+    spaces = Spaces(problem)
+    if not spaces.microbatch_sizes:
         timed = sorted({t.microbatch_size for pool in problem.pools for t in pool.times})
         raise ProblemError(
             f"no microbatch size was timed that a batch of {problem.global_batch_size} can hold "
             f"(timed: {', '.join(map(str, timed))})",
             hint="profile smaller microbatches, or take a larger batch",
         )
-    spaces = {size: space_of(problem, size) for size in sizes}
     chunked, tried = interleaved.search(problem, spaces)
     best, bound = None, inf
     if 1 in problem.num_model_chunks:
@@ -88,13 +87,13 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
 
 
 def _search(
-    problem: ParallelProblem, spaces: dict[int, Space], effort: Effort, limit: float
+    problem: ParallelProblem, spaces: Spaces, effort: Effort, limit: float
 ) -> tuple[Found | None, float]:
     devices = sum(pool.num_devices for pool in problem.pools)
     searches = [
-        Search(problem, space, replicas)
-        for size, space in spaces.items()
-        for replicas in replica_counts(problem.global_batch_size, size, devices)
+        Search(problem, spaces.of(size, replicas), replicas)
+        for size in spaces.microbatch_sizes
+        for replicas in replica_counts(problem, size, devices)
     ]
     tree = _Tree(limit, 1.0 - max(effort.gap, 0.0))
     searches.sort(key=lambda search: search.least_by_capacity)  # stable: ties in order of size
@@ -190,20 +189,17 @@ class _Tree:
         return share, child.least_seconds, child.mix, child.start
 
 
-def _ceiling(problem: ParallelProblem, spaces: dict[int, Space]) -> float:
+def _ceiling(problem: ParallelProblem, spaces: Spaces) -> float:
     """Longer than any plan's step: every stage as slow as all layers on the slowest option."""
-    slowest = max(o.seconds[-1] for space in spaces.values() for o in space.options)
-    messages = max(
-        sum(o.output_seconds) + sum(o.gradient_seconds)
-        for space in spaces.values()
-        for o in space.options
-    )
+    options = [option for space in spaces.alone for option in space.options]
+    slowest = max(option.seconds[-1] for option in options)
+    messages = max(sum(o.output_seconds) + sum(o.gradient_seconds) for o in options)
     passes = problem.global_batch_size + 2 * len(problem.layers)
     return 1.0 + 1e3 * passes * (slowest + messages)
 
 
-def _infeasible(problem: ParallelProblem, spaces: dict[int, Space]) -> InfeasibleError:
-    options = [option for space in spaces.values() for option in space.options]
+def _infeasible(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
+    options = [option for space in spaces.alone for option in space.options]
     if not options:
         return InfeasibleError(
             "no tensor-parallel degree is both profiled and within a server",
@@ -235,8 +231,16 @@ def _infeasible(problem: ParallelProblem, spaces: dict[int, Space]) -> Infeasibl
         f"activations come on top, the pool has {memory / 2**30:.1f} GiB"
         + ("" if missing is None else f"; every device lacks at least {missing:,} bytes"),
         hint=(f"take {alone} (the fewest that do)" if alone else "add devices")
-        + ("" if "full" in problem.recompute else ", or allow recomputation"),
+        + ("" if "full" in problem.recompute else ", or allow recomputation")
+        + _sharding_hint(problem),
     )
+
+
+def _sharding_hint(problem: ParallelProblem) -> str:
+    optimizer = problem.optimizer
+    if problem.shard_optimizer or optimizer is None or not optimizer.state_bytes_per_weight_byte:
+        return ""
+    return ", or let replicas share the optimizer's state (--shard-optimizer)"
 
 
 def _plan(problem: ParallelProblem, found: Found, bound: float) -> ParallelPlan:
@@ -263,6 +267,7 @@ def _plan(problem: ParallelProblem, found: Found, bound: float) -> ParallelPlan:
         ),
         proof=_proof(problem, found.step_seconds, bound),
         optimizer=problem.optimizer,
+        shard_optimizer=problem.shard_optimizer or None,
     )
 
 
@@ -287,6 +292,7 @@ def _interleaved_plan(problem: ParallelProblem, found: Interleaved, bound: float
         ),
         proof=_proof(problem, found.step_seconds, bound),
         optimizer=problem.optimizer,
+        shard_optimizer=problem.shard_optimizer or None,
     )
 
 
@@ -408,8 +414,14 @@ def _space_sentence(problem: ParallelProblem) -> str:
         f"of a stage of at most {MOST_TYPES} device types, a tensor degree a type and stage (of "
         f"{', '.join(map(str, degrees))}); recomputation by stage (of "
         f"{', '.join(problem.recompute)}); microbatches of the profiled sizes; equal shares of "
-        "the batch" + _interleaved_sentence(problem)
+        "the batch" + _sharded_sentence(problem) + _interleaved_sentence(problem)
     )
+
+
+def _sharded_sentence(problem: ParallelProblem) -> str:
+    if not problem.shard_optimizer:
+        return ""
+    return "; the replicas of a stage have one tensor degree and share the optimizer's state"
 
 
 def _interleaved_sentence(problem: ParallelProblem) -> str:

@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, combinations, product
 from math import inf
+
+import numpy as np
 
 from ...schema.parallel import ParallelPool, ParallelProblem, Recompute
 
 MOST_TYPES = 2  # device types in one stage; part of the space that solve() states
+ROOM = 1.0 + 1e-12
+"""Memory is compared up to rounding: a share of the optimizer's state may be no whole number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tables are kept per option
@@ -15,9 +20,11 @@ class Option:
     """One device type at one degree, with or without recomputation: prefix sums over layers.
 
     A stage of layers ``start`` to ``end - 1`` takes ``seconds[end] - seconds[start]``; likewise
-    ``weights`` (bytes that count in memory) and ``stashed`` (bytes of a microbatch).
-    ``output_seconds[end]`` is sending its output on, ``gradient_seconds[start]`` sending its
-    input's gradient back, ``updates`` the prefix sums of the update and ``update_at`` each layer's.
+    ``weights`` (bytes that count in memory) and ``stashed`` (bytes of a microbatch). Of a sharded
+    optimizer's state, ``weights`` holds 1/d, and a stage holds the most of its layers'
+    ``uneven`` on top (``space_of``). ``output_seconds[end]`` is sending its output on,
+    ``gradient_seconds[start]`` sending its input's gradient back, ``updates`` the prefix sums of
+    the update and ``update_at`` each layer's.
     """
 
     pool: int
@@ -33,6 +40,7 @@ class Option:
     updates: tuple[float, ...]
     update_at: tuple[float, ...]
     reserved_bytes: int
+    uneven: tuple[float, ...] = ()
 
     def stage_memory(self, start: int, end: int, num_in_flight: int) -> float:
         """Bytes on each device that holds the stage."""
@@ -41,13 +49,28 @@ class Option:
             activations = num_in_flight * stashed
         else:
             activations = num_in_flight * self.inputs[start] + stashed
-        return self.reserved_bytes + self.weights[end] - self.weights[start] + activations
+        held = self.weights[end] - self.weights[start]
+        return self.reserved_bytes + held + self.uneven_bytes(start, end) + activations
+
+    def uneven_bytes(self, start: int, end: int) -> float:
+        """What the fullest replica holds beyond an equal share of the optimizer's state."""
+        return float(most_uneven(self)[start, end]) if self.uneven else 0.0
 
     def fits(self, start: int, end: int, num_in_flight: int) -> bool:
         """Whether a device of the type can hold the stage."""
         if self.memory_bytes is None:
             return True
-        return self.stage_memory(start, end, num_in_flight) <= self.memory_bytes
+        return self.stage_memory(start, end, num_in_flight) <= self.memory_bytes * ROOM
+
+
+@lru_cache(maxsize=4096)
+def most_uneven(option: Option) -> np.ndarray:
+    """``Option.uneven_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
+    size = len(option.weights)
+    table = np.zeros((size, size))
+    for start, _ in enumerate(option.uneven):
+        table[start, start + 1 :] = np.maximum.accumulate(option.uneven[start:])
+    return table
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # likewise
@@ -72,28 +95,59 @@ def microbatch_sizes(problem: ParallelProblem) -> list[int]:
     return sorted(size for size in sizes if size <= problem.global_batch_size)
 
 
-def replica_counts(batch: int, microbatch_size: int, most: int) -> Iterator[int]:
+def replica_counts(problem: ParallelProblem, microbatch_size: int, most: int) -> Iterator[int]:
     """Numbers of replicas worth trying: for each number of microbatches the fewest replicas.
 
-    More replicas that run as many microbatches take more devices and a longer all-reduce.
+    More replicas that run as many microbatches take more devices and a longer all-reduce; they only
+    help if they share the optimizer's state.
     """
-    units = -(-batch // microbatch_size)
+    units = -(-problem.global_batch_size // microbatch_size)
     seen = set()
     for replicas in range(1, min(most, units) + 1):
         rounds = -(-units // replicas)
-        if rounds not in seen:
+        if problem.shard_optimizer or rounds not in seen:
             seen.add(rounds)
             yield replicas
 
 
-def space_of(problem: ParallelProblem, microbatch_size: int) -> Space:
+class Spaces:
+    """The options at each microbatch size, and for each number of replicas if these matter.
+
+    Args:
+        problem: Whose tables.
+    """
+
+    def __init__(self, problem: ParallelProblem) -> None:
+        self._problem = problem
+        self._known: dict[tuple[int, int], Space] = {}
+        self.microbatch_sizes = tuple(microbatch_sizes(problem))
+
+    def of(self, microbatch_size: int, num_replicas: int = 1) -> Space:
+        """``space_of``, once for all that have the same options."""
+        key = microbatch_size, num_replicas if self._problem.shard_optimizer else 1
+        if key not in self._known:
+            self._known[key] = space_of(self._problem, *key)
+        return self._known[key]
+
+    @property
+    def alone(self) -> list[Space]:
+        """[microbatch sizes] the options of a single replica."""
+        return [self.of(size) for size in self.microbatch_sizes]
+
+
+def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int = 1) -> Space:
     """The options of every type, and their mixes of at most ``MOST_TYPES`` types.
+
+    Replicas of one degree share the state of a sharded optimizer. Each parameter is kept by one of
+    them, so the fullest of d holds at most (s + (d - 1) m) / d bytes of a stage's s, where m are
+    those of its largest layer (Graham, 1969).
 
     Args:
         problem: Whose tables.
         microbatch_size: b, samples.
+        num_replicas: d, of every stage; it matters for a sharded optimizer only.
     """
-    options = tuple(_options(problem, microbatch_size))
+    options = tuple(_options(problem, microbatch_size, num_replicas))
     mixes: list[tuple[int, ...]] = []
     for recompute in problem.recompute:
         by_pool = [
@@ -106,7 +160,7 @@ def space_of(problem: ParallelProblem, microbatch_size: int) -> Space:
         ]
         for size in range(1, MOST_TYPES + 1):
             for chosen in combinations(by_pool, size):
-                mixes += list(product(*chosen))
+                mixes += [mix for mix in product(*chosen) if _may_mix(problem, options, mix)]
     layers = range(len(problem.layers))
     best = [min((o.seconds[i + 1] - o.seconds[i] for o in options), default=0.0) for i in layers]
     least_worth, worth_per_second = _worths(problem, options)
@@ -118,6 +172,12 @@ def space_of(problem: ParallelProblem, microbatch_size: int) -> Space:
         least_worth=least_worth,
         worth_per_second=worth_per_second,
     )
+
+
+def _may_mix(problem: ParallelProblem, options: tuple[Option, ...], mix: tuple[int, ...]) -> bool:
+    """Whether replicas of these options may hold one stage: unlike degrees share no state."""
+    degrees = {options[o].tensor_parallel_size for o in mix}
+    return len(degrees) == 1 or not problem.shard_optimizer
 
 
 def _worths(problem: ParallelProblem, options: tuple[Option, ...]) -> tuple[float, float]:
@@ -140,7 +200,7 @@ def _worths(problem: ParallelProblem, options: tuple[Option, ...]) -> tuple[floa
     return (sum(least), offered) if offered else (0.0, 1.0)
 
 
-def _options(problem: ParallelProblem, microbatch_size: int) -> Iterator[Option]:
+def _options(problem: ParallelProblem, microbatch_size: int, num_replicas: int) -> Iterator[Option]:
     for number, pool in enumerate(problem.pools):
         for times in pool.times:
             degree = times.tensor_parallel_size
@@ -151,7 +211,9 @@ def _options(problem: ParallelProblem, microbatch_size: int) -> Iterator[Option]
             if degree > pool.num_devices:
                 continue
             for recompute in problem.recompute:
-                yield _option(problem, number, pool, degree, microbatch_size, recompute)
+                yield _option(
+                    problem, number, pool, degree, microbatch_size, recompute, num_replicas
+                )
 
 
 def _option(
@@ -161,6 +223,7 @@ def _option(
     degree: int,
     microbatch_size: int,
     recompute: Recompute,
+    num_replicas: int,
 ) -> Option:
     times = next(
         t
@@ -182,20 +245,25 @@ def _option(
     # The gradient of a stage's input is as large as the output before it; Sailor takes the
     # stage's own first output.
     gradients = sends[1:] if problem.cost_rule == "sailor" else sends[:-1]
+    state, d = problem.state_bytes_per_weight_byte, num_replicas
+    held = problem.bytes_per_weight_byte - state + state / d
+    updaters = d if problem.shard_optimizer else 1
+    updates = tuple(seconds / updaters for seconds in times.update_seconds)
     return Option(
         pool=number,
         tensor_parallel_size=degree,
         recompute=recompute,
         memory_bytes=pool.memory_bytes,
         seconds=tuple(_prefix(passes)),
-        weights=tuple(_prefix(problem.bytes_per_weight_byte * w for w in sizes.weight_bytes)),
+        weights=tuple(_prefix(held * w for w in sizes.weight_bytes)),
         stashed=tuple(_prefix(microbatch_size * s for s in sizes.stashed_bytes)),
         inputs=tuple(outputs),
         output_seconds=tuple(sends),
         gradient_seconds=tuple(gradients),
-        updates=tuple(_prefix(times.update_seconds)),
-        update_at=times.update_seconds,
+        updates=tuple(_prefix(updates)),
+        update_at=updates,
         reserved_bytes=problem.reserved_bytes,
+        uneven=tuple(state * w * (d - 1) / d for w in sizes.weight_bytes) if state else (),
     )
 
 

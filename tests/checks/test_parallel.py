@@ -75,6 +75,7 @@ CHANGES: list[tuple[str, Callable[[ParallelPlan], ParallelPlan]]] = [
     ("all layers once", lambda p: with_stage(p, layers=p.stages[0].layers[:-1])),
     ("is not judged", lambda p: replace(p, schedule="gpipe")),
     ("num_microbatches is", lambda p: replace(p, num_microbatches=p.num_microbatches + 1)),
+    ("shards the optimizer's state", lambda p: replace(p, shard_optimizer=True)),
     ("which was not asked for", lambda p: with_stage(p, recompute="full")),
     ("the pool has no", lambda p: with_group(p, device_type="fats")),
     ("do not fill", lambda p: with_group(p, tensor_parallel_size=4)),

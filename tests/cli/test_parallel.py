@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hetflow.protocol.lower import lower
 from hetflow.reports.grid import milliseconds
 from hetflow.reports.parallel_terms import step_terms
 from hetflow.schema import files
@@ -127,6 +128,32 @@ def test_tokens_are_spread_where_memory_asks_for_it(hetflow: Hetflow, folder: Pa
     refused = solved(tight, False, "--sequence-parallel")
     assert refused.code == 2
     assert "the profile of resnet50 on V100 has no sequence_layers" in refused.stderr
+
+
+def test_replicas_may_share_the_optimizer_s_state(hetflow: Hetflow, folder: Path) -> None:
+    plan, adam = folder.parent / "plan.json", ("--optimizer", "adam")
+    fast = ("--link-bytes-per-second", "1e12")
+    asked = ("--gpus", "4xV100", "--batch-size", 32, "--profiles", folder, *fast, *adam)
+    memory = {}
+    for shards in ((), ("--shard-optimizer",)):
+        answer = hetflow("solve", "parallel", *asked, *shards, "-o", plan, "--force")
+        assert answer.code == 0, answer.stderr
+        document = json.loads(plan.read_text())
+        assert document.get("shard_optimizer", False) is bool(shards)
+        (group,) = document["stages"][0]["replicas"]
+        assert (group["num_replicas"], group["tensor_parallel_size"]) == (2, 2)
+        memory[bool(shards)] = document["predicted"]["memory_bytes"]["0"]
+        work = lower(files.read(plan, ParallelPlan)).pipeline
+        assert work is not None
+        assert bool(work.shard_optimizer) is bool(shards)
+    # Of 6 blocks with 64 MiB of state on a device, each of 2 replicas keeps at most (6 + 1) / 2.
+    assert memory[False] - memory[True] == (6 * 64 - 7 * 32) << 20
+    assert "valid" in hetflow("check", plan, "--profiles", folder, *adam).stdout
+    assert "shared by the replicas of a stage" in hetflow("show", plan).stdout
+    refused = hetflow("solve", *asked, "--shard-optimizer")
+    assert refused.code == 2
+    said = "hetflow: --shard-optimizer is for parallel plans\nhint: add --strategy parallel\n"
+    assert refused.stderr == said
 
 
 def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:

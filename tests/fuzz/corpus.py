@@ -94,6 +94,12 @@ COMMANDS = (
         ("layered/v100.json",),
         ("--link-bytes-per-second", "--batch-size", "--gpus", "--top"),
     ),
+    Command(
+        "solve parallel, sharded",
+        (*_PARALLEL, "--shard-optimizer", "--optimizer", "adam", "-o", OUTPUT),
+        ("layered/v100.json",),
+        ("--gpus", "--batch-size", "--optimizer", "--strategy"),
+    ),
     Command("check parallel", ("check", "parallel.json", "--profiles", "layered"),
             ("parallel.json", "layered/v100.json"), ("--profiles",)),
     Command("check split", ("check", "split.json", "--profiles", "profiles", *_POOL, "--json"),

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.profilers.zoo.transformer import GPT
-from hetflow.runtime.pipeline import synchronise
+from hetflow.runtime.pipeline import sharded_updates, synchronise
+from hetflow.runtime.saving import OpenedFolders
 from hetflow.runtime.tensor.cuts import Cut
 from hetflow.runtime.tensor.layers import (
     column_linear,
@@ -100,9 +101,21 @@ MODELS = {
     "gpt2-drop": partial(gpt2, 0.2), "gpt2-eager": partial(gpt2, 0.2, "eager"),
     "llama-logits": llama_of_logits,
 }  # fmt: skip
+
+
+def grouped(parameters):
+    """Matrices decay, vectors do not."""
+    held = list(parameters)
+    decaying = {"params": [p for p in held if p.dim() > 1], "weight_decay": 0.1}
+    others = {"params": [p for p in held if p.dim() == 1], "weight_decay": 0.0, "lr": 0.01}
+    return torch.optim.AdamW([decaying, others], lr=0.02)
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "groups": grouped,
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
 }
 
 
@@ -130,12 +143,14 @@ def train(case):
     name, kind, options = case.split(":")
     checkpoints = options.partition("=")[2]
     os.environ.pop("HETFLOW_CHECKPOINT", None)
+    OpenedFolders.jobs = 0  # each case is a script of its own
     if checkpoints:
         os.environ["HETFLOW_CHECKPOINT"] = checkpoints
-    synchronise.BUCKET_BYTES = 3000
+    synchronise.BUCKET_BYTES = sharded_updates.BUCKET_BYTES = 3000
     model = build(name)
     optimizer = OPTIMIZERS[kind](model.parameters())
     job = hf.prepare(model, optimizer, seed=3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if kind == "groups" else None
     loader, losses, norms = DataLoader(data(), batch_size=GLOBAL_BATCH_SIZE, shuffle=True), [], []
     order = math.inf if "inf" in options else 2.0
 
@@ -150,15 +165,23 @@ def train(case):
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)))
             optimizer.step()
             optimizer.zero_grad()
+            if schedule is not None:
+                schedule.step()
         with job.evaluation() as whole:
             losses.append(float(logits_of(whole, data().tensors[0]).square().sum()))
         if "save" in options:
             job.checkpoint()
             break
     held = sum(p.numel() for p in model.parameters())
+    kept = sum(
+        value.nbytes
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
     job.finish()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {"state": state, "losses": losses, "norms": norms, "held": held}
+    return {"state": state, "losses": losses, "norms": norms, "held": held, "kept": kept}
 
 
 def layers():

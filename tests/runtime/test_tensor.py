@@ -35,6 +35,8 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "layers": ("layers", [(WHOLE, (2,))]),
         "zoo": ("zoo:sgd:clip", [(WHOLE, (2,))]),
         "zoo-tokens": ("zoo:sgd:clip", [(WHOLE, (2,))]),
+        "d2": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
+        "d2-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
     }),
     "t2-more": (2, {
         "adam": ("zoo:adam:clip-inf", [(WHOLE, (2,))]),
@@ -48,13 +50,20 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "sdpa-tokens": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
         "sdpa-tokens-again": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
         "qwen": ("qwen:sgd:clip", [(WHOLE, (2,))]),
-        "d2": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
+        "groups": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
+        "groups-shards": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
+        "whole": ("zoo:adafactor:clip", [(WHOLE, (1, 1))]),
+        "whole-shards": ("zoo:adafactor:clip", [(WHOLE, (1, 1))]),
+        "adam-shards": ("zoo:adam:clip-inf", [(WHOLE, (2,))]),
     }),
     "t2-1": (3, {
         "layers": ("layers", [(WHOLE, (3,))]),
         "zoo": ("zoo:sgd:clip", [(WHOLE, (2, 1))]),
         "gpt2": ("gpt2:adam:clip-inf", [(WHOLE, (1, 2))]),
         "odd": ("zoo:sgd:", [(WHOLE, (3,))]),
+        "gpt2-shards": ("gpt2:adam:clip-inf", [(WHOLE, (1, 2))]),
+        "d3": ("gpt2:adam:clip-inf", [(WHOLE, (1, 1, 1))]),
+        "d3-shards": ("gpt2:adam:clip-inf", [(WHOLE, (1, 1, 1))]),
     }),
     "p2": (2, {"zoo": ("zoo:sgd:clip", [(FIRST, (1,)), (LAST, (1,))])}),
     "p2-unlike": (3, {
@@ -74,10 +83,13 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
+        "d2-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
+        "chunks-d2-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
     }),
     "p2-t2-d2": (8, {"zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))])}),
     "t2-d2": (4, {
         "zoo": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
+        "zoo-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "tokens": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "t4": ("zoo:sgd:clip", [(WHOLE, (4,))]),
         "llama": ("llama:sgd:clip-inf", [(WHOLE, (2, 2))]),
@@ -90,6 +102,11 @@ TRAININGS = [
     for name in found
     if name not in ("layers", "odd") and (world, name) != ("p2-unlike", "apart")
 ]
+# These are compared with themselves, sharded and not. Adafactor divides gradients that are zero but
+# for rounding (those of keys' biases) by their size.
+ONLY_SHARDED = ("groups", "whole")
+COMPARED = [p for p in TRAININGS if not str(p.values[1]).startswith(ONLY_SHARDED)]
+SHARDED = [p for p in TRAININGS if str(p.values[1]).endswith("-shards")]
 
 
 def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]]) -> list[dict]:
@@ -107,10 +124,12 @@ def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]
 def planned(key: str, stages: list) -> ParallelPlan:
     """The plan of a case.
 
-    "tokens" has sequence parallelism, "again" recomputes, "chunks" is interleaved.
+    "tokens" has sequence parallelism, "again" recomputes, "chunks" is interleaved, "shards" shares
+    the optimizer's state.
     """
     plan = parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1)
     plan = replace(plan, sequence_parallel="tokens" in key or None)
+    plan = replace(plan, shard_optimizer="shards" in key or None)
     if "again" not in key:
         return plan
     return replace(plan, stages=tuple(replace(stage, recompute="full") for stage in plan.stages))
@@ -161,7 +180,7 @@ def test_layers_of_a_group_equal_the_whole_layer(world: str, worlds: Worlds) -> 
         assert max(found.values()) <= 1e-12, found
 
 
-@pytest.mark.parametrize(("world", "name"), TRAININGS)
+@pytest.mark.parametrize(("world", "name"), COMPARED)
 def test_trainings_equal_one_process(
     world: str, name: str, worlds: Worlds, one_process: Callable[[str], dict]
 ) -> None:
@@ -172,6 +191,36 @@ def test_trainings_equal_one_process(
         torch.testing.assert_close(found["state"], expected["state"], rtol=1e-10, atol=1e-10)
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-10)
+
+
+@pytest.mark.parametrize(("world", "name"), SHARDED)
+def test_sharded_state_gives_the_same_bits(world: str, name: str, worlds: Worlds) -> None:
+    plain = name.removesuffix("-shards")
+    for answer in worlds[world]:
+        found, expected = answer[name], answer[plain]
+        assert (found["losses"], found["norms"]) == (expected["losses"], expected["norms"])
+        for key, value in expected["state"].items():
+            assert torch.equal(found["state"][key], value), key
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "replicas"),
+    [
+        ("t2", "d2-shards", 2),
+        pytest.param("t2-more", "groups-shards", 2, marks=pytest.mark.slow),
+        pytest.param("t2-1", "d3-shards", 3, marks=pytest.mark.slow),
+        pytest.param("t2-d2", "zoo-shards", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_share_the_optimizer_s_state(
+    world: str, name: str, replicas: int, worlds: Worlds
+) -> None:
+    """All keep together what one keeps otherwise, each about as much."""
+    whole = [answer[name.removesuffix("-shards")]["kept"] for answer in worlds[world]]
+    kept = [answer[name]["kept"] for answer in worlds[world]]
+    assert whole[0] > 0
+    assert sum(kept) <= sum(whole) / replicas
+    assert max(kept) < 1.35 * whole[0] / replicas  # parameters stay whole, and few are many here
 
 
 def test_each_worker_holds_its_part_only(worlds: Worlds) -> None:
@@ -227,6 +276,31 @@ def test_a_checkpoint_loads_under_other_degrees(
                     found["state"], expected["state"], rtol=1e-10, atol=1e-10
                 )
         shutil.rmtree(saved)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_loads_sharded_or_not(
+    tmp_path: Path, one_process: Callable[[str], dict]
+) -> None:
+    """From sharded replicas to whole ones and to a tensor-parallel group, and back."""
+    expected = one_process("zoo:adam:clip")
+    steps = {
+        "save-shards-1": (1, 1), "load-1": (1, 1), "save-shards-2": (1, 1), "load-2": (2,),
+        "save-3": (1, 1), "load-shards-3": (1, 1), "save-4": (2,), "load-shards-4": (1, 1),
+    }  # fmt: skip
+    plans = {}
+    for name, degrees in steps.items():
+        case = f"zoo:adam:clip-{name[:4]}={tmp_path / name[-1]}"
+        plans[name] = (case, planned(name, [(WHOLE, degrees)]))
+    for answer in run_world(folder_of(tmp_path, "world"), 2, plans):
+        for name in steps:
+            found = answer[name]
+            assert "error" not in found, found
+            if name.startswith("load"):
+                assert found["losses"] == pytest.approx(expected["losses"][3:], rel=1e-10)
+                torch.testing.assert_close(
+                    found["state"], expected["state"], rtol=1e-10, atol=1e-10
+                )
 
 
 def folder_of(parent: Path, name: str) -> Path:

@@ -6,6 +6,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from hetflow.checks.parallel import counted_memory, counted_step
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,
@@ -24,6 +25,7 @@ from hetflow.solvers.parallel.solve import shares_of
 UNPROVED = ParallelProof(
     termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
 )
+ADAM = OptimizerState(state_bytes_per_weight_byte=2.0)  # of the 4 bytes that problems count
 NOTHING = ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={})
 
 
@@ -60,7 +62,7 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Parall
         choices += [(pool.device_type, degree) for degree in degrees]
     groups: list[tuple[tuple[tuple[str, int], int], ...]] = [((one, replicas),) for one in choices]
     for one, other in product(choices, repeat=2):
-        if one[0] < other[0]:
+        if one[0] < other[0] and (one[1] == other[1] or not problem.shard_optimizer):
             groups += [((one, count), (other, replicas - count)) for count in range(1, replicas)]
     rounds = -(-problem.global_batch_size // (size * replicas))
     if size > problem.global_batch_size:
@@ -108,6 +110,7 @@ def built(problem, size, rounds, cuts, chosen) -> ParallelPlan:  # type: ignore[
         schedule="1f1b",
         num_model_chunks=1,
         stages=tuple(stages),
+        shard_optimizer=problem.shard_optimizer or None,
         predicted=NOTHING,
         proof=UNPROVED,
     )
@@ -116,7 +119,7 @@ def built(problem, size, rounds, cuts, chosen) -> ParallelPlan:  # type: ignore[
 def fits(plan: ParallelPlan, problem: ParallelProblem) -> bool:
     room = {pool.device_type: pool.memory_bytes for pool in problem.pools}
     return all(
-        needed <= (room[group.device_type] or float("inf"))
+        needed <= (room[group.device_type] or float("inf")) * (1 + 1e-9)
         for number, stage in enumerate(plan.stages)
         for group, needed in zip(stage.replicas, counted_memory(plan, problem, number), strict=True)
     )
@@ -182,6 +185,8 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         recompute=draw(st.sampled_from([("none",), ("none", "full")])),
         cost_rule=draw(st.sampled_from(["hetflow", "sailor"])),
         boundary_rule=draw(st.sampled_from(["scattered", "whole", "blocking"])),
+        optimizer=ADAM,
+        shard_optimizer=draw(st.sampled_from([False, False, True])),
     )
 
 

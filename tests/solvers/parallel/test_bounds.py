@@ -20,8 +20,8 @@ from hetflow.tests.solvers.parallel.every_plan import fits, plans, problems, two
 def test_no_plan_is_below_its_search_s_bounds(problem: ParallelProblem) -> None:
     devices = sum(pool.num_devices for pool in problem.pools)
     for size in microbatch_sizes(problem):
-        space = space_of(problem, size)
-        for replicas in replica_counts(problem.global_batch_size, size, devices):
+        for replicas in replica_counts(problem, size, devices):
+            space = space_of(problem, size, replicas)
             steps = [
                 counted_step(plan, problem)
                 for plan in plans(problem, size, replicas)

@@ -23,7 +23,7 @@ from hetflow.schema.parallel import (
 )
 from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.profiles import examples
-from hetflow.tests.solvers.parallel.every_plan import SECONDS, built, compositions, fits
+from hetflow.tests.solvers.parallel.every_plan import ADAM, SECONDS, built, compositions, fits
 
 
 @st.composite
@@ -76,6 +76,8 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         ),
         recompute=draw(st.sampled_from([("none",), ("none", "full")])),
         num_model_chunks=draw(st.sampled_from([(2,), (2, 3)])),
+        optimizer=ADAM,
+        shard_optimizer=draw(st.sampled_from([False, False, True])),
     )
 
 

@@ -21,7 +21,7 @@ from hetflow.solvers.parallel.shortfall import missing_bytes, smallest_pools
 from hetflow.solvers.parallel.solve import solve
 from hetflow.solvers.parallel.space import microbatch_sizes
 from hetflow.tests.profiles import examples
-from hetflow.tests.solvers.parallel.every_plan import fastest, problems, two_types
+from hetflow.tests.solvers.parallel.every_plan import ADAM, fastest, problems, two_types
 
 
 @settings(max_examples=examples(60))
@@ -36,6 +36,32 @@ def test_no_plan_of_the_space_is_faster(problem: ParallelProblem) -> None:
     assert check(plan, problem) == []
     assert plan.proof.termination == "optimal"
     assert plan.predicted.step_seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_replicas_that_share_the_state_need_less_memory() -> None:
+    """Of 4 layers each device holds weights and gradients (2 a byte) and the state (2 a byte)."""
+    problem = replace(two_types(), optimizer=ADAM, recompute=("none",), most_stages=1)
+    (pool, _), mib = problem.pools, 1 << 20
+    pool = replace(pool, times=pool.times[:1])  # degree 1
+    # Two share 8 MiB of state, by layers of 2 MiB: 5 MiB at most on one; a sample keeps 4e6 bytes.
+    room = 8 * mib + 5 * mib + 4_000_000
+    problem = replace(problem, pools=(replace(pool, num_devices=2, memory_bytes=room),))
+    with pytest.raises(InfeasibleError, match="every device lacks") as refused:
+        solve(problem)
+    assert "--shard-optimizer" in (refused.value.hint or "")
+    sharded = replace(problem, shard_optimizer=True)
+    plan = solve(sharded)
+    assert check(plan, sharded) == []
+    assert plan.shard_optimizer
+    assert plan.stages[0].num_replicas == 2
+    assert plan.predicted.memory_bytes == {"0": room}
+    half = 2 * mib / 1e9  # seconds of a message of half of the parameters
+    assert plan.stages[0].reduce_seconds == pytest.approx(2 * half)
+    assert plan.stages[0].update_seconds == pytest.approx(0.4 / 2 + half)
+    assert "the problem asks for the opposite" in check(plan, problem)[0]
+    less = replace(sharded, pools=(replace(sharded.pools[0], memory_bytes=room - 1),))
+    with pytest.raises(InfeasibleError):
+        solve(less)
 
 
 def test_more_devices_never_hurt_and_faster_ones_scale() -> None:
