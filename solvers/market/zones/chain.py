@@ -79,7 +79,7 @@ def chain_of_zones(traces: Sequence[Sequence[Sequence[int | None]]]) -> ZonesCha
         raise ProblemError("the history has no two neighbouring ticks in which all zones are known")
     apart = alone[0]
     for transitions in alone[1:]:
-        apart = np.kron(apart, transitions)
+        apart = np.kron(apart, transitions).astype(np.float64)
     counts += _APART_TICKS * apart
     return ZonesChain(
         transitions=counts / counts.sum(axis=1, keepdims=True),
