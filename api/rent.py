@@ -37,8 +37,8 @@ def rent(
         restart_seconds: Time from a launch until work continues from the last checkpoint.
         history: Availability from which ``dynamic_program`` learns how machines come and go. It
             should not contain any of ``windows``.
-        policies: Out of ``on_demand``, ``greedy``, ``uniform_progress`` and ``dynamic_program``;
-            None takes all that can be used.
+        policies: Out of ``on_demand``, ``greedy``, ``time_sliced``, ``uniform_progress`` and
+            ``dynamic_program``; None takes all that can be used.
 
     Returns:
         The cost of each policy on each window, and the cheapest policy that missed no deadline.

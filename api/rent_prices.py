@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..planning.market_prices import Markets, markets_of
+from ..planning.market_prices import Markets, egress_dollars, markets_of
 from ..schema.errors import ProblemError
 from ..schema.market import PriceReport, utc_seconds
 from ..simulator.market.price_compare import compare_from, report_of
@@ -20,6 +20,7 @@ def rent_prices(
     cloud: str = "aws",
     restart_seconds: float = 300.0,
     cloud_move_dollars: float = 0.0,
+    checkpoint_gigabytes: float | None = None,
 ) -> PriceReport:
     """Replay strategies for one job on price histories, beside a lower bound on the cost.
 
@@ -33,7 +34,9 @@ def rent_prices(
             are known.
         cloud: The cloud of the strategies that use only one.
         restart_seconds: From a launch until work continues.
-        cloud_move_dollars: Dollars for each move between clouds (egress).
+        cloud_move_dollars: Dollars for each move between clouds.
+        checkpoint_gigabytes: Size of the checkpoint, which a move takes out of a cloud at the
+            egress price of the market's instance types.
 
     Returns:
         What each strategy pays, how long it takes and what it holds.
@@ -60,13 +63,17 @@ def rent_prices(
     if not rates:
         raise ProblemError("no device type has a speed: give --rate V100=9.6")
     first = next(iter(rates))
+    read = markets_of(market)
     job = MovingJob(
         work=work_hours * 3600 * rates[first],
         work_per_second=dict(rates),
         restart_seconds=restart_seconds,
         cloud_move_dollars=cloud_move_dollars,
+        egress_dollars={}
+        if checkpoint_gigabytes is None
+        else egress_dollars(read, checkpoint_gigabytes),
     )
-    history = history_of(markets_of(market), rates)
+    history = history_of(read, rates)
     begin = history.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
     compared = compare_from(job, history, begin, cloud=cloud, device_type=first)
     return report_of(compared, job, work_hours=work_hours)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..schema.profile import LayerGraph
 
 SACCT = "sacct"
+CATALOGUE = "instance-types"
 
 
 def import_(
@@ -42,9 +43,9 @@ def import_(
         str,
         typer.Option(
             "--format",
-            help="pipedream (graph.txt), piper (JSON); aws-spot-prices, azure-spot-prices; "
-            "cant-be-late, bamboo-trace, parcae-trace; sacct (Slurm's log of jobs); or a "
-            "plug-in's.",
+            help="pipedream (graph.txt), piper (JSON); aws-spot-prices, azure-spot-prices, "
+            "csv-spot-prices; instance-types (a CSV of machines and prices); cant-be-late, "
+            "bamboo-trace, parcae-trace; sacct (Slurm's log of jobs); or a plug-in's.",
         ),
     ] = "pipedream",
     keep_placeholders: Annotated[
@@ -74,6 +75,13 @@ def import_(
     time_unit: Annotated[
         str, typer.Option(help="bamboo-trace: what its times are in: seconds or hours.")
     ] = "seconds",
+    trace_start: Annotated[
+        str | None,
+        typer.Option(
+            help="For traces: when they begin, as 2023-02-15T00:00:00Z; cant-be-late: the traces "
+            "that the windows were cut from. Else times are not known."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it here, else to stdout.")
     ] = None,
@@ -86,6 +94,7 @@ def import_(
     hetflow import graph.txt --device-type V100 --device-memory 16GB -o v100.json
     hetflow import bert32.json --format piper --device-type V100 --device-memory 8GB -o v100.json
     hetflow import aws/ --format aws-spot-prices --instance-types machines.csv -o market.json
+    hetflow import machines.csv --format instance-types -o market.json
     hetflow import log.txt --format sacct --throughputs rates.json -o jobs.json
     hetflow import counts.csv --format bamboo-trace --time-unit hours -o market.json
     """
@@ -101,6 +110,13 @@ def import_(
     if source == SACCT:
         _jobs(file, rate or (), throughputs, output, force=force, json=json)
         return
+    if source == CATALOGUE:
+        catalogue = _catalogue(file)
+        emit_file(catalogue, output, force=force, json=json)
+        if output is not None:
+            number = len(catalogue.instance_types)
+            note(f"{number} instance types written to {output}; next: hetflow show")
+        return
     if PRICE_IMPORTERS.find(source) is not None:
         market = _market(source, file, instance_types)
         emit_file(market, output, force=force, json=json)
@@ -108,7 +124,7 @@ def import_(
             note(f"{len(market.prices)} price histories written to {output}; next: hetflow show")
         return
     if TRACE_IMPORTERS.find(source) is not None:
-        traces = _traces(source, file, tick_seconds, time_unit)
+        traces = _traces(source, file, tick_seconds, time_unit, trace_start)
         emit_file(traces, output, force=force, json=json)
         if output is not None:
             number = len(traces.availability) + len(traces.capacity)
@@ -118,7 +134,7 @@ def import_(
     if chosen is None:
         formats = (LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS)
         names = (name for each in formats for name in each.names())
-        known = tuple(dict.fromkeys((*names, SACCT)))
+        known = tuple(dict.fromkeys((*names, CATALOGUE, SACCT)))
         guess = nearest(source, known)
         raise ProblemError(
             f"unknown import format {source!r}; known are {', '.join(known)}",
@@ -188,7 +204,9 @@ def _jobs(
     )
 
 
-def _traces(source: str, path: Path, tick_seconds: float, time_unit: str) -> "Market":
+def _traces(
+    source: str, path: Path, tick_seconds: float, time_unit: str, trace_start: str | None
+) -> "Market":
     """Availability or capacity over time."""
     from ..importers.registry import TRACE_IMPORTERS, TraceOptions
     from ..schema.errors import ProblemError
@@ -196,8 +214,22 @@ def _traces(source: str, path: Path, tick_seconds: float, time_unit: str) -> "Ma
     units = {"seconds": 1.0, "hours": 3600.0}
     if time_unit not in units:
         raise ProblemError(f"--time-unit must be seconds or hours, got {time_unit[:60]!r}")
-    options = TraceOptions(tick_seconds=tick_seconds, time_unit_seconds=units[time_unit])
+    options = TraceOptions(
+        tick_seconds=tick_seconds, time_unit_seconds=units[time_unit], trace_start=trace_start
+    )
     return TRACE_IMPORTERS.get(source).read(path, options)
+
+
+def _catalogue(path: Path) -> "Market":
+    """Machines with the prices that their table has."""
+    from ..importers.instance_types import read_instance_types
+    from ..schema.errors import FileError
+    from ..schema.market import Market
+
+    machines = read_instance_types(path)
+    if not machines:
+        raise FileError(f"{path}: describes no machine", hint="add a line for each")
+    return Market(instance_types=machines)
 
 
 def _market(source: str, path: Path, instance_types: Path | None) -> "Market":

@@ -53,6 +53,7 @@ COMMANDS = {
     "rent fleet": Listed(
         "rent_fleet.rent_fleet", "Choose machines for an elastic job under a deadline."
     ),
+    "rent zones": Listed("rent_zones.rent_zones", "Choose zones and machines under a deadline."),
     "rent prices": Listed("rent_prices.rent_prices", "Choose machines at changing prices."),
     "rent machines": Listed(
         "rent_machines.rent_machines", "Choose machines that train for the fewest dollars."

@@ -35,8 +35,8 @@ def rent(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="on_demand, greedy, uniform_progress or dynamic_program; may be repeated. "
-            "Default: all that can be used."
+            help="on_demand, greedy, time_sliced, uniform_progress or dynamic_program; may be "
+            "repeated. Default: all that can be used."
         ),
     ] = None,
     output: Annotated[

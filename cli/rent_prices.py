@@ -30,8 +30,14 @@ def rent_prices(
         float, typer.Option(min=0.0, help="Seconds from a launch until work continues.")
     ] = 300.0,
     cloud_move_dollars: Annotated[
-        float, typer.Option(min=0.0, help="Dollars for each move between clouds (egress).")
+        float, typer.Option(min=0.0, help="Dollars for each move between clouds.")
     ] = 0.0,
+    checkpoint_gigabytes: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Moves between clouds pay egress for this, by the market's prices."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the report here.")
     ] = None,
@@ -57,6 +63,7 @@ def rent_prices(
         cloud=cloud,
         restart_seconds=restart_seconds,
         cloud_move_dollars=cloud_move_dollars,
+        checkpoint_gigabytes=checkpoint_gigabytes,
     )
     if output is not None:
         emit_file(report, output, force=force)

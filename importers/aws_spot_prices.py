@@ -80,7 +80,7 @@ def _add(zones: dict[tuple[str, str], _Zone], path: Path) -> None:
 def _records(path: Path) -> list[Any]:
     try:
         data = json.loads(files.read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON: {error}") from None
     records = data.get("SpotPriceHistory") if isinstance(data, dict) else None
     if not isinstance(records, list):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schema import files
-from ..schema.errors import FileError, ProblemError
+from ..schema.errors import FileError
 from ..schema.market import Capacity, Market
 from .price_cells import files_of
 from .registry import TraceOptions, trace_importer
@@ -30,11 +30,7 @@ def read_bamboo_trace(path: Path, options: TraceOptions) -> Market:
 
     Raises:
         FileError: A file is of another form, or its times decrease.
-        ProblemError: An option is out of range.
     """
-    for name in ("tick_seconds", "time_unit_seconds"):
-        if not 0 < getattr(options, name) < float("inf"):
-            raise ProblemError(f"{name} must be > 0 and finite, got {getattr(options, name)}")
     return Market(capacity=tuple(_of_csv(one, options) for one in files_of(path, ".csv")))
 
 
@@ -49,7 +45,7 @@ def _of_csv(path: Path, options: TraceOptions) -> Capacity:
                 raise FileError(f"{where}: its time is before that of the line above")
     except csv.Error as error:
         raise FileError(f"{path}: not a CSV: {error}") from None
-    return _capacity(path, changes, options.tick_seconds)
+    return _capacity(path, changes, options)
 
 
 def _change(row: list[str], where: str, unit_seconds: float) -> tuple[float, int]:
@@ -66,8 +62,9 @@ def _change(row: list[str], where: str, unit_seconds: float) -> tuple[float, int
     return seconds, machines
 
 
-def _capacity(path: Path, changes: list[tuple[float, int]], tick_seconds: float) -> Capacity:
+def _capacity(path: Path, changes: list[tuple[float, int]], options: TraceOptions) -> Capacity:
     """The least number of machines in each whole tick before the last change."""
+    tick_seconds = options.tick_seconds
     span = changes[-1][0] - changes[0][0] if changes else 0.0
     if not tick_seconds <= span <= _MOST_TICKS * tick_seconds:
         raise FileError(
@@ -84,7 +81,12 @@ def _capacity(path: Path, changes: list[tuple[float, int]], tick_seconds: float)
             for tick in range(first, min(last, num_ticks)):
                 known = least[tick]
                 least[tick] = machines if known is None else min(known, machines)
-    return Capacity(zone=path.stem[:200], tick_seconds=tick_seconds, num_machines=tuple(least))
+    return Capacity(
+        zone=path.stem[:200],
+        start=options.trace_start,
+        tick_seconds=tick_seconds,
+        num_machines=tuple(least),
+    )
 
 
 @trace_importer("parcae-trace")
@@ -94,10 +96,10 @@ def read_parcae_trace(path: Path, options: TraceOptions) -> Market:
     Raises:
         FileError: A file is of another form, or a machine leaves that is not there.
     """
-    return Market(capacity=tuple(_of_lines(one) for one in files_of(path, ".txt")))
+    return Market(capacity=tuple(_of_lines(one, options) for one in files_of(path, ".txt")))
 
 
-def _of_lines(path: Path) -> Capacity:
+def _of_lines(path: Path, options: TraceOptions) -> Capacity:
     there: set[str] = set()
     counts: list[int | None] = []
     tick = 0.0
@@ -117,7 +119,12 @@ def _of_lines(path: Path) -> Capacity:
         counts.append(len(there))
     if not counts:
         raise FileError(f"{path}: holds no lines")
-    return Capacity(zone=path.stem[:200], tick_seconds=tick / 1000, num_machines=tuple(counts))
+    return Capacity(
+        zone=path.stem[:200],
+        start=options.trace_start,
+        tick_seconds=tick / 1000,
+        num_machines=tuple(counts),
+    )
 
 
 def _event(line: str, where: str) -> tuple[float, str, set[str], float]:

@@ -10,7 +10,7 @@ from ..schema.market import InstanceType
 from .price_cells import dollars_of
 
 _NEEDED = ("Instance", "GPU type", "# GPUs")
-_MORE = ("On demand $/h", "Egress $/GB", "Cloud", "Region")
+_MORE = ("On demand $/h", "Spot $/h", "Egress $/GB", "Cloud", "Region")
 
 
 def read_instance_types(path: Path) -> tuple[InstanceType, ...]:
@@ -45,12 +45,14 @@ def _instance_type(row: dict[str, str]) -> InstanceType:
     cells = {name: cell.strip() for name, cell in row.items()}
     if not cells["# GPUs"].isdecimal():
         raise ProblemError(f"# GPUs must be a whole number, got {cells['# GPUs'][:60]!r}")
-    on_demand, egress = cells.get("On demand $/h"), cells.get("Egress $/GB")
+    on_demand, spot = cells.get("On demand $/h"), cells.get("Spot $/h")
+    egress = cells.get("Egress $/GB")
     return InstanceType(
         name=cells["Instance"],
         device_type=cells["GPU type"],
         num_devices=int(cells["# GPUs"]),
         on_demand_dollars_per_hour=dollars_of(on_demand) if on_demand else None,
+        spot_dollars_per_hour=dollars_of(spot) if spot else None,
         egress_dollars_per_gigabyte=dollars_of(egress) if egress else None,
         cloud=cells.get("Cloud") or None,
         region=cells.get("Region") or None,

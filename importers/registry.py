@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ..schema.errors import ProblemError
 from ..schema.jobs import Jobs
-from ..schema.market import Market, PriceHistory
+from ..schema.market import Market, PriceHistory, utc_seconds
 from ..schema.plugins import Registry
 from ..schema.profile import LayerGraph, TensorLayers
 
@@ -41,10 +42,22 @@ class TraceOptions:
     Attributes:
         tick_seconds: Length of the ticks to make of a trace that has times instead.
         time_unit_seconds: Seconds of the unit of its times.
+        trace_start: UTC time of the trace's first tick, for a format that does not hold it.
+
+    Raises:
+        ProblemError: An option is out of range.
     """
 
     tick_seconds: float = 300.0
     time_unit_seconds: float = 1.0
+    trace_start: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tick_seconds", "time_unit_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ProblemError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
+        if self.trace_start is not None:
+            utc_seconds(self.trace_start, "--trace-start", "time")
 
 
 ReadTraces = Callable[[Path, TraceOptions], Market]
@@ -107,7 +120,11 @@ JOBS_IMPORTERS: Registry[JobsImporter] = Registry(
 PRICE_IMPORTERS: Registry[PriceImporter] = Registry(
     "format of prices",
     group="hetflow.importers",
-    own=("hetflow.importers.aws_spot_prices", "hetflow.importers.azure_spot_prices"),
+    own=(
+        "hetflow.importers.aws_spot_prices",
+        "hetflow.importers.azure_spot_prices",
+        "hetflow.importers.csv_spot_prices",
+    ),
     is_optional=True,
 )
 TRACE_IMPORTERS: Registry[TraceImporter] = Registry(

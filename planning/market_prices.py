@@ -63,6 +63,38 @@ def device_prices(markets: Sequence[Market], at: str | None = None) -> dict[str,
     }
 
 
+def egress_dollars(markets: Sequence[Market], gigabytes: float) -> dict[str, float]:
+    """Find what taking so much out of each cloud costs, at the highest price that it has.
+
+    Args:
+        markets: Instance types with egress prices, and price histories.
+        gigabytes: Size of the checkpoint.
+
+    Returns:
+        Cloud of a price history -> dollars.
+
+    Raises:
+        ProblemError: The size is out of range, or a cloud's egress price is not known.
+    """
+    if not 0 <= gigabytes < float("inf"):
+        raise ProblemError(f"--checkpoint-gigabytes must be >= 0 and finite, got {gigabytes:g}")
+    prices: dict[str, float] = {}
+    for market in markets:
+        for history in market.prices:
+            machine = market.instance_type_of(history)
+            price = None if machine is None else machine.egress_dollars_per_gigabyte
+            if price is not None:
+                prices[history.cloud] = max(price, prices.get(history.cloud, 0.0))
+    for cloud in dict.fromkeys(history.cloud for one in markets for history in one.prices):
+        if cloud not in prices:
+            raise ProblemError(
+                f"no instance type of {cloud} has an egress price",
+                hint="import its prices with --instance-types that have Egress $/GB, or give "
+                "--cloud-move-dollars instead",
+            )
+    return {cloud: price * gigabytes for cloud, price in prices.items()}
+
+
 def all_prices(markets: Sequence[Market], at: str | None = None) -> dict[str, list[DevicePrice]]:
     """List every price of each device type, in the order of the markets; see ``device_prices``."""
     found: dict[str, list[DevicePrice]] = {}
@@ -92,12 +124,7 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
                 )
     ends = [history.end_seconds() for history in market.prices]
     for history in market.prices:
-        owner = market.instance_type_of(history)
-        if owner is None:
-            raise ProblemError(
-                f"{history.title}: the market does not say what devices it has",
-                hint="import the prices again with --instance-types FILE",
-            )
+        owner = market.described(history)
         dollars = _price_at(history.stretches(), max(ends) if when is None else when)
         if dollars:
             yield (

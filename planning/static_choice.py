@@ -129,8 +129,12 @@ def chosen(
     """Select the cheapest choice within the deadline; with only a budget, the fastest within it.
 
     Raises:
+        ProblemError: The deadline or the budget is not a number > 0.
         InfeasibleError: No choice keeps the deadline or the budget; the message names the nearest.
     """
+    for flag, value in (("--deadline-hours", deadline_hours), ("--budget", budget_dollars)):
+        if value is not None and not value > 0:
+            raise ProblemError(f"{flag} must be > 0, got {value:g}")
     soonest = min(choices, key=lambda one: (one.hours, one.dollars))
     if deadline_hours is not None and soonest.hours > deadline_hours:
         raise InfeasibleError(

@@ -23,13 +23,19 @@ if TYPE_CHECKING:
     from ..engines.protocol import Engine, EngineDevice, Fate, UnsuitableDevicesError, Work
     from ..engines.registry import engine
     from ..exporters.registry import exporter
-    from ..importers.registry import jobs_importer, layer_importer, price_importer
+    from ..importers.registry import (
+        TraceOptions,
+        jobs_importer,
+        layer_importer,
+        price_importer,
+        trace_importer,
+    )
     from ..schedules.one_f_one_b import one_rank
     from ..schedules.operations import Schedule
     from ..schedules.parallel import parallel_pipelines
     from ..schedules.registry import schedule
     from ..schedules.shape import PipelineShape
-    from ..schema.market import PriceHistory
+    from ..schema.market import Availability, Capacity, Market, PriceHistory
     from ..schema.profile import LayerGraph, LayerNode
     from ..solvers.allocation.goals import MaxMin
     from ..solvers.allocation.instance import Instance
@@ -37,6 +43,8 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "AcceleratorBackend": "..devices.accelerator",
+    "Availability": "..schema.market",
+    "Capacity": "..schema.market",
     "Engine": "..engines.protocol",
     "EngineDevice": "..engines.protocol",
     "Fate": "..engines.protocol",
@@ -47,10 +55,12 @@ _WHERE = {
     "LayerNode": "..schema.profile",
     "LocalDevice": "..devices.backend",
     "LocalEngine": "..engines.local",
+    "Market": "..schema.market",
     "MaxMin": "..solvers.allocation.goals",
     "PipelineShape": "..schedules.shape",
     "PriceHistory": "..schema.market",
     "Schedule": "..schedules.operations",
+    "TraceOptions": "..importers.registry",
     "UnsuitableDevicesError": "..engines.protocol",
     "Work": "..engines.protocol",
     "cpu_device": "..devices.cpu",
@@ -65,10 +75,13 @@ _WHERE = {
     "policy": "..solvers.allocation.policy",
     "price_importer": "..importers.registry",
     "schedule": "..schedules.registry",
+    "trace_importer": "..importers.registry",
 }
 
 __all__ = [
     "AcceleratorBackend",
+    "Availability",
+    "Capacity",
     "Engine",
     "EngineDevice",
     "Fate",
@@ -79,10 +92,12 @@ __all__ = [
     "LayerNode",
     "LocalDevice",
     "LocalEngine",
+    "Market",
     "MaxMin",
     "PipelineShape",
     "PriceHistory",
     "Schedule",
+    "TraceOptions",
     "UnsuitableDevicesError",
     "Work",
     "cpu_device",
@@ -97,6 +112,7 @@ __all__ = [
     "policy",
     "price_importer",
     "schedule",
+    "trace_importer",
 ]
 
 __getattr__, __dir__ = lazy_names(globals(), _WHERE)

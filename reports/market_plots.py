@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..schema.errors import HetflowError
-from ..schema.market import Availability, InstanceType, Market, PriceHistory
+from ..schema.market import Availability, Market, PriceHistory
 from .plots import new_figure, rendered
 
 _PANEL_INCHES = 2.2
@@ -61,7 +61,7 @@ def prices_image(market: Market, file_format: str, *, per_device: bool = False) 
 def _panel(market: Market, history: PriceHistory, *, per_device: bool) -> str:
     if not per_device:
         return f"{history.cloud} {history.instance_type}"
-    return f"{history.cloud} {_machine(market, history).device_type}"
+    return f"{history.cloud} {market.described(history).device_type}"
 
 
 def _draw(
@@ -114,7 +114,7 @@ def spread_image(market: Market, file_format: str) -> bytes:
     _check_prices(market)
     panels: dict[tuple[str, int], dict[str, list[PriceHistory]]] = {}
     for history in market.prices:
-        machine = _machine(market, history)
+        machine = market.described(history)
         clouds = panels.setdefault((machine.device_type, machine.num_devices), {})
         clouds.setdefault(history.cloud, []).append(history)
     figure, every = _panels([f"{number}x {name}" for name, number in sorted(panels)])
@@ -233,16 +233,6 @@ def choices_image(
 def _check_prices(market: Market) -> None:
     if not market.prices:
         raise HetflowError("this market has no prices to plot", hint="leave --plot out")
-
-
-def _machine(market: Market, history: PriceHistory) -> InstanceType:
-    machine = market.instance_type_of(history)
-    if machine is None:
-        raise HetflowError(
-            f"{history.title}: the market does not say what devices it has",
-            hint="import the prices again with --instance-types FILE",
-        )
-    return machine
 
 
 def _panels(

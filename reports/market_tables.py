@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ..schema.market import FleetReport, Market, PriceReport, RentReport
+from ..schema.market import FleetReport, Market, PriceReport, RentReport, ZonesReport
 from ..schema.odds import OddsReport, PreemptionRate, Survivors, ZoneOdds
 from .grid import grid
 
@@ -60,6 +60,43 @@ def fleet_table(report: FleetReport) -> str:
         f"on at most {len(report.speeds) - 1} machines, {report.resize_seconds:g} s a change, "
         f"{len(report.windows)} windows",
         grid(("policy", "mean $", "least $", "most $", "/ bound", "changes", "late"), rows),
+    ]
+    if report.choice is not None:
+        lines.append(f"take {report.choice}: the cheapest that was never late")
+    if report.expected_dollars is not None:
+        lines.append(f"dynamic_program expects {report.expected_dollars:.2f} $ from its history")
+    return "\n".join(lines)
+
+
+def zones_table(report: ZonesReport) -> str:
+    """The policies over several zones, cheapest first, and what each zone alone would allow."""
+    rows: list[tuple[object, ...]] = [
+        (
+            entry.policy,
+            *_spread(entry.dollars),
+            f"{entry.mean_over_bound:.3f}",
+            f"{entry.mean_launches:.1f}",
+            f"{report.mean_moves[entry.policy]:.1f}",
+            entry.missed_deadlines,
+        )
+        for entry in sorted(report.policies, key=lambda entry: entry.mean_dollars)
+    ]
+    known = {"(known in advance)": report.bound_dollars}
+    known |= {f"(only {zone})": dollars for zone, dollars in report.alone_dollars.items()}
+    for title, dollars in known.items():
+        ratios = [
+            paid / least if least > 0 else 1.0
+            for paid, least in zip(dollars, report.bound_dollars, strict=True)
+        ]
+        rows.append((title, *_spread(dollars), f"{sum(ratios) / len(ratios):.3f}", "-", "-", 0))
+    left_out = f", {report.num_left_out} left out" if report.num_left_out else ""
+    lines = [
+        f"{report.work_seconds / 3600:g} h of work within {report.deadline_seconds / 3600:g} h in "
+        f"{len(report.alone_dollars)} zones, {report.restart_seconds:g} s a restart, "
+        f"{report.move_dollars:g} $ a move, {len(report.windows)} windows{left_out}",
+        grid(
+            ("policy", "mean $", "least $", "most $", "/ least", "launches", "moves", "late"), rows
+        ),
     ]
     if report.choice is not None:
         lines.append(f"take {report.choice}: the cheapest that was never late")

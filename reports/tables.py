@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from ..schema.cluster import Cluster
 from ..schema.launch import LaunchConfig
-from ..schema.market import FleetReport, Market, PriceReport, RentReport
+from ..schema.market import FleetReport, Market, PriceReport, RentReport, ZonesReport
 from ..schema.odds import OddsReport
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
@@ -13,7 +13,14 @@ from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from . import cluster_tables
 from .grid import grid, mebibytes, milliseconds
-from .market_tables import fleet_table, market_table, odds_table, rent_table, strategies_table
+from .market_tables import (
+    fleet_table,
+    market_table,
+    odds_table,
+    rent_table,
+    strategies_table,
+    zones_table,
+)
 from .parallel_tables import parallel_table
 from .terms import terms_table
 
@@ -41,6 +48,8 @@ def table_of(record: "Record") -> str:
         return rent_table(record)
     if isinstance(record, FleetReport):
         return fleet_table(record)
+    if isinstance(record, ZonesReport):
+        return zones_table(record)
     if isinstance(record, PriceReport):
         return strategies_table(record)
     if isinstance(record, OddsReport):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .jobs import Allocation, Jobs, Throughputs
     from .launch import LaunchConfig
-    from .market import FleetReport, Market, PriceReport, RentReport
+    from .market import FleetReport, Market, PriceReport, RentReport, ZonesReport
     from .odds import OddsReport
     from .plans import Plan as Plan
     from .profile import Profile
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         | Market
         | RentReport
         | FleetReport
+        | ZonesReport
         | PriceReport
         | OddsReport
     )
@@ -67,6 +68,7 @@ RECORDS: dict[str, dict[str | None, tuple[str, str]]] = {
     "hetflow.market/1": {None: ("market", "Market")},
     "hetflow.rent/1": {None: ("market", "RentReport")},
     "hetflow.rent_fleet/1": {None: ("market", "FleetReport")},
+    "hetflow.rent_zones/1": {None: ("market", "ZonesReport")},
     "hetflow.rent_prices/1": {None: ("market", "PriceReport")},
     "hetflow.odds/1": {None: ("odds", "OddsReport")},
 }

@@ -20,6 +20,7 @@ from .records import (
     record,
     register_keys,
 )
+from .spelling import nearest
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -67,7 +68,10 @@ class PriceHistory:
         starts = self.start_seconds()
         for before, after, text in zip(starts, starts[1:], self.times[1:], strict=False):
             if after <= before:
-                raise ProblemError(f"{self.title}: times must increase, but {text} comes too late")
+                raise ProblemError(
+                    f"{self.title}: times must increase, but {text} comes too late",
+                    hint="sort the times, each with its price",
+                )
         if utc_seconds(self.known_until, self.title, "known_until") < starts[-1]:
             raise ProblemError(
                 f"{self.title}: known_until {self.known_until} is before the last time "
@@ -174,6 +178,23 @@ class Market:
                 return one
         return None
 
+    def described(self, history: PriceHistory) -> InstanceType:
+        """Return the instance type of a price history.
+
+        Raises:
+            ProblemError: The market does not describe it; the message names the nearest that it
+                describes.
+        """
+        found = self.instance_type_of(history)
+        if found is None:
+            guess = nearest(history.instance_type, [one.name for one in self.instance_types])
+            raise ProblemError(
+                f"{history.title}: the market does not say what devices it has",
+                hint="import the prices again with --instance-types FILE"
+                + (f"; the nearest that the market describes is {guess!r}" if guess else ""),
+            )
+        return found
+
 
 @record
 class PolicyReplay:
@@ -241,6 +262,34 @@ class FleetReport:
 
 
 @record
+class ZonesReport:
+    """Policies for one job with a deadline that may move between zones.
+
+    ``spot_dollars_per_hour`` is by zone. ``windows`` are the UTC times at which they begin; in
+    ``num_left_out`` more a zone was unknown. ``bound_dollars``: [windows], the least that any
+    policy could pay if it knew all zones' windows in advance; ``alone_dollars`` likewise for a job
+    that stays in one zone. ``mean_moves``: launches in another zone than the last one, by policy.
+    ``choice`` and ``expected_dollars`` are as in a rent report.
+    """
+
+    schema: Literal["hetflow.rent_zones/1"] = "hetflow.rent_zones/1"
+    work_seconds: PositiveSeconds
+    deadline_seconds: PositiveSeconds
+    restart_seconds: Annotated[float, Field(ge=0)]
+    move_dollars: Dollars
+    on_demand_dollars_per_hour: PositiveDollars
+    spot_dollars_per_hour: dict[str, Dollars]
+    windows: tuple[Name, ...]
+    num_left_out: Annotated[int, Field(ge=0)] = 0
+    bound_dollars: tuple[Dollars, ...]
+    alone_dollars: dict[str, tuple[Dollars, ...]]
+    policies: tuple[PolicyReplay, ...]
+    mean_moves: dict[str, Annotated[float, Field(ge=0)]]
+    choice: Name | None = None
+    expected_dollars: Dollars | None = None
+
+
+@record
 class HeldOffer:
     """A device of a rented machine, as a strategy on price histories held it."""
 
@@ -270,6 +319,7 @@ class StrategyReplay:
 class PriceReport:
     """Strategies for one job, replayed on price histories from ``start`` (UTC) on.
 
+    ``egress_dollars``: by cloud, of taking the checkpoint out of it, beside ``cloud_move_dollars``.
     ``outcomes``: by strategy, in order. ``refused`` says why one could not be replayed. No way to
     move costs less than ``bound_dollars``.
     """
@@ -283,6 +333,7 @@ class PriceReport:
     bound_dollars: Dollars
     outcomes: dict[str, StrategyReplay]
     refused: dict[str, str] = Field(default_factory=dict)
+    egress_dollars: dict[str, Dollars] = Field(default_factory=dict)
 
 
 @lru_cache(maxsize=1024)  # parsed once for validation and once for use
@@ -327,6 +378,7 @@ register_keys(
     PolicyReplay,
     RentReport,
     FleetReport,
+    ZonesReport,
     HeldOffer,
     StrategyReplay,
     PriceReport,

@@ -66,9 +66,9 @@ WHOLE = Scene(
     deadline_minutes=14.7,
 )
 SHORT = Scene(
-    there={"cpu:fast": ((0, 4.5), (6, 40)), "cpu:slow": ((0, 6),)},
+    there={"cpu:fast": ((0, 11 / 3), (4, 40)), "cpu:slow": ((0, 14 / 3),)},
     last_minute=40,
-    fast_minutes=3.0,
+    fast_minutes=2.0,
     deadline_minutes=11,
 )
 
@@ -192,10 +192,14 @@ class Ledger:
     since: float = 0.0
     dollars: float = 0.0
     rows: list[tuple[float, str, str]] = field(default_factory=list)
+    left: dict[str, float] = field(default_factory=dict)  # when a machine was last given up
 
     def hold(self, now: float, choice: Choice | None, why: str) -> None:
         """Pay for what was held, and hold something else from now on."""
         self.pay(now)
+        before = self.held.machines if self.held else ()
+        after = choice.machines if choice else ()
+        self.left |= dict.fromkeys(set(before) - set(after), now)
         self.held = choice
         self.rows.append((now, choice.gpus if choice else "nothing", why))
 
@@ -269,8 +273,10 @@ def _why(events: Sequence[Event]) -> str:
 class Demonstration:
     """Runs the commands in a folder; each is printed before it runs."""
 
-    def __init__(self, folder: Path, scene: Scene, scale: float) -> None:
+    def __init__(self, folder: Path, scene: Scene, scale: float, *, at_once: bool) -> None:
+        """Set up; ``at_once``: the undisturbed training runs beside the market, not before it."""
         self._folder, self._scene, self._scale = folder, scene, scale
+        self._at_once = at_once
         self._planner = Planner(folder / "profiles", scale)
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as on emulated devices
         self._epochs = 0
@@ -308,10 +314,20 @@ class Demonstration:
         self._epochs = max(1, round(epochs))
         steps = self._epochs * STEPS_AN_EPOCH
         hetflow.write(self._folder / "market.json", market_of(self._scene))
-        alone, again_seconds = self._undisturbed("alone", fast, self._epochs)
-        launch_seconds = min(launch_seconds, again_seconds)  # the first one may be slower
-        predicted = predict(self._scene, self._planner, steps, launch_seconds)
-        actual = self._on_the_market(steps, launch_seconds)
+        if self._at_once:
+            beside = self._start_undisturbed("alone", fast, self._epochs)
+            predicted = predict(self._scene, self._planner, steps, launch_seconds)
+            try:
+                actual = self._on_the_market(steps, launch_seconds)
+                alone = self._ended(beside, "alone")
+            finally:
+                beside.kill()
+                beside.wait()
+        else:
+            alone, again_seconds = self._undisturbed("alone", fast, self._epochs)
+            launch_seconds = min(launch_seconds, again_seconds)  # the first one may be slower
+            predicted = predict(self._scene, self._planner, steps, launch_seconds)
+            actual = self._on_the_market(steps, launch_seconds)
         record = json.loads((self._folder / f"part-{self._launches}" / "run.json").read_text())
         return {
             "steps": steps,
@@ -335,11 +351,26 @@ class Demonstration:
     def _undisturbed(self, name: str, choice: Choice, epochs: int) -> tuple[dict[str, Any], float]:
         """Train on machines that stay; return the run's record, and seconds beside the steps."""
         before = time.monotonic()
-        self.hetflow("launch", "--determinism", "elastic", "-o", name, self._plan(choice),
-                     str(SCRIPT), str(epochs))  # fmt: skip
-        record: dict[str, Any] = json.loads((self._folder / name / "run.json").read_text())
+        record = self._ended(self._start_undisturbed(name, choice, epochs), name)
         taken = time.monotonic() - before
         return record, max(0.0, taken - epochs * STEPS_AN_EPOCH * choice.step_seconds)
+
+    def _start_undisturbed(self, name: str, choice: Choice, epochs: int) -> subprocess.Popen[str]:
+        """Begin to train on machines that stay."""
+        words = self._command("launch", "--determinism", "elastic", "-o", name,
+                              self._plan(choice), str(SCRIPT), str(epochs))  # fmt: skip
+        with (self._folder / f"{name}.log").open("w") as log:
+            return subprocess.Popen(
+                words, cwd=self._folder, env=self._environment, stdout=log, stderr=log, text=True
+            )
+
+    def _ended(self, launch: subprocess.Popen[str], name: str) -> dict[str, Any]:
+        """Wait for an undisturbed training; return the run's record."""
+        if code := launch.wait(300):
+            said = (self._folder / f"{name}.log").read_text()[-2000:]
+            sys.exit(f"{said}\nthe undisturbed training exited with {code}")
+        record: dict[str, Any] = json.loads((self._folder / name / "run.json").read_text())
+        return record
 
     def _on_the_market(self, steps: int, launch_seconds: float) -> Ledger:
         """Follow the market in real time until the training ends."""
@@ -387,8 +418,9 @@ class Demonstration:
         for event in events:
             if event.kind == "gone" and ledger.held and event.machine in ledger.held.machines:
                 sys.exit(f"{event.machine} was taken away while the job was on it")
-            if event.kind == "gone" and ledger.since > event.at_seconds:
-                late = (ledger.since - event.at_seconds) / self._scale
+            left = ledger.left.get(event.machine, 0.0)
+            if event.kind == "gone" and left > event.at_seconds:
+                late = (left - event.at_seconds) / self._scale
                 sys.exit(f"the job left {event.machine} {late:.1f} s too late")
 
     def _change(
@@ -487,7 +519,11 @@ def main() -> None:
     """Run it, and print the costs and whether the bits are those of the undisturbed training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", "-o", type=Path, help="a new folder to keep")
-    parser.add_argument("--short", action="store_true", help="two types, half the training")
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="two types, less training, and the undisturbed training at the same time",
+    )
     parser.add_argument(
         "--scale", type=float, default=20.0, help="market seconds per second, at most"
     )
@@ -501,7 +537,8 @@ def main() -> None:
             arguments.output.mkdir(parents=True)
             folder = arguments.output.resolve()
         scene = SHORT if arguments.short else WHOLE
-        result = Demonstration(folder, scene, arguments.scale).run()
+        made = Demonstration(folder, scene, arguments.scale, at_once=arguments.short)
+        result = made.run()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     predicted, actual = result["predicted"], result["actual"]

@@ -76,6 +76,7 @@ def report_of(compared: PriceComparison, job: MovingJob, *, work_hours: float) -
         rates=dict(job.work_per_second),
         restart_seconds=job.restart_seconds,
         cloud_move_dollars=job.cloud_move_dollars,
+        egress_dollars=dict(job.egress_dollars),
         bound_dollars=compared.bound_dollars,
         outcomes={
             name: StrategyReplay(

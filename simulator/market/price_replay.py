@@ -49,7 +49,7 @@ def replay(job: MovingJob, strategy: PriceStrategy, prices: Prices) -> PriceOutc
             raise ProblemError(f"at {when} no price is known of what the job may hold")
         if chosen != held:
             if held is not None and prices.offers[held].cloud != prices.offers[chosen].cloud:
-                dollars += job.cloud_move_dollars
+                dollars += job.leaving_dollars(prices.offers[held].cloud)
             held, restart = chosen, job.restart_seconds
             taken.append(prices.offers[chosen])
         rate = job.work_per_second[prices.offers[chosen].device_type]

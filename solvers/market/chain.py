@@ -6,8 +6,9 @@ has lasted, the longer it is likely to last. Transitions are counted in windows 
 prior covers states that the history never shows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,35 +37,45 @@ class Chain:
         return self.num_states // 2
 
 
-def state_of(has_spot: bool, run_length: int) -> int:
-    """The state of a run so far."""
-    index = sum(run_length >= least for least in RUN_CLASSES) - 1
-    return index if has_spot else len(RUN_CLASSES) + index
+def state_of(has_spot: bool, run_length: int, classes: Sequence[int] = RUN_CLASSES) -> int:
+    """The state of a run so far; ``classes`` as for ``chain_of``."""
+    index = sum(run_length >= least for least in classes) - 1
+    return index if has_spot else len(classes) + index
 
 
-def chain_of(windows: Iterable[Sequence[int | None]]) -> Chain:
+def states_of(
+    window: Sequence[int | None], classes: Sequence[int] = RUN_CLASSES
+) -> Iterator[int | None]:
+    """The state in each tick of a window; None where it is unknown.
+
+    The run before the window, or before what is unknown, counts for nothing.
+    """
+    last, length = None, 0
+    for tick in window:
+        length = length + 1 if tick == last else 1
+        last = tick
+        yield None if tick is None else state_of(bool(tick), length, classes)
+
+
+def chain_of(
+    windows: Iterable[Sequence[int | None]], classes: Sequence[int] = RUN_CLASSES
+) -> Chain:
     """Count the transitions of windows of history.
 
     Args:
         windows: Each [ticks]: 1 there, 0 gone, None unknown. Nothing is counted across what is
             unknown.
+        classes: The least run length of each class; the first is 1.
 
     Raises:
         ProblemError: No two neighbouring ticks are known.
     """
-    half = len(RUN_CLASSES)
+    half = len(classes)
     counts = np.zeros((2 * half, 2 * half))
     for window in windows:
-        last, length, state = None, 0, None
-        for tick in window:
-            if tick is None:
-                last, state = None, None
-                continue
-            length = length + 1 if tick == last else 1
-            found = state_of(bool(tick), length)
-            if state is not None:
-                counts[state, found] += 1
-            last, state = tick, found
+        for before, after in pairwise(states_of(window, classes)):
+            if before is not None and after is not None:
+                counts[before, after] += 1
     if not counts.any():
         raise ProblemError("the history has no two neighbouring ticks that are known")
     for state in range(2 * half):

@@ -14,6 +14,22 @@ from typing import Protocol
 
 from ...schema.errors import InfeasibleError, ProblemError
 
+_MOST_TICKS = 1_000_000
+
+
+def check_ticks(deadline_seconds: float, tick_seconds: float) -> None:
+    """Refuse a deadline of more ticks than any program could count.
+
+    Raises:
+        ProblemError: There are more than a million.
+    """
+    if not deadline_seconds / tick_seconds <= _MOST_TICKS:
+        raise ProblemError(
+            f"the deadline of {deadline_seconds:g} s is more than {_MOST_TICKS} ticks of "
+            f"{tick_seconds:g} s",
+            hint="give longer ticks, or an earlier deadline",
+        )
+
 
 class Hold(IntEnum):
     """What is held during a tick."""
@@ -46,6 +62,7 @@ class DeadlineJob:
         for name in ("restart_seconds", "spot_dollars_per_hour", "on_demand_dollars_per_hour"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ProblemError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
+        check_ticks(self.deadline_seconds, self.tick_seconds)
         if self.ticks_for(self.work_seconds) > self.num_ticks:
             soonest = self.ticks_for(self.work_seconds) * self.tick_seconds
             dollars = self.tick_dollars(Hold.ON_DEMAND) * self.ticks_for(self.work_seconds)

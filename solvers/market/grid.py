@@ -98,6 +98,18 @@ def done(values: Values, units: int) -> Values:
     return moved
 
 
+def done_between(values: Values, units: float) -> Values:
+    """As ``done`` for a part of a unit too, by interpolating between the points of the grid."""
+    width = values.shape[-1]
+    whole = min(int(units), width)
+    part = np.float32(units - whole)
+    moved = np.zeros_like(values)  # no work left costs nothing
+    moved[..., whole:] = (1 - part) * values[..., : width - whole]
+    if part > 0 and whole + 1 < width:
+        moved[..., whole + 1 :] += part * values[..., : width - whole - 1]
+    return moved
+
+
 def _up(units: float) -> int:
     return ceil(units - 1e-6)
 

@@ -9,11 +9,13 @@ from .deadline import DeadlineJob, Policy
 from .policies import dynamic_program
 from .policies.greedy import Greedy
 from .policies.on_demand import OnDemand
+from .policies.time_sliced import TimeSliced
 from .policies.uniform_progress import UniformProgress
 
 _PLAIN: dict[str, Callable[[], Policy]] = {
     "on_demand": OnDemand,
     "greedy": Greedy,
+    "time_sliced": TimeSliced,
     "uniform_progress": UniformProgress,
 }
 LEARNED = ("dynamic_program",)

@@ -9,6 +9,7 @@ from ...schema.market import Availability, PriceHistory
 from ...schema.odds import OddsReport, PreemptionRate, PriceOdds, Survivors, Together, ZoneOdds
 from .lifetimes import Lifetime, Rate, lifetimes, rate, rates_by_age, survival
 from .price_statistics import availability_correlation, price_correlation, price_quantiles
+from .windows import joined
 
 PARTS = (0.05, 0.25, 0.5, 0.75, 0.95)
 AGES_SECONDS = (3600.0, 6 * 3600.0, 24 * 3600.0)
@@ -23,18 +24,21 @@ def odds(
 ) -> OddsReport:
     """Estimate what can be.
 
+    Windows of a zone that say when they begin are joined, so that no time counts twice.
+
     Args:
         windows: Of each zone and instance type.
         prices: Histories; correlations are of one instance type in two places.
         checkpoint_seconds: What writing a checkpoint takes; None: no interval is told.
 
     Raises:
-        ProblemError: A checkpoint's time that is not > 0.
+        ProblemError: A checkpoint's time that is not > 0, or windows that disagree.
     """
+    traces = {zone: joined(found) for zone, found in windows.items()}
     return OddsReport(
         zones=tuple(
-            _zone(zone, found, checkpoint_seconds)
-            for zone, found in windows.items()
+            _zone(zone, found, len(windows[zone]), checkpoint_seconds)
+            for zone, found in traces.items()
             if any(1 in window.available for window in found)
         ),
         parts=PARTS,
@@ -48,13 +52,16 @@ def odds(
             for one in prices
             if (told := price_quantiles(one, PARTS)) is not None
         ),
-        together=(*_prices_together(prices), *_windows_together(windows)),
+        together=(*_prices_together(prices), *_windows_together(traces)),
         checkpoint_seconds=checkpoint_seconds,
     )
 
 
 def _zone(
-    zone: Zone, windows: Sequence[Availability], checkpoint_seconds: float | None
+    zone: Zone,
+    windows: Sequence[Availability],
+    num_windows: int,
+    checkpoint_seconds: float | None,
 ) -> ZoneOdds:
     seen: list[Lifetime] = []
     for window in windows:
@@ -67,7 +74,7 @@ def _zone(
     return ZoneOdds(
         zone=zone[0],
         instance_type=zone[1],
-        num_windows=len(windows),
+        num_windows=num_windows,
         available_share=sum(ticks) / len(ticks),
         rate=_rate(None, found),
         by_age=tuple(_rate(age, one) for age, one in rates_by_age(seen) if one is not None),
@@ -116,7 +123,7 @@ def _prices_together(prices: Sequence[PriceHistory]) -> list[Together]:
 
 
 def _windows_together(windows: Mapping[Zone, Sequence[Availability]]) -> list[Together]:
-    """Of zones with one window each; of several nobody says which go together."""
+    """Of zones with one trace each; of several nobody says which go together."""
     single = [(zone, found[0]) for zone, found in windows.items() if len(found) == 1]
     return [
         Together(

@@ -3,12 +3,12 @@
 The model: the job uses one device of one machine at a time, and pays that device's share of the
 machine's price (who packs a machine full pays no more). It runs from start to end without a pause.
 The first launch and every move take ``restart_seconds``, in which the device is paid for and no
-work is done; a move between clouds also costs ``cloud_move_dollars``. A strategy decides at the
-times at which a price changes.
+work is done; a move between clouds also costs ``cloud_move_dollars`` and the egress of the cloud
+that is left. A strategy decides at the times at which a price changes.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite, nan
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
 from ...schema.market import Market, utc_seconds, utc_text
+from ...schema.spelling import nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +28,16 @@ class MovingJob:
         work: What is to be done, in any unit.
         work_per_second: By device type, in that unit; types that are not named cannot be used.
         restart_seconds: From a launch until work goes on.
-        cloud_move_dollars: Of a move from one cloud to another: egress of the checkpoint.
+        cloud_move_dollars: Of a move from one cloud to another, whichever they are.
+        egress_dollars: By cloud, of taking the checkpoint out of it; a cloud that is not named
+            takes nothing for that.
     """
 
     work: float
     work_per_second: Mapping[str, float]
     restart_seconds: float = 0.0
     cloud_move_dollars: float = 0.0
+    egress_dollars: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (isfinite(self.work) and self.work > 0):
@@ -43,8 +47,13 @@ class MovingJob:
                 raise ProblemError(f"work per second on {name} must be > 0, got {rate:g}")
         if not (isfinite(self.restart_seconds) and self.restart_seconds >= 0):
             raise ProblemError(f"restart seconds must be >= 0, got {self.restart_seconds:g}")
-        if not (isfinite(self.cloud_move_dollars) and self.cloud_move_dollars >= 0):
-            raise ProblemError(f"move dollars must be >= 0, got {self.cloud_move_dollars:g}")
+        for dollars in (self.cloud_move_dollars, *self.egress_dollars.values()):
+            if not (isfinite(dollars) and dollars >= 0):
+                raise ProblemError(f"move dollars must be >= 0, got {dollars:g}")
+
+    def leaving_dollars(self, cloud: str) -> float:
+        """Dollars of a move from a cloud to another one."""
+        return self.cloud_move_dollars + self.egress_dollars.get(cloud, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,12 +214,7 @@ def history_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> 
     steps: list[Steps] = []
     for market in markets:
         for history in market.prices:
-            machine = market.instance_type_of(history)
-            if machine is None:
-                raise ProblemError(
-                    f"{history.title}: the market does not say what devices it has",
-                    hint="import the prices again with --instance-types FILE",
-                )
+            machine = market.described(history)
             if machine.device_type in device_types:
                 offers.append(
                     Offer(
@@ -223,8 +227,20 @@ def history_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> 
                 )
                 steps.append(history.stretches())
     if not offers:
-        raise ProblemError(f"no machine with prices has one of {', '.join(device_types)}")
+        raise _no_machine(markets, device_types)
     return History(tuple(offers), tuple(steps))
+
+
+def _no_machine(markets: Sequence[Market], device_types: Iterable[str]) -> ProblemError:
+    """The error of markets without any machine that has such devices; it names what they have."""
+    types = dict.fromkeys(one.device_type for market in markets for one in market.instance_types)
+    guesses = [guess for name in device_types if (guess := nearest(name, list(types)))]
+    return ProblemError(
+        f"no machine with prices has one of {', '.join(device_types)}",
+        hint=f"did you mean {guesses[0]!r}?"
+        if guesses
+        else f"the market has {', '.join(types) or 'no instance types'}",
+    )
 
 
 def _table(offers: Sequence[Offer], steps: Sequence[Steps]) -> Prices:
@@ -279,7 +295,7 @@ def with_fixed_prices(
                 )
                 dollars.append(price / machine.num_devices / 3600)
     if prices is None and not offers:
-        raise ProblemError(f"no machine with prices has one of {', '.join(device_types)}")
+        raise _no_machine(markets, device_types)
     edges = np.zeros(1) if prices is None else prices.edges
     old = np.full((len(edges), 0 if prices is None else len(prices.offers)), nan)
     if prices is not None:

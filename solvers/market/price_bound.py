@@ -54,8 +54,8 @@ def bound(job: MovingJob, prices: Prices) -> Bound:
     cost = np.where(known, prices.dollars_per_second, np.inf)
     value = _values(cost, rates)[:, None]
     clouds = np.array([offer.cloud for offer in prices.offers])
-    groups = [clouds == name for name in dict.fromkeys(clouds)]
-    away = job.cloud_move_dollars
+    names = list(dict.fromkeys(str(name) for name in clouds))
+    groups = [clouds == name for name in names]
     held = np.full((len(value), len(rates)), np.inf)
     least, most_work, spent = np.inf, 0.0, 0.0
     is_final = not prices.goes_on
@@ -65,9 +65,14 @@ def bound(job: MovingJob, prices: Prices) -> Bound:
         if stretch == 0:
             entered = lost
         else:
-            anywhere = held.min(axis=1, keepdims=True) + away
-            for group in groups:
-                near = np.minimum(held[:, group].min(axis=1, keepdims=True), anywhere)
+            within = [held[:, group].min(axis=1, keepdims=True) for group in groups]
+            leaving = [
+                least_held + job.leaving_dollars(name)
+                for least_held, name in zip(within, names, strict=True)
+            ]
+            anywhere = np.minimum.reduce(leaving)
+            for group, stayed in zip(groups, within, strict=True):
+                near = np.minimum(stayed, anywhere)
                 entered[:, group] = np.minimum(held[:, group], near + lost[:, group])
         paid = cost[stretch] * length
         gained = value * rates * length

@@ -113,5 +113,5 @@ def _rest_dollars(
     if held is not None:
         home = prices.offers[held].cloud
         away = prices.clouds != home
-        dollars = dollars + away * job.cloud_move_dollars
+        dollars = dollars + away * job.leaving_dollars(home)
     return np.asarray(dollars)

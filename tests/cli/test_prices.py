@@ -42,6 +42,22 @@ def test_prices_are_drawn(hetflow, market: Path, tmp_path: Path, options: tuple,
     assert f"<!-- {said} -->" in target.read_text()
 
 
+def test_a_catalogue_alone_is_a_market(hetflow, tmp_path: Path) -> None:
+    table, target = tmp_path / "machines.csv", tmp_path / "market.json"
+    table.write_text("Instance,GPU type,# GPUs,On demand $/h,Spot $/h,Egress $/GB,Region\n"
+                     "a2-highgpu-1g,A100,1,3.67,1.1,0.02,us-central1\n")  # fmt: skip
+    answer = hetflow("import", table, "--format", "instance-types", "-o", target)
+    assert answer.code == 0, answer.stderr
+    (machine,) = json.loads(target.read_text())["instance_types"]
+    assert machine["spot_dollars_per_hour"] == 1.1
+    assert machine["egress_dollars_per_gigabyte"] == 0.02
+    assert "a2-highgpu-1g" in hetflow("show", target).stdout
+    table.write_text("Instance,GPU type,# GPUs\n")
+    empty = hetflow("import", table, "--format", "instance-types")
+    assert empty.code == 2
+    assert "describes no machine" in empty.stderr
+
+
 def test_a_machine_that_the_table_lacks_is_named(hetflow, tmp_path: Path) -> None:
     (tmp_path / "us_east.csv").write_text(TABLE.replace("NC12", "NC24"))
     (tmp_path / "machines.csv").write_text(MACHINES)
@@ -96,6 +112,7 @@ def test_strategies_are_replayed(hetflow, market: Path) -> None:
         (("--rate", "H100=1"), "no machine with prices has one of H100"),
         (("--rate", "K80=1", "--start", "2020-02-28T00:00:00"), "is not in UTC; end it with Z"),
         (("--rate", "K80=1", "--start", "2021-02-28T00:00:00Z"), "there are no prices at 2021"),
+        (("--rate", "K80=1", "--checkpoint-gigabytes", 2), "of azure has an egress price"),
         (("--rate", "K80=0.01", "--rate", "K80=1", "--work-hours", 999), "cannot end before"),
     ],
 )

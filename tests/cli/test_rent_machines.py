@@ -32,3 +32,8 @@ def test_the_front_and_the_choice(hetflow, tmp_path: Path) -> None:
     late = hetflow(*asked, "--deadline-hours", "0.001")
     assert late.code == 3
     assert "no choice ends within 0.001 h; the soonest takes" in late.stderr
+    poor = hetflow(*asked, "--budget", "0.001")
+    assert poor.code == 3
+    assert "no choice costs 0.001 $ or less; the cheapest is" in poor.stderr
+    for flag in ("--budget", "--deadline-hours"):
+        assert f"{flag} must be > 0, got nan" in hetflow(*asked, flag, "nan").stderr

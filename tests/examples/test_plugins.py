@@ -19,7 +19,7 @@ from hetflow.devices.requests import parse_requests
 from hetflow.engines.protocol import OUTPUT, Fate, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.exporters.registry import EXPORTERS
-from hetflow.importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS
+from hetflow.importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS
 from hetflow.launcher.devices import seat_workers, views
 from hetflow.protocol.lower_pipeline import lower_pipeline, schedule_of
 from hetflow.schedules.counting import peak_in_flight
@@ -235,6 +235,31 @@ def test_prices_from_outside_are_imported(hetflow: Hetflow, site: Path, tmp_path
     ]  # fmt: skip
     assert code == 2
     assert f"{broken}: line 1: " in errors
+
+
+def test_traces_from_outside_are_imported(hetflow: Hetflow, site: Path, tmp_path: Path) -> None:
+    install(PLUGINS / "ping_log", site)
+    log, broken, found = (tmp_path / name for name in ("asked.csv", "bad.csv", "market.json"))
+    log.write_text(
+        "eu-1,2026-03-01T00:00:00Z,yes\neu-2,2026-03-01T00:05:00Z,no\n"
+        "eu-1,2026-03-01T00:11:00Z,yes\neu-1,2026-03-01T00:12:00Z,no\n"
+        "eu-1,2026-03-01T00:31:00Z,yes\n"
+    )
+    broken.write_text("eu-1,2026-03-01T00:00:00+01:00,yes\n")
+    asked = ("--format", "ping-log", "--tick-seconds", "600")
+    try:
+        code, _, errors = hetflow("import", log, *asked, "-o", found)
+        assert (code, errors.count("hetflow: error")) == (0, 0)
+        code, _, errors = hetflow("import", broken, *asked)
+    finally:
+        forget(TRACE_IMPORTERS, "ping-log", modules=("ping_log",))
+    windows = files.read(found, Market).availability
+    assert [(one.zone, one.start, one.available) for one in windows] == [
+        ("eu-1", "2026-03-01T00:00:00Z", (1, 0, None, 1)), ("eu-2", "2026-03-01T00:05:00Z", (0,)),
+    ]  # fmt: skip
+    assert code == 2
+    assert f"{broken}: line 1: " in errors
+    assert "is not in UTC" in errors
 
 
 @pytest.mark.processes

@@ -181,6 +181,10 @@ COMMANDS = (
     Command("rent fleet", ("rent", "fleet", "market.json", "--machines", "2", "--work-hours", "1",
                            "--deadline-hours", "2", "--on-demand", "3", "--spot", "1", "-o",
                            OUTPUT), ("market.json",), ("--machines", "--work-hours", "--spot")),
+    Command("rent zones", ("rent", "zones", "zones.json", "--work-hours", "1",
+                           "--deadline-hours", "2", "--on-demand", "3", "--spot", "1",
+                           "--learn-until", "2024-01-01T02:00:00Z", "-o", OUTPUT),
+            ("zones.json",), ("--spot", "--learn-until", "--deadline-hours")),
     Command("show a market", ("show", "market.json"), ("market.json",)),
     Command("import of Piper", ("import", "piper.json", "--format", "piper", "-o", OUTPUT,
                                 "--device-type", "V100", "--device-memory", "16GB"),
@@ -223,6 +227,12 @@ def make(folder: Path) -> None:
     )
     (folder / "graph.txt").write_text("\n".join(_graph_lines()) + "\n")
     (folder / "counts.csv").write_text("0,0\n0,2\n1,2\n1,0\n1.5,0\n1.5,2\n4,2\n")
+    zones = [{"zone": zone, "start": "2024-01-01T00:00:00Z", "tick_seconds": 1200.0,
+              "available": [there, 1 - there] * 8}
+             for zone, there in (("a", 1), ("b", 0))]  # fmt: skip
+    (folder / "zones.json").write_text(
+        json.dumps({"schema": "hetflow.market/1", "availability": zones}, indent=1)
+    )
     nodes = [[60000 * n, ("add", "no-op", "remove")[n], {"nodes": [] if n == 1 else ["a"],
               "duration": 60000}] for n in range(3)]  # fmt: skip
     (folder / "nodes.txt").write_text("\n".join(map(json.dumps, nodes)) + "\n")

@@ -8,6 +8,7 @@ import pytest
 
 from hetflow.importers.aws_spot_prices import read_aws_spot_prices
 from hetflow.importers.azure_spot_prices import read_azure_spot_prices
+from hetflow.importers.csv_spot_prices import read_csv_spot_prices
 from hetflow.importers.instance_types import read_instance_types
 from hetflow.schema.errors import FileError
 from hetflow.tests.data import reference
@@ -47,6 +48,50 @@ def test_azure_days_that_nobody_told_are_unknown(tmp_path: Path) -> None:
     assert one.dollars_per_hour == (0.1, 0.2, None, None)
     assert two.dollars_per_hour == (None, 0.4, None, 1.0)
     assert two.known_until == "2020-03-03T00:00:00Z"
+
+
+def test_a_file_nested_too_deep_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(FileError, match=r"deep\.json: not JSON"):
+        read_aws_spot_prices(tmp_path / "deep.json")
+
+
+def test_a_plain_table_has_a_change_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(
+        "Time,Zone,Instance,$/h\n2026-03-01T00:00:00Z,a,p3,0.9\n2026-03-01T01:00:00Z,b,p3,$0.8\n"
+        "2026-03-01T06:00:00Z,a,p3,\n2026-03-01T07:00:00Z,a,p3,1 USD\n"
+    )
+    one, two = read_csv_spot_prices(tmp_path)
+    assert (one.cloud, one.zone, one.region, one.instance_type) == ("own", "a", None, "p3")
+    assert one.dollars_per_hour == (0.9, None, 1.0)
+    assert two.times == ("2026-03-01T01:00:00Z",)
+    assert two.known_until == "2026-03-01T07:00:00Z"  # the last time in the file
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Time,Instance,$/h\n", "line 1: must name the columns Time, Instance, \\$/h and Zone"),
+        ("Time,Zone,Instance,$/h,x\n", "line 1: must name the columns"),
+        ("2026-03-01T00:00:00,a,p3,1\n", "line 2: .* is not in UTC; end it with Z"),
+        ("2026-03-01T00:00:00Z,a,p3,-1\n", "line 2: a price must be finite and >= 0"),
+        ("2026-03-01T00:00:00Z,a,p3,nan\n", "line 2: a price must be finite and >= 0"),
+        ("2026-03-01T00:00:00Z,a,p3,1 EUR\n", "line 2: a price must be in US dollars"),
+        ("2026-03-01T00:00:00Z,,p3,1\n", "line 2: must name an Instance, and a Zone"),
+        ("2026-03-01T00:00:00Z,a,p3\n", "line 2: has another number of cells"),
+        (
+            "2026-03-01T02:00:00Z,a,p3,1\n2026-03-01T01:00:00Z,a,p3,1\n",
+            "line 3: 2026-03-01T01:00:00Z does not come after the line of own a p3 before",
+        ),
+        ("", "holds no prices"),
+    ],
+)
+def test_what_is_wrong_with_a_plain_table_is_said(tmp_path: Path, text: str, said: str) -> None:
+    head = "" if text.startswith("Time") else "Time,Zone,Instance,$/h\n"
+    (tmp_path / "log.csv").write_text(head + text)
+    with pytest.raises(FileError, match=said):
+        read_csv_spot_prices(tmp_path / "log.csv")
 
 
 def test_the_published_histories_are_read() -> None:

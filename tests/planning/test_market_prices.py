@@ -71,3 +71,7 @@ def test_bad_questions() -> None:
     bare = Market(prices=(history("one", "a", 1.0),))
     with pytest.raises(ProblemError, match="does not say what devices"):
         device_prices([bare])
+    wrong = Market(instance_types=market().instance_types, prices=(history("fourr", "a", 1.0),))
+    with pytest.raises(ProblemError) as refused:
+        device_prices([wrong])
+    assert "the nearest that the market describes is 'four'" in str(refused.value.hint)

@@ -13,6 +13,7 @@ from math import ceil, floor
 from typing import NamedTuple, Protocol
 
 from ....schema.errors import InfeasibleError, ProblemError
+from ..deadline import check_ticks
 
 
 class Fleet(NamedTuple):
@@ -61,6 +62,7 @@ class FleetJob:
         for name in ("resize_seconds", "spot_dollars_per_hour", "on_demand_dollars_per_hour"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ProblemError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
+        check_ticks(self.deadline_seconds, self.tick_seconds)
         speeds = self.speeds
         if len(speeds) < 2 or speeds[0] != 0 or not 0 < speeds[1] < float("inf"):
             raise ProblemError(

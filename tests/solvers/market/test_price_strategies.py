@@ -45,7 +45,7 @@ def market(hourly: dict[tuple[str, str], list[float | None]]) -> Market:
     )
 
 
-def job(work: float, **others: float) -> MovingJob:
+def job(work: float, **others: Any) -> MovingJob:
     return MovingJob(work=work, work_per_second=RATES, **others)
 
 
@@ -85,6 +85,11 @@ def test_a_move_costs_its_restart_and_its_egress() -> None:
     assert outcome.seconds == pytest.approx(5 * HOUR)
     dear = job(16.0, restart_seconds=1800.0, cloud_move_dollars=20.0)
     assert replay(dear, strategy_of("dynamic"), prices).num_moves == 0
+    # Egress is what the cloud that is left takes.
+    out = job(16.0, restart_seconds=1800.0, egress_dollars={"aws": 0.25, "azure": 99.0})
+    assert replay(out, strategy_of("dynamic"), prices) == outcome
+    kept = job(16.0, restart_seconds=1800.0, egress_dollars={"aws": 20.0})
+    assert replay(kept, strategy_of("dynamic"), prices).num_moves == 0
 
 
 def test_an_unknown_price_is_never_made_up() -> None:
@@ -119,8 +124,9 @@ class Held:
         for hour, (offer, length) in enumerate(zip(way, self.prices.seconds, strict=True)):
             if offer != before:
                 pending = self.one.restart_seconds
-                clouds = {self.prices.offers[i].cloud for i in (offer, before) if i >= 0}
-                paid += self.one.cloud_move_dollars * (len(clouds) - 1)
+                here, there = (self.prices.offers[i].cloud for i in (offer, before))
+                if before >= 0 and here != there:
+                    paid += self.one.cloud_move_dollars + self.one.egress_dollars.get(there, 0.0)
             before = offer
             rate = RATES[self.prices.offers[offer].device_type]
             price = self.prices.dollars_per_second[hour, offer]
@@ -146,6 +152,7 @@ def test_no_way_to_hold_offers_is_below_the_bound(data: Any) -> None:
         data.draw(st.floats(0.5, 4.0)),
         restart_seconds=data.draw(st.sampled_from([0.0, 600.0, 3600.0, 5400.0])),
         cloud_move_dollars=data.draw(st.sampled_from([0.0, 0.5])),
+        egress_dollars=data.draw(st.sampled_from([{}, {"aws": 0.3}, {"azure": 0.3}])),
     )
     least = Held(one, prices).least()
     if np.isfinite(least):

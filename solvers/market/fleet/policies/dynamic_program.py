@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...grid import Values, done_between
 from ..chain import Transitions
 from ..job import Fleet, FleetJob, FleetMoment, guarded
 from ..offline import fleets_of
 
 _LATE = 4.0  # times the dollars of all machines on demand, for work left at the deadline
-
-Values = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def _before(
     for index, fleet in enumerate(fleets):
         worked = job.worked(fleet, job.resize_seconds)
         after = len(levels) - 1 if index == 0 else 0  # nothing held has no pause
-        offer = _done(expected[index, after], worked / unit)
+        offer = done_between(expected[index, after], worked / unit)
         offer = offer + np.float32(job.tick_dollars(fleet))
         better = offer < least
         better[: fleet.num_spot] = False
@@ -115,21 +114,9 @@ def _before(
         cost = np.float32(job.tick_dollars(fleet))
         for level, pending in enumerate(levels):
             after = min(level + 1, len(levels) - 1)
-            held = cost + _done(expected[index, after], job.worked(fleet, pending) / unit)
+            held = cost + done_between(expected[index, after], job.worked(fleet, pending) / unit)
             held[: fleet.num_spot] = np.inf  # some are lost
             keeps[index, level] = held <= least
             np.minimum(held, least, out=values[index, level])
     values[..., 0] = 0.0
     return values, keeps, change
-
-
-def _done(values: Values, units: float) -> Values:
-    """Values by work left [counts, units + 1], once so many steps of it are done."""
-    width = values.shape[1]
-    whole = min(int(units), width)
-    part = np.float32(units - whole)
-    moved = np.zeros_like(values)  # no work left costs nothing
-    moved[:, whole:] = (1 - part) * values[:, : width - whole]
-    if part > 0 and whole + 1 < width:
-        moved[:, whole + 1 :] += part * values[:, : width - whole - 1]
-    return moved

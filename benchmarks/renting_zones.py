@@ -1,0 +1,143 @@
+"""A job under a deadline that may move between two zones, on Can't Be Late's windows.
+
+The 60 windows of each zone say where in one trace of 12 days they were cut from. Joined, they are
+two traces of the same time. The job is that of ``renting.py``, with 0.10 dollars a move. Policies
+are replayed on one half of the time, in windows every 3 hours; the dynamic program learns from the
+other half. Beside it stands the dynamic program that stays in one zone.
+
+    python benchmarks/renting_zones.py        a minute
+"""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from hetflow.importers.availability import read_availability
+from hetflow.simulator.market.zones_compare import Traces, compare, traces_of
+from hetflow.solvers.market.deadline import DeadlineJob
+from hetflow.solvers.market.price_statistics import availability_correlation
+from hetflow.solvers.market.windows import joined
+from hetflow.solvers.market.zones.chain import chain_of_zones
+from hetflow.solvers.market.zones.job import ZonesJob
+from hetflow.solvers.market.zones.offline import least_dollars
+from hetflow.solvers.market.zones.policies import dynamic_program
+from hetflow.tests.data import reference
+
+ZONES = ("us-west-2a_v100_1", "us-west-2b_v100_1")
+CASES = ((52, 0.02), (52, 0.20), (70, 0.02), (70, 0.20))
+START = "2023-01-01T00:00:00Z"  # any time: the files say when a window begins in its trace only
+ON_DEMAND, SPOT, MOVE = 3.06, 0.9731, 0.10
+
+
+def halves() -> tuple[Traces, Traces]:
+    """The first and the second half of the time."""
+    windows = [
+        window
+        for zone in ZONES
+        for window in read_availability(
+            reference.availability() / "cant_be_late" / zone / "overhead_0.02", trace_start=START
+        )
+    ]
+    both = joined(windows)
+    print(f"{len(both[0].available)} ticks; correlation of the zones "
+          f"{availability_correlation(both[0], both[1]):.2f}")  # fmt: skip
+    traces = traces_of(windows)
+    middle = traces.begin_seconds + len(traces.ticks[0]) // 2 * traces.tick_seconds
+    return traces.split(middle)
+
+
+def job_of(deadline_hours: float, restart_hours: float, num_zones: int) -> ZonesJob:
+    """The published job, with equal prices in all zones."""
+    alone = DeadlineJob(
+        work_seconds=48 * 3600.0,
+        deadline_seconds=deadline_hours * 3600.0,
+        restart_seconds=restart_hours * 3600,
+        tick_seconds=600.0,
+        on_demand_dollars_per_hour=ON_DEMAND,
+        spot_dollars_per_hour=SPOT,
+    )
+    return ZonesJob(job=alone, spot_dollars_per_hour=(SPOT,) * num_zones, move_dollars=MOVE)
+
+
+def measure(
+    traces: Traces, history: Traces, deadline_hours: float, restart_hours: float
+) -> dict[str, object]:
+    """One half and deadline: every policy, and the dynamic program in each zone alone."""
+    job = job_of(deadline_hours, restart_hours, len(ZONES))
+    report = compare(job, traces, history=history, every_seconds=3 * 3600.0)
+    alone = {}
+    for place, zone in enumerate(ZONES):
+        only, learned = (
+            replace(each, zones=(zone,), ticks=(each.ticks[place],)) for each in (traces, history)
+        )
+        one = compare(
+            job_of(deadline_hours, restart_hours, 1), only, history=learned,
+            policies=["dynamic_program"], every_seconds=3 * 3600.0,
+        )  # fmt: skip
+        alone[zone] = one.policies[0].mean_dollars
+    window = [[tick or 0 for tick in zone[: job.job.num_ticks]] for zone in traces.ticks]
+    started = time.process_time()
+    least_dollars(job, window)
+    offline = time.process_time() - started
+    started = time.process_time()
+    dynamic_program.solve(job, chain_of_zones([history.ticks]))
+    return {
+        "deadline_hours": deadline_hours,
+        "restart_hours": restart_hours,
+        "num_windows": len(report.windows),
+        "least_dollars": sum(report.bound_dollars) / len(report.windows),
+        "least_alone_dollars": {
+            zone: sum(dollars) / len(dollars) for zone, dollars in report.alone_dollars.items()
+        },
+        "dynamic_program_alone_dollars": alone,
+        "offline_cpu_seconds_a_window": offline,
+        "dynamic_program_cpu_seconds": time.process_time() - started,
+        "policies": {
+            entry.policy: {
+                "mean_dollars": entry.mean_dollars,
+                "mean_over_least": entry.mean_over_bound,
+                "missed_deadlines": entry.missed_deadlines,
+                "mean_moves": report.mean_moves[entry.policy],
+            }
+            for entry in report.policies
+        },
+    }
+
+
+def main() -> None:
+    """Measure every case and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one half")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    first, second = halves()
+    rows = []
+    for half, (traces, history) in enumerate([(first, second), (second, first)], start=1):
+        if arguments.quick and half == 2:
+            break
+        for deadline, restart in CASES:
+            row = {"half": half, **measure(traces, history, deadline, restart)}
+            rows.append(row)
+            shown = ", ".join(
+                f"{name} {entry['mean_dollars']:.2f} ({entry['mean_over_least']:.3f})"
+                for name, entry in row["policies"].items()
+            )
+            alone = ", ".join(
+                f"{zone[:10]} {dollars:.2f}"
+                for zone, dollars in row["dynamic_program_alone_dollars"].items()
+            )
+            print(
+                f"half {half}, {deadline} h, restart {restart} h, {row['num_windows']} windows: "
+                f"least {row['least_dollars']:.2f}, {shown}; dynamic program alone: {alone}; "
+                f"offline {row['offline_cpu_seconds_a_window']:.3f} CPU s a window, dynamic "
+                f"program {row['dynamic_program_cpu_seconds']:.2f} CPU s",
+                flush=True,
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Read spot prices from a plain table with one change of a price per line.
+
+Columns, in any order: ``Time`` (UTC, such as 2026-03-01T06:00:00Z), ``Instance``, ``$/h``, and
+``Zone`` or ``Region`` or both, and ``Cloud`` if it is known. A price holds until the next line of
+the same machine and place, the last ones until the last time in the file. An empty price means that
+the price is unknown from then on.
+"""
+
+import csv
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+
+from ..schema.errors import FileError, ProblemError
+from ..schema.files import read_text
+from ..schema.market import PriceHistory, utc_seconds, utc_text
+from .price_cells import dollars_of, files_of
+from .registry import price_importer
+
+_NEEDED = ("Time", "Instance", "$/h")
+_PLACES = ("Zone", "Region")
+_COLUMNS = (*_NEEDED, *_PLACES, "Cloud")
+
+_Key = tuple[str, str, str, str]
+
+
+@dataclass(slots=True)
+class _Changes:
+    """The changes of one machine's price in one place, and the last time in its file."""
+
+    seconds: list[float] = field(default_factory=list)
+    dollars: list[float | None] = field(default_factory=list)
+    until: float = 0.0
+
+
+@price_importer("csv-spot-prices")
+def read_csv_spot_prices(path: Path) -> tuple[PriceHistory, ...]:
+    """Read a file, or all ``.csv`` files under a folder; a machine and place is in one file only.
+
+    Raises:
+        FileError: A file is of another form, its times are out of order, or a price is invalid.
+    """
+    found: dict[_Key, _Changes] = {}
+    for one in files_of(path, ".csv"):
+        told = _read(one)
+        twice = next((key for key in told if key in found), None)
+        if twice is not None:
+            raise FileError(
+                f"{one}: another file has prices of {_title(twice)} too",
+                hint="put all prices of a machine and place into one file",
+            )
+        found |= told
+    if not found:
+        raise FileError(f"{path}: holds no prices")
+    return tuple(_history(key, changes) for key, changes in found.items())
+
+
+def _read(path: Path) -> dict[_Key, _Changes]:
+    reader = csv.DictReader(StringIO(read_text(path).removeprefix("\ufeff")), strict=True)
+    found: dict[_Key, _Changes] = {}
+    try:
+        names = [name.strip() for name in reader.fieldnames or ()]
+        reader.fieldnames = names
+        missing = [name for name in _NEEDED if name not in names]
+        if missing or not set(names) & set(_PLACES) or set(names) - set(_COLUMNS):
+            raise FileError(
+                f"{path}: line 1: must name the columns {', '.join(_NEEDED)} and Zone or Region",
+                hint="for example: Time,Cloud,Zone,Instance,$/h",
+            )
+        for row in reader:
+            if None in row or None in row.values():
+                raise ProblemError("has another number of cells than the first line")
+            _add(found, {name: cell.strip() for name, cell in row.items()})
+    except (ProblemError, csv.Error) as error:
+        message = error.message if isinstance(error, ProblemError) else str(error)
+        raise FileError(f"{path}: line {reader.line_num}: {message}") from None
+    until = max((changes.seconds[-1] for changes in found.values()), default=0.0)
+    for changes in found.values():
+        changes.until = until
+    return found
+
+
+def _add(found: dict[_Key, _Changes], cells: dict[str, str]) -> None:
+    cloud, zone, region = (cells.get(name, "") for name in ("Cloud", "Zone", "Region"))
+    key = cloud or "own", zone, region, cells["Instance"]
+    if not cells["Instance"] or not (zone or region):
+        raise ProblemError("must name an Instance, and a Zone or Region")
+    seconds = utc_seconds(cells["Time"], "the price", "Time")
+    price = dollars_of(cells["$/h"]) if cells["$/h"] else None
+    changes = found.setdefault(key, _Changes())
+    if changes.seconds and seconds <= changes.seconds[-1]:
+        raise ProblemError(f"{cells['Time']} does not come after the line of {_title(key)} before")
+    changes.seconds.append(seconds)
+    changes.dollars.append(price)
+
+
+def _history(key: _Key, changes: _Changes) -> PriceHistory:
+    cloud, zone, region, instance = key
+    return PriceHistory(
+        cloud=cloud,
+        zone=zone or None,
+        region=region or None,
+        instance_type=instance,
+        times=tuple(map(utc_text, changes.seconds)),
+        dollars_per_hour=tuple(changes.dollars),
+        known_until=utc_text(changes.until),
+    )
+
+
+def _title(key: _Key) -> str:
+    return " ".join(word for word in key if word)

@@ -1,0 +1,1 @@
+"""One job under a deadline that may move between zones."""

@@ -1,0 +1,1 @@
+"""Policies for a job that may move between zones: one a file."""

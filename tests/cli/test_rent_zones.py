@@ -1,0 +1,123 @@
+"""``hetflow rent zones``, and the windows of Can't Be Late with their times."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.market import Availability, Market
+
+START = "2024-01-01T00:00:00Z"
+ASKED = ("--work-hours", 1, "--deadline-hours", 2, "--on-demand", 3, "--spot", 1,
+         "--restart-seconds", 0)  # fmt: skip
+
+
+@pytest.fixture
+def market(tmp_path: Path) -> Path:
+    """Two zones that take turns of an hour."""
+    zones = {"a": (1,) * 6 + (0,) * 6, "b": (0,) * 6 + (1,) * 6}
+    windows = tuple(
+        Availability(zone=zone, start=START, tick_seconds=600.0, available=ticks * 4)  # type: ignore[arg-type]
+        for zone, ticks in zones.items()
+    )
+    target = tmp_path / "market.json"
+    files.write(target, Market(availability=windows))
+    return target
+
+
+def test_zones_are_replayed_and_shown(hetflow, market: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "zones.json"
+    asked = ("--work-hours", 1.5, "--spot", "b=1", "--move-dollars", 0.1, "--learn-until",
+             "2024-01-01T04:00:00Z", "-o", kept)  # fmt: skip
+    answer = hetflow("rent", "zones", market, *ASKED, *asked)
+    assert answer.code == 2
+    assert "--spot must be one price for all zones, or ZONE=DOLLARS of each" in answer.stderr
+    answer = hetflow("rent", "zones", market, "--deadline-hours", 2, "--on-demand", 3,
+                     "--restart-seconds", 0, "--spot", "a=0.5", *asked)  # fmt: skip
+    assert answer.code == 0, answer.stderr
+    report = json.loads(kept.read_text())
+    assert report["schema"] == "hetflow.rent_zones/1"
+    assert report["windows"] == ["2024-01-01T04:00:00Z", "2024-01-01T06:00:00Z"]
+    # An hour in a, half an hour in b, and the move between them.
+    assert report["bound_dollars"] == pytest.approx([1.1, 1.1])
+    assert report["alone_dollars"]["a"] == pytest.approx([2.0, 2.0])
+    dollars = {entry["policy"]: entry["dollars"] for entry in report["policies"]}
+    assert dollars["greedy"] == pytest.approx([1.1, 1.1])
+    assert report["mean_moves"]["greedy"] == 1
+    assert "take " in answer.stdout
+    assert "(only a)" in hetflow("show", kept).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--deadline-hours", 0.5), 3, "the soonest is 1 h, for 3.00 dollars"),
+        (("--policy", "dynamic_program"), 2, "add --history FILE or --learn-until TIME"),
+        (("--policy", "uniform"), 2, "did you mean 'uniform_progress'?"),
+        (("--learn-until", "2030-01-01T00:00:00Z"), 2, "leaves nothing to replay on"),
+        (("--learn-until", "2024-01-01T04:00:00"), 2, "is not in UTC"),
+        (("--every-hours", 0.01), 2, "must be at least a tick"),
+        (("--deadline-hours", 9), 2, "the zones have 48 ticks in common"),
+    ],
+)
+def test_what_is_wrong_is_said(hetflow, market: Path, options: tuple, code: int, said: str) -> None:
+    answer = hetflow("rent", "zones", market, *ASKED, *options)
+    assert answer.code == code, answer.stderr
+    assert said in answer.stderr
+    assert answer.stderr.count("\n") <= 2
+
+
+@pytest.mark.parametrize(
+    ("spot", "said"),
+    [
+        ("us-1aa=1", "did you mean 'us-1a'?"),
+        ("us-1a=1", "there is no spot price of zone 'us-1b'"),
+        ("cheap", "--spot must be a price or such as us-west-2a=0.97, got 'cheap'"),
+        ("nan", "must be >= 0 and finite"),
+    ],
+)
+def test_prices_of_zones_are_checked(hetflow, tmp_path: Path, spot: str, said: str) -> None:
+    windows = tuple(
+        Availability(zone=zone, start=START, tick_seconds=600.0, available=(1,) * 12)
+        for zone in ("us-1a", "us-1b")
+    )
+    files.write(tmp_path / "market.json", Market(availability=windows))
+    answer = hetflow("rent", "zones", tmp_path / "market.json", "--work-hours", 1,
+                     "--deadline-hours", 2, "--on-demand", 3, "--spot", spot)  # fmt: skip
+    assert answer.code == 2
+    assert said in answer.stderr
+
+
+def test_published_windows_get_their_place_in_time(hetflow, tmp_path: Path) -> None:
+    for name, offset, ticks in (("0", 3, [0, 1, 1]), ("1", 5, [1, 0, 0])):  # 1 is gone
+        document = {
+            "original_trace": "data/us-west-2a.json",
+            "metadata": {"gap_seconds": 600, "start_time": offset}, "data": ticks,
+        }  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    target = tmp_path / "out" / "market.json"
+    target.parent.mkdir()
+    answer = hetflow("import", tmp_path, "--format", "cant-be-late", "--trace-start", START, "-o",
+                     target)  # fmt: skip
+    assert answer.code == 0, answer.stderr
+    windows = files.read(target, Market).availability
+    assert [(one.zone, one.start) for one in windows] == [
+        ("us-west-2a", "2024-01-01T00:30:00Z"), ("us-west-2a", "2024-01-01T00:50:00Z"),
+    ]  # fmt: skip
+    # Joined, the tick that both windows have counts once: there, gone, gone, there, there.
+    odds = hetflow("rent", "odds", target, "--json")
+    (zone,) = json.loads(odds.stdout)["zones"]
+    assert (zone["num_windows"], zone["available_share"]) == (2, pytest.approx(3 / 5))
+    unplaced = hetflow("import", tmp_path, "--format", "cant-be-late", "-o", tmp_path / "out" / "m")
+    assert unplaced.code == 0, unplaced.stderr
+    answer = hetflow("rent", "zones", tmp_path / "out" / "m", *ASKED)
+    assert answer.code == 2
+    assert "a window does not say when it begins" in answer.stderr
+    (tmp_path / "1.json").write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [1]}))
+    answer = hetflow("import", tmp_path, "--format", "cant-be-late", "--trace-start", START)
+    assert answer.code == 2
+    assert "1.json: original_trace and metadata.start_time must say" in answer.stderr
+    answer = hetflow("import", tmp_path, "--format", "cant-be-late", "--trace-start", "today")
+    assert answer.code == 2
+    assert "--trace-start: time must be a time such as" in answer.stderr
