@@ -94,8 +94,10 @@ def _saved(node: Any, name: str) -> Tensor | None:
 
     Unpacking would run hooks, such as those that recompute a checkpointed part.
     """
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    found = raw.data if hasattr(raw, "data") else None if raw is None else _shown(raw)
+    raw: Any = getattr(node, f"_raw_saved_{name}", None)
+    if raw is None:
+        return None
+    found = raw.data if hasattr(raw, "data") else _shown(raw)
     return found if isinstance(found, Tensor) else None
 
 
