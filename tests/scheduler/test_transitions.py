@@ -95,4 +95,4 @@ def test_every_exchange_ends_where_it_was_decided(
         if one.state == "running":
             holding[job] = replace(waiting.pop(job), state="running")
     assert {job: list(one.devices) for job, one in holding.items()} == then
-    assert len(stopped) <= len(then) // 2  # a circle has two or more
+    assert not stopped or min(then) not in stopped  # the last of a circle is never the first
