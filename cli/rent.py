@@ -6,6 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json
+from .rent_options import (
+    DeadlineHours,
+    OnDemand,
+    Output,
+    Policies,
+    RestartSeconds,
+    Spot,
+    WindowsHistory,
+    WorkHours,
+)
 
 if TYPE_CHECKING:
     from ..schema.market import RentReport
@@ -18,30 +28,14 @@ def rent(
             help="Windows of availability: hetflow.market/1, Can't Be Late's JSON, or folders."
         ),
     ],
-    work_hours: Annotated[
-        float, typer.Option(help="Hours of work, on a machine that is never lost.", min=0.0)
-    ],
-    deadline_hours: Annotated[float, typer.Option(help="Hours until it must be done.", min=0.0)],
-    on_demand: Annotated[float, typer.Option(help="Dollars per hour on demand.", min=0.0)],
-    spot: Annotated[float, typer.Option(help="Dollars per hour of a spot machine.", min=0.0)],
-    restart_seconds: Annotated[
-        float,
-        typer.Option(min=0.0, help="Seconds from a launch until work continues from a checkpoint."),
-    ] = 300.0,
-    history: Annotated[
-        list[Path] | None,
-        typer.Option(help="Windows that dynamic_program learns from; may be repeated."),
-    ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="on_demand, greedy, time_sliced, uniform_progress or dynamic_program; may be "
-            "repeated. Default: all that can be used."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the report here.")
-    ] = None,
+    work_hours: WorkHours,
+    deadline_hours: DeadlineHours,
+    on_demand: OnDemand,
+    spot: Spot,
+    restart_seconds: RestartSeconds = 300.0,
+    history: WindowsHistory = None,
+    policy: Policies = None,
+    output: Output = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json
+from .rent_options import DeadlineHours, EveryHours, OnDemand, Output, Spot
 
 
 def rent_fleet(
@@ -14,11 +15,9 @@ def rent_fleet(
         typer.Argument(help="Markets with the capacity to replay on: hetflow.market/1."),
     ],
     work_hours: Annotated[float, typer.Option(help="Hours of work, on one machine.", min=0.0)],
-    deadline_hours: Annotated[float, typer.Option(help="Hours until it must be done.", min=0.0)],
-    on_demand: Annotated[
-        float, typer.Option(help="Dollars per hour of a machine on demand.", min=0.0)
-    ],
-    spot: Annotated[float, typer.Option(help="Dollars per hour of a spot machine.", min=0.0)],
+    deadline_hours: DeadlineHours,
+    on_demand: OnDemand,
+    spot: Spot,
     machines: Annotated[
         int | None,
         typer.Option(min=1, help="The most to use, if n machines are n times as fast as one."),
@@ -30,10 +29,7 @@ def rent_fleet(
     resize_seconds: Annotated[
         float, typer.Option(min=0.0, help="Nobody works for so long when the machines change.")
     ] = 60.0,
-    every_hours: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Start a window each so many hours; else one after another."),
-    ] = None,
+    every_hours: EveryHours = None,
     history: Annotated[
         list[Path] | None,
         typer.Option(help="Markets that dynamic_program learns from; may be repeated."),
@@ -45,9 +41,7 @@ def rent_fleet(
             "Default: all that can be used."
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the report here.")
-    ] = None,
+    output: Output = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:

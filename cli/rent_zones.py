@@ -7,6 +7,16 @@ from typing import Annotated
 import typer
 
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json
+from .rent_options import (
+    DeadlineHours,
+    EveryHours,
+    OnDemand,
+    Output,
+    Policies,
+    RestartSeconds,
+    WindowsHistory,
+    WorkHours,
+)
 
 
 def rent_zones(
@@ -16,44 +26,25 @@ def rent_zones(
             help="Availability of several zones that says when it begins: hetflow.market/1."
         ),
     ],
-    work_hours: Annotated[
-        float, typer.Option(help="Hours of work, on a machine that is never lost.", min=0.0)
-    ],
-    deadline_hours: Annotated[float, typer.Option(help="Hours until it must be done.", min=0.0)],
-    on_demand: Annotated[float, typer.Option(help="Dollars per hour on demand.", min=0.0)],
+    work_hours: WorkHours,
+    deadline_hours: DeadlineHours,
+    on_demand: OnDemand,
     spot: Annotated[
         list[str],
         typer.Option(help="Dollars per hour of a spot machine, or ZONE=DOLLARS of each (repeat)."),
     ],
-    restart_seconds: Annotated[
-        float,
-        typer.Option(min=0.0, help="Seconds from a launch until work continues from a checkpoint."),
-    ] = 300.0,
+    restart_seconds: RestartSeconds = 300.0,
     move_dollars: Annotated[
         float, typer.Option(min=0.0, help="Dollars for each move between zones (egress).")
     ] = 0.0,
-    every_hours: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Start a window each so many hours; else one after another."),
-    ] = None,
-    history: Annotated[
-        list[Path] | None,
-        typer.Option(help="Windows that dynamic_program learns from; may be repeated."),
-    ] = None,
+    every_hours: EveryHours = None,
+    history: WindowsHistory = None,
     learn_until: Annotated[
         str | None,
         typer.Option(help="Else learn from what is before this time: 2023-02-20T00:00:00Z."),
     ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="on_demand, greedy, time_sliced, uniform_progress or dynamic_program; may be "
-            "repeated. Default: all that can be used."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the report here.")
-    ] = None,
+    policy: Policies = None,
+    output: Output = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
