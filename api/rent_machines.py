@@ -1,40 +1,53 @@
 """``hetflow.rent_machines``."""
 
+from pathlib import Path
+
 from ..planning.inputs import Profiles, profiles_of
 from ..planning.market_prices import Markets, markets_of
-from ..planning.static_choice import StaticChoice, static_choices
+from ..planning.static_choice import StaticChoice, measured_choices, static_choices
+from ..schema.errors import ProblemError
+from ..schema.jobs import Throughputs
+from .files import throughputs_of
+from .naming import names_arguments
 
 
+@names_arguments()
 def rent_machines(
     market: Markets,
-    profiles: Profiles,
+    profiles: Profiles | None = None,
     *,
-    batch_size: int,
     steps: int,
-    most_devices: int = 8,
+    batch_size: int | None = None,
+    throughputs: Throughputs | Path | str | None = None,
+    most_devices: int | None = None,
     model: str | None = None,
     at: str | None = None,
 ) -> tuple[StaticChoice, ...]:
     """List the machines that could train a model, with hours and dollars; cheapest first.
 
-    Each choice has a number of devices of one or two types. The batch split solver predicts its
-    step. Whole machines are paid for, spot or on demand, at the prices of one time.
+    With profiles, each choice has a number of devices of one or two types, and the batch split
+    solver predicts its step. With throughputs, choices are the numbers of devices and the mixes
+    that these list. Whole machines are paid for, spot or on demand, at the prices of one time.
 
     Args:
         market: Markets, or their files.
         profiles: Profiles, or their folder.
-        batch_size: Global batch, samples per step.
         steps: Steps of the whole training.
-        most_devices: Most devices of each type.
-        model: Name of the model; None if all profiles are of one model.
+        batch_size: Global batch, samples per step. Throughputs need none; without it they give no
+            price per sample.
+        throughputs: Throughputs, or their file, instead of profiles.
+        most_devices: Most devices of each type; None takes 8 of each profiled type, or all that the
+            throughputs list.
+        model: Name of the model; None if all profiles or throughputs are of one model.
         at: The time of the prices, such as ``2020-03-07T00:00:00Z``; None takes the last known.
 
     Returns:
         The choices, those of the Pareto front over hours and dollars marked.
 
     Raises:
-        ProblemError: No machine has a profiled device, or a number is not >= 1.
-        InfeasibleError: No choice has a plan for the batch.
+        ProblemError: Not just one of profiles and throughputs is given, no machine has a device
+            that they know, or a number is not >= 1.
+        InfeasibleError: No choice has a plan for the batch, or just the devices of a throughput.
         FileError: A file is missing or has faults.
 
     Example:
@@ -49,11 +62,28 @@ def rent_machines(
         >>> round(choices[0].dollars, 6), choices[0].machines
         (0.5, {'p3 on demand': 1})
     """
+    if throughputs is not None and profiles is None:
+        return measured_choices(
+            throughputs_of(throughputs, pairs=False),
+            markets_of(market),
+            steps=steps,
+            batch_size=batch_size,
+            most_devices=most_devices,
+            model=model,
+            at=at,
+        )
+    if profiles is None or throughputs is not None:
+        given = "neither profiles nor" if profiles is None else "both profiles and"
+        raise ProblemError(
+            f"{given} throughputs are given", hint="give one of --profiles and --throughputs"
+        )
+    if batch_size is None:
+        raise ProblemError("profiles need a batch size", hint="add --batch-size N")
     return static_choices(
         profiles_of(profiles, model),
         markets_of(market),
         batch_size=batch_size,
         steps=steps,
-        most_devices=most_devices,
+        most_devices=8 if most_devices is None else most_devices,
         at=at,
     )

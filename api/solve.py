@@ -1,6 +1,8 @@
 """``hetflow.solve``."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..planning.inputs import Pool, Profiles, name_of, pool_of, profiles_of, under_todays_names
 from ..planning.limits import Limits
@@ -21,6 +23,9 @@ from ..schema.pipeline import StageCost
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from .naming import names_arguments
 
+if TYPE_CHECKING:
+    from ..planning.market_prices import DevicePrice, Markets
+
 
 @names_arguments(
     gpus="pool",
@@ -28,6 +33,7 @@ from .naming import names_arguments
     time_limit="time_limit_seconds",
     state_bytes_per_weight_byte="optimizer=OptimizerState(...)",
     memory_reserve="memory_reserve_bytes",
+    no_spot="spot=False",
 )
 def solve(
     profiles: Profiles,
@@ -59,6 +65,9 @@ def solve(
     recompute: bool = True,
     sequence_parallel: bool | None = None,
     shard_optimizer: bool = False,
+    market: "Markets | None" = None,
+    at: str | None = None,
+    spot: bool | None = None,
 ) -> Plan:
     """Find the best plan for a model on a pool; the plan carries its proof and has been checked.
 
@@ -101,12 +110,17 @@ def solve(
             tokens between the layers that they share; None only if no plan fits otherwise.
         shard_optimizer: With ``strategy="parallel"``: whether each replica of a stage keeps and
             updates only a share of the optimizer's state (ZeRO-1).
+        market: Markets, or their files. The plan's prediction gets the dollars of its devices, at
+            the cheapest price of each type; what is minimised stays the same.
+        at: The time of those prices, such as ``2020-03-07T00:00:00Z``; None takes the last known.
+        spot: Whether to count only spot prices, or only those on demand; None counts both.
 
     Returns:
         A plan that ``hetflow.check`` accepts for these profiles and this pool.
 
     Raises:
-        ProblemError: Profiles, pool and options do not fit together.
+        ProblemError: Profiles, pool and options do not fit together, or a device type of the pool
+            has no price in the market.
         InfeasibleError: No plan exists; the message says what to relax.
         FileError: A file is missing or has faults.
         BackendError: A solver's plan fails its check, which is a bug.
@@ -123,6 +137,11 @@ def solve(
         (2, 0.2, 0.0)
     """
     devices = pool_of(pool)
+    offers: dict[str, DevicePrice] = {}
+    if market is not None or at is not None or spot is not None:
+        from ..planning.market_prices import asked_prices
+
+        devices, offers = asked_prices(devices, market, at, spot=spot)
     known = under_todays_names(profiles_of(profiles, model), devices.num_devices)
     used: tuple[str, ...] = ()
     measures = cost_model == "measured"
@@ -159,4 +178,11 @@ def solve(
         limits=Limits(time_limit_seconds, gap),
         corrected_by=used,
     )
-    return solve_request(request)
+    plan = solve_request(request)
+    if not offers:
+        return plan
+    prices = {
+        name: {"dollars_per_hour": one.dollars_per_hour, "machine": one.title}
+        for name, one in offers.items()
+    }
+    return replace(plan, provenance={**(plan.provenance or {}), "prices": prices})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from . import completing
-from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note, warn
+from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note, price_text, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -120,7 +120,7 @@ def _prices(pool: "Pool", market: list[Path] | None, at: str | None) -> "Iterato
 
     if market:
         for name, price in priced_pool(pool_of(pool), markets_of(market), at)[1].items():
-            yield f"{name}: {price.dollars_per_hour:.4g} $ per device and hour, {price.title}"
+            yield f"{name}: {price_text(price.dollars_per_hour, price.title)}"
 
 
 def warn_of_left_out(left_out: "Mapping[str, str]") -> None:

@@ -168,6 +168,11 @@ def asked_pool(gpus: str | None, cluster: Path | None) -> str | Path:
     return named
 
 
+def price_text(dollars_per_hour: float, machine: str) -> str:
+    """The price of a device of a type, and the machine whose share it is."""
+    return f"{dollars_per_hour:.4g} $ per device and hour, {machine}"
+
+
 def asked_reserve(text: str | None) -> int | None:
     """Read ``--memory-reserve`` in bytes; None if it is not given.
 

@@ -15,12 +15,29 @@ if TYPE_CHECKING:
 
 def rent_machines(
     markets: Annotated[list[Path], typer.Argument(help="Markets with prices: hetflow.market/1.")],
-    profiles: Annotated[Path, typer.Option(help="Profiles of the model, a folder.")],
-    batch_size: Annotated[int, typer.Option(min=1, help="The global batch.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps of the whole training.")],
-    most_devices: Annotated[int, typer.Option(min=1, help="Devices of each type at most.")] = 8,
+    profiles: Annotated[Path | None, typer.Option(help="Profiles of the model, a folder.")] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="The global batch; with throughputs only for $/million samples."),
+    ] = None,
+    throughputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of profiles: throughputs (hetflow.throughputs/1, .csv, or Gavel's "
+            "table), with the numbers of devices that they list."
+        ),
+    ] = None,
+    most_devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Devices of each type at most [default: 8; with throughputs all that they list].",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model, where profiles hold several.")
+        str | None, typer.Option(help="The model, where profiles or throughputs hold several.")
     ] = None,
     at: Annotated[
         str | None,
@@ -53,6 +70,7 @@ def rent_machines(
 
     \b
     hetflow rent machines aws.json azure.json --profiles profiles --batch-size 1024 --steps 90000
+    hetflow rent machines aws.json --throughputs throughputs.json --model resnet50 --steps 90000
     hetflow export plan.json --to skypilot --market aws.json -- train.py
     """
     from dataclasses import asdict
@@ -61,9 +79,14 @@ def rent_machines(
     from ..planning.inputs import profiles_of
     from ..planning.market_prices import markets_of
     from ..planning.static_choice import chosen, plan_of_choice
-    from ..schema.errors import HetflowError
+    from ..schema.errors import HetflowError, ProblemError
     from ..schema.files import check_writable, write
 
+    if output is not None and throughputs is not None:
+        raise ProblemError(
+            "throughputs make no plan to write",
+            hint="leave --output out, or give --profiles DIR instead of --throughputs",
+        )
     if plot is not None:
         if plot.suffix.lower() not in (".png", ".svg"):
             raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
@@ -74,21 +97,23 @@ def rent_machines(
     found = choices_of(
         markets,
         profiles,
-        batch_size=batch_size,
         steps=steps,
+        batch_size=batch_size,
+        throughputs=throughputs,
         most_devices=most_devices,
         model=model,
         at=at,
     )
     best = chosen(found, deadline_hours=deadline_hours, budget_dollars=budget)
-    if output is not None:
+    if output is not None and profiles is not None and batch_size is not None:
         plan = plan_of_choice(
             best, profiles_of(profiles, model), markets_of(markets), batch_size=batch_size, at=at
         )
         write(output, plan, force=force)
     shown = [one for place, one in enumerate(found) if one.is_pareto or place < top]
     if plot is not None:
-        _draw(found, plot, f"{steps} steps of {batch_size} samples", force=force)
+        samples = "" if batch_size is None else f" of {batch_size} samples"
+        _draw(found, plot, f"{steps} steps{samples}", force=force)
     if json:
         emit_json({"choice": asdict(best), "choices": [asdict(one) for one in shown]})
         return
@@ -128,7 +153,9 @@ def _table(shown: "list[StaticChoice]") -> str:
         (
             f"{one.dollars:.2f}",
             f"{one.hours:.4g}",
-            f"{one.dollars_per_million_samples:.4g}",
+            "-"
+            if one.dollars_per_million_samples is None
+            else f"{one.dollars_per_million_samples:.4g}",
             _devices(one),
             _machines(one),
             "" if one.is_pareto else "dearer or slower",

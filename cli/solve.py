@@ -16,6 +16,7 @@ from .common import (
     asked_reserve,
     emit_file,
     note,
+    price_text,
     shows_progress,
 )
 from .names import one_of
@@ -231,6 +232,25 @@ def solve(
             "profiles measured beside tensors. The plan keeps it, and check takes it from there."
         ),
     ] = None,
+    market: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Prices of the pool's devices (hetflow.market/1, may be repeated): the plan says "
+            "its dollars; the time is what is minimised all the same."
+        ),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(help="When, as 2020-03-07T00:00:00Z; else the market's last prices."),
+    ] = None,
+    spot: Annotated[
+        bool | None,
+        typer.Option(
+            "--spot/--no-spot",
+            help="Count only spot prices, or only those on demand [default: the cheapest].",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here, else to stdout.")
     ] = None,
@@ -282,12 +302,17 @@ def solve(
         recompute=recompute,
         sequence_parallel=sequence_parallel,
         shard_optimizer=shard_optimizer,
+        market=market or None,
+        at=at,
+        spot=spot,
     )
     emit_file(plan, output, force=force, json=json)
     if shows_progress():
         from ..reports.tables import table_of
 
         note(table_of(plan))
+        for name, price in (plan.provenance or {}).get("prices", {}).items():
+            note(f"{name}: {price_text(price['dollars_per_hour'], price['machine'])}")
     if output is not None:
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
     if Limits(time_limit, gap).is_missed(plan):

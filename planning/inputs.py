@@ -1,6 +1,7 @@
 """Read profiles and pools from any form in which callers give them."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,13 +84,25 @@ def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...
 
 def types_of(plan: "Plan") -> tuple[str, ...]:
     """List the device types that a plan uses."""
+    return tuple(devices_of(plan))
+
+
+def devices_of(plan: "Plan") -> dict[str, int]:
+    """Count the devices of each type that a plan uses."""
     from ..schema.parallel import ParallelPlan
     from ..schema.plan import SplitPlan
 
     if isinstance(plan, ParallelPlan):
-        return tuple(plan.devices_by_type)
-    parts = plan.groups if isinstance(plan, SplitPlan) else plan.stages
-    return tuple(dict.fromkeys(part.device_type for part in parts))
+        return plan.devices_by_type
+    used: Counter[str] = Counter()
+    if isinstance(plan, SplitPlan):
+        for group in plan.groups:
+            used[group.device_type] += group.num_devices
+        return dict(used)
+    held = {(stage.device_type, stage.first_device): stage for stage in plan.stages}
+    for stage in held.values():  # stages of a device's chunks are on the same devices
+        used[stage.device_type] += stage.num_replicas
+    return dict(used)
 
 
 def under_todays_names(profiles: Sequence[Profile], types: Iterable[str]) -> tuple[Profile, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..checks import plan_dollars
 from ..schema.cluster import Cluster
 from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
@@ -42,6 +43,18 @@ def faults_of_plan(
     free = memory_reserve_bytes
     if free is None:
         free = asked_bytes(plan.reserves)
+    found = _faults_of_kind(plan, profiles, pool, link_bytes_per_second, optimizer, free)
+    return found + plan_dollars.check(plan)
+
+
+def _faults_of_kind(
+    plan: Plan,
+    profiles: Sequence[Profile] | None,
+    pool: Cluster | None,
+    link_bytes_per_second: float | None,
+    optimizer: OptimizerState | None,
+    free: int,
+) -> list[str]:
     if isinstance(plan, PipelinePlan):
         if profiles is None:
             raise ProblemError(

@@ -1,6 +1,6 @@
 """Prices of device types from markets at one time, for pools and for simulations."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,13 +43,16 @@ def markets_of(given: Markets) -> tuple[Market, ...]:
     return tuple(one if isinstance(one, Market) else files.read(Path(one), Market) for one in each)
 
 
-def device_prices(markets: Sequence[Market], at: str | None = None) -> dict[str, DevicePrice]:
+def device_prices(
+    markets: Sequence[Market], at: str | None = None, *, spot: bool | None = None
+) -> dict[str, DevicePrice]:
     """Find the cheapest price of a device of each type, spot or on demand.
 
     Args:
         markets: Instance types with prices, and price histories.
         at: The time in UTC, such as ``2020-03-07T00:00:00Z``. None takes the last time that each
             market's histories know.
+        spot: Whether to count only spot prices, or only those on demand; None counts both.
 
     Returns:
         Device type -> its cheapest offer.
@@ -57,9 +60,14 @@ def device_prices(markets: Sequence[Market], at: str | None = None) -> dict[str,
     Raises:
         ProblemError: A history is of an instance type that the market does not describe.
     """
-    found = all_prices(markets, at)
+    found = {
+        name: [price for price in each if spot in (None, price.is_spot)]
+        for name, each in all_prices(markets, at).items()
+    }
     return {
-        name: min(each, key=lambda price: price.dollars_per_hour) for name, each in found.items()
+        name: min(each, key=lambda price: price.dollars_per_hour)
+        for name, each in found.items()
+        if each
     }
 
 
@@ -149,7 +157,7 @@ def _price_at(stretches: Sequence[tuple[float, float, float | None]], when: floa
 
 
 def priced_pool(
-    pool: Cluster, markets: Sequence[Market], at: str | None = None
+    pool: Cluster, markets: Sequence[Market], at: str | None = None, *, spot: bool | None = None
 ) -> tuple[Cluster, dict[str, DevicePrice]]:
     """Replace a pool's prices by the markets' cheapest ones.
 
@@ -157,6 +165,7 @@ def priced_pool(
         pool: The devices.
         markets: Instance types with prices, and price histories.
         at: The time in UTC; None takes the last known prices.
+        spot: Whether to count only spot prices, or only those on demand; None counts both.
 
     Returns:
         The pool with the new prices, and device type -> the offer that gives the price.
@@ -164,16 +173,17 @@ def priced_pool(
     Raises:
         ProblemError: A device type of the pool has no price at that time.
     """
-    prices = device_prices(markets, at)
+    prices = device_prices(markets, at, spot=spot)
     pool = pool.spelled_as(prices)
     for name in pool.num_devices:
         if name not in prices:
             guess = nearest(name, list(prices))
+            kind = {None: "price", True: "spot price", False: "price on demand"}[spot]
             raise ProblemError(
-                f"the market has no price of {name!r}"
+                f"the market has no {kind} of {name!r}"
                 + (f" at {utc_text(utc_seconds(at, '--at', 'time'))}" if at else "")
                 + (f"; did you mean {guess!r}?" if guess else ""),
-                hint=f"it has prices of {', '.join(sorted(prices)) or 'nothing'}",
+                hint=_other_prices(name, markets, at, prices, spot),
             )
     kinds = {
         name: replace(kind, dollars_per_hour=prices[name].dollars_per_hour)
@@ -185,6 +195,19 @@ def priced_pool(
     return replace(pool, device_types=kinds), used
 
 
+def _other_prices(
+    name: str,
+    markets: Sequence[Market],
+    at: str | None,
+    prices: Mapping[str, DevicePrice],
+    spot: bool | None,
+) -> str:
+    """Say what has a price, for the error of a device type that has none of the kind asked for."""
+    if spot is not None and name in device_prices(markets, at):
+        return f"it has another one: leave {'--spot' if spot else '--no-spot'} out"
+    return f"it has prices of {', '.join(sorted(prices)) or 'nothing'}"
+
+
 def priced_by(pool: Cluster, market: Markets | None, at: str | None) -> Cluster:
     """Replace a pool's prices by those of markets; without markets, return it unchanged.
 
@@ -192,11 +215,33 @@ def priced_by(pool: Cluster, market: Markets | None, at: str | None) -> Cluster:
         ProblemError: A time is given without a market, or a device type has no price at that time.
         FileError: A file is missing or has faults.
     """
+    return asked_prices(pool, market, at)[0]
+
+
+def asked_prices(
+    pool: Cluster, market: Markets | None, at: str | None, *, spot: bool | None = None
+) -> tuple[Cluster, dict[str, DevicePrice]]:
+    """Return a pool with markets' prices, and the offers that give them, by the pool's types.
+
+    Without markets, the pool is returned unchanged, with no offers.
+
+    Raises:
+        ProblemError: A time or a kind of prices is given without a market, or a device type has no
+            such price at that time.
+        FileError: A file is missing or has faults.
+    """
     if market is None:
-        if at is not None:
-            raise ProblemError("a time of prices is given, and no market", hint="add --market FILE")
-        return pool
-    return priced_pool(pool, markets_of(market), at)[0]
+        if at is not None or spot is not None:
+            what = "time" if at is not None else "kind"
+            raise ProblemError(
+                f"a {what} of prices is given, and no market", hint="add --market FILE"
+            )
+        return pool, {}
+    priced, offers = priced_pool(pool, markets_of(market), at, spot=spot)
+    own = {name.lower(): name for name in pool.num_devices}
+    return priced.spelled_as(pool.device_types), {
+        name if name in pool.num_devices else own[name.lower()]: one for name, one in offers.items()
+    }
 
 
 def market_offers(

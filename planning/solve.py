@@ -15,6 +15,7 @@ from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
 from .inputs import flat, types_of
 from .limits import Clock
+from .plan_dollars import with_dollars
 from .request import SolveRequest, SplitOptions
 
 _log = logging.getLogger("hetflow")
@@ -33,6 +34,7 @@ def solve(request: SolveRequest) -> Plan:
         BackendError: A solver's plan fails its check, which is a bug.
     """
     plan = _with_reserves(_with_estimates(_plan(request), request), request)
+    plan = with_dollars(plan, request.pool)
     if request.pool != flat(request.pool):
         plan = dataclasses.replace(plan, cluster=request.pool)
     if not request.corrected_by:

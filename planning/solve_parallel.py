@@ -3,16 +3,11 @@
 import logging
 from dataclasses import replace
 
-from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, InfeasibleError, ProblemError
-from ..schema.parallel import (
-    ParallelAlternative,
-    ParallelPlan,
-    ParallelPrediction,
-    ParallelProblem,
-)
+from ..schema.parallel import ParallelPlan, ParallelProblem
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
 from .limits import Clock
+from .plan_dollars import priced
 from .request import PipelineOptions, SolveRequest
 from .solve_pipeline import links_between, trace_for
 
@@ -76,8 +71,10 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
         )
     return replace(
         plan,
-        predicted=_with_dollars(plan, request.pool),
-        alternatives=tuple(replace(o, predicted=_with_dollars(o, request.pool)) for o in others),
+        alternatives=tuple(
+            replace(one, predicted=priced(one.predicted, one.devices_by_type, request.pool))
+            for one in others
+        ),
         with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
         sequence_parallel=request.parallel.sequence_parallel or None,
         link_bytes_per_second=asked.link_bytes_per_second,
@@ -142,14 +139,3 @@ def _check_flags(request: SolveRequest) -> None:
             "--fastest does not go with parallel plans: the fastest on paper is what is taken",
             hint="leave it out",
         )
-
-
-def _with_dollars(plan: ParallelPlan | ParallelAlternative, pool: Cluster) -> ParallelPrediction:
-    """Add the cost of the devices in use, if every price is known."""
-    total = 0.0
-    for name, number in plan.devices_by_type.items():
-        price = pool.device_types[name].dollars_per_hour
-        if price is None:
-            return plan.predicted
-        total += price * number
-    return replace(plan.predicted, dollars_per_hour=total)

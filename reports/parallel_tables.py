@@ -9,6 +9,7 @@ from ..schema.parallel import (
     ParallelPrediction,
     ParallelStage,
 )
+from ..schema.plan import Prediction
 from .grid import grid, mebibytes, milliseconds
 from .parallel_terms import step_terms
 
@@ -78,9 +79,18 @@ def _step(predicted: ParallelPrediction) -> str:
         parts.append(f"update {milliseconds(predicted.update_seconds)}")
     if predicted.bubble_fraction is not None:
         parts.append(f"bubble {100 * predicted.bubble_fraction:.3g} %")
-    if predicted.dollars_per_hour is not None:
-        parts.append(f"{predicted.dollars_per_hour:.2f} $/hour")
-    return f"{', '.join(parts)}; {predicted.samples_per_second:.1f} samples/s"
+    samples = f"{predicted.samples_per_second:.1f} samples/s"
+    return f"{', '.join(parts)}; {samples}{dollars_text(predicted)}"
+
+
+def dollars_text(predicted: Prediction | ParallelPrediction) -> str:
+    """Text such as ``; 12.24 $/hour, 0.0354 $/million samples``; empty without prices."""
+    if predicted.dollars_per_hour is None:
+        return ""
+    text = f"; {predicted.dollars_per_hour:.2f} $/hour"
+    if predicted.dollars_per_million_samples is not None:
+        text += f", {predicted.dollars_per_million_samples:.4g} $/million samples"
+    return text
 
 
 def _points(plan: ParallelPlan) -> str:
@@ -97,13 +107,17 @@ def _points(plan: ParallelPlan) -> str:
             milliseconds(one.predicted.step_seconds),
             one.num_devices,
             mebibytes(max(one.predicted.memory_bytes.values())),
-            _price(one.predicted.dollars_per_hour),
+            _price(one.predicted.dollars_per_hour, ".2f"),
+            _price(one.predicted.dollars_per_million_samples, ".4g"),
             _what_grew(own, one),
             _layout(one),
         )
         for one in (own, *plan.alternatives)
     ]
-    headers = ("step", "devices", "fullest device", "$/hour", "slower by", "layers: replicas")
+    headers = (
+        "step", "devices", "fullest device", "$/hour", "$/million samples", "slower by",
+        "layers: replicas",
+    )  # fmt: skip
     return grid(headers, rows)
 
 
@@ -138,5 +152,5 @@ def _what_grew(best: ParallelAlternative, other: ParallelAlternative) -> str:
     return f"{most.replace('_', ' ')} +{milliseconds(grown[most])}"
 
 
-def _price(dollars: float | None) -> str:
-    return "-" if dollars is None else f"{dollars:.2f}"
+def _price(dollars: float | None, form: str) -> str:
+    return "-" if dollars is None else format(dollars, form)

@@ -21,7 +21,7 @@ from .market_tables import (
     strategies_table,
     zones_table,
 )
-from .parallel_tables import parallel_table
+from .parallel_tables import dollars_text, parallel_table
 from .terms import terms_table
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _parts_text(predicted: Prediction, *, estimated: bool) -> str:
             milliseconds(predicted.step_seconds_high),
         )
         total += f"; the {'estimates' if estimated else 'measurements'} allow {low} to {high}"
-    return f"{total}; {predicted.samples_per_second:.1f} samples/s"
+    return f"{total}; {predicted.samples_per_second:.1f} samples/s{dollars_text(predicted)}"
 
 
 def _proof_text(proof: Proof) -> str:

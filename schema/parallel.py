@@ -268,7 +268,10 @@ class ParallelStage:
 
 @record
 class ParallelPrediction:
-    """A plan's predicted times; ``memory_bytes``: [stages] bytes on the stage's fullest device."""
+    """A plan's predicted times; ``memory_bytes``: [stages] bytes on the stage's fullest device.
+
+    ``dollars_per_hour`` is of the devices in use; None unless the pool states every price.
+    """
 
     step_seconds: Seconds
     samples_per_second: PerSecond
@@ -277,6 +280,7 @@ class ParallelPrediction:
     update_seconds: Seconds | None = None
     bubble_fraction: NonNegative | None = None
     dollars_per_hour: NonNegative | None = None
+    dollars_per_million_samples: NonNegative | None = None
 
 
 @record

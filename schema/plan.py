@@ -51,6 +51,7 @@ class Prediction:
     messages between a pipeline's stages add. A part is None if the profile does not separate it; it
     is then included in ``compute_seconds``. ``step_seconds_low`` and ``step_seconds_high`` bound
     the step within the accuracy of the measurements; None if the accuracy is unknown.
+    ``dollars_per_hour`` is of the devices in use; None unless the pool states every price.
     """
 
     step_seconds: Seconds
@@ -64,6 +65,8 @@ class Prediction:
     transfer_seconds: Seconds | None = None
     step_seconds_low: Seconds | None = None
     step_seconds_high: Seconds | None = None
+    dollars_per_hour: NonNegative | None = None
+    dollars_per_million_samples: NonNegative | None = None
 
 
 @record

@@ -185,6 +185,14 @@ COMMANDS = (
                            "--deadline-hours", "2", "--on-demand", "3", "--spot", "1",
                            "--learn-until", "2024-01-01T02:00:00Z", "-o", OUTPUT),
             ("zones.json",), ("--spot", "--learn-until", "--deadline-hours")),
+    Command("solve at prices",
+            ("solve", "split", "--profiles", "profiles", *_POOL, "--batch-size", "64", "--market",
+             "prices.json", "--at", "2024-01-01T00:00:00Z"),
+            ("prices.json",), ("--at", "--market", "--gpus")),
+    Command("rent machines",
+            ("rent", "machines", "prices.json", "--throughputs", "throughputs.json", "--steps",
+             "100", "--model", "conv", "--json"),
+            ("prices.json", "throughputs.json"), ("--throughputs", "--model", "--steps")),
     Command("show a market", ("show", "market.json"), ("market.json",)),
     Command("import of Piper", ("import", "piper.json", "--format", "piper", "-o", OUTPUT,
                                 "--device-type", "V100", "--device-memory", "16GB"),
@@ -232,6 +240,11 @@ def make(folder: Path) -> None:
              for zone, there in (("a", 1), ("b", 0))]  # fmt: skip
     (folder / "zones.json").write_text(
         json.dumps({"schema": "hetflow.market/1", "availability": zones}, indent=1)
+    )
+    machines = [{"name": name, "device_type": name, "on_demand_dollars_per_hour": dollars}
+                for name, dollars in (("V100", 3.0), ("P100", 1.5))]  # fmt: skip
+    (folder / "prices.json").write_text(
+        json.dumps({"schema": "hetflow.market/1", "instance_types": machines}, indent=1)
     )
     nodes = [[60000 * n, ("add", "no-op", "remove")[n], {"nodes": [] if n == 1 else ["a"],
               "duration": 60000}] for n in range(3)]  # fmt: skip

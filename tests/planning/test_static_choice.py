@@ -4,8 +4,14 @@ from itertools import product
 
 import pytest
 
-from hetflow.planning.static_choice import StaticChoice, chosen, static_choices
+from hetflow.planning.static_choice import (
+    StaticChoice,
+    chosen,
+    measured_choices,
+    static_choices,
+)
 from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.jobs import MixThroughput, ModelThroughput, Throughputs
 from hetflow.schema.market import InstanceType, Market
 from hetflow.schema.profile import BatchPoint, Profile
 
@@ -112,3 +118,69 @@ def test_what_cannot_be_met_says_what_can() -> None:
         choices(market(("t", "T4", 1, 1.0, None)))
     with pytest.raises(ProblemError, match="must be >= 1"):
         choices(market(("v", "V100", 1, 4.0, None)), steps=0)
+
+
+def rates(number: int, apart: float | None = None, **steps_per_second: float) -> ModelThroughput:
+    return ModelThroughput(
+        model="m",
+        scale_factor=number,
+        steps_per_second=steps_per_second,
+        unconsolidated_steps_per_second=None if apart is None else {"V100": apart},
+    )
+
+
+def test_throughputs_give_their_own_numbers_of_devices_and_mixes() -> None:
+    """By hand: 3600 steps at 2, 3 and 0.5 steps/s take 0.5, 1/3 and 2 hours."""
+    table = Throughputs(
+        models=(rates(1, V100=2.0, K80=0.5, T4=0.0), rates(4, V100=9.0)),
+        mixes=(MixThroughput(model="m", scale_factor=2, devices={"V100": 1, "K80": 1},
+                             steps_per_second=3.0),),
+    )  # fmt: skip
+    place = market(("v", "v100", 1, 4.0, None), ("k", "K80", 2, 2.0, None), ("t", "T4", 1, 1, None),
+                   ("k1", "K80", 1, 1.5, None))  # fmt: skip
+    found = measured_choices(table, [place], steps=3600, most_devices=2)
+    told = {tuple(one.devices.items()): (one.hours, one.dollars) for one in found}
+    assert told == {
+        (("V100", 1),): pytest.approx((0.5, 2.0)),
+        (("K80", 1),): pytest.approx((2.0, 3.0)),
+        (("V100", 1), ("K80", 1)): pytest.approx((1 / 3, 5.5 / 3)),
+    }
+    assert [one.is_pareto for one in found] == [True, False, False]
+    assert {one.dollars_per_million_samples for one in found} == {None}
+    sized = measured_choices(table, [place], steps=3600, batch_size=100)
+    assert {one.devices["V100"] for one in sized if "V100" in one.devices} == {1, 4}
+    for one in sized:
+        assert one.dollars_per_million_samples == pytest.approx(one.dollars / 360e3 * 1e6)
+
+
+def test_devices_on_several_machines_have_the_rate_of_unconsolidated_ones() -> None:
+    place = market(("one", "V100", 1, 3.0, None), ("two", "V100", 2, 8.0, None))
+    table = Throughputs(models=(rates(2, apart=1.0, V100=2.0),))
+    found = measured_choices(table, [place], steps=3600)
+    assert [(one.dollars, one.hours, one.machines) for one in found] == [
+        (pytest.approx(4.0), 0.5, {"two on demand": 1}),
+        (pytest.approx(6.0), 1.0, {"one on demand": 2}),
+    ]
+    never = Throughputs(models=(rates(2, apart=0.0, V100=2.0),))
+    assert [one.hours for one in measured_choices(never, [place], steps=3600)] == [0.5]
+    alike = Throughputs(models=(rates(2, V100=2.0),))
+    (only,) = measured_choices(alike, [place], steps=3600)
+    assert (only.hours, only.machines) == (0.5, {"one on demand": 2})
+
+
+def test_throughputs_that_give_no_choice_say_why() -> None:
+    place = market(("four", "V100", 4, 3.0, None))
+    table = Throughputs(models=(rates(2, V100=2.0),))
+    with pytest.raises(InfeasibleError, match=r"just the devices of a throughput \(2xV100\)"):
+        measured_choices(table, [place], steps=1)
+    with pytest.raises(ProblemError, match="no throughput is of the model 'n'"):
+        measured_choices(table, [place], steps=1, model="n")
+    with pytest.raises(ProblemError, match="no machine with a price has one of K80"):
+        measured_choices(Throughputs(models=(rates(1, K80=1.0),)), [place], steps=1)
+    with pytest.raises(ProblemError, match="2000 devices of a type: at most 1024 are priced"):
+        measured_choices(Throughputs(models=(rates(2000, V100=1.0),)), [place], steps=1)
+    two = Throughputs(models=(rates(1, V100=1.0), ModelThroughput(model="n", steps_per_second={})))
+    with pytest.raises(ProblemError, match="of 2 models: m, n"):
+        measured_choices(two, [place], steps=1)
+    with pytest.raises(ProblemError, match="no machine with a price has one of"):
+        measured_choices(two, [place], steps=1, model="n")

@@ -1,0 +1,48 @@
+"""What a plan's devices cost, at the prices of the pool that it was solved for."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from ..schema.cluster import Cluster
+from ..schema.files import Plan
+from ..schema.parallel import ParallelPlan, ParallelPrediction
+from ..schema.plan import Prediction
+from .inputs import devices_of
+
+P = TypeVar("P", Prediction, ParallelPrediction)
+
+
+def with_dollars(plan: Plan, pool: Cluster) -> Plan:
+    """Add to a plan's prediction what its devices cost; see ``priced``."""
+    if isinstance(plan, ParallelPlan):
+        return replace(plan, predicted=priced(plan.predicted, devices_of(plan), pool))
+    return replace(plan, predicted=priced(plan.predicted, devices_of(plan), pool))
+
+
+def priced(predicted: P, devices: Mapping[str, int], pool: Cluster) -> P:
+    """Add dollars per hour and per million samples; nothing if a price is unknown.
+
+    Args:
+        predicted: The prediction of a plan.
+        devices: Device type -> number of devices in use.
+        pool: Gives each type's dollars per hour of one device.
+    """
+    kinds = pool.spelled_as(devices).device_types
+    hourly = 0.0
+    for name, number in devices.items():
+        price = kinds[name].dollars_per_hour if name in kinds else None
+        if price is None:
+            return predicted
+        hourly += price * number
+    rate = predicted.samples_per_second
+    return replace(
+        predicted,
+        dollars_per_hour=hourly,
+        dollars_per_million_samples=dollars_per_million_samples(hourly, rate) if rate > 0 else None,
+    )
+
+
+def dollars_per_million_samples(dollars_per_hour: float, samples_per_second: float) -> float:
+    """Return the price of a million samples of a training on devices of a price per hour."""
+    return dollars_per_hour / 3600 / samples_per_second * 1e6
