@@ -24,7 +24,11 @@ def start(
         str, typer.Option(help="Where jobs run: local (this host), slurm or ray (their nodes).")
     ] = "local",
     policy: Annotated[
-        str, typer.Option(help="How devices are shared: a policy of `hetflow allocate`.")
+        str,
+        typer.Option(
+            help="How devices are shared: a policy of `hetflow allocate`, or elastic, weighted "
+            "fair sharing that changes how many devices jobs hold."
+        ),
     ] = "las_weighted",
     round_seconds: Annotated[
         float, typer.Option("--round", min=1.0, help="Seconds between decisions.")
@@ -47,6 +51,7 @@ def start(
 
     \b
     hetflow cluster start --gpus 1xcpu:fast,2xcpu:slow --round 30
+    hetflow cluster start --gpus 4xcpu:fast --policy elastic
     hetflow submit train.toml
     hetflow queue
     """

@@ -31,6 +31,14 @@ def submit(
     devices: Annotated[
         int | None, typer.Option(min=1, help="Number of devices, all of one type [default: 1].")
     ] = None,
+    devices_at_least: Annotated[
+        int | None,
+        typer.Option(min=1, help="Instead: a range, for policy elastic [default: 1]."),
+    ] = None,
+    devices_at_most: Annotated[
+        int | None,
+        typer.Option(min=1, help="Its end; other policies give the job the most that can run it."),
+    ] = None,
     gpus: Annotated[
         str | None,
         typer.Option(help="Instead: just these devices, at once, such as 1xV100,2xP100."),
@@ -73,6 +81,7 @@ def submit(
     \b
     hetflow submit train.toml
     hetflow submit --profiles profiles --batch-size 256 --steps 1000 train.py --epochs 3
+    hetflow submit --devices-at-least 2 --devices-at-most 8 train.toml
     """
     from ..scheduler.store import Store
     from ..scheduler.submission import read_submission, submission
@@ -82,7 +91,7 @@ def submit(
     given: dict[str, Any] = {
         "name": name, "profiles": None if profiles is None else str(profiles), "model": model,
         "batch_size": batch_size, "steps": steps, "devices": devices,
-        "gpus": gpus,
+        "devices_at_least": devices_at_least, "devices_at_most": devices_at_most, "gpus": gpus,
         "virtual_nodes": virtual_nodes, "strategy": strategy,
         "microbatch_size": microbatch_size, "determinism": determinism,
         "checkpoint_every": checkpoint_every, "priority_weight": weight,

@@ -5,6 +5,11 @@ weighted fair share to running jobs below their demand; fair shares are whole de
 a job where there are enough, at most the demand, the largest remainder first, then the higher
 weight, then the earlier job; "no higher priority job allocations are affected" means that no
 running job of a higher weight than the queue's head would hold fewer devices than now.
+
+Jobs of a live cluster run on some numbers of devices only, from a least one on. That is ours: a
+job whose fair share is less than its least number, of two or more, gets this number, in order of
+weight as long as devices are left, and all others their fair shares of the rest; what a job cannot
+use of its share goes to the next one that can take a step up.
 """
 
 from collections.abc import Sequence
@@ -13,11 +18,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A job's weight, the devices it asks for, and those it holds."""
+    """A job's weight, the devices it asks for, and those it holds.
+
+    ``numbers`` of devices, in order, are those that it can run on, the last one its demand; None:
+    any up to its demand.
+    """
 
     weight: float
     demand: int
     held: int = 0
+    numbers: tuple[int, ...] | None = None
+
+    @property
+    def least(self) -> int:
+        """The fewest devices that it can run on."""
+        return 1 if self.numbers is None else self.numbers[0]
 
 
 def share_elastically(running: Sequence[Claim], waiting: Sequence[Claim], free: int) -> list[int]:
@@ -44,7 +59,56 @@ def share_elastically(running: Sequence[Claim], waiting: Sequence[Claim], free: 
 
 
 def _shares(claims: Sequence[Claim], free: int) -> list[int]:
+    if all(one.numbers is None for one in claims):
+        return _by_weight(claims, free)
+    order = sorted(range(len(claims)), key=lambda i: (-claims[i].weight, i))
+    shares = _above_least(claims, order, free)
+    for i in order:
+        while shares[i] not in (0, *_numbers(claims[i])):
+            shares[i] -= 1
+    spare = free - sum(shares)
+    for i in order:
+        for number in _numbers(claims[i]):
+            if 0 < shares[i] < number <= shares[i] + spare:
+                spare -= number - shares[i]
+                shares[i] = number
+    return shares
+
+
+def _numbers(claim: Claim) -> Sequence[int]:
+    return range(1, claim.demand + 1) if claim.numbers is None else claim.numbers
+
+
+def _by_weight(claims: Sequence[Claim], free: int) -> list[int]:
     return fair_shares([one.weight for one in claims], [one.demand for one in claims], free)
+
+
+def _above_least(claims: Sequence[Claim], order: Sequence[int], free: int) -> list[int]:
+    """Fair shares, each at least the job's least number, or 0 where that does not fit.
+
+    Args:
+        claims: The jobs.
+        order: Their places, those that come first where not all fit.
+        free: Devices to share.
+    """
+    shares, left, reserved = [0] * len(claims), free, 0
+    open_ = set[int]()
+    for i in order:
+        if claims[i].least <= 1 or reserved + claims[i].least <= free:
+            reserved += claims[i].least
+            open_.add(i)
+    while open_:
+        places = sorted(open_)
+        found = _by_weight([claims[i] for i in places], left)
+        short = [i for i, share in zip(places, found, strict=True)
+                 if claims[i].least > 1 and share < claims[i].least]  # fmt: skip
+        for i, share in zip(places, found, strict=True):
+            shares[i] = claims[i].least if i in short else share
+        if not short:
+            break
+        left -= sum(shares[i] for i in short)
+        open_ -= set(short)
+    return shares
 
 
 def admit_whole(demands: Sequence[int], free: int) -> int:

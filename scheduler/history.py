@@ -3,14 +3,13 @@
 Devices that went down, were drained or rested are not in it, nor what held jobs up.
 """
 
-import json
 from dataclasses import dataclass
 
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.files import from_json
 from ..schema.jobs import Job, Throughputs
-from .plans import as_job, rate_from, together
+from .plans import as_job, rates_from, together
 from .store import STARTS, Store
 from .submission import Submission
 
@@ -64,10 +63,8 @@ def history(store: Store) -> History:
         raise ProblemError(
             f"{store.folder}: no job has run there yet", hint="`hetflow submit` adds one"
         )
-    rates = {}
-    for row in rows:
-        rate = rate_from(json.loads(row["throughput"]))
-        rates[rate.model, rate.scale_factor] = rate
+    rates_by_job = {row["number"]: rates_from(row["throughput"]) for row in rows}
+    rates = {(one.model, one.scale_factor): one for own in rates_by_job.values() for one in own}
     known = store.get("started_with")
     first = rows[0]["submitted"]
     jobs = []
@@ -77,7 +74,9 @@ def history(store: Store) -> History:
         jobs.append(
             LiveJob(
                 name=asked.name,
-                job=as_job(row["number"], asked, row["submitted"] - first),
+                job=as_job(
+                    row["number"], asked, row["submitted"] - first, rates_by_job[row["number"]]
+                ),
                 completion_seconds=row["ended"] - row["submitted"] if done else None,
                 device_seconds=row["device_seconds"],
                 target_seconds=row["target_seconds"],

@@ -6,18 +6,22 @@ gets others on the same server is resized while it runs, where engine and launch
 other that loses its devices is asked to save and end; the next job starts on them when they are
 free. Between rounds the scheduler records leases that ended or were resized, and carries out what
 users asked for. When no job holds a device, the next round begins at once.
+
+Under weighted fair sharing (``mechanisms.elastic``) jobs grow and shrink within the range that they
+state. There a decision is due at once when a job comes or ends, and at the end of each round for
+what became of devices. Under every other policy such a job holds the most of its range.
 """
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from ..engines.protocol import Engine, EngineDevice, ResizingEngine, UnsuitableDevicesError
+from ..mechanisms import elastic
 from ..mechanisms.allocators.named import PolicyAllocator, allocator_named
 from ..mechanisms.allocators.shares import Allocator
 from ..mechanisms.cluster.pool import Pool
@@ -28,10 +32,10 @@ from ..mechanisms.rounds.rules import RoundRules
 from ..mechanisms.rounds.state import RoundState
 from ..mechanisms.rounds.stored import resumed, stored
 from ..schema.errors import FileError, HetflowError, ProblemError
-from ..schema.files import Plan, from_json, to_plain
+from ..schema.files import Plan, from_json
 from . import leases, resizes
 from .leases import Ended, Lease
-from .plans import Rate, as_job, plan_on, rate_from, throughput_of, together
+from .plans import Rate, as_job, plan_on, rates_from, rates_of, rates_to, together
 from .rests import Rests
 from .store import Store
 from .submission import Submission
@@ -49,7 +53,10 @@ _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a live cluster is run. ``grace_seconds`` is what a job has to save in."""
+    """How a live cluster is run. ``grace_seconds`` is what a job has to save in.
+
+    ``policy`` is one of allocation, or ``elastic``.
+    """
 
     policy: str = "las"
     rules: RoundRules = field(default_factory=RoundRules)
@@ -71,19 +78,16 @@ class Scheduler:
             ProblemError: The state is of other devices, or the policy does not fit.
         """
         self._store, self._engine, self._settings = store, engine, settings
-        self._alone = allocator_named(settings.policy)
-        self._mixing = allocator_named(settings.policy, columns=True)
-        if type(self._mixing) is type(self._alone):
-            self._mixing = self._alone  # which remembers what it saw
-        if self._alone.shares_space:
-            raise ProblemError(
-                f"{settings.policy} puts two jobs on a device, which a live cluster does not"
-            )
+        is_elastic = settings.policy == elastic.NAME
+        self._policy = None if is_elastic else _Policy.named(settings.policy)
         self._devices = {device.name: device for device in engine.devices()}
+        if is_elastic:
+            _refuse_several(self._devices.values())
         self._places = _Places(tuple(self._devices.values()))
         self._rests = Rests(store)
         self._submissions: dict[int, Submission] = {}
         self._rates: dict[tuple[str, int], Rate] = {}
+        self._numbers: dict[str, tuple[int, ...]] = {}  # of devices that each job can hold
         self._round_ends: float | None = store.get("round_ends")
         self._has_news = True  # since the last decision
         names = sorted(self._devices)
@@ -104,16 +108,11 @@ class Scheduler:
                 store.set("drainable", sorted(drainable))
 
     @property
-    def _allocator(self) -> Allocator:
-        """The policy; LAS has a faster form while no job is on several types at once."""
-        return self._mixing if self._state.pool.uses_mixes else self._alone
-
-    @property
     def _no_mixes(self) -> str | None:
         """Why no job can have devices of several types here; None where it can."""
         if len({device.server for device in self._devices.values()}) > 1:
             return "jobs get devices of several types only where all devices are on one server"
-        if not isinstance(self._mixing, PolicyAllocator):
+        if self._policy is None or not isinstance(self._policy.mixing, PolicyAllocator):
             return f"{self._settings.policy} gives a job devices of one type"
         return None
 
@@ -126,10 +125,11 @@ class Scheduler:
 
     def _resumed(self) -> RoundState:
         for row in self._store.rows(
-            "SELECT DISTINCT throughput FROM jobs WHERE state IN ('queued', 'running')"
+            "SELECT number, throughput FROM jobs WHERE state IN ('queued', 'running')"
         ):
-            rate = rate_from(json.loads(row["throughput"]))
-            self._rates[rate.model, rate.scale_factor] = rate
+            rates = rates_from(row["throughput"])
+            self._rates |= {(rate.model, rate.scale_factor): rate for rate in rates}
+            self._numbers[str(row["number"])] = tuple(rate.scale_factor for rate in rates)
         document = self._store.get("rounds")
         if document is None:
             return RoundState.empty(self._pool(), self._places.servers)
@@ -295,6 +295,7 @@ class Scheduler:
         leases.drop_planned(self._store, job, now)
         self._state.leave({str(job)})
         self._submissions.pop(job, None)
+        self._numbers.pop(str(job), None)
         self._has_news = True
 
     def _obey(self, now: float) -> None:
@@ -337,21 +338,22 @@ class Scheduler:
 
     def _admit(self, jobs: Sequence[int], now: float) -> None:
         """Let jobs into the rounds; hold those that can never run."""
-        found: dict[int, Rate] = {}
+        found: dict[int, tuple[Rate, ...]] = {}
         for job in jobs:
             try:
                 asked = self._submission(job)
-                found[job] = throughput_of(asked, self._places.num_devices, self._no_mixes)
+                found[job] = rates_of(asked, self._places.num_devices, self._no_mixes)
             except HetflowError as error:
                 self._hold(job, error.message, now)
-        self._know(found.values())
+        self._know(rate for rates in found.values() for rate in rates)
         entering = []
-        for job, rate in found.items():
+        for job, rates in found.items():
             [row] = self._store.rows("SELECT submitted FROM jobs WHERE number = ?", job)
-            entering.append(as_job(job, self._submission(job), row["submitted"]))
+            entering.append(as_job(job, self._submission(job), row["submitted"], rates))
+            self._numbers[str(job)] = tuple(rate.scale_factor for rate in rates)
             self._store.run(
                 "UPDATE jobs SET state = 'queued', reason = NULL, throughput = ? WHERE number = ?",
-                json.dumps(to_plain(rate)), job,
+                rates_to(rates), job,
             )  # fmt: skip
         if entering:
             self._state.admit(entering, self._settings.rules.head_start_seconds)
@@ -362,17 +364,19 @@ class Scheduler:
         new = {(one.model, one.scale_factor): one for one in rates}
         if new.items() <= self._rates.items():
             return
-        here = {(job.model, job.scale_factor) for job in self._state.active.jobs}
-        self._rates = {key: one for key, one in self._rates.items() if key in here} | new
+        here = {job.model for job in self._state.active.jobs}
+        self._rates = {key: one for key, one in self._rates.items() if key[0] in here} | new
         self._state = resumed(stored(self._state), self._pool())
 
     def _is_due(self, now: float) -> bool:
         if not len(self._state.active):
             return False
+        if self._policy is None and self._rests.resting(now):
+            return False  # it is the only server: all its jobs would have to stop
         if self._round_ends is None or now >= self._round_ends:
             return True
         self._has_news |= self._rests.somebody_rose(now)
-        return self._has_news and not leases.open_leases(self._store)
+        return self._has_news and (self._policy is None or not leases.open_leases(self._store))
 
     def _aim(self, now: float) -> None:
         """Count the device-seconds that the policy's shares gave jobs since this was done last."""
@@ -405,7 +409,11 @@ class Scheduler:
         column = self._state.pool.column_of(kinds)
         receive(self._state, np.array([column]), np.array([place]), np.array([seconds]))
         active.held[column, place] += seconds
-        done = seconds * active.rate[column, place]
+        job, number = active.jobs[place], len(lease.devices)
+        rate = active.rate[column, place]
+        if number in self._numbers.get(job.id, ()):
+            rate = self._state.pool.rate(replace(job, scale_factor=number))[column]
+        done = seconds * float(rate)
         active.left[place] = max(_LEAST_STEPS, active.left[place] - done)
         leases.credit(self._store, lease, now)
 
@@ -429,16 +437,25 @@ class Scheduler:
         with store.transaction():
             self._aim(now)
             self._credit(open_, now)
-            found = next_round(
-                self._state, self._allocator, now, rules,
-                sizes=self._places.sizes, down=self._down(now), held=self._held(open_),
-            )  # fmt: skip
+            found = self._chosen(open_, now)
             self._plan_next(open_, {int(job): seat for job, seat in found.items()}, now)
             self._has_news = False
             self._round_ends = now + rules.round_seconds
             store.set("round_ends", self._round_ends)
             store.set("inventory", self._inventory())
             self._save()
+
+    def _chosen(self, open_: Sequence[Lease], now: float) -> dict[str, Seat]:
+        """The devices of each job that runs from now on."""
+        sizes, down, held = self._places.sizes, self._down(now), self._held(open_)
+        if self._policy is None:
+            return elastic.next_shares(
+                self._state, self._numbers, now, sizes=sizes, down=down, held=held
+            )
+        allocator = self._policy.for_pool(self._state.pool)
+        return next_round(
+            self._state, allocator, now, self._settings.rules, sizes=sizes, down=down, held=held
+        )
 
     def _held(self, open_: Sequence[Lease]) -> dict[str, Seat]:
         """The devices of jobs that run, or are about to; in a resize those after it."""
@@ -575,6 +592,39 @@ class Scheduler:
 
     def _save(self) -> None:
         self._store.set("rounds", stored(self._state))
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """A policy of rounds; LAS has a faster form while no job is on several types at once."""
+
+    alone: Allocator
+    mixing: Allocator
+
+    @classmethod
+    def named(cls, name: str) -> "_Policy":
+        alone, mixing = allocator_named(name), allocator_named(name, columns=True)
+        if alone.shares_space:
+            raise ProblemError(f"{name} puts two jobs on a device, which a live cluster does not")
+        # One of each class, which remembers what it saw.
+        return cls(alone, alone if type(mixing) is type(alone) else mixing)
+
+    def for_pool(self, pool: Pool) -> Allocator:
+        return self.mixing if pool.uses_mixes else self.alone
+
+
+def _refuse_several(devices: Collection[EngineDevice]) -> None:
+    """Weighted fair sharing counts devices alone."""
+    for what, names in (
+        ("device type", {device.device_type for device in devices}),
+        ("server", {device.server for device in devices}),
+    ):
+        if len(names) > 1:
+            raise ProblemError(
+                f"{elastic.NAME} shares devices of one {what}, the cluster has "
+                f"{', '.join(sorted(names))[:200]}",
+                hint=f"start with one {what}, or take a policy of `hetflow allocate`",
+            )
 
 
 class _Places:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from ..planning.solve import solve
 from ..protocol.lower import lower
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
-from ..schema.files import Plan
+from ..schema.files import Plan, to_plain
 from ..schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from ..schema.profile import Profile
 from .submission import Submission
@@ -108,26 +108,71 @@ def throughput_of(
         if no_mixes is not None and len(named) > 1:
             raise InfeasibleError(f"it asks for {asked.gpus}, and {no_mixes}")
         return _throughput_on(asked, named, num_devices)
+    return _throughput_with(asked, asked.devices, num_devices)
+
+
+def rates_of(
+    asked: Submission, num_devices: Mapping[str, int], no_mixes: str | None = None
+) -> tuple[Rate, ...]:
+    """Steps per second with each number of devices that the job can hold, the fewest first.
+
+    Numbers in its range without a plan that uses them all are left out.
+
+    Args:
+        asked: The job.
+        num_devices: The cluster's devices by type.
+        no_mixes: As for ``throughput_of``.
+
+    Raises:
+        InfeasibleError: It can run with none of them.
+        HetflowError: As ``throughput_of``.
+    """
+    if asked.devices_at_most is None:
+        return (throughput_of(asked, num_devices, no_mixes),)
+    most = min(asked.devices_at_most, max(num_devices.values()))
+    found, obstacles = list[Rate](), list[InfeasibleError]()
+    for number in range(asked.fewest_devices, max(most, asked.fewest_devices) + 1):
+        try:
+            found.append(_throughput_with(asked, number, num_devices))
+        except InfeasibleError as error:
+            obstacles.append(error)
+    if not found:
+        raise obstacles[0]
+    return tuple(found)
+
+
+def _throughput_with(
+    asked: Submission, number: int, num_devices: Mapping[str, int]
+) -> ModelThroughput:
+    """Steps per second with so many devices of each type.
+
+    Raises:
+        InfeasibleError: No type of the cluster can run it with so many.
+    """
     profiled = {profile.device_type for profile in _profiles(asked.profiles, asked.model)}
     rates: dict[str, float] = {}
     obstacles = []
-    for name, number in num_devices.items():
+    for name, there in num_devices.items():
         if name not in profiled:
             obstacles.append(f"{name}: no profile")
-        elif asked.devices > number:
-            obstacles.append(f"{name}: {asked.devices} are asked for, the cluster has {number}")
+        elif number > there:
+            obstacles.append(f"{name}: {number} are asked for, the cluster has {there}")
         else:
             try:
-                step_seconds = plan_on(asked, name, asked.devices).predicted.step_seconds
-                rates[name] = 1.0 / step_seconds
+                plan = plan_on(asked, name, number)
             except (InfeasibleError, ProblemError) as error:
                 obstacles.append(f"{name}: {error.message}")
+                continue
+            if asked.devices_at_most is not None and lower(plan).world_size < number:
+                obstacles.append(f"{name}: no plan uses {number} devices")
+                continue
+            rates[name] = 1.0 / plan.predicted.step_seconds
     if not rates:
         raise InfeasibleError(
             f"no device type of the cluster can run it ({'; '.join(obstacles)})",
             hint=f"profiles are of {', '.join(sorted(profiled))}",
         )
-    return ModelThroughput(model=kind_of(asked), scale_factor=asked.devices, steps_per_second=rates)
+    return ModelThroughput(model=kind_of(asked), scale_factor=number, steps_per_second=rates)
 
 
 def _throughput_on(
@@ -157,8 +202,19 @@ def _throughput_on(
     )  # fmt: skip
 
 
-def rate_from(document: Mapping[str, Any]) -> Rate:
-    """A rate as the state has it."""
+def rates_to(rates: Sequence[Rate]) -> str:
+    """A job's rates as the state has them: one object, or a list where it states a range."""
+    documents = [to_plain(rate) for rate in rates]
+    return json.dumps(documents if len(documents) > 1 else documents[0])
+
+
+def rates_from(text: str) -> tuple[Rate, ...]:
+    """What ``rates_to`` wrote."""
+    found = json.loads(text)
+    return tuple(_rate_from(one) for one in (found if isinstance(found, list) else [found]))
+
+
+def _rate_from(document: Mapping[str, Any]) -> Rate:
     kind = MixThroughput if "devices" in document else ModelThroughput
     return kind(**document)
 
@@ -178,13 +234,13 @@ def together(rates: Iterable[Rate]) -> Throughputs:
     )
 
 
-def as_job(number: int, asked: Submission, submitted: float) -> Job:
-    """What a mechanism sees of a job."""
+def as_job(number: int, asked: Submission, submitted: float, rates: Sequence[Rate]) -> Job:
+    """What a mechanism sees of a job; its scale factor is the most that it can hold."""
     return Job(
         id=str(number),
         model=kind_of(asked),
         steps=asked.steps,
-        scale_factor=asked.devices,
+        scale_factor=rates[-1].scale_factor,
         arrival_seconds=submitted,
         priority_weight=asked.priority_weight,
         slo_seconds=asked.deadline_seconds,

@@ -20,6 +20,8 @@ from ..schema.records import Count, Index, Name, Positive, PositiveSeconds, reco
 from .store import Store
 
 PATHS = ("script", "profiles", "directory")
+_FORMS = ({"devices"}, {"devices_at_least", "devices_at_most"}, {"gpus"})
+"""Ways to say how many devices a job runs on."""
 
 
 @record
@@ -28,8 +30,10 @@ class Submission:
 
     ``script`` is run by ``hetflow launch`` with ``arguments``, from ``directory``, under a plan for
     the ``devices`` (all of one type) that it is given, made from ``profiles``. ``gpus`` instead
-    names types and numbers (``1xV100,2xP100``): it gets just these, all at once. ``steps`` are
-    those that it makes in all. ``virtual_nodes`` and ``determinism`` are those of ``hetflow solve``
+    names types and numbers (``1xV100,2xP100``): it gets just these, all at once.
+    ``devices_at_least`` and ``devices_at_most`` instead state a range, within which weighted fair
+    sharing changes the number while it runs; ``devices`` is then the most. ``steps`` are those
+    that it makes in all. ``virtual_nodes`` and ``determinism`` are those of ``hetflow solve``
     and ``hetflow launch``: with ``elastic``, the default where virtual nodes are given, a job ends
     with the same parameters whatever devices it was moved to. ``checkpoint_every`` counts steps; a
     job also saves whenever it has to leave.
@@ -49,6 +53,8 @@ class Submission:
     batch_size: Count
     steps: Positive
     devices: Count = 1
+    devices_at_least: Count | None = None
+    devices_at_most: Count | None = None
     gpus: str | None = None
     strategy: Strategy = "split"
     virtual_nodes: Count | None = None
@@ -59,6 +65,7 @@ class Submission:
     deadline_seconds: PositiveSeconds | None = None
 
     def __post_init__(self) -> None:
+        self._check_range()
         if self.gpus is None:
             return
         pool = Cluster.parse(self.gpus)
@@ -70,6 +77,30 @@ class Submission:
             raise ProblemError(
                 f"gpus {self.gpus} are not {self.devices} devices: leave devices out"
             )
+
+    def _check_range(self) -> None:
+        least, most = self.devices_at_least, self.devices_at_most
+        if most is None:
+            if least is not None:
+                raise ProblemError(f"devices_at_least {least}: say devices_at_most too")
+            return
+        if self.gpus is not None:
+            raise ProblemError(
+                f"gpus {self.gpus} are just these devices: leave devices_at_most out"
+            )
+        if self.fewest_devices > most:
+            raise ProblemError(
+                f"devices_at_least {least} is more than devices_at_most {most}: exchange them"
+            )
+        if self.devices != most:
+            raise ProblemError(
+                f"devices {self.devices} and devices_at_most {most}: leave devices out"
+            )
+
+    @property
+    def fewest_devices(self) -> int:
+        """The least that it runs on; a range without one begins at 1."""
+        return self.devices if self.devices_at_most is None else self.devices_at_least or 1
 
     @property
     def level(self) -> Determinism:
@@ -85,7 +116,8 @@ def read_submission(path: Path, given: Mapping[str, Any]) -> Submission:
 
     Args:
         path: The file.
-        given: Values that count instead of the file's.
+        given: Values that count instead of the file's; one way to say how many devices replaces
+            another.
 
     Raises:
         FileError: It is missing, not TOML, or has faults; all of them are named at once.
@@ -99,6 +131,10 @@ def read_submission(path: Path, given: Mapping[str, Any]) -> Submission:
     for key in PATHS:
         if isinstance(values.get(key), str):
             values[key] = str(path.parent / values[key])
+    for form in _FORMS:
+        if form & given.keys():
+            others = set[str]().union(*_FORMS) - form
+            values = {key: value for key, value in values.items() if key not in others}
     return submission({**values, **given}, base=path.parent, name=str(path))
 
 
@@ -119,6 +155,8 @@ def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
         values.setdefault("name", Path(values["script"]).stem)
     if isinstance(values.get("gpus"), str):
         values.setdefault("devices", sum(Cluster.parse(values["gpus"]).num_devices.values()))
+    if "devices_at_most" in values:
+        values.setdefault("devices", values["devices_at_most"])
     for key in ("steps", "priority_weight", "deadline_seconds"):  # TOML knows 3 from 3.0
         if type(values.get(key)) is int:
             values[key] = float(values[key])

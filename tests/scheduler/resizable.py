@@ -93,3 +93,10 @@ class ResizableEngine(FakeEngine):
             if launch is not None:
                 recorded = Counter(name.rpartition(":")[0] for name in lease.held)
                 assert not launch.holds - recorded, lease
+
+
+class OneTypeEngine(ResizableEngine):
+    """Fast devices alone."""
+
+    def devices(self) -> tuple[EngineDevice, ...]:
+        return tuple(one for one in super().devices() if one.device_type == "cpu:fast")

@@ -26,7 +26,7 @@ from hetflow.schema.errors import FileError
 
 from .conftest import FakeEngine
 from .mortal import Died, MortalEngine, Points
-from .resizable import ResizableEngine
+from .resizable import OneTypeEngine, ResizableEngine
 from .test_loop import ROUND, RULES, Asked, Cluster
 
 Play = Callable[["Mortal", Asked], None]
@@ -52,9 +52,11 @@ class MortalStore(Store):
 class Mortal(Cluster):
     """A cluster whose scheduler dies at a point, and is started again."""
 
-    def __init__(self, folder: Path, points: Points, fake: FakeEngine) -> None:
+    def __init__(
+        self, folder: Path, points: Points, fake: FakeEngine, policy: str = "las_weighted"
+    ) -> None:
         self.points, self.fake = points, fake
-        super().__init__(folder, MortalEngine(self.fake, points))  # type: ignore[arg-type]
+        super().__init__(folder, MortalEngine(self.fake, points), policy)  # type: ignore[arg-type]
 
     def restart(self) -> None:
         MortalStore.points = self.points
@@ -165,13 +167,51 @@ def play_resizes(cluster: Mortal, asked: Asked) -> None:
     users.close()
 
 
+def play_elastic(cluster: Mortal, asked: Asked) -> None:
+    """Jobs shrink for others, wait, are refused once, and grow when others end."""
+    assert isinstance(cluster.fake, ResizableEngine)
+    users = Store.open(cluster.folder)
+    most = {"devices": 4, "devices_at_most": 4, "batch_size": 32, "virtual_nodes": 8}
+    for job in (asked("a", **most), asked("b", **most), asked("c"),
+                asked("d", **most, devices_at_least=2)):  # fmt: skip
+        submit(users, job)
+
+    def settle(seconds: float = 0.1) -> None:
+        cluster.tick(seconds)
+        for _ in range(3):  # asked, answered, recorded
+            cluster.tick(0.1)
+
+    settle()
+    ask(users, 2, "hold")
+    settle()
+    ask(users, 4, "cancel")
+    settle()
+    ask(users, 2, "release")
+    settle()
+    ask(users, 3, "hold")
+    cluster.fake.answer = "refused"
+    settle()
+    cluster.fake.answer = "done"
+    ask(users, 3, "release")
+    cluster.tick(0.1)
+    cluster.end_one(1)  # in a resize
+    settle(ROUND)
+    while set(cluster.states()) - {"done", "cancelled"}:
+        cluster.end_one(0)
+        settle(ROUND)
+    users.close()
+
+
+ENGINES_OF = {play: FakeEngine, play_resizes: ResizableEngine, play_elastic: OneTypeEngine}
+
+
 def dies_at(
     folder: Path, asked: Asked, fatal: int | None, play: Play = play, number: int = 1
 ) -> tuple[int, int]:
     """Play it all with a death at a point; how many points and how many resizes there were."""
     points = Points(fatal)
-    fake = FakeEngine(number) if play is not play_resizes else ResizableEngine(number)
-    cluster = Mortal(folder, points, fake)
+    fake = ENGINES_OF[play](number)
+    cluster = Mortal(folder, points, fake, "elastic" if play is play_elastic else "las_weighted")
     play(cluster, asked)
     assert cluster.states() == ["done", "done", "done", "cancelled"]
     done = sorted(int(one.parent.parent.name) for one, code in cluster.fake.ended.items()
@@ -206,6 +246,19 @@ def test_a_scheduler_that_dies_in_a_resize_adopts_what_the_launch_holds(
     assert resizes > 5
     for fatal in range(1, number + 1, share):
         dies_at(tmp_path / str(fatal), asked, fatal, play_resizes, 2)
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(128), pytest.param(40, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_a_scheduler_that_dies_while_jobs_grow_and_shrink_loses_none(
+    tmp_path: Path, asked: Asked, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    number, resizes = dies_at(tmp_path / "whole", asked, None, play_elastic, 4)
+    assert resizes > 3
+    for fatal in range(1, number + 1, share):
+        dies_at(tmp_path / str(fatal), asked, fatal, play_elastic, 4)
 
 
 def test_a_full_disk_under_the_state_loses_nothing(

@@ -167,6 +167,47 @@ def test_a_job_that_grows_and_shrinks_while_it_runs_ends_as_the_same_job_alone(
     assert not left_over(folder)
 
 
+def test_a_job_that_shrinks_for_another_and_grows_again_ends_as_the_same_job_alone(
+    folder: Path, alone: str
+) -> None:
+    """The decisions are those of weighted fair sharing, as jobs come and end."""
+    (folder / "train.py").write_text(
+        SLOW_AT_FIRST.replace("'hurry'", "sys.argv[1]")
+        .replace("import os", "import sys, os")
+        .replace("else 0.2", "else 0.5")  # the other one trains from start to end meanwhile
+    )
+    store = Store.create(folder / "state")
+    paths = {"script": str(folder / "train.py"), "profiles": str(folder / "profiles")}
+    job = {"batch_size": 16, "steps": 200, "virtual_nodes": 4, "devices_at_most": 2, **paths}
+
+    def add(name: str) -> int:
+        asked = {"name": name, "arguments": [str(folder / f"hurry-{name}")], **job}
+        return submit(store, submission(asked, base=folder, name="test"))
+
+    engine = LocalEngine(Cluster.parse("2xcpu:slow"))
+    rules = RoundRules(round_seconds=600.0, reset_seconds=0.0)
+    settings = loop.Settings(policy="elastic", rules=rules, grace_seconds=20)
+    scheduler = loop.Scheduler(store, engine, settings)
+    end = time.monotonic() + LIMIT_SECONDS
+    (folder / "hurry-second").touch()
+    log = store.lease_folder(add("first"), 1) / OUTPUT
+    while any(row.state != "done" for row in view.queue(store)):
+        scheduler.tick(time.time())
+        time.sleep(0.05)
+        rows = {row.name: row for row in view.queue(store)}
+        assert time.monotonic() < end, rows
+        if len(rows) == 1 and log.is_file() and "epoch" in log.read_text():
+            add("second")
+        if rows["first"].resizes == 2:
+            (folder / "hurry-first").touch()
+    assert {name: (row.leases, row.resizes, row.digest) for name, row in rows.items()} == {
+        "first": (1, 2, alone), "second": (1, 0, alone)
+    }  # fmt: skip
+    held = store.rows("SELECT devices FROM leases ORDER BY job, number")
+    assert [len(json.loads(one["devices"])) for one in held] == [2, 1, 2, 1]
+    assert not left_over(folder)
+
+
 def until_it_schedules(folder: Path) -> None:
     """Wait until a scheduler says that it takes jobs."""
     end = time.monotonic() + LIMIT_SECONDS
