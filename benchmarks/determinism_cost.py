@@ -8,6 +8,7 @@ worker is done, and CPU time of both workers. Bytes are counted by the kernel (h
 
     python benchmarks/determinism_cost.py --quick
     python benchmarks/determinism_cost.py --models digits-cnn:2,mlp:4  # steps of a few ms
+    python benchmarks/determinism_cost.py --variants elastic  # beside ddp and none
 """
 
 import argparse
@@ -46,7 +47,12 @@ VARIANTS = {
     **{level: (level,) for level in LEVELS},
 }
 # Samples of a worker, steps of a block, rounds.
-MODELS = {"mlp": (32, 6, 24), "digits-cnn": (32, 6, 24), "gpt-small": (1, 2, 12)}
+MODELS = {
+    "mlp": (32, 6, 24),
+    "digits-cnn": (32, 6, 24),
+    "gpt-small": (1, 2, 12),
+    "resnet18": (2, 1, 12),
+}
 WARM_UP = 2
 
 
@@ -276,14 +282,17 @@ def job_stepper(name: str) -> Callable[[], None]:
 
 
 def table(results: list[dict]) -> str:
-    lines = ["ratios: median (quartiles) of wall time; CPU time"]
+    lines = ["ratios: median (quartiles) of wall time; of CPU time"]
     lines += ["| model | variant | step ms | CPU ms | MB sent | / DDP | / none |", "|---" * 7 + "|"]
     for row in results:
         shown = []
         for base in ("ddp", "none"):
-            wall, cpu = row[f"wall_over_{base}"], row[f"cpu_over_{base}"]
-            quartiles = f"{wall['first_quartile']:.2f} to {wall['third_quartile']:.2f}"
-            shown.append(f"{wall['median']:.3f} ({quartiles}); {cpu['median']:.3f}")
+            texts = [
+                f"{found['median']:.3f} ({found['first_quartile']:.2f} to "
+                f"{found['third_quartile']:.2f})"
+                for found in (row[f"wall_over_{base}"], row[f"cpu_over_{base}"])
+            ]
+            shown.append("; ".join(texts))
         lines.append(
             f"| {row['model']} | {row['variant']} | {row['step_seconds'] * 1e3:.1f} | "
             f"{row['cpu_seconds'] * 1e3:.1f} | {row['wire_bytes'] / 1e6:.2f} | "

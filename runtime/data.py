@@ -30,6 +30,7 @@ from torch.utils.data import (
 from ..devices.backend import Stream, backend_of
 from ..schema.errors import TargetError
 from .data_workers import context_of
+from .rows import Rows, as_they_are
 from .shares import slices
 from .streams import generator_of, seed_host_streams
 
@@ -209,6 +210,7 @@ class PassSampler(Sampler[list[Key]]):
         self._local = tuple(local)
         self._drop_last = drop_last
         self.global_batch_size = sum(batch_sizes)
+        self._full_cuts = slices(self.global_batch_size, self.batch_sizes)
         self.order: Sequence[int] = []
         self.first_step = 0
         self._repeats: list[int] | None = None
@@ -232,18 +234,22 @@ class PassSampler(Sampler[list[Key]]):
     def passes(self, step: int) -> tuple[int, tuple[Pass, ...]]:
         """The samples in a global batch, and this worker's passes over its share."""
         num_samples = min(self.global_batch_size, len(self.order) - step * self.global_batch_size)
-        cuts = slices(num_samples, self.batch_sizes)
+        cuts = self._cuts(num_samples)
         return num_samples, tuple(
             Pass(node, cuts[node][1] - cuts[node][0], num_samples == self.global_batch_size)
             for node in self._local
             if cuts[node][1] > cuts[node][0]
         )
 
+    def _cuts(self, num_samples: int) -> list[tuple[int, int]]:
+        is_full = num_samples == self.global_batch_size
+        return self._full_cuts if is_full else slices(num_samples, self.batch_sizes)
+
     def __iter__(self) -> Iterator[list[Key]]:
         for step in range(self.first_step, self.num_steps):
             begin = step * self.global_batch_size
             num_samples = min(self.global_batch_size, len(self.order) - begin)
-            cuts = slices(num_samples, self.batch_sizes)
+            cuts = self._cuts(num_samples)
             for node in self._local:
                 start, end = cuts[node]
                 if end > start:
@@ -272,11 +278,16 @@ def pass_loader(
     loader: "DataLoader[Any]", sampler: PassSampler, seed: int, device: torch.device
 ) -> "DataLoader[Any]":
     """The script's DataLoader, with passes as its batches and samples keyed for random streams."""
+    dataset: Dataset[Any] = KeyedDataset(loader.dataset, seed)
+    collate: Callable[[Any], Any] = loader.collate_fn
+    rows = Rows.of(loader)
+    if rows is not None:
+        dataset, collate = rows, as_they_are
     return DataLoader(
-        KeyedDataset(loader.dataset, seed),
+        dataset,
         batch_sampler=sampler,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=collate,
         pin_memory=loader.pin_memory and not backend_of(device).is_host,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,

@@ -227,6 +227,8 @@ class GradientReducer:
 
     def unused(self) -> list[int]:
         """Indices of the trainable parameters without a gradient on this worker in this step."""
+        if len(self._used) == len(self._views):  # as a rule, and the rest takes a while
+            return []
         return [
             index
             for index in sorted(self._views)
@@ -327,21 +329,30 @@ class GradientReducer:
         self._buckets.append(_Bucket(real, (len(self.flats) - 1, start, end), members))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        is_host = backend_of(self._views[index].device).is_host
+        # It runs between kernels, where Python's code is not in the caches, so it is kept short.
+        view, number = self._views[index], self._bucket_of.get(index)
+        bucket = None if number is None else self._buckets[number]  # None: it has no numbers
+        is_host = backend_of(view.device).is_host
+        used, awaited, have_fired = self._used, self._awaited, self._fired
 
-        def fired(_: Tensor) -> None:
-            self._used.add(index)
-            if index in self._awaited:
-                self._take_first(index, at_once=is_host)
+        def fired(parameter: Tensor) -> None:
+            used.add(index)
+            if index in awaited:
+                awaited.remove(index)
+                self._take_first(index, parameter, view, at_once=is_host)
             if self._armed:
-                self._mark_ready(index)
+                if index in have_fired:
+                    raise self._came_twice(index)
+                have_fired.add(index)
+                if bucket is not None:
+                    bucket.num_ready += 1
+                    if bucket.num_ready == len(bucket.parameters):
+                        self._launch_ready()
 
         return fired
 
-    def _take_first(self, index: int, *, at_once: bool) -> None:
+    def _take_first(self, index: int, parameter: Tensor, view: Tensor, *, at_once: bool) -> None:
         """Put a parameter's first gradient of the step into the buffer, at once or soon."""
-        self._awaited.remove(index)
-        parameter, view = self._parameters[index], self._views[index]
         gradient = parameter.grad
         if gradient is None:  # a hook of the script has used it up
             view.zero_()
@@ -387,17 +398,12 @@ class GradientReducer:
             self._parameters[index].grad = view
         self._awaited.clear()
 
-    def _mark_ready(self, index: int) -> None:
-        if index in self._fired:
-            raise TargetError(
-                f"{self._names[index]} got its gradient twice in one backward; hetflow cannot tell "
-                f"which is the last",
-                hint="use checkpoint(..., use_reentrant=False), or prepare(..., overlap=False)",
-            )
-        self._fired.add(index)
-        if index in self._bucket_of:
-            self._buckets[self._bucket_of[index]].num_ready += 1
-            self._launch_ready()
+    def _came_twice(self, index: int) -> TargetError:
+        return TargetError(
+            f"{self._names[index]} got its gradient twice in one backward; hetflow cannot tell "
+            f"which is the last",
+            hint="use checkpoint(..., use_reentrant=False), or prepare(..., overlap=False)",
+        )
 
     def _launch_ready(self) -> None:
         limit = len(self._buckets) - int(self._defer_last)

@@ -13,6 +13,7 @@ from .terms import stage_runs, step_terms
 
 WARMUP_STEPS = 3
 MAX_STEPS_KEPT = 20_000
+_HARVESTED_AT_ONCE = 16  # steps: reading their marks one by one takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ class StepClock:
             return
         step.ended = self._mark()
         self._pending.append(step)
-        self._harvest(wait=False)
+        if len(self._pending) >= _HARVESTED_AT_ONCE:
+            self._harvest(wait=False)
 
     def timings(self) -> Timings:
         """Medians so far, without the first steps. Waits for the device."""

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,8 @@ class PackedSums:
     every parameter whether it is used. Unpacked, in float64: flags, losses * weights, weights,
     used parameters.
 
-    On the host numpy does both: between two passes torch's code is no longer in the caches.
+    On the host these are plain numbers: between two passes torch's and numpy's code is no longer
+    in the caches.
 
     Attributes:
         num_flags: Number of flags: small integers, whose sums are below 2**24.
@@ -82,17 +82,23 @@ class PackedSums:
 
     def unpack(self, sums: Tensor) -> Tensor:
         """Unpack [length] sums over workers to float64; the class's docstring gives the order."""
+        if sums.is_cpu:
+            return torch.tensor(self.unpack_on_host(sums), dtype=torch.float64)
         first, nodes = self.num_flags, self.num_nodes
         rest = first + 2 * NUM_THIRDS * nodes
-        if sums.is_cpu:
-            numbers = sums.numpy().astype(np.float64)
-            with np.errstate(invalid="ignore", over="ignore"):  # losses may be infinite, or none
-                loss, weight = numbers[first:rest].reshape(2, NUM_THIRDS, nodes).sum(1)
-                joined = [numbers[:first], loss * weight, weight, numbers[rest:]]
-            return torch.from_numpy(np.concatenate(joined))
         wide = sums.double()
         losses, weights = wide[first:rest].view(2, NUM_THIRDS, nodes).sum(1)
         return torch.cat([wide[:first], losses * weights, weights, wide[rest:]])
+
+    def unpack_on_host(self, sums: Tensor) -> list[float]:
+        """Like ``unpack``, of sums that are on the host."""
+        numbers: list[float] = sums.tolist()
+        first, nodes = self.num_flags, self.num_nodes
+        middle, rest = first + NUM_THIRDS * nodes, first + 2 * NUM_THIRDS * nodes
+        losses = [sum(numbers[first + node : middle : nodes]) for node in range(nodes)]
+        weights = [sum(numbers[middle + node : rest : nodes]) for node in range(nodes)]
+        products = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+        return [*numbers[:first], *products, *weights, *numbers[rest:]]
 
 
 def _thirds_of_number(value: float) -> list[float]:

@@ -172,13 +172,15 @@ class StepTotals:
         self._packed().pack(flags, self._losses, self._weights, unused, sums)
 
     def _unpacked(self, sums: Tensor) -> Tensor:
-        found = self._packed().unpack(sums)
+        packed = self._packed()
         if not self._is_on_host:
-            return found
-        digits = found[_NODES : _NODES + _NUM_DIGITS].tolist()
+            return packed.unpack(sums)
+        found = packed.unpack_on_host(sums)
+        digits = found[_NODES : _NODES + _NUM_DIGITS]
         found[_SETTINGS] = _number_of(digits[:_NUMBER_DIGITS])
         found[_SQUARED] = _number_of(digits[_NUMBER_DIGITS:])
-        return torch.cat([found[:_NODES], found[_NODES + _NUM_DIGITS :]])
+        del found[_NODES : _NODES + _NUM_DIGITS]
+        return torch.tensor(found, dtype=torch.float64)
 
     def _packed(self) -> PackedSums:
         number = self._reducer.num_parameters
@@ -247,7 +249,8 @@ class StepTotals:
     def close(self, sums: Tensor) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss []."""
         reducer, unused, distributed = self._step
-        sums = sums.to(self._place.device)
+        if sums.device != self._place.device:
+            sums = sums.to(self._place.device)
         found: Sequence[Any] | Tensor = sums.tolist() if sums.is_cpu else sums
         if unused and distributed:
             # Plain PyTorch leaves an unused parameter's gradient at None: optimizers skip it.
@@ -264,10 +267,10 @@ class StepTotals:
         exact: Tensor | None = None
         if weighted:
             self._last_weight = exact = torch.as_tensor(weight, dtype=torch.float64).clone()
-        head = sums[: middle + self._num_nodes]
-        known = (
-            found if sums.is_cpu else self._known_on_host(head, is_last=reducer is self._reducer)
-        )
+        known: Sequence[Any] | Tensor | None = found
+        if not sums.is_cpu:
+            head = sums[: middle + self._num_nodes]
+            known = self._known_on_host(head, is_last=reducer is self._reducer)
         if known is not None:
             self.stops = known[_STOP]
             if known[_WEIGHTED] > 0:

@@ -107,8 +107,8 @@ class Agreement:
 
     @property
     def settings_number(self) -> int:
-        """The number that this worker adds to a step's sums, along with its square."""
-        return self._settings.read()
+        """The number that this worker adds to the step's sums, along with its square."""
+        return self._settings.number
 
     def registered(self, thing: object) -> None:
         """Note an object that the script gave to ``job.register``."""

@@ -4,7 +4,7 @@ The gradients of parameters that are added later are not reduced over the worker
 would train a version of its own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -46,22 +46,26 @@ class KnownParameters:
         Raises:
             TargetError: There is a parameter that ``prepare`` did not see.
         """
-        now = list(self._identities())
+        now = self._identities()
         if now == self._seen:
             return
         self._check_model()
         self._check_optimizers()
         self._modules = list(self._model.modules())
-        self._seen = list(self._identities())
+        self._seen = self._identities()
 
-    def _identities(self) -> Iterator[int]:
+    def _identities(self) -> list[int]:
+        found: list[int] = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                yield from map(id, group["params"])
-                yield 0
+                found += map(id, group["params"])
+                found.append(0)
         for module in self._modules:
-            yield from map(id, module._modules.values())
-            yield from map(id, module._parameters.values())
+            if module._modules:
+                found += map(id, module._modules.values())
+            if module._parameters:
+                found += map(id, module._parameters.values())
+        return found
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for o in self._optimizers for group in o.param_groups]

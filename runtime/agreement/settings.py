@@ -55,23 +55,27 @@ class SettingsNumber:
 
     Args:
         optimizers: The job's optimizers.
+
+    Attributes:
+        number: The number when the settings were last read.
+        has_changed: Whether the settings had changed then since they were read before.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
         self._seen: list[Any] = []
-        self._number = 0
+        self.number = 0
         self.has_changed = False
 
     def read(self) -> int:
-        """The number now; ``has_changed`` then says whether it differs from the one before."""
+        """Read the settings as they are now, and return their number."""
         now = [_cheap(group) for optimizer in self._optimizers for group in optimizer.param_groups]
         self.has_changed = now != self._seen
         if self.has_changed:
             self._seen = now
             digest = blake2b(repr(now).encode(), digest_size=8).digest()
-            self._number = int.from_bytes(digest, "little") >> (64 - _BITS)
-        return self._number
+            self.number = int.from_bytes(digest, "little") >> (64 - _BITS)
+        return self.number
 
 
 def _cheap(group: Mapping[str, Any]) -> list[Any]:
