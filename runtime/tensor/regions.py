@@ -89,7 +89,7 @@ class Region(TorchFunctionMode):
         # Autograd restores the stack after each of its nodes, so it may have left the mode itself.
         modes = _modes()
         if modes and modes[-1] is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
 
     def _is_left_open(self) -> bool:
         """Whether the region is of a recomputation that has ended."""
