@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from ..planning.market_prices import Markets, egress_dollars, markets_of
 from ..schema.errors import ProblemError
 from ..schema.market import PriceReport, utc_seconds
+from ..schema.spelling import nearest
 from ..simulator.market.price_compare import compare_from, report_of
-from ..solvers.market.offers import MovingJob, history_of
+from ..solvers.market.offers import History, MovingJob, history_of
 from .naming import names_arguments
+
+_FIRST_CHOICE = "aws"  # the thesis's
 
 
 @names_arguments(rate="rates")
@@ -17,7 +20,7 @@ def rent_prices(
     rates: Mapping[str, float],
     work_hours: float,
     start: str | None = None,
-    cloud: str = "aws",
+    cloud: str | None = None,
     restart_seconds: float = 300.0,
     cloud_move_dollars: float = 0.0,
     checkpoint_gigabytes: float | None = None,
@@ -32,7 +35,8 @@ def rent_prices(
         work_hours: Work to do, in hours of the first rate's device.
         start: When the job starts, such as ``2020-03-07T00:00:00Z``; None: as soon as all prices
             are known.
-        cloud: The cloud of the strategies that use only one.
+        cloud: The cloud of the strategies that use only one; None: aws if the markets have it, else
+            their first one.
         restart_seconds: From a launch until work continues.
         cloud_move_dollars: Dollars for each move between clouds.
         checkpoint_gigabytes: Size of the checkpoint, which a move takes out of a cloud at the
@@ -42,8 +46,8 @@ def rent_prices(
         What each strategy pays, how long it takes and what it holds.
 
     Raises:
-        ProblemError: A number is out of range, no machine has such a device, there are no prices
-            at the start, or the job cannot end before they do.
+        ProblemError: A number is out of range, no machine has such a device, none of ``cloud`` has,
+            there are no prices at the start, or the job cannot end before they do.
         FileError: A file is missing or has faults.
 
     Example:
@@ -74,6 +78,26 @@ def rent_prices(
         else egress_dollars(read, checkpoint_gigabytes),
     )
     history = history_of(read, rates)
+    only = _cloud_of(history, cloud)
     begin = history.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
-    compared = compare_from(job, history, begin, cloud=cloud, device_type=first)
+    compared = compare_from(job, history, begin, cloud=only, device_type=first)
     return report_of(compared, job, work_hours=work_hours)
+
+
+def _cloud_of(history: History, asked: str | None) -> str:
+    """The cloud of the strategies that use only one.
+
+    Raises:
+        ProblemError: No offer is in the cloud that was asked for.
+    """
+    clouds = list(dict.fromkeys(offer.cloud for offer in history.offers))
+    if asked is None:
+        return _FIRST_CHOICE if _FIRST_CHOICE in clouds else clouds[0]
+    if asked not in clouds:
+        guess = nearest(asked, clouds)
+        raise ProblemError(
+            f"--cloud {asked!r} has no price of such devices; the markets have prices in "
+            f"{', '.join(clouds)}",
+            hint=f"did you mean {guess!r}?" if guess else None,
+        )
+    return asked

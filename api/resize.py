@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from ..launcher.repartition import check_same_job
+from ..launcher.repartition import check_not_parallel, check_same_job
 from ..planning.inputs import Pool, Profiles, pool_of
 from ..planning.resize import cut_again, seconds_a_sample, split_again
 from ..protocol import control
@@ -78,6 +78,7 @@ def _mapping(
     if (pool is None) == (plan is None):
         raise ProblemError("give either --gpus or --plan", hint="for example --gpus 2xV100")
     now = control.current(run)
+    check_not_parallel(now)
     if now.pipeline is not None:
         return _recut(run, now, pool, plan, profiles)
     if plan is not None:
@@ -95,11 +96,14 @@ def _plan_of(
     given: SplitPlan | PipelinePlan | Path | str, kind: type[SplitPlan] | type[PipelinePlan]
 ) -> SplitPlan | PipelinePlan:
     """Return a plan of one kind, reading it from its file if needed."""
-    if isinstance(given, Path | str):
-        return files.read(Path(given), kind)
-    if not isinstance(given, kind):
-        raise ProblemError(f"the run needs a {kind.kind} plan, this is a {given.kind} plan")
-    return given
+    found: files.Plan = files.read_plan(Path(given)) if isinstance(given, Path | str) else given
+    if not isinstance(found, kind):
+        raise ProblemError(
+            f"the run has a {kind.kind} plan and can be resized to another one only, this is a "
+            f"{found.kind} plan",
+            hint=control.INSTEAD,
+        )
+    return found
 
 
 def _recut(

@@ -24,8 +24,12 @@ def rent_prices(
         typer.Option(help="Start: 2020-03-07T00:00:00Z [default: when all prices are known]."),
     ] = None,
     cloud: Annotated[
-        str, typer.Option(help="The cloud of the strategies that use only one.")
-    ] = "aws",
+        str | None,
+        typer.Option(
+            help="The cloud of the strategies that use only one [default: aws if the markets have "
+            "it, else their first]."
+        ),
+    ] = None,
     restart_seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds from a launch until work continues.")
     ] = 300.0,

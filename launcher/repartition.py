@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..protocol import handover
+from ..protocol.control import INSTEAD
 from ..schema.errors import HetflowError, ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.resize import ResizeAnswer, ResizeRequest
@@ -317,10 +318,12 @@ def check_same_job(config: LaunchConfig, other: LaunchConfig) -> None:
     """Refuse a plan that a running pipeline cannot change to.
 
     Raises:
-        ProblemError: Of another model, batch or microbatches, or no pipeline.
+        ProblemError: Of another model, batch or microbatches, no pipeline, or a parallel plan.
     """
     if config.pipeline is None or other.pipeline is None:
         raise ProblemError("a pipeline changes to a pipeline plan only")
+    for each in (config, other):
+        check_not_parallel(each)
     if other.model != config.model:
         raise ProblemError(f"the plan is of {other.model}, the run trains {config.model}")
     own, theirs = _microbatches(config), _microbatches(other)
@@ -330,6 +333,16 @@ def check_same_job(config: LaunchConfig, other: LaunchConfig) -> None:
             f"job has {len(own)} of {max(own.values())}",
             hint="a resize keeps the microbatches; solve with the same ones",
         )
+
+
+def check_not_parallel(config: LaunchConfig) -> None:
+    """Refuse a parallel plan: its workers cannot hand over while the job runs.
+
+    Raises:
+        ProblemError: The config was lowered from a parallel plan.
+    """
+    if config.pipeline is not None and config.pipeline.is_tensor_parallel:
+        raise ProblemError("a parallel plan cannot be changed while it runs", hint=INSTEAD)
 
 
 def _microbatches(config: LaunchConfig) -> dict[int, int]:

@@ -22,6 +22,11 @@ LOCK = "lock"
 CURRENT = "current.json"
 REQUEST = "request-"
 POLL_SECONDS = 0.05
+INSTEAD = (
+    "stop it with SIGTERM under --checkpoint, and launch the new plan with the same folder: it "
+    "continues if the virtual nodes or microbatches are the same"
+)
+"""What to do where a launch cannot be resized while it runs."""
 
 
 def is_running(folder: Path) -> bool:
@@ -51,7 +56,7 @@ def current(folder: Path) -> LaunchConfig:
     if not path.is_file():
         raise TargetError(
             f"{folder}: only launches on one host can be resized while they run",
-            hint="stop it with SIGTERM under --checkpoint, and launch the new plan: it goes on",
+            hint=INSTEAD,
         )
     return files.read(path, LaunchConfig)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..engines.protocol import Engine, EngineDevice, ResizingEngine, UnsuitableDevicesError
 from ..mechanisms import elastic
-from ..mechanisms.allocators.named import PolicyAllocator, allocator_named
+from ..mechanisms.allocators.named import PolicyAllocator, allocator_named, most_devices
 from ..mechanisms.allocators.shares import Allocator
 from ..mechanisms.cluster.pool import Pool
 from ..mechanisms.cluster.seats import Device, Seat
@@ -80,6 +80,7 @@ class Scheduler:
         self._store, self._engine, self._settings = store, engine, settings
         is_elastic = settings.policy == elastic.NAME
         self._policy = None if is_elastic else _Policy.named(settings.policy)
+        self._most_devices = most_devices(settings.policy)
         self._devices = {device.name: device for device in engine.devices()}
         if is_elastic:
             _refuse_several(self._devices.values())
@@ -159,6 +160,7 @@ class Scheduler:
         """
         self._settle(now)
         self._obey(now)
+        self._hold_oversized(now)
         if self._is_due(now):
             self._decide_or_say(now)
         self._act(now)
@@ -342,7 +344,10 @@ class Scheduler:
         for job in jobs:
             try:
                 asked = self._submission(job)
-                found[job] = rates_of(asked, self._places.num_devices, self._no_mixes)
+                rates = rates_of(asked, self._places.num_devices, self._no_mixes)
+                if (why := self._oversize(rates[-1].scale_factor)) is not None:
+                    raise ProblemError(why)
+                found[job] = rates
             except HetflowError as error:
                 self._hold(job, error.message, now)
         self._know(rate for rates in found.values() for rate in rates)
@@ -358,6 +363,42 @@ class Scheduler:
         if entering:
             self._state.admit(entering, self._settings.rules.head_start_seconds)
             self._has_news = True
+
+    def _hold_oversized(self, now: float) -> None:
+        """Hold jobs that the policy before let in, and this one cannot; those that run save first.
+
+        Otherwise the policy would fail in every round, and no job would ever move.
+        """
+        found = {
+            int(job.id): why
+            for job in self._state.active.jobs
+            if (why := self._oversize(job.scale_factor)) is not None
+        }
+        if not found:
+            return
+        open_ = {
+            lease.job: lease for lease in leases.open_leases(self._store) if lease.holds_devices
+        }
+        with self._store.transaction():
+            self._aim(now)
+            for job, why in found.items():
+                lease = open_.get(job)
+                if lease is None:
+                    self._hold(job, why, now)
+                elif lease.state in _STARTED:
+                    leases.drop_planned(self._store, job, now)
+                    leases.ask_to_stop(self._store, lease, now)
+            self._save()
+
+    def _oversize(self, num_devices: int) -> str | None:
+        """Why a job of so many devices cannot be scheduled; None where it can."""
+        most = self._most_devices
+        if most is None or num_devices <= most:
+            return None
+        return (
+            f"it asks for {num_devices} devices, and {self._settings.policy} gives a job {most} at "
+            f"most: submit it with --devices {most}, or start the cluster with another --policy"
+        )
 
     def _know(self, rates: Iterable[Rate]) -> None:
         """Add throughputs to the pool's; those of jobs that are gone are forgotten."""

@@ -22,6 +22,7 @@ class AlloX:
     """
 
     name, agnostic, shares_space, leaves_idle = "allox", False, False, False
+    most_devices = 1  # of a job
 
     def __init__(self, alpha: float = 1.0) -> None:
         """Start empty.
@@ -38,7 +39,7 @@ class AlloX:
         Raises:
             ProblemError: A job asks for several devices.
         """
-        if active.scale.max() > 1:
+        if active.scale.max() > self.most_devices:
             job = active.jobs[int(active.scale.argmax())]
             raise ProblemError(
                 f"AlloX schedules jobs of one device, and job {job.id!r} asks for "

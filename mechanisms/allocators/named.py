@@ -231,3 +231,10 @@ def always_pairs(name: str) -> bool:
     """Whether an allocator pairs jobs in any case, so that it needs the pairs' throughputs."""
     own = _OWN.get(name)
     return own is not None and own(0, False).shares_space
+
+
+def most_devices(name: str) -> int | None:
+    """Devices that an allocator gives one job at most; None where a job gets what it asks for."""
+    own = _OWN.get(name)
+    made = None if own is None else own(0, False)
+    return made.most_devices if isinstance(made, AlloX) else None

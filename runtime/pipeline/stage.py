@@ -37,7 +37,8 @@ class Stage:
         part: The stage's part of the model.
         recompute: Whether activations are recomputed in the backward pass.
         device: The device of its passes.
-        passing: Makes a context for every pass, also for one that recomputes.
+        passing: Makes a context for every forward or backward pass, and inside a backward pass for
+            each recomputation of the stage.
     """
 
     def __init__(
@@ -126,7 +127,8 @@ class Stage:
             Gradients of the stage's inputs, in order; None for an input without one.
         """
         kept = self._in_flight.pop(microbatch)
-        torch.autograd.backward(*self._start(kept, gradients))
+        with self._passing():
+            torch.autograd.backward(*self._start(kept, gradients))
         return tuple(leaf.grad for leaf in kept.inputs)
 
     def backward_input(self, microbatch: int, gradients: tuple[Any, ...] | None) -> tuple[Any, ...]:
@@ -135,16 +137,18 @@ class Stage:
         kept.results, kept.gradients = self._start(kept, gradients)
         if not kept.inputs or not kept.results:
             return tuple(None for _ in kept.inputs)
-        return torch.autograd.grad(
-            kept.results, kept.inputs, kept.gradients, retain_graph=True, allow_unused=True
-        )
+        with self._passing():
+            return torch.autograd.grad(
+                kept.results, kept.inputs, kept.gradients, retain_graph=True, allow_unused=True
+            )
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weights' gradients of a microbatch whose input gradients are done."""
         kept = self._in_flight.pop(microbatch)
         leaves = [p for p in self.parameters.values() if p.requires_grad]
         if kept.results and leaves:
-            torch.autograd.backward(kept.results, kept.gradients, inputs=leaves)
+            with self._passing():
+                torch.autograd.backward(kept.results, kept.gradients, inputs=leaves)
 
     def _start(self, kept: _Kept, gradients: tuple[Any, ...] | None) -> tuple[Roots, list[Tensor]]:
         if gradients is None:

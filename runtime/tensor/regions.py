@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
@@ -45,12 +45,18 @@ _DRAWS = {
     Tensor.uniform_,
     functional.gumbel_softmax,
 }
+_DROPOUTS = {functional.dropout, torch.dropout, functional.scaled_dot_product_attention}
+_RANDOM = _DROPOUTS | _OTHER_DROPOUTS | _DRAWS
 
 
 class Region(TorchFunctionMode):
     """What is computed between a column-parallel layer and the row-parallel layer after it.
 
     It begins when the first column-parallel layer has run and ends when a row-parallel one begins.
+
+    A checkpoint of the script's may end between the two. When the backward pass recomputes it, no
+    row layer ends the region, so there it ends with the recomputation: as soon as autograd records
+    otherwise than when it began.
 
     Args:
         group: The workers that share the layers.
@@ -70,20 +76,28 @@ class Region(TorchFunctionMode):
             made: Its output, this worker's share.
             parts: How many layers are fused in it.
         """
-        if not self._columns:
+        if not self._columns or self._is_left_open():
+            self._columns.clear()
             self._recording = recording()
-            self.__enter__()  # type: ignore[no-untyped-call]
+            if self not in _modes():
+                self.__enter__()  # type: ignore[no-untyped-call]
         self._columns.append(_Column(name, made.shape, parts))
 
     def close(self) -> None:
         """Note that a row-parallel layer begins, or that a pass has ended."""
-        if self._columns:
-            self._columns.clear()
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._columns.clear()
+        # Autograd restores the stack after each of its nodes, so it may have left the mode itself.
+        modes = _modes()
+        if modes and modes[-1] is self:
+            self.__exit__(None, None, None)
+
+    def _is_left_open(self) -> bool:
+        """Whether the region is of a recomputation that has ended."""
+        return torch._C._current_graph_task_id() != -1 and recording() != self._recording
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Run a pass inside; however it ends, no region stays open."""
+        """Run a forward or a backward pass inside; however it ends, no region stays open."""
         try:
             yield
         finally:
@@ -98,17 +112,17 @@ class Region(TorchFunctionMode):
     ) -> Any:
         """Draw whole masks for dropout, refuse other draws, and leave everything else alone."""
         own = kwargs or {}
+        if func not in _RANDOM or not self._columns or self._is_left_open():
+            return func(*args, **own)
         if func is functional.dropout:
             return self._dropout(*args, **own)
         if func is torch.dropout:
             return self._dropout(args[0], *args[1:], **_named(own, train="training"))
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **own)
-        if func in _OTHER_DROPOUTS and _is_on(*args, **own):
-            raise self._refusal(f"{func.__name__} draws")
-        if func in _DRAWS:
-            raise self._refusal(f"{func.__name__} draws")
-        return func(*args, **own)
+        if func in _OTHER_DROPOUTS and not _is_on(*args, **own):
+            return func(*args, **own)
+        raise self._refusal(f"{func.__name__} draws")
 
     def _dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -231,6 +245,11 @@ class _Column:
 
     def __init__(self, name: str, shape: torch.Size, parts: int) -> None:
         self.name, self.shape, self.parts = name, shape, parts
+
+
+def _modes() -> list[Any]:
+    """The function modes of this thread, the innermost last."""
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def _is_on(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:

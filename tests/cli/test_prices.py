@@ -88,6 +88,8 @@ def test_strategies_are_replayed(hetflow, market: Path) -> None:
     answer = hetflow(*arguments, "--json")
     assert answer.code == 0, answer.stderr
     found = json.loads(answer.stdout)
+    without_cloud = hetflow(*arguments[:3], *arguments[5:], "--json")
+    assert json.loads(without_cloud.stdout) == found  # the markets have one cloud only
     dollars = {name: one["dollars"] for name, one in found["outcomes"].items()}
     # NC12's price is unknown on the second day, so that who took it (20 cents a GPU) cannot be
     # replayed, and who moves goes to NC6 for 6 hours at 12 cents.
@@ -112,6 +114,8 @@ def test_strategies_are_replayed(hetflow, market: Path) -> None:
         (("--rate", "H100=1"), "no machine with prices has one of H100"),
         (("--rate", "K80=1", "--start", "2020-02-28T00:00:00"), "is not in UTC; end it with Z"),
         (("--rate", "K80=1", "--start", "2021-02-28T00:00:00Z"), "there are no prices at 2021"),
+        (("--rate", "K80=1", "--cloud", "azur"), "hint: did you mean 'azure'?"),
+        (("--rate", "K80=1", "--cloud", "gcp"), "--cloud 'gcp' has no price of such devices"),
         (("--rate", "K80=1", "--checkpoint-gigabytes", 2), "of azure has an egress price"),
         (("--rate", "K80=0.01", "--rate", "K80=1", "--work-hours", 999), "cannot end before"),
     ],

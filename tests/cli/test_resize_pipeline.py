@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from hetflow.launcher.inbox import Inbox
+from hetflow.launcher.repartition import check_same_job
 from hetflow.protocol.lower import lower
 from hetflow.schema import files
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.parallel import ParallelPlan
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.profile import Profile
 
@@ -57,3 +60,30 @@ def test_profiles_cut_the_model_anew_for_the_same_microbatches(
     assert other.code == 2
     assert "the new plan has 4 microbatches of 16 samples, the job has 8 of 8" in other.stderr
     box.close()
+
+
+def test_a_parallel_plan_is_changed_by_a_relaunch(
+    hetflow: Hetflow, folder: Path, plan: PipelinePlan, tmp_path: Path
+) -> None:
+    target = tmp_path / "parallel.json"
+    asked = ("--strategy", "parallel", *LINK, "-o", target)
+    assert solve(hetflow, folder, *asked).code == 0
+    parallel = lower(files.read(target, ParallelPlan))
+    box = Inbox(tmp_path)
+    box.show(parallel)
+    for ask in (("--gpus", "1xV100"), ("--gpus", "1xV100", "--profiles", folder),
+                ("--plan", target), ("--plan", tmp_path / "plan.json")):  # fmt: skip
+        refused = hetflow("resize", tmp_path, "--no-wait", *ask)
+        assert refused.code == 2
+        assert "a parallel plan cannot be changed while it runs" in refused.stderr
+        assert "launch the new plan with the same folder" in refused.stderr
+        assert refused.stderr.count("\n") <= 2
+    box.show(lower(plan))
+    refused = hetflow("resize", tmp_path, "--no-wait", "--plan", target)
+    assert refused.code == 2
+    assert "can be resized to another one only, this is a parallel plan" in refused.stderr
+    assert "launch the new plan with the same folder" in refused.stderr
+    assert box.next() is None
+    box.close()
+    with pytest.raises(ProblemError, match="a parallel plan cannot be changed"):
+        check_same_job(lower(plan), parallel)  # who asks by a file of their own

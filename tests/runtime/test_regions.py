@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hetflow.profilers.zoo.transformer import GPT
 from hetflow.runtime import tensor_parallel
@@ -79,11 +79,13 @@ CORES = {
 }
 
 
-def on_lane(model: nn.Module, lane: int, degree: int, parts: int = 1) -> nn.Module:
+def on_lane(
+    model: nn.Module, lane: int, degree: int, parts: int = 1, within: str = ""
+) -> nn.Module:
     """A copy that computes one worker's share; without a process group, nothing is summed."""
     own = copy.deepcopy(model)
     style = "column" if parts == 1 else f"column:{parts}"
-    tensor_parallel(own, {"column": style, "row": "row"})
+    tensor_parallel(own, {f"{within}column": style, f"{within}row": "row"})
     sharing = sharing_of(own)
     sharded = ShardedModel(own, sharing, TensorGroup(degree, lane, tuple(range(degree))))
     for name, parameter in own.named_parameters():
@@ -159,6 +161,40 @@ def test_a_checkpoint_of_the_whole_draws_the_same_again() -> None:
         torch.manual_seed(3)
         leaf = x.clone().requires_grad_()
         run(leaf).sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+class Half(Between):
+    """A checkpoint of the script's ends between the two layers, and begins before dropout."""
+
+    recomputes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        def first(x: Tensor) -> Tensor:
+            return self.core(self.column(functional.dropout(x, 0.2)))
+
+        return self.row(checkpoint(first, x, use_reentrant=False) if self.recomputes else first(x))
+
+
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_a_region_ends_with_the_recomputation_of_a_checkpoint_that_ends_inside(
+    stops_early: bool,
+) -> None:
+    core = CORES["hidden"][0]
+    own = on_lane(nn.Sequential(Half(core), Half(core)), 1, 2, within="*.")
+    x, grads = torch.randn(3, TOKENS, 8).double(), []
+    for recomputes in (False, True):
+        for half in own:
+            half.recomputes = recomputes
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+        with set_checkpoint_early_stop(stops_early):
+            with own.passing():
+                made = own(leaf)
+            with own.passing():
+                made.sum().backward()
+        assert _get_current_function_mode() is None
         grads.append(leaf.grad)
     assert torch.equal(*grads)
 

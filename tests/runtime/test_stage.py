@@ -1,6 +1,8 @@
 """One stage alone: what it holds of a microbatch, and inputs that it must not write on."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -51,3 +53,31 @@ def test_functions_may_write_on_received_inputs() -> None:
     (gradient,) = stage.backward(0, None)
     assert gradient.shape == received.shape
     assert torch.equal(received, before)
+
+
+def test_every_backward_pass_is_in_its_context() -> None:
+    """What it recomputes for a checkpoint of the script's may open a region of column layers."""
+    events: list[str] = []
+
+    @contextmanager
+    def passing() -> Iterator[None]:
+        events.append("begins")
+        yield
+        events.append("ends")
+
+    part = cut(layers_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), [["0"], ["1"]])[1]
+    stage = Stage(part, recompute=False, device=torch.device("cpu"), passing=passing)
+    gradients = (torch.ones(2, 4),)
+    for is_whole in (True, False):
+        output = stage.forward(0, {}, ((torch.randn(2, 4),), (True,)), None)
+        output.register_hook(lambda _: events.append("runs"))
+        stage.keep(0, (output,))
+        del output
+        if is_whole:
+            stage.backward(0, gradients)
+        else:
+            stage.backward_input(0, gradients)
+            stage.backward_weight(0)
+    once = ["begins", "runs", "ends"]
+    forward = ["begins", "ends"]
+    assert events == [*forward, *once, *forward, *once, *once]

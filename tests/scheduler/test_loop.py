@@ -1,6 +1,7 @@
 """The live loop with a clock of its own and an engine that does nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,39 @@ def test_what_a_lease_measured_stands_beside_what_was_predicted_for_it(
     assert job.measured.devices == ("cpu:fast:0",)
     assert run(["queue", "--state", str(cluster.folder)]) == 0
     assert f"{job.measured.steps_per_second:.3g} (-50.0 %)" in capsys.readouterr().out
+
+
+def test_a_job_of_more_devices_than_the_policy_gives_is_held(tmp_path: Path, asked: Asked) -> None:
+    """AlloX gives a job one device; with a larger one among the jobs no policy's round succeeds."""
+    cluster = Cluster(tmp_path / "state", FakeEngine(number=2), policy="allox")
+    cluster.submit(asked("large", devices=2, gpus="2xcpu:fast"), asked("a"), asked("b", devices=2))
+    cluster.tick()
+    assert cluster.states() == ["held", "running", "held"]
+    said = "it asks for 2 devices, and allox gives a job 1 at most: submit it with --devices 1"
+    assert said in str(cluster.job(3)["reason"])
+    cluster.want(3, "release")
+    cluster.tick(1.0)
+    assert cluster.states() == ["held", "running", "held"]
+
+
+def test_jobs_that_another_policy_let_in_are_held_when_they_have_saved(
+    cluster: Cluster, asked: Asked
+) -> None:
+    cluster.submit(asked("runs", devices=4), asked("waits", devices=4), asked("too", devices=4))
+    cluster.tick()
+    assert sorted(cluster.states()) == ["queued", "running", "running"]
+    cluster.settings = replace(cluster.settings, policy="allox")
+    cluster.restart()
+    cluster.submit(asked("small"))
+    for _ in range(3):
+        cluster.tick(1.0)
+    assert cluster.states() == ["held", "held", "held", "running"]
+    assert sorted(cluster.engine.ended.values()) == [143, 143]
+    cluster.settings = replace(cluster.settings, policy="las")
+    cluster.restart()
+    cluster.want(1, "release")
+    cluster.tick(ROUND)
+    assert cluster.states() == ["running", "held", "held", "running"]
 
 
 def test_more_jobs_than_devices_take_turns_by_weight(tmp_path: Path, asked: Asked) -> None:
