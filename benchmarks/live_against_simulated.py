@@ -5,7 +5,8 @@
 The live loop with its state, plans, leases and transitions runs on a clock of its own, on devices
 that only count steps: each start costs some seconds, as a real one does, and then steps are made
 at the predicted speed. A static trace (all jobs at once) and a continuous one (Poisson arrivals).
-``hetflow cluster replay`` computes the same of a real cluster.
+``live_jobs.py`` does the same with jobs that train, and ``hetflow cluster replay`` computes the
+same of a real cluster.
 """
 
 import argparse
@@ -18,20 +19,18 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from live_parts.compare import POLICY, begin, compared, line_of
 from live_parts.models import NUM_MODELS, TYPES, prepare
 
 from hetflow.engines.protocol import EngineDevice, Fate, Work
 from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler.history import history
 from hetflow.scheduler.loop import Scheduler, Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, submit
 from hetflow.schema.cluster import Cluster
-from hetflow.schema.files import read_plan, to_json
-from hetflow.simulator import Case, run_case
+from hetflow.schema.files import read_plan
 
 EACH = 4
-POLICY = "las_weighted"
 TICK_SECONDS = 1.0
 START = 1_000_000.0
 
@@ -87,22 +86,6 @@ class CountingEngine:
             self.ended[folder] = code
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One trace, live and simulated; deficits are device-seconds below the target, and mean."""
-
-    trace: str
-    jobs: int
-    round_seconds: float
-    start_seconds: float
-    live_jct_seconds: float
-    simulated_jct_seconds: float
-    live_makespan_seconds: float
-    simulated_makespan_seconds: float
-    mean_deficit: float
-    mean_device_seconds: float
-
-
 def trace(folder: Path, jobs: int, mean_gap: float) -> list[tuple[float, Submission]]:
     """Jobs and when they arrive; all at once where the gap is 0."""
     draws, arrival, found = random.Random(0), START, []
@@ -122,12 +105,9 @@ def trace(folder: Path, jobs: int, mean_gap: float) -> list[tuple[float, Submiss
 def live(folder: Path, jobs: list[tuple[float, Submission]], engine: CountingEngine,
          round_seconds: float) -> Store:  # fmt: skip
     """Run them through the live scheduler; its state at the end."""
-    store = Store.create(folder)
-    store.run("PRAGMA synchronous = OFF")
     pool = Cluster.parse(",".join(f"{EACH}x{kind}" for kind, _ in TYPES))
-    with store.transaction():
-        told = {"pool": to_json(pool), "engine": engine.name, "policy": POLICY}
-        store.set("started_with", told | {"round_seconds": round_seconds, "grace_seconds": 30})
+    store = begin(folder, pool, engine.name, round_seconds)
+    store.run("PRAGMA synchronous = OFF")
     rules = RoundRules(round_seconds=round_seconds, reset_seconds=0.0)
     scheduler = Scheduler(store, engine, Settings(policy=POLICY, rules=rules))
     waiting, now = list(jobs), START
@@ -148,45 +128,6 @@ def _are_open(store: Store) -> bool:
     return bool(store.rows("SELECT 1 FROM jobs WHERE state != 'done' LIMIT 1"))
 
 
-def compared(name: str, store: Store, round_seconds: float, start_seconds: float) -> Compared:
-    """Simulate what the state has, and put it beside."""
-    done = history(store)
-    case = Case(
-        throughputs=done.throughputs, num_devices=done.num_devices, policy=POLICY,
-        round_seconds=round_seconds, reset_seconds=0.0, restart_seconds=start_seconds,
-    )  # fmt: skip
-    run = run_case(case, [one.job for one in done.jobs])
-    number = len(done.jobs)
-    took = [one.completion_seconds or 0.0 for one in done.jobs]
-    ends = [one.job.arrival_seconds + time for one, time in zip(done.jobs, took, strict=True)]
-    deficits = [max(0.0, one.target_seconds - one.device_seconds) for one in done.jobs]
-    return Compared(
-        trace=name,
-        jobs=number,
-        round_seconds=round_seconds,
-        start_seconds=start_seconds,
-        live_jct_seconds=sum(took) / number,
-        simulated_jct_seconds=sum(one.completion_seconds for one in run.jobs) / number,
-        live_makespan_seconds=max(ends),
-        simulated_makespan_seconds=max(one.finish_seconds for one in run.jobs),
-        mean_deficit=sum(deficits) / number,
-        mean_device_seconds=sum(one.device_seconds for one in done.jobs) / number,
-    )
-
-
-def line_of(row: Compared) -> str:
-    """One trace as a line."""
-    jct = row.simulated_jct_seconds / row.live_jct_seconds - 1
-    makespan = row.simulated_makespan_seconds / row.live_makespan_seconds - 1
-    return (
-        f"{row.trace:10} {row.jobs} jobs, a start {row.start_seconds:.0f} s: "
-        f"JCT {row.live_jct_seconds:.1f} s live, {row.simulated_jct_seconds:.1f} simulated "
-        f"({100 * jct:+.2f} %); makespan {row.live_makespan_seconds:.0f}, "
-        f"{row.simulated_makespan_seconds:.0f} ({100 * makespan:+.2f} %); "
-        f"short of the target by {row.mean_deficit:.0f} of {row.mean_device_seconds:.0f} device-s"
-    )
-
-
 def main() -> None:
     """Compare, and print a line a trace."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -202,7 +143,8 @@ def main() -> None:
                 prepare(folder)
                 engine = CountingEngine(start_seconds)
                 store = live(folder / "state", trace(folder, jobs, gap), engine, 60.0)
-                rows.append(compared(name, store, 60.0, start_seconds))
+                row, _ = compared(name, store, 60.0, start_seconds)
+                rows.append(row)
                 store.close()
             print(line_of(rows[-1]), flush=True)
     if arguments.json is not None:

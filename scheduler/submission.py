@@ -1,6 +1,7 @@
 """What a user asks for: a training script with its profiles, as a TOML file or by options."""
 
 import json
+import re
 import time
 import tomllib
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from ..schema.records import Count, Index, Name, Positive, PositiveSeconds, reco
 from .store import Store
 
 PATHS = ("script", "profiles", "directory")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _FORMS = ({"devices"}, {"devices_at_least", "devices_at_most"}, {"gpus"})
 """Ways to say how many devices a job runs on."""
 
@@ -152,7 +154,8 @@ def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
     """
     values = {"schema": "hetflow.submission/1", "directory": str(base), **values}
     if isinstance(values.get("script"), str):
-        values.setdefault("name", Path(values["script"]).stem)
+        stem = Path(values["script"]).stem
+        values.setdefault("name", _CONTROL.sub(" ", stem))  # it stands in lines of text
     if isinstance(values.get("gpus"), str):
         values.setdefault("devices", sum(Cluster.parse(values["gpus"]).num_devices.values()))
     if "devices_at_most" in values:

@@ -49,6 +49,24 @@ def test_a_script_is_submitted_with_its_arguments(
     assert (job["name"], job["state"], job["number"]) == ("a 'b' $(c)", "submitted", 1)
 
 
+def test_a_path_of_several_lines_is_kept_and_names_the_job_in_one(
+    state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "a 'b'\n$(touch c);.py"
+    script.write_text("")
+    assert run([*SUBMIT, script.name, "--tag", "x\ny"]) == 0
+    [row] = Store.open(state).rows("SELECT submission FROM jobs")
+    asked = json.loads(row["submission"])
+    assert asked["script"] == str(script)
+    assert asked["arguments"] == ["--tag", "x\ny"]
+    assert [job["name"] for job in rows(capsys)] == ["a 'b' $(touch c);"]
+    script.unlink()
+    assert run([*SUBMIT, script.name]) == 2
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith("hetflow: submit: script ")
+    assert error.endswith("no such file")
+
+
 def test_a_file_is_submitted_and_options_go_before_it(
     state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
