@@ -494,9 +494,26 @@ class Scheduler:
                 self._state, self._numbers, now, sizes=sizes, down=down, held=held
             )
         allocator = self._policy.for_pool(self._state.pool)
-        return next_round(
+        found = next_round(
             self._state, allocator, now, self._settings.rules, sizes=sizes, down=down, held=held
         )
+        return {**found, **self._kept(open_, now)}
+
+    def _kept(self, open_: Sequence[Lease], now: float) -> dict[str, Seat]:
+        """The devices of jobs that run on a server that rests: only new launches avoid it."""
+        resting, drained = self._rests.resting(now), set(self._store.get("drained") or ())
+        kept = {}
+        for lease in open_:
+            names = lease.resizing_to or lease.devices
+            devices = [self._devices[name] for name in names]
+            if (
+                lease.state in _STARTED
+                and any(device.server in resting for device in devices)
+                and all(device.is_up for device in devices)
+                and not any(drained & {device.server, device.device_type} for device in devices)
+            ):
+                kept[str(lease.job)] = self._places.seat(names)
+        return kept
 
     def _held(self, open_: Sequence[Lease]) -> dict[str, Seat]:
         """The devices of jobs that run, or are about to; in a resize those after it."""

@@ -231,6 +231,24 @@ def test_others_go_on_beside_a_server_that_rests(cluster: Cluster, asked: Asked)
     assert held == {"right"}
 
 
+def test_what_runs_on_a_server_that_rests_goes_on(cluster: Cluster, asked: Asked) -> None:
+    cluster.submit(asked("a"))
+    cluster.tick()
+    [first] = cluster.engine.running
+    cluster.submit(asked("b"))
+    cluster.tick(ROUND)
+    [second] = set(cluster.engine.running) - {first}
+    cluster.engine.fail_to_begin(second)
+    cluster.tick(1.0)
+    cluster.tick(ROUND - 0.5)  # a round ends, and the server rests for half a second more
+    assert cluster.states() == ["running", "queued"]
+    assert set(cluster.engine.running) == {first}
+    [lease] = cluster.store.rows("SELECT state FROM leases WHERE job = 1")
+    assert lease["state"] == "running"
+    cluster.tick(ROUND)
+    assert cluster.states() == ["running", "running"]
+
+
 def test_a_launch_that_makes_no_sense_is_held_at_once(cluster: Cluster, asked: Asked) -> None:
     cluster.submit(asked("bad"))
     cluster.tick()
