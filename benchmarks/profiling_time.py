@@ -2,7 +2,7 @@
 
     git worktree add ../before b3107c4
     python benchmarks/profiling_time.py ../before
-    python benchmarks/profiling_time.py ../before --model mlp --json FILE
+    python benchmarks/profiling_time.py ../before --model mlp --turns 3 --json FILE
 
 Wall seconds are what a user waits; CPU seconds hold on a machine that has other work too.
 """
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,15 @@ def cpu_seconds():
     return used.ru_utime + used.ru_stime
 
 
+def described(found):
+    """Medians over turns, with the least and the most."""
+    wall, cpu = (sorted(values) for values in zip(*found, strict=True))
+    return (
+        f"{statistics.median(wall):.0f} s ({wall[0]:.0f} to {wall[-1]:.0f}; "
+        f"CPU {statistics.median(cpu):.0f})"
+    )
+
+
 def main():
     """Profile each model with both, and print a row for each."""
     parser = argparse.ArgumentParser(
@@ -52,17 +62,17 @@ def main():
     )
     parser.add_argument("before", type=Path, help="a checkout of the earlier version")
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one")
+    parser.add_argument("--turns", type=int, default=1, help="of each, one after the other")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     rows = {}
     for model in arguments.model or MODELS:
-        rows[model] = row = {}
-        for name, checkout in (("before", arguments.before.resolve()), ("now", ROOT)):
-            with tempfile.TemporaryDirectory() as folder:
-                row[name] = profiled(checkout, model, Path(folder))
-        told = ", ".join(
-            f"{name} {wall:.0f} s (CPU {cpu:.0f})" for name, (wall, cpu) in row.items()
-        )
+        rows[model] = row = {"before": [], "now": []}
+        for _ in range(arguments.turns):
+            for name, checkout in (("before", arguments.before.resolve()), ("now", ROOT)):
+                with tempfile.TemporaryDirectory() as folder:
+                    row[name].append(profiled(checkout, model, Path(folder)))
+        told = ", ".join(f"{name} {described(found)}" for name, found in row.items())
         print(f"{model:11} {told}", flush=True)
     if arguments.json:
         files.write_text(arguments.json, json.dumps(rows, indent=1) + "\n", force=True)

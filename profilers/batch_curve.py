@@ -5,6 +5,7 @@ process of its own (``measurer``), so that running out of memory is only another
 """
 
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -192,7 +193,11 @@ def _reason_to_stop(
 
 
 def _is_flat(results: Sequence[SizeResult]) -> bool:
-    rates = [result.batch_size / result.timing.median_seconds for result in results]
-    if len(rates) <= _FLAT_SIZES or results[-1].timing.median_seconds < _FLAT_FLOOR_SECONDS:
+    if len(results) <= _FLAT_SIZES or results[-1].timing.median_seconds < _FLAT_FLOOR_SECONDS:
         return False
+    found = [result.batch_size / result.timing.median_seconds for result in results]
+    # Of a few passes each: the highest of several noisy rates would always seem to have grown.
+    rates = [
+        statistics.median_low(found[max(0, place - 1) : place + 2]) for place in range(len(found))
+    ]
     return max(rates[-_FLAT_SIZES:]) < _FLAT_GAIN * max(rates[:-_FLAT_SIZES])

@@ -65,7 +65,7 @@ class LoopPolicy:
     least_seconds: float = 0.2
     most_samples: int | None = None
     least_total_seconds: float = 0.0
-    most_total_seconds: float | None = 6.0
+    most_total_seconds: float | None = 4.0
     carries: bool = True
 
     @classmethod

@@ -50,7 +50,7 @@ class ProfileOptions:
 
     limits: CurveLimits = CurveLimits()
     loop: LoopPolicy = LoopPolicy()
-    sync_seconds: float = 6.0
+    sync_seconds: float = 4.0
     exchange_seconds: float = 6.0
     hold_seconds: float = 12.0
     optimizer: str | None = None

@@ -71,6 +71,16 @@ def test_a_curve_ends_when_throughput_has_long_been_flat() -> None:
     assert max(rates) < 1.05 * rates[-7]
 
 
+def test_one_lucky_measurement_does_not_prolong_a_flat_curve() -> None:
+    limits = CurveLimits(pass_limit_seconds=1e9, budget_seconds=1e9)
+    steady = curve_of(device(lambda size: 0.05 + 0.05 * size), limits)
+    lucky = sizes_of(steady)[-1]
+    curve = curve_of(
+        device(lambda size: (0.05 + 0.05 * size) * (0.9 if size == lucky else 1.0)), limits
+    )
+    assert sizes_of(curve) == sizes_of(steady)
+
+
 def test_a_gpus_curve_is_not_ended_by_flatness() -> None:
     limits = CurveLimits(stop_when_flat=False, pass_limit_seconds=1e9, budget_seconds=1e9)
     curve = curve_of(device(lambda size: 0.2 * size, memory=1000), limits)

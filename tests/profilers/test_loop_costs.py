@@ -126,7 +126,7 @@ def test_sizes_that_nobody_stated_share_a_budget() -> None:
     assert LoopPolicy(most_total_seconds=9.0).parts(many[:3], visits[:3]) == pytest.approx(
         [0.2, 4.0, 4.0]
     )
-    assert LoopPolicy().parts(many, visits) == pytest.approx([0.2, *[5.8 / 9] * 9])
+    assert LoopPolicy().parts(many, visits) == pytest.approx([0.2, *[3.8 / 9] * 9])
     assert LoopPolicy().parts(many, [0.08, *[2.0] * 9]) == pytest.approx([0.2, *[2.0] * 9])
     few = LoopPolicy(least_total_seconds=4.0)
     assert few.parts([0.001, 0.005], visits[:2]) == pytest.approx([1.6, 2.4])
