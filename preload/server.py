@@ -11,6 +11,7 @@ Three kinds of process, each of which dies with the one above it:
 A launch's own preloaded process is the host of its one connection.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -44,6 +45,7 @@ _MODULES = (
     "hetflow.runtime.start",
     "hetflow.runtime.pipeline.engine",
 )
+_BOUND_BY_NANOBIND = "triton._C.libtriton"
 _TITLE_ROOM = 240
 _HELLO_SECONDS = 5.0
 _MOST_PRELOADED = 6
@@ -107,7 +109,7 @@ def _preloaded(channel: socket.socket, modules: Sequence[str], *, is_host: bool)
             importlib.import_module(name)
         check_forkable()
         resident.remember_preloaded()
-        gc.freeze()  # else the collector copies every page, at the latest when a process ends
+        freeze()
     except Exception as error:
         trouble = str(error) or type(error).__name__
     connection = channel if is_host else _next_connection(channel)
@@ -138,6 +140,17 @@ def check_forkable() -> None:
         time.sleep(0.01)
     for backend in initialized():
         raise Unfit(f"the imports have initialised {backend.kind.upper()}")
+
+
+def freeze() -> None:
+    """Keep the collector from what is imported: it would copy every page, if only at the end.
+
+    But nanobind prints pages about what is alive when a process ends, and a triton bound by it (of
+    CUDA builds of torch from 2.15 on) comes with the imports: then the end pays for the collection.
+    """
+    gc.freeze()
+    if _BOUND_BY_NANOBIND in sys.modules:
+        atexit.register(gc.unfreeze)
 
 
 def _next_connection(channel: socket.socket) -> socket.socket:
