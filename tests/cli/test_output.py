@@ -3,9 +3,17 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from hetflow.cli.main import run
+from hetflow.engines.protocol import OUTPUT
+from hetflow.scheduler.leases import plan_lease
+from hetflow.scheduler.store import Store
 
 FULL = Path("/dev/full")
 
@@ -41,3 +49,35 @@ def test_a_reader_that_leaves_is_no_error(graph: list[str]) -> None:
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Whoever read stdout has gone."""
+    read, write = os.pipe()
+    os.close(read)
+    before = sys.stdout
+    with os.fdopen(write, "w") as sys.stdout:
+        try:
+            yield
+        finally:
+            sys.stdout, before = before, sys.stdout
+
+
+@pytest.mark.parametrize("command", [["queue", "--watch"], ["logs", "--follow", "1"]])
+def test_what_repeats_ends_with_its_reader(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = Store.create(tmp_path)
+    store.run('INSERT INTO jobs (submission, submitted) VALUES (\'{"name": "a"}\', 1.0)')
+    plan_lease(store, 1, ["cpu:0"], 1.0)
+    store.lease_folder(1, 1).mkdir(parents=True)
+    (store.lease_folder(1, 1) / OUTPUT).write_text("line\n" * 100_000)
+    naps = iter(range(3))
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(naps))
+    with unread():
+        code = run([*command, "--state", str(tmp_path)])
+    assert (code, capsys.readouterr().err) == (0, "")
