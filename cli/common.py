@@ -316,7 +316,7 @@ def config_values(commands: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not valid TOML: {error}") from None
     values = {name: _values_of(path, name, table, commands) for name, table in tables.items()}
     for kind in ("solve split", "solve pipeline", "solve parallel"):  # [solve] counts for each
