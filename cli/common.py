@@ -89,14 +89,26 @@ def shows_progress() -> bool:
     return sys.stderr.isatty() and not Settings.quiet
 
 
-def emit(text: str) -> None:
+def emit(text: str) -> bool:
     """Write the result to stdout; a reader that has gone has seen enough.
+
+    Returns:
+        Whether the reader is still there.
 
     Raises:
         FileError: It cannot be written: a full disk behind it, say.
     """
+    return _emitted(lambda: sys.stdout.write(text if text.endswith("\n") else text + "\n"))
+
+
+def emit_bytes(content: bytes) -> bool:
+    """Write bytes to stdout as they are; see ``emit``."""
+    return _emitted(lambda: sys.stdout.buffer.write(content))
+
+
+def _emitted(write: Callable[[], object]) -> bool:
     try:
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        write()
         sys.stdout.flush()
     except OSError as error:
         # What is left in the buffer would fail once more when the interpreter ends.
@@ -104,11 +116,13 @@ def emit(text: str) -> None:
         if not isinstance(error, BrokenPipeError):
             message = f"stdout: the result could not be written: {error.strerror}"
             raise FileError(message, hint="make room, or send it elsewhere") from None
+        return False
+    return True
 
 
-def emit_json(document: Any) -> None:
-    """Write the result as the one JSON document on stdout."""
-    emit(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False))
+def emit_json(document: Any) -> bool:
+    """Write the result as the one JSON document on stdout; see ``emit``."""
+    return emit(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False))
 
 
 def emit_file(value: Any, output: Path | None, *, force: bool, json: bool = False) -> None:
@@ -302,7 +316,7 @@ def config_values(commands: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not valid TOML: {error}") from None
     values = {name: _values_of(path, name, table, commands) for name, table in tables.items()}
     for kind in ("solve split", "solve pipeline", "solve parallel"):  # [solve] counts for each

@@ -19,6 +19,7 @@ from .listing import Listed, ListedGroup
 from .usage import plain_message
 
 _AS_SOLVE = {"auto_envvar_prefix": f"{ENVIRONMENT_PREFIX}_SOLVE"}
+INTERRUPTED = 130
 _PASSED_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 COMMANDS = {
@@ -131,7 +132,11 @@ def run(arguments: list[str]) -> int:
     except HetflowError as error:
         return _report(error.message, error.hint, error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        return _report("interrupted", None, 130)
+        return _report("interrupted", None, INTERRUPTED)
+    except SystemExit:
+        if type(sys.stdout).__name__ != "PacifyFlushWrapper":
+            raise
+        return 0  # as below; typer saw it first
     except BrokenPipeError:
         # The reader of the pipe has gone; leave quietly, as other tools do.
         sys.stderr.close()
@@ -150,6 +155,8 @@ def run(arguments: list[str]) -> int:
         if hasattr(error, "format_message"):  # the parser's own errors: bad usage
             return _report_usage(error)
         return _report_bug()
+    if answer == INTERRUPTED:  # typer saw it first
+        return _report("interrupted", None, INTERRUPTED)
     return answer if isinstance(answer, int) else 0
 
 

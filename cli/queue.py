@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .cluster import DEFAULT_STATE, StateOption
-from .common import JsonFlag, emit, emit_json, note
+from .common import JsonFlag, emit, emit_bytes, emit_json, note
 
 if TYPE_CHECKING:
     from ..scheduler.view import QueuedJob, Wish
@@ -38,7 +38,7 @@ def queue(
     while True:
         rows = view.queue(store, finished=finished)
         if json:
-            emit_json({"jobs": [row.to_plain() for row in rows]})
+            is_read = emit_json({"jobs": [row.to_plain() for row in rows]})
         else:
             head = ("job", "name", "state", "devices", "weight", "steps/s", "measured", "device-s",
                     "leases", "resizes", "why")  # fmt: skip
@@ -51,8 +51,8 @@ def queue(
                 for row in rows
             ]  # fmt: skip
             clear = "\x1b[H\x1b[2J" if watch and sys.stdout.isatty() else ""
-            emit(clear + grid(head, table))
-        if not watch:
+            is_read = emit(clear + grid(head, table))
+        if not (watch and is_read):
             return
         time.sleep(_REFRESH_SECONDS)
 
@@ -98,8 +98,8 @@ def logs(
                 note(f"==> on {devices}")
             with path.open("rb") as stream:
                 stream.seek(read.get(path, 0))
-                sys.stdout.buffer.write(stream.read())
-                sys.stdout.flush()
+                if not emit_bytes(stream.read()):
+                    return
                 read[path] = stream.tell()
         if not (follow and is_open):
             return

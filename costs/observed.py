@@ -148,6 +148,8 @@ def why_not(run: RunRecord, profiles: Sequence[Profile]) -> str | None:
     plan = run.plan
     if run.status != "done":
         return f"it is {run.status}"
+    if not isinstance(plan, SplitPlan | PipelinePlan):
+        return f"a {plan.kind} plan's run does not tell what its layers took at degree 1"
     if run.generations:
         return "its workers changed, so it did not train as planned"
     if plan.model not in {profile.model for profile in profiles}:

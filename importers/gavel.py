@@ -40,6 +40,8 @@ def read_gavel_throughputs(path: Path, *, pairs: bool = True) -> Throughputs:
         raise FileError(f"{path}: not valid JSON at line {error.lineno}: {error.msg}") from None
     except RecursionError:
         raise FileError(f"{path}: nested too deeply to be a throughput table") from None
+    except ValueError:
+        raise FileError(f"{path}: holds a whole number of thousands of digits") from None
     try:
         return _throughputs(_rows(table), pairs)
     except HetflowError as error:

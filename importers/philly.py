@@ -203,6 +203,10 @@ def _objects(file: TextIO, name: str) -> Iterator[tuple[int, int, dict[str, Any]
             raise FileError(f"{name}: line {at}: {reason}") from None
         except RecursionError:
             raise FileError(f"{name}: line {line}: nested too deeply to be a job") from None
+        except ValueError:
+            raise FileError(
+                f"{name}: line {line}: holds a whole number of thousands of digits"
+            ) from None
         if not isinstance(value, dict):
             raise FileError(f"{name}: line {line}: a job must be an object")
         yield number, line, value

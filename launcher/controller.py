@@ -27,6 +27,7 @@ from .request import (
     LaunchRequest,
     check_checkpoints,
     check_folder,
+    check_idle,
     check_script,
     make_folder,
 )
@@ -95,6 +96,7 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     check_checkpoints(request)
     check_folder(request.folder, force=request.force)
     if request.rendezvous is None:
+        check_idle(request.folder)
         seat_workers(request.config.workers, request.config)
     began = time.monotonic()
     with Signals() as signals, Preload(os.environ.get(VARIABLE, "")) as preload:

@@ -1,5 +1,6 @@
 """Show workers' output on our own streams, whole lines at a time, so that lines never mix."""
 
+import logging
 import os
 import select
 import threading
@@ -12,6 +13,7 @@ FOLLOW_SECONDS = 0.05
 PARTIAL_SECONDS = 0.2  # after which the beginning of a line is shown, such as a prompt
 _CHUNK_BYTES = 1 << 16
 _writing = threading.Lock()
+_log = logging.getLogger("hetflow")
 
 
 class Lines:
@@ -67,7 +69,7 @@ class Lines:
 
 def tee(read: int, log: Path, console: IO[str]) -> None:
     """Copy a pipe to a log and to the console, until its writers are gone."""
-    lines = Lines(console)
+    lines, is_kept = Lines(console), True
     with os.fdopen(read, "rb", buffering=0) as pipe, log.open("ab", buffering=0) as kept:
         while True:
             if lines.is_partial and not select.select([pipe], [], [], PARTIAL_SECONDS)[0]:
@@ -76,7 +78,12 @@ def tee(read: int, log: Path, console: IO[str]) -> None:
             chunk = pipe.read(_CHUNK_BYTES)
             if not chunk:
                 break
-            kept.write(chunk)
+            if is_kept:
+                try:
+                    kept.write(chunk)
+                except OSError as error:  # the disk is full, say: the worker must not end for that
+                    is_kept = False
+                    _log.warning(f"{log}: {error.strerror}; what follows is shown, not kept")
             lines.add(chunk)
     lines.flush()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..protocol.control import is_running
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, TargetError
 from ..schema.files import Plan
@@ -188,6 +189,16 @@ def check_folder(folder: Path, *, force: bool) -> None:
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not force):
         raise FileError(f"{folder}: exists already", hint="give --force, or another --output")
+
+
+def check_idle(folder: Path) -> None:
+    """Refuse the folder of a launch that runs, which would lose its logs and its control.
+
+    Raises:
+        FileError: A launch runs there.
+    """
+    if is_running(folder):
+        raise FileError(f"{folder}: a launch runs there", hint="give another --output")
 
 
 def make_folder(folder: Path) -> None:

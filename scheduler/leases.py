@@ -236,8 +236,9 @@ def start(
 def _launches_before(store: Store, lease: Lease) -> list[Path]:
     """The folder of the launch that the job had last, if it had one."""
     rows = store.rows(
-        "SELECT coalesce(launch, number) AS launch FROM leases WHERE job = ? AND number = ?",
-        lease.job, lease.number - 1,
+        "SELECT coalesce(launch, number) AS launch FROM leases WHERE job = ? AND number != ? "
+        "AND started IS NOT NULL ORDER BY started DESC, number DESC LIMIT 1",
+        lease.job, lease.number,
     )  # fmt: skip
     return [store.lease_folder(lease.job, row["launch"]) for row in rows]
 

@@ -14,7 +14,7 @@ what became of devices. Under every other policy such a job holds the most of it
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -309,21 +309,40 @@ class Scheduler:
         open_ = {
             lease.job: lease for lease in leases.open_leases(self._store) if lease.holds_devices
         }
+        released = [row for row in wanting if row["wanted"] == "release" and row["state"] == "held"]
+        # Planning may take longer than others wait for the state, so it comes before.
+        rates = {row["number"]: self._rates_or_why(row["number"]) for row in (*fresh, *released)}
         with self._store.transaction():
             self._aim(now)
-            self._admit([row["number"] for row in fresh], now)
+            self._admit({row["number"]: rates[row["number"]] for row in fresh}, now)
             for row in wanting:
-                self._grant(row["number"], row["state"], row["wanted"], open_, now)
+                self._grant(row["number"], row["wanted"], open_, rates, now)
             self._save()
 
+    def _rates_or_why(self, job: int) -> tuple[Rate, ...] | HetflowError:
+        """How fast a job is with each number of devices, or why it can never run."""
+        try:
+            rates = rates_of(self._submission(job), self._places.num_devices, self._no_mixes)
+        except HetflowError as error:
+            return error
+        why = self._oversize(rates[-1].scale_factor)
+        return rates if why is None else ProblemError(why)
+
     def _grant(
-        self, job: int, state: str, wanted: str, open_: dict[int, Lease], now: float
+        self,
+        job: int,
+        wanted: str,
+        open_: dict[int, Lease],
+        rates: Mapping[int, tuple[Rate, ...] | HetflowError],
+        now: float,
     ) -> None:
         store = self._store
+        [row] = store.rows("SELECT state FROM jobs WHERE number = ?", job)  # it may be new
+        state = row["state"]
         if wanted == "release":
             if state == "held":
                 store.run("UPDATE jobs SET failures = 0 WHERE number = ?", job)
-                self._admit([job], now)
+                self._admit({job: rates[job]}, now)
             store.run("UPDATE jobs SET wanted = NULL WHERE number = ?", job)
             return
         leases.drop_planned(store, job, now)
@@ -338,18 +357,14 @@ class Scheduler:
             store.run("UPDATE jobs SET state = 'cancelled', ended = ? WHERE number = ?", now, job)
         store.run("UPDATE jobs SET wanted = NULL WHERE number = ?", job)
 
-    def _admit(self, jobs: Sequence[int], now: float) -> None:
-        """Let jobs into the rounds; hold those that can never run."""
+    def _admit(self, jobs: Mapping[int, tuple[Rate, ...] | HetflowError], now: float) -> None:
+        """Let jobs into the rounds; hold those that can never run, with the reason."""
         found: dict[int, tuple[Rate, ...]] = {}
-        for job in jobs:
-            try:
-                asked = self._submission(job)
-                rates = rates_of(asked, self._places.num_devices, self._no_mixes)
-                if (why := self._oversize(rates[-1].scale_factor)) is not None:
-                    raise ProblemError(why)
+        for job, rates in jobs.items():
+            if isinstance(rates, HetflowError):
+                self._hold(job, rates.message, now)
+            else:
                 found[job] = rates
-            except HetflowError as error:
-                self._hold(job, error.message, now)
         self._know(rate for rates in found.values() for rate in rates)
         entering = []
         for job, rates in found.items():

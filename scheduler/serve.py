@@ -53,10 +53,10 @@ def serve(
     made = ENGINES.get(engine)(pool)
     store = Store.create(folder)
     with lock(folder):
+        steady = _Steady(partial(Scheduler, store, made, settings), say)  # before, it may refuse
         with store.transaction():
             store.set(_STARTED_WITH, _described(pool, engine, settings))
             store.set(_STOP, None)
-        steady = _Steady(partial(Scheduler, store, made, settings), say)
         say(f"{len(made.devices())} devices on {engine}, policy {settings.policy}, state {folder}")
         with _interrupts() as interrupted:
             while not interrupted.is_set():

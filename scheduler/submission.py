@@ -128,7 +128,7 @@ def read_submission(path: Path, given: Mapping[str, Any]) -> Submission:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FileError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not valid TOML: {error}") from None
     for key in PATHS:
         if isinstance(values.get(key), str):

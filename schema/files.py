@@ -153,6 +153,8 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise FileError(f"{name}: nested too deeply to be a hetflow file") from None
+    except ValueError:
+        raise FileError(f"{name}: holds a whole number of thousands of digits") from None
     if not isinstance(data, dict):
         raise FileError(f"{name}: $: must be an object, got {type(data).__name__}")
     return data

@@ -186,9 +186,9 @@ class Synchroniser:
         if weight is not None and not scales:
             raise TargetError("losses with weights need a schedule that flushes")
         own = float(num_samples) if weight is None else weight
-        self._losses.append((loss.detach(), own, weight is not None))
-        if own == 0:
+        if own == 0:  # a mean over nothing may be no number
             return None
+        self._losses.append((loss.detach(), own, weight is not None))
         share = own / self._num_samples if scales else 1.0
         return loss if share == 1 else loss * share
 

@@ -3,9 +3,17 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from hetflow.cli.main import run
+from hetflow.engines.protocol import OUTPUT
+from hetflow.scheduler.leases import plan_lease
+from hetflow.scheduler.store import Store
 
 FULL = Path("/dev/full")
 
@@ -33,6 +41,11 @@ def test_a_full_disk_behind_stdout_is_one_line(graph: list[str]) -> None:
     assert done.stderr.splitlines() == [said, "hint: make room, or send it elsewhere"]
 
 
+def test_a_reader_that_leaves_the_help_is_no_error() -> None:
+    with unread():
+        assert run(["--help"]) == 0
+
+
 def test_a_reader_that_leaves_is_no_error(graph: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -41,3 +54,67 @@ def test_a_reader_that_leaves_is_no_error(graph: list[str]) -> None:
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Whoever read stdout has gone."""
+    read, write = os.pipe()
+    os.close(read)
+    before = sys.stdout, sys.stderr
+    with os.fdopen(write, "w") as stream, Path(os.devnull).open("w") as nowhere:
+        sys.stdout = stream
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+            os.dup2(nowhere.fileno(), write)  # for what is left in the buffer
+
+
+@pytest.mark.parametrize("command", [["queue", "--watch"], ["logs", "--follow", "1"]])
+def test_what_repeats_ends_with_its_reader(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = Store.create(tmp_path)
+    store.run('INSERT INTO jobs (submission, submitted) VALUES (\'{"name": "a"}\', 1.0)')
+    plan_lease(store, 1, ["cpu:0"], 1.0)
+    store.lease_folder(1, 1).mkdir(parents=True)
+    (store.lease_folder(1, 1) / OUTPUT).write_text("line\n" * 100_000)
+    naps = iter(range(3))
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(naps))
+    with unread():
+        code = run([*command, "--state", str(tmp_path)])
+    assert (code, capsys.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize("text", ["a = " + "9" * 5000, "a = " + "[" * 100_000])
+def test_a_toml_file_that_python_cannot_hold_is_refused_in_one_line(
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Store.create(tmp_path)
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    assert run(["submit", "--state", str(tmp_path), str(path)]) == 2
+    monkeypatch.setenv("HETFLOW_CONFIG", str(path))
+    assert run(["queue", "--state", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count(f"hetflow: {path}: not valid TOML: ") == 2
+    assert "Traceback" not in said
+
+
+def test_an_interrupt_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    Store.create(tmp_path)
+    monkeypatch.setattr(time, "sleep", interrupted)
+    assert run(["queue", "--watch", "--state", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "hetflow: interrupted\n"

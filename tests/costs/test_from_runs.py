@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hetflow.costs.from_runs import Correction, correct
 from hetflow.costs.observed import Run
 from hetflow.schema.optimizer import OptimizerState
+from hetflow.schema.parallel import ParallelPlan
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.profile import BatchPoint, BusyHost, Emulation, Profile, Sync, SyncPoint
 from hetflow.schema.run import DeviceRun, Generation, MeasuredTerm, RunRecord, StepTerms
+from hetflow.tests.parallel_plans import parallel_plan
 
 SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)
 ADAM = OptimizerState(name="adam", state_bytes_per_weight_byte=2.0)
@@ -113,7 +115,9 @@ def device(
     )
 
 
-def run_of(plan: SplitPlan, *devices: DeviceRun, name: str = "r", **fields: Any) -> Run:
+def run_of(
+    plan: SplitPlan | ParallelPlan, *devices: DeviceRun, name: str = "r", **fields: Any
+) -> Run:
     step = max(d.step_seconds for d in devices if d.step_seconds is not None)
     given = {
         "status": "done",
@@ -310,6 +314,7 @@ MOVED = Generation(number=1, kind="resize", at_seconds=1.0, detail="-", workers=
         (run_of(plan(("A", 1, 3, 32)), GOOD), "outside the sizes"),
         (run_of(SPLIT, device(0, "A", 3, 0.9, fixed=0.4, steps=9)), "fewer than 10"),
         (run_of(SPLIT, replace(GOOD, terms=None, num_steps=12)), "fewer than 10"),
+        (run_of(parallel_plan([(("0",), (2,))]), GOOD), "a parallel plan's run"),
     ],
 )
 def test_what_cannot_correct_is_left_out_with_a_reason(run: Run, why: str) -> None:

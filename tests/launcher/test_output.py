@@ -82,3 +82,18 @@ def test_a_console_that_is_gone_is_no_error() -> None:
     console.close()
     lines.add(b"a line\n")
     assert not lines.is_open
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_log_that_cannot_be_written_ends_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    console, (read, write) = Console(), os.pipe()
+    thread = threading.Thread(target=tee, args=(read, Path("/dev/full"), console))
+    thread.start()
+    for number in range(3):
+        os.write(write, b"line %d\n" % number)
+        time.sleep(0.01)
+    os.close(write)
+    thread.join(timeout=10)
+    assert console.text() == "line 0\nline 1\nline 2\n"
+    said = "/dev/full: No space left on device; what follows is shown, not kept"
+    assert [record.getMessage() for record in caplog.records] == [said]

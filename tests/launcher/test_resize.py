@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 
 from hetflow.launcher.inbox import Inbox
 from hetflow.launcher.mapping import nodes_of, renumbered, seated, spread, without
+from hetflow.launcher.request import check_idle
 from hetflow.protocol import control
 from hetflow.protocol.lower import lower
-from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError, TargetError
+from hetflow.schema.errors import (
+    FileError,
+    HetflowError,
+    InfeasibleError,
+    ProblemError,
+    TargetError,
+)
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
 from .elastic_runs import STEPS_AN_EPOCH, Launch, around_script, plan_of, wait_until
@@ -123,6 +130,8 @@ def test_requests_are_answered_and_nothing_stays(tmp_path: Path) -> None:
     config = lower(plan_of([4, 4]))
     box.show(config)
     assert control.is_running(tmp_path)
+    with pytest.raises(FileError, match="a launch runs there"):
+        check_idle(tmp_path)
     assert control.current(tmp_path) == config
     (tmp_path / "control" / "request-0.json").write_text("{}")
     asked = control.ask(tmp_path, config)

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from hetflow.cli.main import run
 from hetflow.mechanisms.rounds.rules import RoundRules
+from hetflow.scheduler import leases, loop, plans
 from hetflow.scheduler.leases import PLAN, RUN
 from hetflow.scheduler.loop import MOST_FAILURES, Scheduler, Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, submit
-from hetflow.scheduler.view import queue
+from hetflow.scheduler.view import Wish, ask, queue
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.files import read_plan, write
 from hetflow.schema.run import RunRecord
@@ -283,6 +284,56 @@ def test_hold_release_and_cancel(cluster: Cluster, asked: Asked) -> None:
     cluster.want(1, "release")
     cluster.tick(0.1)
     assert cluster.states() == ["running", "cancelled"]
+
+
+@pytest.mark.parametrize(("wish", "state"), [("cancel", "cancelled"), ("hold", "held")])
+@pytest.mark.parametrize("can_run", [True, False])
+def test_a_wish_counts_that_was_made_before_the_scheduler_saw_the_job(
+    cluster: Cluster, asked: Asked, wish: Wish, state: str, can_run: bool
+) -> None:
+    [number] = cluster.submit(asked("a", devices=1 if can_run else 9))
+    ask(cluster.store, number, wish)
+    for _ in range(3):
+        cluster.tick(ROUND)
+    assert cluster.states() == [state]
+    assert cluster.job(number)["wanted"] is None
+
+
+def test_users_need_not_wait_for_the_state_while_a_job_is_planned(
+    cluster: Cluster, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = Store.open(cluster.folder)
+    others.rows("PRAGMA busy_timeout = 0")
+    written = []
+
+    def rates_of(*given: object) -> object:
+        written.append(submit(others, asked("b")))
+        return plans.rates_of(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "rates_of", rates_of)
+    [number] = cluster.submit(asked("a", devices=9))
+    cluster.tick()
+    ask(cluster.store, number, "release")
+    cluster.tick()
+    assert len(written) == 3  # of both ticks, and of what was submitted in the first
+
+
+def test_a_lease_begins_after_its_jobs_last_launch_also_where_some_never_began(
+    tmp_path: Path, asked: Asked
+) -> None:
+    engine = FakeEngine(number=1)
+    cluster = Cluster(tmp_path / "state", engine)
+    [number] = cluster.submit(asked("a"))
+    cluster.tick()
+    [first] = engine.running
+    lease = leases.open_leases(cluster.store)[0]
+    leases.plan_lease(cluster.store, number, lease.devices, cluster.now)
+    leases.drop_planned(cluster.store, number, cluster.now)
+    engine.end(first, 143)
+    cluster.tick(ROUND)
+    [work] = engine.running.values()
+    assert work.folder.name == "3"
+    assert work.after == (first,)
 
 
 def test_jobs_leave_devices_that_are_drained_or_down(cluster: Cluster, asked: Asked) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.scheduler.loop import Settings
+from hetflow.scheduler.serve import serve
 from hetflow.scheduler.store import FILE, FORMAT, Store
-from hetflow.schema.errors import FileError
+from hetflow.schema.cluster import Cluster as Pool
+from hetflow.schema.errors import FileError, ProblemError
 
 from .conftest import FakeEngine
 from .test_loop import ROUND, Asked, Cluster
@@ -37,3 +40,15 @@ def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked
     [row] = Store.open(cluster.folder).rows("SELECT state, target_seconds FROM jobs")
     assert (row["state"], row["target_seconds"]) == ("running", ROUND)
     assert Store.read(cluster.folder).get("format") == FORMAT
+
+
+def test_a_start_that_is_refused_leaves_the_state_as_it_was(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    store = Cluster(tmp_path, engine).store
+    with store.transaction():
+        store.set("started_with", {"policy": "las"})
+    for pool, policy in (("1xcpu:fast", "las"), ("4xcpu:fast,4xcpu:slow", "no such policy")):
+        with pytest.raises(ProblemError):
+            serve(tmp_path, Pool.parse(pool), "local", Settings(policy=policy), print)
+    assert store.get("started_with") == {"policy": "las"}

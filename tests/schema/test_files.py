@@ -159,6 +159,11 @@ def test_a_deeply_nested_file_is_refused() -> None:
         files.from_json("[" * 200_000, Profile)
 
 
+def test_a_number_of_thousands_of_digits_is_refused() -> None:
+    with pytest.raises(FileError, match="a: holds a whole number of thousands of digits"):
+        files.from_json(f'{{"a": {"9" * 5000}}}', Profile, name="a")
+
+
 def test_a_pickle_is_refused_and_never_loaded(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
 
