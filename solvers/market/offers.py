@@ -283,6 +283,8 @@ def with_fixed_prices(
             for price, is_spot in ((on_demand, False), (spot, True)):
                 if price is None or machine.device_type not in device_types:
                     continue
+                if is_spot and market.has_history(machine):
+                    continue
                 offers.append(
                     Offer(
                         cloud=cloud,
