@@ -161,7 +161,7 @@ def figure_6_4(prices: Prices) -> list[dict[str, object]]:
             mean = np.average(told, weights=weights)
             spread.append(float(np.sqrt(np.average((told - mean) ** 2, weights=weights)) / mean))
         rows.append({"device": device, "number": number, "zones": len(spread),
-                     "mean_deviation": sum(spread) / len(spread),
+                     "median_deviation": float(np.median(spread)),
                      "most_deviation": max(spread)})  # fmt: skip
     return rows
 

@@ -170,7 +170,8 @@ class Market:
         An instance type without a cloud or a region matches all of them; one that names them comes
         before it.
         """
-        found = [one for one in self.instance_types if _is_of(history, one)]
+        name = history.instance_type
+        found = [one for one in self.instance_types if one.name == name and _is_of(history, one)]
         named = [(one.cloud is not None) + (one.region is not None) for one in found]
         return found[named.index(max(named))] if found else None
 
