@@ -1,4 +1,4 @@
-"""Thesis section 6.3 on its own data: tables 6.1 and 6.3, figures 6.5 and 6.6 beside what it says.
+"""Thesis section 6.3 on its own data: tables 6.1 and 6.3, figures 6.1 and 6.3 to 6.6.
 
 One device a job, as there; machines with several are paid by the device. Throughputs are those of
 table 6.1, prices those of AWS and Azure in early 2020. Starts are every 12 hours; one for which a
@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
 from hetflow.simulator.market.price_replay import replay
 from hetflow.solvers.market.offers import MovingJob, Prices, prices_of
 from hetflow.solvers.market.price_bound import least_dollars
+from hetflow.solvers.market.price_statistics import price_correlation
 from hetflow.solvers.market.price_strategies import strategies
 from hetflow.tests.data import reference
 
@@ -79,6 +81,88 @@ def table_6_3(prices: Market) -> list[dict[str, object]]:
                     cap = machine.on_demand_dollars_per_hour or 0.0
             rows.append({"cloud": cloud, "region": region, "device": device,
                          "ours": cap / min(least), "published": factor})  # fmt: skip
+    return rows
+
+
+def hourly(prices: Prices, places: list[int]) -> np.ndarray:
+    """Dollars per hour of whole machines [stretches, places]; NaN where unknown."""
+    number = [prices.offers[place].num_devices for place in places]
+    return np.asarray(prices.dollars_per_second[:, places] * 3600 * number)
+
+
+def figure_6_1(table: Market, prices: Prices) -> list[dict[str, object]]:
+    """AWS's machines: prices over time and zones, against what the figure's caption says."""
+    rows: list[dict[str, object]] = []
+    for machine in [one for one in table.instance_types if one.name.startswith("p")]:
+        places = [place for place, offer in enumerate(prices.offers)
+                  if (offer.cloud, offer.instance_type) == ("aws", machine.name)]  # fmt: skip
+        dollars = hourly(prices, places)
+        known = np.isfinite(dollars)
+        held = known * prices.seconds[:, None]
+        at_cap = dollars >= (machine.on_demand_dollars_per_hour or np.inf) * (1 - 1e-9)
+        share = (at_cap * held).sum(axis=0) / held.sum(axis=0)
+        every = dollars[known.all(axis=1)]
+        cheapest = every == every.min(axis=1, keepdims=True)
+        moves, zones = 0, cheapest[0]
+        for now in cheapest[1:]:  # zones that have been the cheapest ones since the last change
+            moves, zones = (moves, zones & now) if (zones & now).any() else (moves + 1, now)
+        histories = [one for one in table.prices if one.instance_type == machine.name]
+        together = [found for a, b in combinations(histories, 2)
+                    if (found := price_correlation(a, b)) is not None]  # fmt: skip
+        rows.append({
+            "machine": machine.name, "zones": len(places),
+            "least": float(np.nanmin(dollars)), "most": float(np.nanmax(dollars)),
+            "on_demand": machine.on_demand_dollars_per_hour,
+            "zone_at_cap": prices.offers[places[int(share.argmax())]].place,
+            "share_at_cap": float(share.max()), "cheapest_zone_changes": moves,
+            "mean_correlation": sum(together) / len(together) if together else None,
+        })  # fmt: skip
+    return rows
+
+
+def figure_6_3(prices: Prices) -> list[dict[str, object]]:
+    """Least and most of each cloud, and which one is cheapest how long, where both are known."""
+    rows: list[dict[str, object]] = []
+    for device, number in (("K80", 1), ("V100", 1), ("V100", 4)):
+        least, most = [], []
+        for cloud in ("aws", "azure"):
+            dollars = hourly(prices, [
+                place for place, offer in enumerate(prices.offers)
+                if (offer.cloud, offer.device_type, offer.num_devices) == (cloud, device, number)
+            ])  # fmt: skip
+            least.append(np.where(np.isnan(dollars), np.inf, dollars).min(axis=1))
+            most.append(np.where(np.isnan(dollars), -np.inf, dollars).max(axis=1))
+        both = np.isfinite(least).all(axis=0)
+        seconds = prices.seconds[both]
+        aws, azure = (each[both] for each in least)
+        first = aws < azure
+        rows.append({
+            "device": device, "number": number, "days": float(seconds.sum() / DAY),
+            **{cloud: [float(low[both].min()), float(high[both].max())]
+               for cloud, low, high in zip(("aws", "azure"), least, most, strict=True)},
+            "aws_is_cheaper": float(first @ seconds / seconds.sum()),
+            "changes": int((first[1:] != first[:-1]).sum()),
+        })  # fmt: skip
+    return rows
+
+
+def figure_6_4(prices: Prices) -> list[dict[str, object]]:
+    """Standard deviation over mean of AWS's prices for a device, by the machine's devices."""
+    rows: list[dict[str, object]] = []
+    sizes = {(one.device_type, one.num_devices) for one in prices.offers if one.cloud == "aws"}
+    for device, number in sorted(sizes):
+        spread = []
+        for place, offer in enumerate(prices.offers):
+            if (offer.cloud, offer.device_type, offer.num_devices) != ("aws", device, number):
+                continue
+            dollars = prices.dollars_per_second[:, place]
+            known = np.isfinite(dollars)
+            weights, told = prices.seconds[known], dollars[known] * 3600
+            mean = np.average(told, weights=weights)
+            spread.append(float(np.sqrt(np.average((told - mean) ** 2, weights=weights)) / mean))
+        rows.append({"device": device, "number": number, "zones": len(spread),
+                     "median_deviation": float(np.median(spread)),
+                     "most_deviation": max(spread)})  # fmt: skip
     return rows
 
 
@@ -156,6 +240,13 @@ def year(folder: Path) -> float:
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
+def told(value: object) -> str:
+    """A number of a row in few digits."""
+    if isinstance(value, list):
+        return " to ".join(map(told, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def show(figure: str, row: dict) -> None:
     """Print one model and duration."""
     shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row["reduction"].items())
@@ -172,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--restart-seconds", type=float, default=300.0)
     parser.add_argument("--cloud-move-dollars", type=float, default=0.05, help="egress a move")
-    parser.add_argument("--quick", action="store_true", help="figure 6.5 only, no durations")
+    parser.add_argument("--quick", action="store_true", help="no durations, figure 6.6")
     parser.add_argument("--year", action="store_true", help="the timing of a year alone")
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
@@ -191,6 +282,12 @@ def main() -> None:
         *where, ours, published = row.values()
         print(*where, f"{ours:.2f} (published {published})")
     prices = prices_of([table], {"K80": 1.0, "P100": 1.0, "V100": 1.0})
+    results["figure 6.1"] = figure_6_1(table, prices)
+    results["figure 6.3"] = figure_6_3(prices)
+    results["figure 6.4"] = figure_6_4(prices)
+    for figure in ("figure 6.1", "figure 6.3", "figure 6.4"):
+        for row in results[figure]:
+            print(f"{figure}:", ", ".join(f"{key} {told(value)}" for key, value in row.items()))
     asked = [("figure 6.5", tuple(strategies()), (4.0,))]
     if not args.quick:
         asked.append(("figure 6.6", ("multi_cloud", "dynamic"), V100_DAYS))

@@ -99,19 +99,26 @@ def on_each_host(deployment: Deployment, token: str) -> list[str]:
         token: What the hosts must have besides.
     """
     if deployment.num_hosts == 1:
-        return ["# Start it on the host: bash THIS_FILE"]
+        machine = _machine(deployment.groups[0])
+        return [
+            *([f"# Rent {machine}"] if machine else []),
+            "# Start it on the host: bash THIS_FILE",
+        ]
     lines = [f"# Start it on each host, with {token}: bash THIS_FILE RANK HOST0 [PORT]"]
     for first, group in zip(deployment.first_ranks, deployment.groups, strict=True):
         last = first + group.num_hosts - 1
         ranks = f"host {first}" if last == first else f"hosts {first} to {last}"
-        lines.append(f"#   {ranks}: {remark(group.offered)}{_rented(group)}")
+        machine = _machine(group)
+        rented = f" each; rent {machine}" if machine else ""
+        lines.append(f"#   {ranks}: {remark(group.offered)}{rented}")
     return lines
 
 
-def _rented(group: HostGroup) -> str:
+def _machine(group: HostGroup) -> str:
+    """The cheapest machine to rent for a host, and its price; empty if no market names any."""
     if not group.machines:
         return ""
     one = group.machines[0]
     kind = "spot" if one.is_spot else "on demand"
     title = f"{one.cloud} {one.place} {one.instance_type} {kind}"
-    return f" each; rent {remark(title)} at {one.dollars_per_hour:g} $/h"
+    return f"{remark(title)} at {one.dollars_per_hour:g} $/h"

@@ -50,7 +50,9 @@ def _region(path: Path) -> list[PriceHistory]:
                     raise ProblemError(f"has {len(cells)} cells, the first line has {len(names)}")
                 day = _day(cells[0].strip())
                 if days and day <= days[-1]:
-                    raise ProblemError(f"{cells[0]} does not come after the day before it")
+                    raise ProblemError(
+                        f"{cells[0]} does not come after the day before it; sort the lines"
+                    )
                 if days and day > days[-1] + _DAY:
                     for name in names[1:]:
                         columns[name][days[-1] + _DAY] = None

@@ -89,7 +89,10 @@ def _add(found: dict[_Key, _Changes], cells: dict[str, str]) -> None:
     price = dollars_of(cells["$/h"]) if cells["$/h"] else None
     changes = found.setdefault(key, _Changes())
     if changes.seconds and seconds <= changes.seconds[-1]:
-        raise ProblemError(f"{cells['Time']} does not come after the line of {_title(key)} before")
+        raise ProblemError(
+            f"{cells['Time']} does not come after the line of {_title(key)} before; sort the lines "
+            "by time"
+        )
     changes.seconds.append(seconds)
     changes.dollars.append(price)
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
-from ..schema.market import Market, utc_seconds, utc_text
+from ..schema.market import Market, PriceHistory, utc_seconds, utc_text
 from ..schema.records import nearest
 from ..solvers.market.offers import Prices, prices_of, where_available, with_fixed_prices
 
 Markets = Market | Path | str | Sequence[Market | Path | str]
 """Markets, or their files."""
+_LAST_SECONDS = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,8 @@ def device_prices(
 
     Args:
         markets: Instance types with prices, and price histories.
-        at: The time in UTC, such as ``2020-03-07T00:00:00Z``. None takes the last time that each
-            market's histories know.
+        at: The time in UTC, such as ``2020-03-07T00:00:00Z``. None takes, for each market, the
+            last time at which all histories are known that end on its last day.
         spot: Whether to count only spot prices, or only those on demand; None counts both.
 
     Returns:
@@ -118,7 +119,7 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
         place = " ".join(word for word in (machine.cloud, machine.region) if word)
         prices = (machine.on_demand_dollars_per_hour, False), (machine.spot_dollars_per_hour, True)
         for dollars, is_spot in prices:
-            if dollars:
+            if dollars and not (is_spot and market.has_history(machine)):
                 yield (
                     machine.device_type,
                     DevicePrice(
@@ -130,10 +131,11 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
                         cloud=machine.cloud or "",
                     ),
                 )
-    ends = [history.end_seconds() for history in market.prices]
+    if when is None and market.prices:
+        when = _last_seconds(market.prices)
     for history in market.prices:
         owner = market.described(history)
-        dollars = _price_at(history.stretches(), max(ends) if when is None else when)
+        dollars = None if when is None else _price_at(history.stretches(), when)
         if dollars:
             yield (
                 owner.device_type,
@@ -146,6 +148,15 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
                     cloud=history.cloud,
                 ),
             )
+
+
+def _last_seconds(histories: Sequence[PriceHistory]) -> float:
+    """Return the last time at which all histories are known that end on the last day.
+
+    Histories end with the last change that was reported, so hardly two end at the same time.
+    """
+    ends = [history.end_seconds() for history in histories]
+    return min(end for end in ends if end >= max(ends) - _LAST_SECONDS)
 
 
 def _price_at(stretches: Sequence[tuple[float, float, float | None]], when: float) -> float | None:

@@ -167,16 +167,20 @@ class Market:
     def instance_type_of(self, history: PriceHistory) -> InstanceType | None:
         """Return the instance type of a price history; None if the market does not describe it.
 
-        An instance type without a cloud or a region matches all of them.
+        An instance type without a cloud or a region matches all of them; one that names them comes
+        before it.
         """
-        for one in self.instance_types:
-            if (
-                one.name == history.instance_type
-                and one.cloud in (None, history.cloud)
-                and one.region in (None, history.region)
-            ):
-                return one
-        return None
+        name = history.instance_type
+        found = [one for one in self.instance_types if one.name == name and _is_of(history, one)]
+        named = [(one.cloud is not None) + (one.region is not None) for one in found]
+        return found[named.index(max(named))] if found else None
+
+    def has_history(self, machine: InstanceType) -> bool:
+        """Whether a price history is of an instance type, whose fixed spot price then says nothing.
+
+        The history also says when the price is unknown.
+        """
+        return any(_is_of(history, machine) for history in self.prices)
 
     def described(self, history: PriceHistory) -> InstanceType:
         """Return the instance type of a price history.
@@ -194,6 +198,14 @@ class Market:
                 + (f"; the nearest that the market describes is {guess!r}" if guess else ""),
             )
         return found
+
+
+def _is_of(history: PriceHistory, machine: InstanceType) -> bool:
+    return (
+        machine.name == history.instance_type
+        and machine.cloud in (None, history.cloud)
+        and machine.region in (None, history.region)
+    )
 
 
 @record
@@ -218,7 +230,7 @@ class RentReport:
 
     ``bound_dollars``: [windows], the least that any policy could pay if it knew the window in
     advance. ``choice`` is the cheapest policy that missed no deadline. ``expected_dollars`` is the
-    cost that the dynamic program expects from the history alone.
+    mean cost that the dynamic program expects from the history and the first tick of each window.
     """
 
     schema: Literal["hetflow.rent/1"] = "hetflow.rent/1"

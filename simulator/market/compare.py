@@ -1,6 +1,7 @@
 """Policies for one job under a deadline, replayed on the same windows beside the least possible."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 from ...schema.errors import ProblemError
 from ...schema.market import Availability, PolicyReplay, RentReport
@@ -42,7 +43,8 @@ def compare(
     for name in dict.fromkeys(names):
         policy = named.policy_of(name, job, chain)
         if isinstance(policy, DynamicProgram):
-            expected = policy.expected(bool(ticks[0][0]))
+            first = [policy.expected(bool(window[0])) for window in ticks]
+            expected = sum(first) / len(first) if all(map(isfinite, first)) else None
         outcomes = [replay(job, policy, window) for window in ticks]
         dollars = tuple(outcome.dollars for outcome in outcomes)
         replays.append(

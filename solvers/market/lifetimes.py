@@ -157,8 +157,9 @@ def survival(seen: Iterable[Lifetime], ages_seconds: Sequence[float]) -> Surviva
 
     def told(age: float) -> tuple[float, float, Interval]:
         part = float(curve.evaluate(age))
-        if part in (0.0, 1.0):
-            return age, part, (part, part) if part == 0.0 else (_least(len(aged)), 1.0)
+        if part in (0.0, 1.0):  # Greenwood's formula says nothing here
+            least = _least(int((preempted | (seconds >= age)).sum()))  # the others ended before
+            return age, part, (0.0, 1 - least) if part == 0.0 else (least, 1.0)
         return age, part, (float(interval.low.evaluate(age)), float(interval.high.evaluate(age)))
 
     return Survival(
@@ -173,7 +174,7 @@ def survival(seen: Iterable[Lifetime], ages_seconds: Sequence[float]) -> Surviva
 
 
 def _least(number: int) -> float:
-    """What may be the surviving part if of so many none was preempted (Clopper and Pearson)."""
+    """What may be the surviving part if of so many all survived (Clopper and Pearson)."""
     least: float = ((1 - CONFIDENCE) / 2) ** (1 / number)
     return least
 

@@ -134,7 +134,13 @@ class Prices:
             ProblemError: The prices begin later, or end before.
         """
         if not self.edges[0] <= start_seconds < self.edges[-1]:
-            raise ProblemError(f"there are no prices at {utc_text(start_seconds)}")
+            raise ProblemError(
+                f"there are no prices at {utc_text(start_seconds)}",
+                hint=f"they begin at {utc_text(float(self.edges[0]))}"
+                + (
+                    f" and end at {utc_text(end)}" if isfinite(end := float(self.edges[-1])) else ""
+                ),
+            )
         first = int(np.searchsorted(self.edges, start_seconds, side="right")) - 1
         return Prices(
             offers=self.offers,
@@ -187,7 +193,11 @@ class History:
             for step in self.steps
         ]
         if not any(cut):
-            raise ProblemError(f"there are no prices at {utc_text(start_seconds)}")
+            begin = min(step[0][0] for step in self.steps)
+            raise ProblemError(
+                f"there are no prices at {utc_text(start_seconds)}",
+                hint=f"they begin at {utc_text(begin)} and end at {utc_text(self.end_seconds)}",
+            )
         return replace(
             _table(self.offers, cut).since(start_seconds).until(end_seconds),
             goes_on=end_seconds < self.end_seconds,
@@ -282,6 +292,8 @@ def with_fixed_prices(
             on_demand, spot = machine.on_demand_dollars_per_hour, machine.spot_dollars_per_hour
             for price, is_spot in ((on_demand, False), (spot, True)):
                 if price is None or machine.device_type not in device_types:
+                    continue
+                if is_spot and market.has_history(machine):
                     continue
                 offers.append(
                     Offer(

@@ -48,8 +48,8 @@ def price_correlation(one: PriceHistory, other: PriceHistory) -> float | None:
 def availability_correlation(one: Availability, other: Availability) -> float | None:
     """Pearson's over the ticks of the same time in which both are known (the phi coefficient).
 
-    None where there are none, where one does not change in them, or where a window's time or
-    ticks do not go with the other's.
+    None where there are none, where one does not change in them, or where the ticks of one do not
+    begin and end with those of the other.
     """
     if one.start is None or other.start is None or one.tick_seconds != other.tick_seconds:
         return None
@@ -57,6 +57,8 @@ def availability_correlation(one: Availability, other: Availability) -> float | 
         one.start, one.zone, "start"
     )
     shift = round(later / one.tick_seconds)
+    if abs(later - shift * one.tick_seconds) > 1e-3:
+        return None
     first, second = (one, other) if shift >= 0 else (other, one)
     pairs = [
         (a, b)

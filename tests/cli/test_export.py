@@ -102,6 +102,11 @@ def test_the_machines_that_were_chosen_become_a_task(hetflow: Any, tmp_path: Pat
                      "--", "a.py").stdout  # fmt: skip
     assert "hosts 0 to 1: 1xV100 each; rent aws us-west-2 p3 spot at 1.1 $/h" in script
     assert "--checkpoint /c" in script
+    one = tmp_path / "one.json"
+    answer = hetflow(*asked, "--deadline-hours", 9, "-o", one)
+    assert answer.code == 0, answer.stderr
+    script = hetflow("export", one, "--to", "hosts", "--market", market, "--", "a.py").stdout
+    assert "# Rent aws us-west-2 p3 spot at 1.1 $/h\n# Start it on the host" in script
     large = hetflow("export", plan, "--to", "skypilot", "--hosts", "1x(2xV100)", "--market", market,
                     "--", "a.py")  # fmt: skip
     assert "the market has no machine with 2 x V100 then" in large.stderr

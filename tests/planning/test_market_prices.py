@@ -1,8 +1,10 @@
 """A pool at the prices of markets: the cheapest way to have each device, at a time."""
 
+from dataclasses import replace
+
 import pytest
 
-from hetflow.planning.market_prices import device_prices, priced_by, priced_pool
+from hetflow.planning.market_prices import device_prices, market_offers, priced_by, priced_pool
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory
@@ -50,6 +52,23 @@ def test_what_is_unknown_is_no_price() -> None:
     assert device_prices([gone])["V100"].title == "one on demand"  # known until the 5th, as unknown
     before = device_prices([gone], "2020-02-01T00:00:00Z")
     assert before["V100"].title == "one on demand"
+
+
+def test_the_last_prices_are_of_one_time_at_which_all_of_the_last_day_are_known() -> None:
+    """AWS reports changes: each machine's history ends with its own last one."""
+    early = replace(history("four", "b", 2.0), known_until="2020-03-05T06:00:00Z")
+    both = market(history("one", "a", 1.0, until=6), early, history("old", "a", 9.0, until=3))
+    assert device_prices([both])["V100"].title == "aws b four spot"
+    assert device_prices([both], DAY.format(6))["V100"].title == "aws a one spot"
+    assert "K80" not in device_prices([both])
+
+
+def test_a_fixed_spot_price_does_not_fill_in_for_a_history() -> None:
+    asked = market(history("old", "a", 0.1, None))
+    assert device_prices([asked], DAY.format(1))["K80"].dollars_per_hour == 0.1
+    assert "K80" not in device_prices([asked], DAY.format(2))
+    prices, _ = market_offers([asked], ["K80"], DAY.format(1))
+    assert [offer.title for offer in prices.offers] == ["aws a old"]
 
 
 def test_a_pool_takes_the_prices() -> None:

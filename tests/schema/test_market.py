@@ -37,6 +37,16 @@ def test_a_market_with_prices_survives_its_file() -> None:
     ]
 
 
+def test_a_machine_of_the_region_comes_before_one_of_any() -> None:
+    anywhere = InstanceType(name="p2.xlarge", device_type="K80", on_demand_dollars_per_hour=1.0)
+    there = InstanceType(name="p2.xlarge", device_type="K80", cloud="aws", region="eu")
+    market = Market(instance_types=(anywhere, there), prices=(history(region="us"),))
+    assert market.instance_type_of(history(region="eu")) == there
+    assert market.instance_type_of(history(region="us")) == anywhere
+    assert market.has_history(anywhere)
+    assert not market.has_history(there)
+
+
 @pytest.mark.parametrize(
     ("others", "said"),
     [

@@ -1,9 +1,9 @@
 """The least expected dollars, by dynamic programming over a chain learned from history.
 
-States are the tick, what is held, the work left, and the chain's state. What cannot end in time
-whatever the market does costs so much that it is never chosen while anything else is left; where
-the grid's rounding leaves nothing else, the job is on demand. So no deadline is missed, however
-wrong the chain is. Optimal for the chain and the grid;
+States are the tick, what is held, the work left, and the chain's state. Work left at the deadline
+costs infinitely much, and a machine may always be lost by the chain, so what could be late is never
+chosen while anything else is left; where the grid's rounding leaves nothing else, the job is on
+demand. So no deadline is missed, however wrong the chain is. Optimal for the chain and the grid;
 O(ticks x states x modes x units) once, then one look-up a tick.
 """
 
@@ -16,14 +16,13 @@ from ..chain import Chain, state_of
 from ..deadline import DeadlineJob, Hold, Moment
 from ..grid import Grid, Values, done, grid_of
 
-_LATE = np.float32(1e9)  # dollars; more than any job costs, less than what float32 cannot hold
-
 
 @dataclass(frozen=True, slots=True)
 class DynamicProgram:
     """Decisions [ticks, states, modes, units + 1] for one job.
 
-    ``expected_dollars``: [states] from the start, by the chain's state in the first tick.
+    ``expected_dollars``: [states] from the start, by the chain's state in the first tick; infinite
+    where the grid's rounding has no way to end in time.
     """
 
     grid: Grid
@@ -46,7 +45,7 @@ def solve(job: DeadlineJob, chain: Chain) -> DynamicProgram:
     """Decide for every tick and state what to hold."""
     grid = grid_of(job)
     shape = (chain.num_states, grid.num_modes, grid.num_units + 1)
-    values: Values = np.full(shape, _LATE, np.float32)
+    values: Values = np.full(shape, np.inf, np.float32)
     values[..., 0] = 0.0
     decisions = np.zeros((job.num_ticks, *shape), np.int8)
     moves = chain.transitions.astype(np.float32)
@@ -69,7 +68,6 @@ def _before(
 ) -> Values:
     """Least expected dollars from a tick on [states, modes, units + 1]; fills the decisions."""
     least = np.empty_like(expected)
-    dearest = job.num_ticks * max(map(job.tick_dollars, Hold))  # of any job that ends in time
     launches = {
         hold: np.float32(job.tick_dollars(hold))
         + done(expected[:, grid.first_of(hold)], grid.launched_units)
@@ -90,8 +88,7 @@ def _before(
                 better[chain.num_there :] = False
             best[better] = offer[better]
             choice[better] = hold
-        choice[best > dearest] = Hold.ON_DEMAND
+        choice[np.isinf(best)] = Hold.ON_DEMAND
         least[:, mode], decisions[:, mode] = best, choice
-    np.minimum(least, _LATE, out=least)
     least[..., 0] = 0.0
     return least

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetflow.importers.availability import read_availability
 from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.market import Availability
 from hetflow.simulator.market.compare import compare
 from hetflow.simulator.market.replay import replay
 from hetflow.solvers.market.chain import chain_of
@@ -138,7 +139,7 @@ def _expected(
     if left <= 0:
         return 0.0
     if tick == one.num_ticks:
-        return 1e9
+        return float("inf")
     there = state < chain.num_there
     held = Hold.NOTHING if held is Hold.SPOT and not there else held
     best = float("inf")
@@ -154,7 +155,27 @@ def _expected(
             if chance > 0
         )
         best = min(best, total)
-    return min(best, 1e9)
+    return best
+
+
+def test_no_price_is_high_enough_to_risk_the_deadline() -> None:
+    """In 20,000 windows of history no machine was ever taken away."""
+    one = job(work=3.5, deadline=4.0, restart=0.5, on_demand=10_000.0, spot=3_000.0)
+    policy = policy_of("dynamic_program", one, chain_of([[1] * 8] * 20_000))
+    assert not replay(one, policy, [1, 0, 0, 0]).is_late
+
+
+def test_what_is_expected_is_of_windows_as_they_begin() -> None:
+    one, history = job(), [[1, 1, 0, 0, 1, 0, 1, 1]]
+    policy = policy_of("dynamic_program", one, chain_of(history))
+    windows = [
+        Availability(zone=name, tick_seconds=3600.0, available=available)
+        for name, available in (("a", (1,) * 6), ("b", (0,) * 6), ("c", (0, 1) * 3))
+    ]
+    seen = Availability(zone="h", tick_seconds=3600.0, available=tuple(history[0]))  # type: ignore[arg-type]
+    report = compare(one, windows, history=[seen])
+    mean = (policy.expected(True) + 2 * policy.expected(False)) / 3
+    assert report.expected_dollars == pytest.approx(mean)
 
 
 @cache

@@ -55,8 +55,12 @@ def test_what_is_not_known() -> None:
     assert never.surviving == ((4.0, 1.0, (pytest.approx(0.025 ** (1 / 3)), 1.0)),)
     always = survival([Lifetime(5.0, True, True)] * 3, (4.0, 5.0))
     assert always is not None
-    assert always.surviving[1][1:] == (0.0, (0.0, 0.0))
+    assert always.surviving[1][1:] == (0.0, (0.0, pytest.approx(1 - 0.025 ** (1 / 3))))
     assert always.mean_interval_seconds == (5.0, 5.0)
+    # Of a hundred, 98 were not watched for so long: what two did says little.
+    few = survival([Lifetime(1.0, False, True)] * 98 + [Lifetime(5.0, False, True)] * 2, (4.0,))
+    assert few is not None
+    assert few.surviving == ((4.0, 1.0, (pytest.approx(0.025 ** (1 / 2)), 1.0)),)
     one = rate([Lifetime(100.0, False, False)])
     assert one.mean_seconds == one.interval_seconds[1] == float("inf")
     assert one.interval_seconds[0] == pytest.approx(100.0 / -np.log(0.025))

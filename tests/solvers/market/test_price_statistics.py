@@ -54,5 +54,6 @@ def test_zones_go_together() -> None:
     assert availability_correlation(one, later) == pytest.approx(1.0)
     assert availability_correlation(later, one) == pytest.approx(1.0)
     for other in (window(1, 1, 1, 1), window(1, start=None), window(1, 0, tick=60.0),
-                  window(1, 0, start="2021-03-01T00:00:00Z")):  # fmt: skip
+                  window(1, 0, start="2021-03-01T00:00:00Z"),
+                  window(0, 1, 0, start="2020-03-01T00:30:00Z")):  # fmt: skip
         assert availability_correlation(one, other) is None
