@@ -6,11 +6,16 @@ node) before each piece of work, so the same work draws the same numbers on any 
 
 import random
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..devices.backend import initialized
+
+# The object behind Python's global functions. Its class's ``seed`` only looks at the key's type.
+_OF_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
+_seed_of_python = super(random.Random, _OF_PYTHON).seed
 
 
 def key_of(*parts: int | str) -> int:
@@ -41,7 +46,8 @@ def generator_of(*parts: int | str) -> torch.Generator:
 
 
 def _seed_host(key: int) -> None:
-    random.seed(key)
+    _seed_of_python(key)  # with the next line, as ``random.seed`` of a number
+    _OF_PYTHON.gauss_next = None
     # Transforms that people write usually draw from this legacy global stream.
     np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002
     torch.default_generator.manual_seed(key)
