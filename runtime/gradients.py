@@ -444,13 +444,16 @@ class GradientReducer:
         return came
 
     def _take_all(self, indices: Sequence[int]) -> None:
-        """Put the first gradients of parameters into the buffer together."""
+        """Put the first gradients of parameters into the buffer, on a device by one kernel."""
         self._used.update(indices)
         self._awaited.difference_update(indices)
         for index in indices:
-            gradient = self._parameters[index].grad
+            parameter, view = self._parameters[index], self._views[index]
+            gradient = parameter.grad
             if gradient is None or gradient.layout != torch.strided:
-                self._take_first(index, self._parameters[index], self._views[index], at_once=True)
+                self._take_first(index, parameter, view, at_once=True)
+            elif gradient.is_cpu:
+                parameter.grad = torch.add(gradient, 0.0, out=view)  # as in ``_take_first``
             else:
                 self._held.append(index)
         self._write_held()
@@ -528,8 +531,7 @@ class GradientReducer:
         ]
         with torch.no_grad():
             torch._foreach_copy_(views, gradients)
-            # +0 of -0, as above; an ordinary all-reduce between devices does not need it.
-            if self._invariant is not None or backend_of(views[0].device).is_host:
+            if self._invariant is not None:  # +0 of -0, as above
                 torch._foreach_add_(views, 0.0)
         for index, view in zip(self._held, views, strict=True):
             self._parameters[index].grad = view

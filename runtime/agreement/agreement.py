@@ -131,7 +131,7 @@ class Agreement:
         subject = self._subject
         is_due = self._watch.is_due(step)
         if subject.is_launched or subject.is_saved:
-            subject.known.look_closer() if is_due or epoch != self._epoch else subject.known.check()
+            subject.known.look_closer() if is_due else subject.known.check()
         self._notice_schedule(epoch)
         if subject.compares_between_steps and is_due:
             self.compare(step)
