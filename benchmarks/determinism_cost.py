@@ -48,9 +48,9 @@ VARIANTS = {
 }
 # Samples of a worker, steps of a block, rounds.
 MODELS = {
-    "mlp": (32, 6, 24),
-    "digits-cnn": (32, 6, 24),
-    "gpt-small": (1, 2, 12),
+    "mlp": (32, 6, 48),
+    "digits-cnn": (32, 6, 96),
+    "gpt-small": (1, 2, 48),
     "resnet18": (2, 1, 12),
 }
 WARM_UP = 2

@@ -1,8 +1,9 @@
 """What a training step asks of a GPU: hetflow against plain DistributedDataParallel, in counts.
 
 Two workers on the software CUDA device (tests/fakecuda) count kernels, copies, collectives and host
-synchronisations of a step in the steady state, and the host's CPU seconds. Kernels are the CPU's
-there, so seconds are of small models only, and no kernel's time is a GPU's.
+synchronisations of a step in the steady state, the host's CPU seconds, and the tensors' peak
+memory. Kernels are the CPU's there, so seconds are of small models only, and no kernel's time is a
+GPU's.
 
     python benchmarks/step_counters.py --quick
 """
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def measured(name: str, variant: str) -> dict[str, float]:
-    """Counts a step of worker 0, by column, and ``cpu_seconds``."""
+    """Counts a step of worker 0, by column, ``cpu_seconds`` and ``peak_bytes``."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         environment = software_environment(",".join(["V100"] * WORKERS))
@@ -158,6 +159,7 @@ def work(name: str, variant: str, folder: str) -> None:
         for index, batch in enumerate(batches):
             if index == SKIPPED:
                 torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
                 device_counts.reset_counts()
             if index == number - 1:
                 break
@@ -168,6 +170,7 @@ def work(name: str, variant: str, folder: str) -> None:
         if rank == 0:
             row = {column: found.get(column, 0) / counted for column in COLUMNS}
             row["cpu_seconds"] = statistics.median(times[SKIPPED:])
+            row["peak_bytes"] = float(torch.cuda.max_memory_allocated())
             Path(folder, "counted.json").write_text(json.dumps(row))
 
     if variant == "ddp":
@@ -209,12 +212,15 @@ def work(name: str, variant: str, folder: str) -> None:
 
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
-        f"{'model':<11} {'variant':<11} " + " ".join(f"{c:>9}" for c in COLUMNS) + "    CPU ms"
+        f"{'model':<11} {'variant':<11} "
+        + " ".join(f"{c:>9}" for c in COLUMNS)
+        + "    CPU ms  peak MiB"
     ]
     for row in results:
         counts = " ".join(f"{row[column]:9.1f}" for column in COLUMNS)
         lines.append(
-            f"{row['model']:<11} {row['variant']:<11} {counts} {row['cpu_seconds'] * 1e3:9.1f}"
+            f"{row['model']:<11} {row['variant']:<11} {counts} {row['cpu_seconds'] * 1e3:9.1f} "
+            f"{row['peak_bytes'] / 2**20:9.1f}"
         )
     return "\n".join(lines)
 

@@ -279,4 +279,6 @@ def backend_of(device: "torch.device | str") -> DeviceBackend:
 
 def initialized() -> tuple[DeviceBackend, ...]:
     """The kinds that are in use in this process. Cheap, and loads nothing."""
-    return tuple(backend for backend in DEVICES.registered() if backend.is_initialized())
+    # A host's processors never are; a step asks three times, so they are not asked.
+    others = [backend for backend in DEVICES.registered() if not backend.is_host]
+    return tuple(backend for backend in others if backend.is_initialized())

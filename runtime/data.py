@@ -6,7 +6,7 @@ or of data-loading processes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils.data import (
 from ..devices.backend import Stream, backend_of
 from ..schema.errors import TargetError
 from .data_workers import context_of
-from .rows import Rows, as_they_are
+from .rows import Passes, Rows, as_they_are
 from .shares import slices
 from .streams import generator_of, seed_host_streams
 
@@ -276,19 +276,22 @@ def _repeats(order: Sequence[int]) -> list[int] | None:
 
 def pass_loader(
     loader: "DataLoader[Any]", sampler: PassSampler, seed: int, device: torch.device
-) -> "DataLoader[Any]":
+) -> Iterable[Any]:
     """The script's DataLoader, with passes as its batches and samples keyed for random streams."""
     dataset: Dataset[Any] = KeyedDataset(loader.dataset, seed)
     collate: Callable[[Any], Any] = loader.collate_fn
+    pins = loader.pin_memory and not backend_of(device).is_host
     rows = Rows.of(loader)
     if rows is not None:
+        if not pins:
+            return Passes(rows, sampler)
         dataset, collate = rows, as_they_are
     return DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=loader.num_workers,
         collate_fn=collate,
-        pin_memory=loader.pin_memory and not backend_of(device).is_host,
+        pin_memory=pins,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=context_of(loader.num_workers, loader.multiprocessing_context),

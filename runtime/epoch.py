@@ -1,6 +1,6 @@
 """The script's data on this worker: loaders cut into passes, and one epoch after another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,13 +31,13 @@ class Epochs:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._loaders: dict[
-            tuple[int, bool], tuple[DataLoader[Any], PassSampler, DataLoader[Any]]
+            tuple[int, bool], tuple[DataLoader[Any], PassSampler, Iterable[Any]]
         ] = {}
         self.open: Epoch | None = None
 
     def passes_of(
         self, loader: "DataLoader[Any]", *, predicts: bool = False
-    ) -> tuple[PassSampler, "DataLoader[Any]"]:
+    ) -> tuple[PassSampler, Iterable[Any]]:
         """Cut the script's loader into this worker's passes; the result is kept for later calls."""
         session = self._session
         known = self._loaders.get((id(loader), predicts))

@@ -9,10 +9,16 @@ of a step need no collective of their own.
 A step's first gradient of a parameter is what autograd made; it is written over what the buffer
 held, so the buffer need not be cleared and read first. Later passes add to it. On an accelerator
 the first gradients of a bucket are written together, by one kernel.
+
+A hook of every parameter tells when its gradient has come. Between kernels, where Python's code is
+not in the caches, that takes 10 us a hook. So where a step is one pass, a reducer learns which
+parameter completes each bucket. From then on only these have hooks, and on the host those with
+large gradients, which are written while they are in the caches.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -26,6 +32,8 @@ from .invariant import InvariantSum
 
 # The first bucket is small, so that a small model's reduction also begins during backward, as in
 FIRST_BUCKET_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 15  # of gradients that are written to a host's memory when they come
+_MAX_MISSES = 3  # steps that began to learn anew, after which every parameter keeps its hook
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -37,6 +45,12 @@ class _Bucket:
     place: tuple[int, int, int]  # (number of the flat buffer, start, end)
     parameters: list[int] = field(default_factory=list)
     num_ready: int = 0
+    last: int = -1  # the parameter whose gradient was the last to come
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all its gradients have come."""
+        return self.num_ready == len(self.parameters)
 
 
 class GradientReducer:
@@ -96,6 +110,7 @@ class GradientReducer:
         self._layout: tuple[object, ...] = ()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._views: dict[int, Tensor] = {}
+        self._trained: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, int] = {}
         self.flats: list[Tensor] = []
@@ -112,6 +127,10 @@ class GradientReducer:
         self._awaited: set[int] = set()  # whose first gradient of the step has not come
         self._held: list[int] = []  # whose first gradient has come, and is not in the buffer
         self._num_held_bytes = 0
+        self._is_single = False  # the step is one pass, and no gradient was there when it began
+        self._learns, self._has_learned, self._num_misses = False, False, 0
+        self._is_lean = False  # only some parameters have hooks
+        self._versions: dict[int, int] = {}  # of buffers that hold gradients, in a lean step
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +142,12 @@ class GradientReducer:
         """Whether gradients of an earlier step were still there when this step began."""
         return bool(self._carried)
 
-    def begin(self, write_sums: Callable[[Tensor], None] | None = None) -> None:
+    def begin(
+        self,
+        write_sums: Callable[[Tensor], None] | None = None,
+        *,
+        num_passes: int | None = None,
+    ) -> None:
         """Start a step; when it ends, every gradient is a view of the buffer.
 
         Gradients that are still set (no ``zero_grad`` since) stay in the sum, as they do in plain
@@ -132,6 +156,7 @@ class GradientReducer:
         Args:
             write_sums: Writes this worker's part into ``sums``, if there is such a place. Called
                 once, when all gradients of this worker are complete.
+            num_passes: Backward passes of this worker in this step, if the caller knows.
         """
         self._rebuild_if_changed()
         # Kept only until it was called: it refers to this reducer, which must be freed at once.
@@ -147,9 +172,13 @@ class GradientReducer:
         self._awaited.clear()
         self._held.clear()
         self._num_held_bytes = 0
-        is_fresh = all(self._parameters[index].grad is None for index in self._views)
+        self._versions.clear()
+        is_fresh = self._has_no_gradients()
         # Several passes over a tree of sums move whole buffers, so these must be whole at once.
-        if is_fresh and (self._invariant is None or self._invariant.num_turns == 1):
+        waits = is_fresh and (self._invariant is None or self._invariant.num_turns == 1)
+        self._is_single = waits and num_passes is not None and num_passes <= 1
+        self._choose_hooks()
+        if waits:
             self._awaited.update(self._views)
             return
         with torch.no_grad():
@@ -162,6 +191,9 @@ class GradientReducer:
                     self._attach(index, view)
             if self.sums is not None and not is_fresh:
                 self.sums.zero_()
+
+    def _has_no_gradients(self) -> bool:
+        return {*map(_gradient, self._trained)} <= {None}
 
     def _attach(self, index: int, view: Tensor) -> None:
         parameter = self._parameters[index]
@@ -201,11 +233,16 @@ class GradientReducer:
         self._fired.clear()
         for bucket in self._buckets:
             bucket.num_ready = 0
+        self._learns = self._armed and self._is_single and len(self._awaited) == len(self._views)
+        if self._is_lean and not self._has_no_gradients():
+            # The script's function went back by itself: what has come may not be all.
+            self._armed = False
 
     def launch_rest(self) -> None:
         """Start to reduce the buckets that the last backward did not."""
         self._armed = False
         self._complete()
+        self._learn()
         if self._invariant is not None:
             self._invariant.settle()
         if self._distributed or self._invariant is not None:
@@ -264,9 +301,8 @@ class GradientReducer:
 
     def _rebuild_if_changed(self) -> None:
         """Build the buffers again if parameters were frozen, unfrozen or cast since last step."""
-        layout = tuple(
-            (p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in self._parameters
-        )
+        # By ``map``, which takes half as long as a loop.
+        layout = *map(_kind, self._parameters), *map(Tensor.stride, self._parameters)
         if layout != self._layout:
             self._layout = layout
             self._build()
@@ -285,9 +321,9 @@ class GradientReducer:
             self._lay_out(members, dtype, device, num_sums=self._num_sums if has_sums else 0)
         if self._invariant is not None:
             self._invariant.allocate(self.flats)
-        for index in self._views:
-            hook = self._parameters[index].register_post_accumulate_grad_hook(self._hook(index))
-            self._handles.append(hook)
+        self._trained = [self._parameters[index] for index in self._views]
+        self._has_learned = self._is_lean = False
+        self._watch_all()
 
     def _lay_out(
         self, members: Sequence[int], dtype: torch.dtype, device: torch.device, *, num_sums: int
@@ -328,6 +364,121 @@ class GradientReducer:
         real = torch.view_as_real(flat) if flat.is_complex() else flat
         self._buckets.append(_Bucket(real, (len(self.flats) - 1, start, end), members))
 
+    # A hook for each bucket
+
+    def _choose_hooks(self) -> None:
+        """Let all parameters have hooks in this step, or only those that need one."""
+        self._learns = False
+        if self._is_lean and not self._is_single:
+            self._num_misses += 1
+            self._has_learned = False
+        if self._has_learned == self._is_lean:
+            return
+        self.close()
+        self._is_lean = self._has_learned
+        # A hook of the script may use a gradient up, and it would not be seen to have come.
+        if self._is_lean and any(_has_hooks(self._parameters[index]) for index in self._views):
+            self._is_lean, self._has_learned, self._num_misses = False, False, _MAX_MISSES
+        if not self._is_lean:
+            self._watch_all()
+            return
+        for bucket in self._buckets:
+            for index in bucket.parameters:
+                if index == bucket.last:
+                    self._watch(index, self._closing_hook(bucket))
+                elif self._is_large(index):
+                    self._watch(index, self._large_hook(index, bucket))
+
+    def _is_large(self, index: int) -> bool:
+        view = self._views[index]
+        is_host = backend_of(view.device).is_host
+        return is_host and view.numel() * view.element_size() >= _LARGE_BYTES
+
+    def _watch(self, index: int, hook: Callable[[Tensor], None]) -> None:
+        self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
+
+    def _learn(self) -> None:
+        """After a step's passes, note whether each bucket was complete when its last one came."""
+        if not self._learns or self._num_misses >= _MAX_MISSES:
+            return
+        in_time = all(bucket.is_ready for bucket in self._buckets)
+        if self._is_lean and not in_time:
+            self._num_misses += 1
+        self._has_learned = in_time
+
+    def _closing_hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        """The hook that comes after a bucket's other gradients; else it changes nothing."""
+        parameters = [self._parameters[index] for index in bucket.parameters]
+
+        def closed(_: Tensor) -> None:
+            if not self._armed:
+                return
+            if None in {*map(_gradient, parameters)}:
+                return
+            if bucket.is_ready:
+                raise self._came_twice(bucket.last)
+            self._check_versions()
+            self._take_all([index for index in bucket.parameters if index in self._awaited])
+            bucket.num_ready = len(parameters)
+            self._versions[bucket.place[0]] = 0
+            self._launch_ready()
+            self._note_versions()
+
+        return closed
+
+    def _large_hook(self, index: int, bucket: _Bucket) -> Callable[[Tensor], None]:
+        """A hook that writes a large gradient at once."""
+        view, flat, number = self._views[index], self.flats[bucket.place[0]], bucket.place[0]
+        used, awaited, versions = self._used, self._awaited, self._versions
+
+        def came(parameter: Tensor) -> None:
+            if not self._armed:
+                return
+            if index not in awaited or versions.get(number, flat._version) != flat._version:
+                raise self._came_twice(index)
+            used.add(index)
+            awaited.remove(index)
+            self._take_first(index, parameter, view, at_once=True)
+            versions[number] = flat._version
+
+        return came
+
+    def _take_all(self, indices: Sequence[int]) -> None:
+        """Put the first gradients of parameters into the buffer, on a device by one kernel."""
+        self._used.update(indices)
+        self._awaited.difference_update(indices)
+        for index in indices:
+            parameter, view = self._parameters[index], self._views[index]
+            gradient = parameter.grad
+            if gradient is None or gradient.layout != torch.strided:
+                self._take_first(index, parameter, view, at_once=True)
+            elif gradient.is_cpu:
+                parameter.grad = torch.add(gradient, 0.0, out=view)  # as in ``_take_first``
+            else:
+                self._held.append(index)
+        self._write_held()
+
+    def _note_versions(self) -> None:
+        """Note the state of the buffers that hold gradients: only this object changes them."""
+        for number in self._versions:
+            self._versions[number] = self.flats[number]._version
+
+    def _check_versions(self) -> None:
+        """Refuse a gradient that was added after its bucket was complete: it may be on its way.
+
+        Raises:
+            TargetError: There is one.
+        """
+        for number, version in self._versions.items():
+            if self.flats[number]._version != version:
+                raise self._came_twice(None)
+
+    def _watch_all(self) -> None:
+        for index in self._views:
+            self._watch(index, self._hook(index))
+
+    # A hook for each parameter
+
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         # It runs between kernels, where Python's code is not in the caches, so it is kept short.
         view, number = self._views[index], self._bucket_of.get(index)
@@ -347,6 +498,7 @@ class GradientReducer:
                 if bucket is not None:
                     bucket.num_ready += 1
                     if bucket.num_ready == len(bucket.parameters):
+                        bucket.last = index
                         self._launch_ready()
 
         return fired
@@ -388,6 +540,9 @@ class GradientReducer:
 
     def _complete(self) -> None:
         """Make the buffer complete: what no pass has used is zero."""
+        if self._is_lean:
+            self._check_versions()
+            self._take_all([i for i in self._awaited if self._parameters[i].grad is not None])
         self._write_held()
         if not self._awaited:
             return
@@ -398,10 +553,10 @@ class GradientReducer:
             self._parameters[index].grad = view
         self._awaited.clear()
 
-    def _came_twice(self, index: int) -> TargetError:
+    def _came_twice(self, index: int | None) -> TargetError:
+        name = "a parameter" if index is None else self._names[index]
         return TargetError(
-            f"{self._names[index]} got its gradient twice in one backward; hetflow cannot tell "
-            f"which is the last",
+            f"{name} got its gradient twice in one backward; hetflow cannot tell which is the last",
             hint="use checkpoint(..., use_reentrant=False), or prepare(..., overlap=False)",
         )
 
@@ -447,6 +602,14 @@ def _view_like(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
     if dense and not parameter.is_contiguous():
         return part.as_strided(parameter.size(), parameter.stride())
     return part.view(parameter.shape)
+
+
+_gradient, _kind = attrgetter("grad"), attrgetter("requires_grad", "dtype", "device", "shape")
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something else than a reducer waits for the parameter's gradients."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _real_dtype(tensor: Tensor) -> torch.dtype:

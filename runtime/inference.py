@@ -11,7 +11,7 @@ worker that replaces a dead main worker has received no outputs, so all begin at
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,6 @@ from .shares import share_out
 from .streams import seed_streams
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
     from .group import Place
 
 # Random streams of samples are keyed by epoch; predictions draw the same in every call.
@@ -60,7 +58,7 @@ class Prediction:
         runner: Runner,
         buffers: VirtualNodeBuffers,
         sampler: PassSampler,
-        passes: "DataLoader[Any]",
+        passes: Iterable[Any],
         function: Callable[..., Any],
         *,
         on_all: bool,

@@ -49,6 +49,7 @@ class Job:
         checkpoints: Checkpoints,
     ) -> None:
         self._session, self._engine, self._epochs = session, engine, epochs
+        self._backend = backend_of(session.device)
         self._progress, self._runner = progress, runner
         self._agreement, self._checkpoints = agreement, checkpoints
 
@@ -165,7 +166,7 @@ class Job:
                 cannot hold the plan's determinism level.
         """
         session, agreement = self._session, self._agreement
-        if backend_of(session.device).is_capturing():
+        if self._backend.is_capturing():
             raise TargetError(
                 "job.backward cannot be captured in a graph of kernels: a step reads the batch and "
                 "the sums of the step before on the host",

@@ -13,7 +13,7 @@ from .terms import stage_runs, step_terms
 
 WARMUP_STEPS = 3
 MAX_STEPS_KEPT = 20_000
-_HARVESTED_AT_ONCE = 16  # steps: reading their marks one by one takes longer
+_HARVESTED_AT_ONCE = 16  # steps of a device: reading their marks one by one takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,13 @@ class StepClock:
         if step is None or step.synchronised is None or not step.is_full:
             return
         step.ended = self._mark()
+        if self._first is None:
+            self._first = step.began
         self._pending.append(step)
-        if len(self._pending) >= _HARVESTED_AT_ONCE:
+        if self._backend.is_host:  # marks are numbers, which may wait until someone asks
+            if len(self._pending) > MAX_STEPS_KEPT:
+                self._pending.popleft()
+        elif len(self._pending) >= _HARVESTED_AT_ONCE:
             self._harvest(wait=False)
 
     def timings(self) -> Timings:
@@ -158,8 +163,7 @@ class StepClock:
             elif not self._backend.has_passed(last):
                 return
             step = self._pending.popleft()
-            if self._first is None:
-                self._first = step.began
+            assert self._first is not None
             self._times.append(_times_of(step, self._first, self._backend))
 
 

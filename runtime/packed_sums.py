@@ -5,8 +5,9 @@ double is sent as three float32 numbers that add up to it. Flags and counts are 
 """
 
 from collections.abc import Mapping, Sequence
-from ctypes import c_float
+from ctypes import c_float, memmove
 from dataclasses import dataclass
+from struct import pack
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class PackedSums:
             losses: Loss by virtual node, on the device or as a number.
             weights: Weight by virtual node.
             unused: Indices of the parameters that this worker has not used.
-            into: [length] float32, where they are summed.
+            into: [length] float32, contiguous, where they are summed.
         """
         nodes, first = self.num_nodes, self.num_flags
         host = [*flags, *[0.0] * (2 * NUM_THIRDS * nodes), *[1.0] * self.num_parameters]
@@ -70,7 +71,7 @@ class PackedSums:
         for index in unused:
             host[index - self.num_parameters] = 0.0
         if into.is_cpu:
-            into.numpy()[:] = host
+            memmove(into.data_ptr(), pack(f"{len(host)}f", *host), 4 * len(host))
         else:
             into.copy_(torch.tensor(host, dtype=torch.float32), non_blocking=True)
         for node, loss in losses.items():

@@ -91,8 +91,38 @@ def _starting(function: Callable[..., Any]) -> Callable[..., "Transfer | None"]:
     return start
 
 
+def all_reduce(
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> "Transfer | None":
+    """Like torch.distributed's; with ``async_op`` it returns a Transfer.
+
+    What every step starts is given to the default group at once: between two passes, where Python's
+    code is no longer in the caches, torch's checks of the arguments take longer than the call.
+    """
+    world = dist.group.WORLD
+    is_usual = async_op and group is None and op == dist.ReduceOp.SUM
+    if not is_usual or world is None or tensor.is_complex():
+        return _any_all_reduce(tensor, op=op, group=group, async_op=async_op)
+    try:
+        return Transfer(world.allreduce([tensor], _SUM), "all_reduce")
+    except RuntimeError as error:
+        raise _lost("all_reduce", error) from error
+
+
+def _started_sum() -> dist.AllreduceOptions:
+    """The options of a sum that nobody waits for yet; its time limit is the group's."""
+    options = dist.AllreduceOptions()
+    if hasattr(options, "asyncOp"):  # newer releases of torch
+        options.asyncOp = True
+    return options
+
+
+_SUM = _started_sum()
+_any_all_reduce = _starting(dist.all_reduce)
 # Like torch.distributed's functions of these names; with ``async_op`` they return a Transfer.
-all_reduce = _starting(dist.all_reduce)
 broadcast = _starting(dist.broadcast)
 # Newer releases of torch renamed it, and warn of the old name.
 all_gather = _starting(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..devices.backend import backend_of
 from ..devices.collectives import is_on_devices
+from ..devices.emulated import base_type
 from . import checkpoint, parts
 from .agreement.agreement import SharedTensors
 from .buffers import VirtualNodeBuffers
@@ -31,7 +32,7 @@ from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .setup import final_tensors
 from .streams import seed_streams
-from .totals import StepTotals, packed_sums
+from .totals import StepTotals, Sums, packed_sums
 
 
 class SplitEngine:
@@ -72,7 +73,7 @@ class SplitEngine:
         self.buffers.begin_step()
         if self._holder:
             self._holder.begin_step()
-        self.reducer.begin(self._write_sums)
+        self.reducer.begin(self._write_sums, num_passes=len(batch.passes))
         step.agreement.begin_passes()
         self.totals.settings_number = step.settings_number
         self.totals.wants_stop = self._session.wants_stop
@@ -92,12 +93,12 @@ class SplitEngine:
         self.totals.wants_stop = self._session.wants_stop
         self.totals.write(sums)
 
-    def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Tensor:
+    def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Sums:
         """Wait for the gradients, and sum the step's totals; see ``StepTotals.exchange``."""
         self.totals.wants_stop = self._session.wants_stop
         return self.totals.exchange(start)
 
-    def close_sums(self, sums: Tensor) -> Tensor:
+    def close_sums(self, sums: Sums) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss."""
         return self.totals.close(sums)
 
@@ -215,7 +216,13 @@ def _sums_are_apart(place: Place, *, on_host: bool, has_buffers: bool) -> bool:
     """Whether sums travel alone, or with mirrored buffers, which others may continue from."""
     if is_on_devices():
         return place.control is not None and place.control.survives_on_devices
-    return has_buffers or not on_host
+    return has_buffers or not on_host or not _are_alike(place)
+
+
+def _are_alike(place: Place) -> bool:
+    """Whether all workers' devices are of one type: else some may be hosts, and others not."""
+    config = place.start.config
+    return config is None or len({base_type(w.device_type, config) for w in config.workers}) == 1
 
 
 class WholeState:

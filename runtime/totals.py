@@ -39,6 +39,8 @@ _WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _NODES = 0, 1, 2, 3, 4, 
 _DIGIT_BITS, _NUMBER_DIGITS, _SQUARE_DIGITS = 11, 2, 4
 _NUM_DIGITS = _NUMBER_DIGITS + _SQUARE_DIGITS
 _EXACT = (torch.float32, torch.float64)
+Sums = Sequence[float] | Tensor
+"""The sums of a step, float64: plain numbers on the host."""
 _Noted = tuple[GradientReducer, list[int], bool]  # reducer, unused parameters, has other workers
 _MAX_GRADIENTS = 64  # weights such as numbers of tokens give many different shares
 
@@ -67,6 +69,7 @@ class StepTotals:
 
     def __init__(self, reducer: GradientReducer, place: Place, num_nodes: int = 1) -> None:
         self._reducer, self._place = reducer, place
+        self._is_on_host = backend_of(place.device).is_host
         self._num_nodes = num_nodes
         self.wants_stop, self.wants_move = False, False
         self.stops: Tensor | float | None = None
@@ -75,7 +78,7 @@ class StepTotals:
         self._sums: Sequence[float] | Tensor | None = None
         self.extra: list[float] = []
         self._num_samples = 0
-        self._share_of = 1.0
+        self._share_of, self._guess = 1.0, 1.0
         self._weighted: bool | None = None
         self._last_weight: Tensor | None = None
         self._known_weight: float | None = None  # of a step; all workers know it on the host
@@ -83,6 +86,8 @@ class StepTotals:
         self._losses: dict[int, Tensor | float] = {}
         self._weights: dict[int, float] = {}
         self._gradients: dict[tuple[object, ...], Tensor] = {}
+        self._layout: PackedSums | None = None
+        self._digits_of: tuple[int, list[float]] = (-1, [])
 
     def begin(self, num_samples: int) -> None:
         """Start a step over ``num_samples`` samples on all workers together."""
@@ -92,7 +97,9 @@ class StepTotals:
         # The total that shares are fractions of: equal on all workers before any weight is known.
         # Any step's total gives the same bits, because shares differ by powers of two.
         guess = self._known_weight if self._known_weight is not None else float(num_samples)
-        self._share_of = 2.0 ** round(math.log2(guess)) if guess > 0 else 1.0
+        if guess != self._guess:
+            self._guess = guess
+            self._share_of = 2.0 ** round(math.log2(guess)) if guess > 0 else 1.0
 
     def add(self, answer: Any, num_samples: int, node: int = 0) -> tuple[Tensor, float] | None:
         """Take the loss of a pass over ``num_samples`` samples.
@@ -140,7 +147,7 @@ class StepTotals:
             self._gradients[key] = torch.full_like(loss, share, requires_grad=False)
         return self._gradients[key]
 
-    def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Tensor:
+    def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Sums:
         """Sum the step's totals while gradients are on their way, and wait for both.
 
         Args:
@@ -148,7 +155,7 @@ class StepTotals:
                 the sum; by default an all-reduce.
 
         Returns:
-            The sums over all workers, float64.
+            The sums over all workers.
         """
         sums = self._reducer.sums
         if sums is not None:  # ``write`` put them into the last bucket
@@ -167,11 +174,17 @@ class StepTotals:
         flags = self._flags()
         flags[_SETTINGS] = flags[_SQUARED] = 0.0
         if self._is_on_host:
-            flags += _digits(self.settings_number, _NUMBER_DIGITS)
-            flags += _digits(self.settings_number**2, _SQUARE_DIGITS)
+            flags += self._settings_digits()
         self._packed().pack(flags, self._losses, self._weights, unused, sums)
 
-    def _unpacked(self, sums: Tensor) -> Tensor:
+    def _settings_digits(self) -> list[float]:
+        if self._digits_of[0] != self.settings_number:
+            number = _digits(self.settings_number, _NUMBER_DIGITS)
+            square = _digits(self.settings_number**2, _SQUARE_DIGITS)
+            self._digits_of = self.settings_number, number + square
+        return self._digits_of[1]
+
+    def _unpacked(self, sums: Tensor) -> Sums:
         packed = self._packed()
         if not self._is_on_host:
             return packed.unpack(sums)
@@ -180,15 +193,13 @@ class StepTotals:
         found[_SETTINGS] = _number_of(digits[:_NUMBER_DIGITS])
         found[_SQUARED] = _number_of(digits[_NUMBER_DIGITS:])
         del found[_NODES : _NODES + _NUM_DIGITS]
-        return torch.tensor(found, dtype=torch.float64)
+        return found
 
     def _packed(self) -> PackedSums:
         number = self._reducer.num_parameters
-        return packed_sums(self._num_nodes, number, on_host=self._is_on_host)
-
-    @property
-    def _is_on_host(self) -> bool:
-        return backend_of(self._place.device).is_host
+        if self._layout is None or self._layout.num_parameters != number:
+            self._layout = packed_sums(self._num_nodes, number, on_host=self._is_on_host)
+        return self._layout
 
     def _flags(self) -> list[float]:
         flags = [0.0] * _NODES
@@ -218,6 +229,7 @@ class StepTotals:
         Joining workers know the last weight, so all workers start from it. Waits for the device.
         """
         self._reducer, self._place = reducer, place
+        self._is_on_host, self._layout = backend_of(place.device).is_host, None
         self._known_weight = self.last_weight
         self._late.forget()
 
@@ -246,17 +258,18 @@ class StepTotals:
             sums[index] = loss
         return sums
 
-    def close(self, sums: Tensor) -> Tensor:
+    def close(self, sums: Sums) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss []."""
         reducer, unused, distributed = self._step
-        if sums.device != self._place.device:
+        if isinstance(sums, Tensor) and sums.device != self._place.device:
             sums = sums.to(self._place.device)
-        found: Sequence[Any] | Tensor = sums.tolist() if sums.is_cpu else sums
+        found: Any = sums.tolist() if isinstance(sums, Tensor) and sums.is_cpu else sums
         if unused and distributed:
             # Plain PyTorch leaves an unused parameter's gradient at None: optimizers skip it.
-            used = sums[len(sums) - reducer.num_parameters :].tolist()
+            used = found[len(found) - reducer.num_parameters :]
+            used = used.tolist() if isinstance(used, Tensor) else used
             reducer.drop(index for index in unused if not used[index])
-        else:
+        elif unused:
             reducer.drop(unused)
         # A worker without samples does not know whether the others gave weights: the sums say so.
         weighted = bool(found[_WEIGHTED] > 0) if self._weighted is None else self._weighted
@@ -267,9 +280,9 @@ class StepTotals:
         exact: Tensor | None = None
         if weighted:
             self._last_weight = exact = torch.as_tensor(weight, dtype=torch.float64).clone()
-        known: Sequence[Any] | Tensor | None = found
-        if not sums.is_cpu:
-            head = sums[: middle + self._num_nodes]
+        known: Sequence[Any] | None = found
+        if isinstance(found, Tensor):
+            head = found[: middle + self._num_nodes]
             known = self._known_on_host(head, is_last=reducer is self._reducer)
         if known is not None:
             self.stops = known[_STOP]
@@ -281,7 +294,8 @@ class StepTotals:
         # After a change of workers, no other worker holds the earlier gradient buffer.
         self._step = (self._reducer, unused, self._place.distributed)
         if isinstance(loss, float):
-            return torch.tensor(loss / weight if weight else math.nan, dtype=torch.float64)
+            found_mean = loss / weight if weight else math.nan
+            return torch.scalar_tensor(found_mean, dtype=torch.float64)
         mean: Tensor = loss / weight
         return mean
 
@@ -299,11 +313,11 @@ class StepTotals:
         found: list[float] = sums.tolist()
         return found
 
-    def extras_of(self, sums: Tensor) -> list[float]:
+    def extras_of(self, sums: Sums) -> list[float]:
         """The sums of ``extra`` over the workers."""
         start = _NODES + 2 * self._num_nodes
-        found: list[float] = sums[start : start + len(self.extra)].tolist()
-        return found
+        found = sums[start : start + len(self.extra)]
+        return found.tolist() if isinstance(found, Tensor) else list(found)
 
     @property
     def settings_sums(self) -> Sequence[Any] | Tensor:

@@ -129,10 +129,11 @@ class Agreement:
                 diverged.
         """
         subject = self._subject
+        is_due = self._watch.is_due(step)
         if subject.is_launched or subject.is_saved:
-            subject.known.check()
+            subject.known.look_closer() if is_due else subject.known.check()
         self._notice_schedule(epoch)
-        if subject.compares_between_steps and self._watch.is_due(step):
+        if subject.compares_between_steps and is_due:
             self.compare(step)
         self._looks = subject.is_launched and (
             self._watch.is_due(step + 1) or subject.others.has_met_unknown

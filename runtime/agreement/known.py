@@ -34,8 +34,7 @@ class KnownParameters:
     ) -> None:
         self._model, self._optimizers, self._parameters = model, optimizers, parameters
         self.names = {id(parameter): name for name, parameter in parameters.items()}
-        # Kept alive, so that no later module can get the id of one of these.
-        self._modules = list(model.modules())
+        self._watch()
         self._groups = self._group_sizes() if keeps_groups else None
         self._seen: list[int] = []
         self.check()
@@ -51,8 +50,27 @@ class KnownParameters:
             return
         self._check_model()
         self._check_optimizers()
-        self._modules = list(self._model.modules())
+        self._watch()
         self._seen = self._identities()
+
+    def _watch(self) -> None:
+        """Note where modules hold their parts.
+
+        The modules are kept alive, so that no later one can get the id of one of these. Their dicts
+        are kept too: to reach them through the modules takes twice as long in every step.
+        """
+        self._modules = list(self._model.modules())
+        parts = [(module._modules, module._parameters) for module in self._modules]
+        self._held: list[dict[str, Any]] = [held for pair in parts for held in pair]
+
+    def look_closer(self) -> None:
+        """Like ``check``, also where modules hold their parts in other dicts than before.
+
+        Raises:
+            TargetError: There is a parameter that ``prepare`` did not see.
+        """
+        self._watch()
+        self.check()
 
     def _identities(self) -> list[int]:
         found: list[int] = []
@@ -60,11 +78,9 @@ class KnownParameters:
             for group in optimizer.param_groups:
                 found += map(id, group["params"])
                 found.append(0)
-        for module in self._modules:
-            if module._modules:
-                found += map(id, module._modules.values())
-            if module._parameters:
-                found += map(id, module._parameters.values())
+        for held in self._held:
+            if held:
+                found += map(id, held.values())
         return found
 
     def _group_sizes(self) -> list[int]:

@@ -48,6 +48,9 @@ class OtherOptimizers:
         self._handle.remove()
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
+        for own in self._own:  # as a rule; to ask a WeakSet takes several times as long
+            if own is optimizer:
+                return
         if optimizer in self._cleared or optimizer in self._of_jobs:
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

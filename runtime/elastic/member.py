@@ -34,6 +34,7 @@ from ..progress import Progress, check_fits
 from ..session import Session
 from ..split_engine import SplitEngine
 from ..stopping import leave
+from ..totals import Sums
 from . import transfer
 from .behind import THE_RUNNING_JOB, Behind
 from .control import Control
@@ -186,7 +187,7 @@ class Member:
     def step(self, step: Step) -> Tensor:
         """See ``Runner``."""
 
-        def taken() -> Tensor:
+        def taken() -> Sums:
             self._note_wish_to_move()  # sums that travel with gradients are sent before the end
             self._engine.run_passes(step)
             return self._exchange()
@@ -195,13 +196,14 @@ class Member:
         self.stepped()
         return loss
 
-    def _exchange(self) -> Tensor:
+    def _exchange(self) -> Sums:
         """End a step's passes: exchange gradients, mirrored buffers and sums at the same time."""
         session, engine, totals = self._session, self._engine, self._engine.totals
         if num_groups() > 1:
             self._control.close("the script has process groups of its own")
         self._note_wish_to_move()
-        with self.waiting():
+        self._control.is_waiting = True  # as ``waiting``, which takes longer
+        try:
             if not self._survives:
                 return engine.exchange()
             totals.extra = self.mirror.found
@@ -211,6 +213,8 @@ class Member:
                 self.mirror.launch(holdings_of(session.place), session.rank)
                 self.mirror.wait()
             return sums
+        finally:
+            self._control.is_waiting = False
 
     def _note_wish_to_move(self) -> None:
         control = self._control

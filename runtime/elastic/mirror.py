@@ -57,12 +57,19 @@ class Mirror:
     @property
     def found(self) -> list[float]:
         """For each buffer that is not mirrored: 1 if a pass of this worker changed it, else 0."""
-        rest = [slot for slot in self._buffers.slots if slot.name not in self.names]
-        return [float(bool(slot.own)) for slot in rest]
+        return [float(bool(slot.own)) for slot in self._rest]
+
+    @property
+    def _rest(self) -> list[BufferSlot]:
+        """The buffers that are not mirrored, in order."""
+        if len(self.names) == len(self._buffers.slots):  # as a rule
+            return []
+        mirrored = set(self.names)
+        return [slot for slot in self._buffers.slots if slot.name not in mirrored]
 
     def grow(self, found: Sequence[float]) -> bool:
         """Mirror what any worker found; return if there was any. Then exchange once more."""
-        rest = [slot.name for slot in self._buffers.slots if slot.name not in self.names]
+        rest = [slot.name for slot in self._rest]
         names = {name for name, flag in zip(rest, found, strict=True) if flag}
         if names:
             state, self._before = self.state(), (self.names, self._held)

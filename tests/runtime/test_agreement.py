@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
 from hetflow.runtime import saving
 from hetflow.runtime.agreement.fingerprints import Shadow, fingerprint, shadow_of
+from hetflow.runtime.agreement.known import KnownParameters
 from hetflow.runtime.agreement.means import MeansOfStep, uneven
 from hetflow.runtime.agreement.settings import (
     SettingsNumber,
@@ -554,3 +555,12 @@ def test_a_plain_run_without_checkpoints_may_do_as_it_likes(
     next(training)
     model.head = nn.Linear(4, 2)
     assert len(list(training)) == 2
+
+
+def test_a_module_with_another_dict_of_parameters_is_looked_at() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    known = KnownParameters(model, [], dict(model.named_parameters()), keeps_groups=False)
+    known.look_closer()
+    model[1]._parameters = {"slope": nn.Parameter(torch.ones(1))}
+    with pytest.raises(TargetError, match=r"parameter 1\.slope was added to the model after"):
+        known.look_closer()

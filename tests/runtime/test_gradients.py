@@ -1,7 +1,7 @@
 """The reducer by itself, as profilers use it, on a group of one."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -167,4 +167,133 @@ def test_a_gradient_of_minus_zero_counts_as_zero() -> None:
     reducer.finish()
     assert weight.grad is not None
     assert not torch.signbit(weight.grad).any()
+    reducer.close()
+
+
+def num_hooks(model: nn.Module) -> int:
+    return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def armed_step(
+    reducer: GradientReducer, back: Callable[[], object], *, num_passes: int = 1
+) -> list[int]:
+    """One step whose last pass is armed; returns how many buckets were sent during it, and all."""
+    launched: list[int] = []
+    launch = GradientReducer._launch_next.__get__(reducer)
+    reducer._launch_next = lambda: (launched.append(1), launch())  # type: ignore[assignment,method-assign]
+    reducer.begin(num_passes=num_passes)
+    for number in range(num_passes):
+        if number == num_passes - 1:
+            reducer.arm()
+        back()
+    during = len(launched)
+    reducer.finish()
+    return [during, len(launched)]
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("large", [1 << 30, 1])
+def test_few_hooks_send_the_same_buckets(
+    is_host: bool, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SimpleNamespace(is_host=is_host, bucket_bytes=100)
+    monkeypatch.setattr(gradients, "backend_of", lambda _: backend)
+    monkeypatch.setattr(gradients, "_LARGE_BYTES", large)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    plain, inputs = copy.deepcopy(model), iter(torch.randn(40, 3, 4))
+    reducer = GradientReducer(dict(model.named_parameters()))
+
+    def compared(skips: bool, num_passes: int = 1) -> list[int]:
+        xs = [next(inputs) for _ in range(num_passes)]
+        own, other = iter(xs), iter(xs)
+
+        def back(layers: nn.Module, x: torch.Tensor) -> None:
+            (layers[3:](x) if skips else layers(x)).square().sum().backward()
+
+        sent = armed_step(reducer, lambda: back(model, next(own)), num_passes=num_passes)
+        for x in other:
+            back(plain, x)
+        assert reducer.unused() == (list(range(6)) if skips else [])
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, torch.zeros_like(mine) if skips and theirs.grad is None
+                               else theirs.grad)  # fmt: skip
+            assert any(_lies_in(mine.grad, flat) for flat in reducer.flats)
+        model.zero_grad()
+        plain.zero_grad()
+        return sent
+
+    sent = compared(False)
+    assert sent[0] == sent[1] >= 3
+    assert num_hooks(model) == 12
+    for _ in range(2):  # learned
+        assert compared(False) == sent
+        few = num_hooks(model)
+        assert few == 12 if is_host and large == 1 else few <= sent[1]
+    assert compared(True)[1] == sent[1]  # a step without some gradients is right, and unlearns
+    assert compared(False) == sent
+    assert num_hooks(model) == 12
+    assert compared(False) == sent
+    assert num_hooks(model) == few
+    assert compared(False, num_passes=2) == sent  # and so does one of several passes
+    assert num_hooks(model) == 12
+    reducer.close()
+
+
+def learned(layers: nn.Module, back: Callable[[], object]) -> GradientReducer:
+    """A reducer of which few parameters have hooks."""
+    reducer = GradientReducer(dict(layers.named_parameters()), bucket_bytes=40)
+    for _ in range(2):
+        armed_step(reducer, back)
+        layers.zero_grad()
+    assert num_hooks(layers) < len(list(layers.parameters()))
+    return reducer
+
+
+def test_few_hooks_see_a_gradient_that_comes_after_its_bucket_was_sent() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4, requires_grad=True)
+    reducer = learned(layers, lambda: layers(x).sum().backward())
+
+    def twice() -> None:
+        end = checkpoint(layers[1], layers[0](x), use_reentrant=True)
+        checkpoint(layers[1], checkpoint(layers[0], end, use_reentrant=True),
+                   use_reentrant=True).sum().backward()  # fmt: skip
+
+    with pytest.raises(TargetError, match="got its gradient twice in one backward"):
+        armed_step(reducer, twice)
+    reducer.close()
+
+
+def test_few_hooks_wait_for_a_script_that_goes_back_by_itself() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    reducer = learned(layers, lambda: layers(x).sum().backward())
+    layers(x).sum().backward()
+    expected = [2 * p.grad for p in layers.parameters() if p.grad is not None]
+    layers.zero_grad()
+    reducer.begin(num_passes=1)
+    layers(x).sum().backward()
+    reducer.arm()
+    layers(x).sum().backward()
+    reducer.finish()
+    assert all(
+        torch.equal(parameter.grad, other)
+        for parameter, other in zip(layers.parameters(), expected, strict=True)
+    )
+    reducer.close()
+
+
+def test_a_script_that_uses_gradients_up_keeps_all_hooks() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def eat(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    layers[0].weight.register_post_accumulate_grad_hook(eat)
+    reducer = GradientReducer(dict(layers.named_parameters()))
+    for _ in range(3):
+        armed_step(reducer, lambda: layers(torch.ones(1, 4)).sum().backward())
+        assert reducer.unused() == []
+        layers.zero_grad()
+    assert num_hooks(layers) == 5
     reducer.close()

@@ -1,16 +1,19 @@
 """Sums that travel with gradients: exact, whatever is summed with them."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hetflow.protocol.environment import Start
+from hetflow.runtime import split_engine
 from hetflow.runtime.agreement.settings import are_alike
 from hetflow.runtime.gradients import GradientReducer
 from hetflow.runtime.group import Place
 from hetflow.runtime.packed_sums import PackedSums
 from hetflow.runtime.totals import StepTotals, packed_sums
+from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
 LOSSES = [0.1, 1 / 3, 2.5e9 + 0.3, -7e-12, 0.0, math.inf]
 WEIGHTS = [32.0, 1 / 7, 3.0 * (1 << 40) + 1, 1e-3, 2.0**24 + 1, 1.0]
@@ -58,7 +61,7 @@ def test_unlike_settings_show_in_what_travels_with_gradients() -> None:
             part = torch.full((layout.length,), math.nan)
             totals.write(part)
             total += part
-        found = places[0]._unpacked(total)[3:6].tolist()
+        found = list(places[0]._unpacked(total)[3:6])
         assert found == [len(numbers), sum(numbers), sum(n**2 for n in numbers)]
         assert are_alike(*found) == (len(set(numbers)) == 1)
 
@@ -69,3 +72,25 @@ def totals_of(settings_number: int) -> StepTotals:
     totals.begin(4)
     totals.settings_number = settings_number
     return totals
+
+
+@pytest.mark.parametrize(("types", "travel"), [(("cpu", "cpu"), True), (("cpu", "V100"), False)])
+def test_sums_travel_with_gradients_on_all_workers_or_on_none(
+    types: tuple[str, ...], travel: bool
+) -> None:
+    """A host cannot know whether a device of another type is a part of its host."""
+    slots = tuple(
+        WorkerSlot(
+            rank=rank, device_type=name, virtual_nodes=(VirtualNode(index=rank, batch_size=2),)
+        )
+        for rank, name in enumerate(types)
+    )
+    config = LaunchConfig(model="any", global_batch_size=4, workers=slots)
+    found = []
+    for slot, device in zip(slots, ("cpu", "cuda" if "V100" in types else "cpu"), strict=True):
+        place = Place(
+            Start(config=config), slot, torch.device(device), rank=slot.rank, world_size=2
+        )
+        session = SimpleNamespace(place=place, batch_sizes=(2, 2), parameters={"weight": None})
+        found.append(split_engine._num_sums(session, has_buffers=False) > 0)  # type: ignore[arg-type]
+    assert found == [travel, travel]
