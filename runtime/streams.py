@@ -21,17 +21,20 @@ def key_of(*parts: int | str) -> int:
 
 def seed_streams(*parts: int | str) -> None:
     """Seed Python's, numpy's and torch's global streams (all devices) from a key."""
-    seed_host_streams(*parts)
+    seed_streams_by(key_of(*parts))
+
+
+def seed_streams_by(key: int) -> None:
+    """As ``seed_streams``, with the number that ``key_of`` gives for the key."""
+    _seed_host(key)
     # torch.manual_seed takes 0.2 ms a call; these are the parts of it that matter here.
     for backend in initialized():
-        backend.seed(key_of(*parts))
+        backend.seed(key)
 
 
 def seed_host_streams(*parts: int | str) -> None:
     """Seed the host's streams only, which is cheap enough to do for every sample."""
-    key = key_of(*parts)
-    _seed_host(key)
-    torch.default_generator.manual_seed(key)
+    _seed_host(key_of(*parts))
 
 
 def generator_of(*parts: int | str) -> torch.Generator:
@@ -42,6 +45,7 @@ def generator_of(*parts: int | str) -> torch.Generator:
 
 
 def _seed_host(key: int) -> None:
+    torch.default_generator.manual_seed(key)
     random.seed(key)
     # Transforms that people write usually draw from this legacy global stream.
     np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002
