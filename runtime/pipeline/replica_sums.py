@@ -117,7 +117,6 @@ class ReplicaSums:
         self._operations: Sequence[Operation] = ()
         self._last: dict[int, Operation] = {}  # by stage, the backward pass that ends the step
         self._armed, self._holds_back = _NO_STAGE, False
-        self._fired: set[str] = set()
         self._awaited: set[str] = set()  # whose first gradient of the step has not come
         self._unwritten: list[tuple[Tensor, Tensor]] = []  # it has come, but not to its view
         self._num_unwritten_bytes = 0
@@ -149,7 +148,6 @@ class ReplicaSums:
         """
         if self._overlaps and self._last.get(operation.stage) is operation:
             self._armed, self._holds_back = operation.stage, is_stretched
-            self._fired.clear()
 
     def leave(self) -> None:
         """End the pass."""
@@ -276,7 +274,7 @@ class ReplicaSums:
             if bucket.is_launched:
                 raise came_twice(name)
             if self._armed in stages:
-                self._count(name, bucket)
+                self._count(bucket)
 
         return fired
 
@@ -307,11 +305,11 @@ class ReplicaSums:
         self._unwritten.clear()
         self._num_unwritten_bytes = 0
 
-    def _count(self, name: str, bucket: _Bucket) -> None:
-        """Note that a parameter's gradient of a stage's last pass has come."""
-        if name in self._fired:
-            raise came_twice(name)
-        self._fired.add(name)
+    def _count(self, bucket: _Bucket) -> None:
+        """Note that a parameter's gradient of a stage's last pass has come.
+
+        If one comes twice, the bucket is launched too early, and the next one finds that.
+        """
         bucket.num_missing -= 1
         if bucket.num_missing == 0 and not self._holds_back:
             self._launch_ready()
