@@ -338,7 +338,7 @@ class GradientReducer:
         bucket: list[int] = []
         for index in members:
             parameter = self._parameters[index]
-            self._views[index] = _view_like(flat, offset, parameter)
+            self._views[index] = view_like(flat, offset, parameter)
             bucket.append(index)
             offset += parameter.numel()
             least = usual if self._buckets else min(usual, FIRST_BUCKET_BYTES)
@@ -416,7 +416,7 @@ class GradientReducer:
             if None in {*map(_gradient, parameters)}:
                 return
             if bucket.is_ready:
-                raise self._came_twice(bucket.last)
+                raise came_twice(self._names[bucket.last])
             self._check_versions()
             self._take_all([index for index in bucket.parameters if index in self._awaited])
             bucket.num_ready = len(parameters)
@@ -435,7 +435,7 @@ class GradientReducer:
             if not self._armed:
                 return
             if index not in awaited or versions.get(number, flat._version) != flat._version:
-                raise self._came_twice(index)
+                raise came_twice(self._names[index])
             used.add(index)
             awaited.remove(index)
             self._take_first(index, parameter, view, at_once=True)
@@ -471,7 +471,7 @@ class GradientReducer:
         """
         for number, version in self._versions.items():
             if self.flats[number]._version != version:
-                raise self._came_twice(None)
+                raise came_twice("a parameter")
 
     def _watch_all(self) -> None:
         for index in self._views:
@@ -493,7 +493,7 @@ class GradientReducer:
                 self._take_first(index, parameter, view, at_once=is_host)
             if self._armed:
                 if index in have_fired:
-                    raise self._came_twice(index)
+                    raise came_twice(self._names[index])
                 have_fired.add(index)
                 if bucket is not None:
                     bucket.num_ready += 1
@@ -553,13 +553,6 @@ class GradientReducer:
             self._parameters[index].grad = view
         self._awaited.clear()
 
-    def _came_twice(self, index: int | None) -> TargetError:
-        name = "a parameter" if index is None else self._names[index]
-        return TargetError(
-            f"{name} got its gradient twice in one backward; hetflow cannot tell which is the last",
-            hint="use checkpoint(..., use_reentrant=False), or prepare(..., overlap=False)",
-        )
-
     def _launch_ready(self) -> None:
         limit = len(self._buckets) - int(self._defer_last)
         while self._num_launched < limit:
@@ -584,6 +577,14 @@ class GradientReducer:
             self._works.append(work)
 
 
+def came_twice(name: str) -> TargetError:
+    """The error where a parameter gets two gradients in a backward pass that overlaps with sums."""
+    return TargetError(
+        f"{name} got its gradient twice in one backward; hetflow cannot tell which is the last",
+        hint="use checkpoint(..., use_reentrant=False), or prepare(..., overlap=False)",
+    )
+
+
 def _cuts(start: int, end: int, usual: int, unit: int) -> Iterator[tuple[int, int]]:
     """Cut [start, end) into about equal parts of about ``usual`` numbers, at multiples of unit."""
     parts = max(round((end - start) / max(usual, 1)), 1)
@@ -592,7 +593,7 @@ def _cuts(start: int, end: int, usual: int, unit: int) -> Iterator[tuple[int, in
         yield at, min(at + length, end)
 
 
-def _view_like(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
+def view_like(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
     """The part of ``flat`` for one parameter, in the parameter's memory format."""
     part = flat[offset : offset + parameter.numel()]
     dense = any(

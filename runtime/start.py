@@ -143,7 +143,7 @@ def assemble(
     if work is not None:
         from .pipeline.engine import PipelineEngine
 
-        engine = PipelineEngine(session, work)
+        engine = PipelineEngine(session, work, overlap=overlap)
         progress = Progress(session, engine.state, engine.buffers)
         runner = Alone(engine)
     else:

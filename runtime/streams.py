@@ -26,7 +26,11 @@ def key_of(*parts: int | str) -> int:
 
 def seed_streams(*parts: int | str) -> None:
     """Seed Python's, numpy's and torch's global streams (all devices) from a key."""
-    key = key_of(*parts)
+    seed_streams_by(key_of(*parts))
+
+
+def seed_streams_by(key: int) -> None:
+    """As ``seed_streams``, with the number that ``key_of`` gives for the key."""
     _seed_host(key)
     # torch.manual_seed takes 0.2 ms a call; these are the parts of it that matter here.
     for backend in initialized():

@@ -23,7 +23,7 @@ from ..digest import InPieces, digest_of_pieces
 from ..engine import Step
 from ..session import Session
 from ..setup import final_tensors
-from ..streams import seed_streams
+from ..streams import key_of, seed_streams_by
 from ..tensor.lanes import Lanes
 from ..tensor.regions import check_attention
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
@@ -83,6 +83,7 @@ class PipelineEngine:
     Args:
         session: The state that the parts of the job share.
         work: The stages, and the schedule of their passes.
+        overlap: Whether sums of gradients start during backward passes.
 
     Raises:
         TargetError: The model cannot be cut as planned, the optimizer cannot be shared among
@@ -91,12 +92,13 @@ class PipelineEngine:
 
     keeps_groups = True
 
-    def __init__(self, session: Session, work: PipelineWork) -> None:
+    def __init__(self, session: Session, work: PipelineWork, *, overlap: bool = True) -> None:
         self._session, model, place = session, session.model, session.place
         optimizer = next(iter(session.optimizers), None)
         self._work = work
         groups = work.groups
         group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
+        self._position = group  # in the schedule
         sharing = _sharing_of(model, work, place.device)
         spreads = bool(work.sequence_parallel and sharing.roles)
         self._tensor = tensor = tensor_group(place, groups)
@@ -161,7 +163,7 @@ class PipelineEngine:
         )
         self._transport = transport = transport_of(place, [s.replicas for s in work.stages])
         self._synchroniser = Synchroniser(
-            self._ownership, place, work, transport, shares_updates=shards
+            self._ownership, place, work, transport, overlaps=overlap, shares_updates=shards
         )
         self._updates: ShardedUpdates | None = None  # of a sharded optimizer
         if shards and optimizer is not None and share is not None:
@@ -180,9 +182,10 @@ class PipelineEngine:
             place.device,
             self._holdings_of(parts),
         )
-        self._model = SpreadModel(model, check_call)
+        self._model = SpreadModel(model, None if check_call is _any_call else check_call)
         refuse_saving(model, self._ownership, self.buffers)
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
+        self._seeds: dict[tuple[int, int], int] = {}  # of a step that flushes, by pass
         self._evaluation: StageEvaluation | None = None  # made when it is first asked for
         # If the schedule does not flush, stages read weight versions, never the parameters.
         self._strangers = {
@@ -288,13 +291,23 @@ class PipelineEngine:
         self._synchroniser.begin(step.batch.num_samples)
         self._synchroniser.settings_number = step.settings_number
         step.agreement.begin_passes()
-        self._synchroniser.expect()
+        self._synchroniser.expect(schedule.ranks[self._position])
+        # All at once: between two passes this code is no longer in the caches.
+        passes = [op for op in schedule.ranks[self._position] if op.kind is Kind.FORWARD]
+        self._seeds = {
+            (op.microbatch, op.stage): self._seed_of(op.microbatch, op.stage) for op in passes
+        }
         self._executor.begin(schedule)
         self._executor.run(self)
         self._session.clock.computed()
         loss = self._synchroniser.finish()
         scaling.share_overflow()
         return loss
+
+    def _seed_of(self, virtual_node: int, stage: int) -> int:
+        """The seed of a forward pass's random streams."""
+        session = self._session
+        return key_of(session.seed, "pass", session.num_steps, virtual_node, "stage", stage)
 
     @property
     def settings_sums(self) -> Sequence[Any] | Tensor:
@@ -362,9 +375,8 @@ class PipelineEngine:
             item, inputs = batch.input_of(microbatch - (late.offset if late else 0))
             began = session.clock.begin_pass()
             self.buffers.load(item.virtual_node)
-            seed_streams(
-                session.seed, "pass", session.num_steps, item.virtual_node, "stage", number
-            )
+            place = (item.virtual_node, number)
+            seed_streams_by(self._seeds.get(place) or self._seed_of(*place))
             loss = self._model.call(batch.step.function, run, inputs)
             if is_last:
                 batch.look_at(loss, item.num_samples)
@@ -382,8 +394,11 @@ class PipelineEngine:
 
     def backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
         """Run a backward pass, or half of one; see ``Passes``."""
+        sums, stage = self._synchroniser.replica_sums, self._work.stages[operation.stage]
         began = self._session.clock.begin_pass()
+        sums.enter(operation, is_stretched=stage.backward_seconds is not None)
         made = self._backward_pass(operation, gradients)
+        sums.leave()
         self._session.clock.end_stage_pass(operation.stage, began, is_backward=True)
         return made
 
@@ -529,6 +544,7 @@ class PipelineEngine:
 
     def close(self) -> None:
         """End the engine; the model belongs to the script again, if all of it is here."""
+        self._synchroniser.replica_sums.close()
         if not (self._ownership.is_whole and self.buffers.is_readable):
             return
         self._model.release()

@@ -49,3 +49,4 @@ class StepMicrobatches:
             check_reads_none_of(loss, self._strangers, self._answered)
         self._loss_is_checked = True
         self.step.agreement.look_at(loss, num_samples, self._answered)
+        self._answered = set()  # else the graph would outlive its backward pass

@@ -38,6 +38,7 @@ class Ownership:
         first: Of these, the names that this worker is the first rank to hold.
         cut: Of its own, the names of those of which it holds only a part.
         sums: By name, the sets of ranks; each set sums the gradients among its ranks.
+        stages: By name, the stages that use the parameter.
         described: Dtypes and shapes of all parameters, by name.
         device_of_whole: Device of the whole model after ``gather``.
     """
@@ -55,10 +56,13 @@ class Ownership:
         self.device_of_whole, self._has_told = place.device, False
         self._on_device: list[tuple[str, Tensor, Tensor | None]] = []
         self.parameters = parameters
+        self.stages = {
+            name: tuple(stage for stage, members in enumerate(used) if parameter in members)
+            for name, parameter in parameters.items()
+        }
         self.holders: dict[str, Holders] = {}
-        for name, parameter in parameters.items():
-            of_stages = [stage for stage, members in enumerate(used) if parameter in members]
-            held = {holder for stage in of_stages or [0] for holder in ranks[stage]}
+        for name in parameters:
+            held = {holder for stage in self.stages[name] or (0,) for holder in ranks[stage]}
             self.holders[name] = tuple(sorted(held))
         self.own = {name for name, holders in self.holders.items() if rank in holders}
         self._others = {id(p) for name, p in parameters.items() if name not in self.own}
@@ -68,11 +72,7 @@ class Ownership:
         self._is_whole, self._is_cut = True, False
         self.cut = {name for name in self.own if lanes.is_cut(name, rank)}
         self.sums = {name: lanes.sums(name, holders) for name, holders in self.holders.items()}
-        self.tied = [
-            name
-            for name, parameter in parameters.items()
-            if sum(parameter in members for members in used) > 1
-        ]
+        self.tied = [name for name, stages in self.stages.items() if len(stages) > 1]
 
     def strip(self) -> None:
         """Keep only this worker's parameters in memory, on its device."""
@@ -139,6 +139,10 @@ class Ownership:
         """The ranks that hold the values of a parameter that a rank holds; empty if it does not."""
         sets = self.lanes.alike(name, self.holders[name])
         return next((ranks for _, ranks in sets if rank in ranks), ())
+
+    def sum_of(self, name: str, rank: int) -> Holders:
+        """The ranks that sum a gradient with a rank; empty if it does not hold the parameter."""
+        return next((ranks for ranks in self.sums[name] if rank in ranks), ())
 
     @property
     def alike_sets(self) -> set[Holders]:

@@ -34,13 +34,16 @@ class SpreadModel:
 
     Args:
         model: The script's model.
-        check_call: Refuses arguments for which the traced stages are not valid.
+        check_call: Refuses arguments for which the traced stages are not valid. None: the only
+            stage is the model as it is, which takes the call itself.
 
     Attributes:
         signature: The parameters of a call of the model.
     """
 
-    def __init__(self, model: nn.Module, check_call: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, model: nn.Module, check_call: Callable[[dict[str, Any]], None] | None
+    ) -> None:
         self._model, self._check_call = model, check_call
         self._forward = model.forward
         self.signature = inspect.signature(model.forward)
@@ -100,9 +103,12 @@ class SpreadModel:
                 hint="call it inside job.backward's function, or inside job.evaluation()",
             )
         run, self._run_stage = self._run_stage, self._refuse_second
+        call = {CALL: (arguments, named)}
+        if self._check_call is None:
+            return run(call)
         given = by_placeholder(self.signature, arguments, named)
         self._check_call(given)
-        return run({**given, CALL: (arguments, named)})
+        return run({**given, **call})
 
     def _refuse_second(self, arguments: object) -> Any:
         raise TargetError(

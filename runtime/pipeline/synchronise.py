@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...devices.backend import backend_of
+from ...schedules.operations import Operation
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from .. import peers
@@ -30,13 +31,11 @@ from .device_sums import DeviceSums, Loss, weighted_sum
 from .exchange import Exchange
 from .norms import ToldNorms
 from .ownership import Holders, Ownership
-from .pieces import in_buckets
+from .replica_sums import ReplicaSums
 from .standins import PartNorms, StandIns
 from .tables import NORMS, NUM_ROWS, Columns, HostTable, Rows, Table, norms_of
 from .transport import Transport
 
-BUCKET_BYTES = 25 << 20
-"""Bytes of gradients that one collective sums over the replicas."""
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 # For schedules that flush: number of workers, their optimizers' settings number, its square.
 _WORKERS, _SETTINGS, _SQUARED, _NUM_TOLD = 4, 5, 6, 7
@@ -54,9 +53,11 @@ class Synchroniser:
         place: This worker among the others.
         work: The stages.
         transport: Sends small numbers between the hosts; None for one worker.
+        overlaps: Whether sums of gradients start during backward passes.
         shares_updates: Whether workers with equal parameters need a process group of their own.
 
     Attributes:
+        replica_sums: The sums of gradients in schedules that flush.
         stays_on_device: Whether losses and norms stay on the devices.
         loss_scale: The factor of this step's loss; a tensor [] if ``stays_on_device``.
         is_finite: Whether no worker's gradient has overflowed, if that is checked; a tensor [] if
@@ -70,6 +71,7 @@ class Synchroniser:
         work: PipelineWork,
         transport: Transport | None,
         *,
+        overlaps: bool,
         shares_updates: bool = False,
     ) -> None:
         self._ownership, self._place = ownership, place
@@ -123,14 +125,17 @@ class Synchroniser:
         self._groups: dict[Holders, dist.ProcessGroup] = {}
         self._stage_ranks = [tuple(sorted(stage.ranks)) for stage in work.stages]
         sums = {ranks for found in ownership.sums.values() for ranks in found}
-        self._sum_of = {
-            name: next(ranks for ranks in ownership.sums[name] if place.rank in ranks)
-            for name in ownership.own
-        }
         alike = ownership.alike_sets if shares_updates else set()
         for holders in sorted(sums | set(self._stage_ranks) | alike):
             if len(holders) > 1 and place.distributed:
                 self._groups[holders] = subgroup(place, holders)
+        self.replica_sums = ReplicaSums(
+            ownership,
+            place.rank,
+            self._groups,
+            None if self._on_device is None else self._told_flags,
+            overlaps=overlaps,
+        )
         self._carried: dict[str, Tensor] = {}
         self._late: tuple[peers.Transfer | None, Tensor] | None = None
         self._late_values, self._lead = LateValues(), HostLead(place.device)
@@ -161,12 +166,13 @@ class Synchroniser:
         self._summed = None
         for name, parameter in self._own:
             if parameter.grad is not None:
-                self._carried[name] = plain(parameter.grad)
+                self._carried[name] = self.replica_sums.apart(plain(parameter.grad))
                 parameter.grad = None
 
-    def expect(self) -> None:
-        """Post the receives for what the others send to ``finish``."""
+    def expect(self, operations: Sequence[Operation]) -> None:
+        """Prepare for ``finish``, before this worker's operations of a step that flushes."""
         self._exchange.expect()
+        self.replica_sums.begin(operations)
 
     def add(self, answer: Any, num_samples: int, *, scales: bool) -> Tensor | None:
         """Take a microbatch's loss on the last stage.
@@ -223,7 +229,7 @@ class Synchroniser:
         Returns:
             [] the mean loss; and a table with the norms ``known``, if workers lack parameters.
         """
-        self._sum_gradients()
+        self.replica_sums.finish()
         own = self._write_own()
         if self._tells:
             self._fill(own[_HEAD:].reshape(NUM_ROWS, -1), known)
@@ -237,7 +243,7 @@ class Synchroniser:
         assert self._on_device is not None
         self._write_own()[_HEAD:] = self._used_here()
         self._exchange.start()
-        self._sum_gradients()
+        self.replica_sums.finish()
         sums = self._sums_of_hosts()
         total, table = self._on_device.sum(
             self._told_losses(), (sums[_HEAD:] > 0).tolist(), known if self._tells else None
@@ -285,76 +291,10 @@ class Synchroniser:
     def _holders(self, name: str) -> Holders:
         return self._ownership.holders[name]
 
-    def _sum_gradients(self) -> None:
-        for holders, group in self._groups.items():
-            if self._place.rank in holders:
-                self._sum_over(holders, group)
-
-    def _sum_over(self, holders: Holders, group: dist.ProcessGroup) -> None:
-        """Sum the gradients of a set of workers: each dtype separately, a bucket at a time.
-
-        A buffer for all of them at once would be one more copy of the stage's gradients.
-        """
-        named = [n for n, _ in self._parameters if self._sum_of.get(n) == holders]
-        for dtype in sorted({self._ownership.parameters[n].dtype for n in named}, key=str):
-            of_type = [n for n in named if self._ownership.parameters[n].dtype == dtype]
-            for bucket in in_buckets(of_type, self._summed_bytes, BUCKET_BYTES):
-                self._sum_flat(bucket, group)
-
-    def _sum_flat(self, names: list[str], group: dist.ProcessGroup) -> None:
-        parameters = [self._ownership.parameters[name] for name in names]
-        given = [self._given(name) for name in names]
-        summed = [gradient.reshape(-1) for gradient in given]
-        if self._on_device is None:
-            used = [float(parameter.grad is not None) for parameter in parameters]
-            summed.append(parameters[0].new_tensor(used))
-        flat = torch.cat(summed)
-        peers.all_reduce(flat, group=group)
-        start = 0
-        # Whoever has a gradient itself knows that one exists, and need not wait for the sum.
-        flags = [1.0] * len(parameters)
-        if any(parameter.grad is None for parameter in parameters):
-            flags = self._flags(names, flat)
-        for name, parameter, own, flag in zip(names, parameters, given, flags, strict=True):
-            part = self._taken(name, flat[start : start + own.numel()].view(own.shape))
-            start += own.numel()
-            if not flag:
-                continue
-            if parameter.grad is None:
-                parameter.grad = part.clone()
-            else:
-                parameter.grad.copy_(part)
-
-    def _flags(self, names: Sequence[str], flat: Tensor) -> list[float]:
-        """Of each parameter in a sum, a positive number if some worker has a gradient of it."""
-        if self._on_device is None:
-            found: list[float] = flat[-len(names) :].tolist()
-            return found
+    def _told_flags(self, names: Sequence[str]) -> list[float]:
+        """Of each parameter, a positive number if some worker has a gradient; told by hosts."""
         told = self._sums_of_hosts()
         return [float(told[_HEAD + self._index[name]]) for name in names]
-
-    def _summed_bytes(self, name: str) -> int:
-        """The bytes of a parameter's sum, equal on all workers of the sum."""
-        parameter = self._ownership.parameters[name]
-        if self._ownership.lanes.adds_whole(name, self._holders(name)):
-            return self._ownership.whole_shape(name).numel() * parameter.element_size()
-        return parameter.nbytes
-
-    def _given(self, name: str) -> Tensor:
-        """This worker's contribution to a parameter's sum."""
-        ownership, parameter = self._ownership, self._ownership.parameters[name]
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if not ownership.lanes.adds_whole(name, self._holders(name)):
-            return gradient
-        whole = ownership.whole_shape(name)
-        return ownership.lanes.expanded(name, gradient, whole, self._place.rank)
-
-    def _taken(self, name: str, total: Tensor) -> Tensor:
-        """This worker's part of a sum."""
-        lanes, rank = self._ownership.lanes, self._place.rank
-        if lanes.adds_whole(name, self._holders(name)) and lanes.is_cut(name, rank):
-            return lanes.part(name, total, rank)
-        return total
 
     def _write_own(self) -> Rows:
         """Write what this worker's host sends, up to the table; return all of it."""

@@ -92,11 +92,14 @@ class Lanes:
             sets.setdefault(f"{name}{part}", []).append(rank)
         return [(label, tuple(ranks)) for label, ranks in sets.items()]
 
+    def contributes(self, name: str, rank: int) -> bool:
+        """Whether a worker's gradient of a parameter counts in a sum of whole gradients."""
+        return self.is_cut(name, rank) or self.lane(rank) == 0 or name in self._inner
+
     def expanded(self, name: str, part: Tensor, whole: torch.Size, rank: int) -> Tensor:
         """A worker's share in a sum of whole gradients: zeros where others contribute."""
         if not self.is_cut(name, rank):
-            counts = self.lane(rank) == 0 or name in self._inner
-            return part if counts else torch.zeros_like(part)
+            return part if self.contributes(name, rank) else torch.zeros_like(part)
         degree, lane = self.degree(rank), self.lane(rank)
         parts = [
             part

@@ -13,7 +13,7 @@ from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.launcher.elastic_runs import plan_of
 from hetflow.tests.parallel_plans import parallel_plan
 from hetflow.tests.runtime.test_pipeline import BRANCH2, CHAIN2, CHAIN4, make_plan
-from hetflow.tests.runtime.test_tensor import FIRST, LAST
+from hetflow.tests.runtime.test_tensor import FIRST, LAST, WHOLE
 
 from . import pipeline_steps
 
@@ -76,13 +76,20 @@ STEPS = {
     "interleaved": "chain:",
     "2bw": "chain:",
     "parallel": "gpt:inf",
+    "replicas": "gpt:2",
+    "unlike": "gpt:",
+}
+DEGREES = {
+    "parallel": [(FIRST, (2,)), (LAST, (2,))],
+    "replicas": [(FIRST, (1, 1)), (LAST, (1, 1))],
+    "unlike": [(WHOLE, (2, 1, 1))],
 }
 
 
 def plan_on(kind: str, name: str) -> PipelinePlan | ParallelPlan:
-    """A plan for four workers: two stages, each on two replicas or on a tensor-parallel group."""
-    if name == "parallel":
-        plan = parallel_plan([(FIRST, (2,)), (LAST, (2,))])
+    """A plan for four workers: stages on replicas, on tensor-parallel groups, or on both."""
+    if name in DEGREES:
+        plan = parallel_plan(DEGREES[name])
         groups = [[replace(r, device_type=kind) for r in stage.replicas] for stage in plan.stages]
         cut = zip(plan.stages, groups, strict=True)
         return replace(plan, stages=tuple(replace(s, replicas=tuple(r)) for s, r in cut))

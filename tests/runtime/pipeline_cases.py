@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime.pipeline import pieces, synchronise, transport
+from hetflow.runtime.pipeline import pieces, replica_sums, transport
 from hetflow.schema.errors import HetflowError
 
 GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS = 24, 58, 2
@@ -113,7 +113,7 @@ def train(case):
     name, kind, options = case.split(":")
     transport.payload_collective = lambda *_: "gloo" if "apart" in options else None
     # Models this small would fill one bucket only.
-    synchronise.BUCKET_BYTES = 300
+    replica_sums.LEAST_BUCKET_BYTES = 300
     pieces.PIECE_BYTES = 100
     model = build(name, "deferred" in options and "RANK" in os.environ)
     optimizer = OPTIMIZERS[kind](model.parameters())

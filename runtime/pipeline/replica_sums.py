@@ -1,0 +1,404 @@
+"""Gradients summed over the workers that hold a parameter, while the last backward passes run.
+
+A bucket holds the gradients of some parameters of a stage; each gradient is a view of the bucket's
+buffer. A bucket's sum starts as soon as its last gradient of the step is there: during the stage's
+backward pass of its last microbatch. Buckets with a parameter that no pass has used are summed
+after the passes. On accelerators collectives run on streams of their own, and no host waits.
+
+Every worker starts its sums in one order: stages from the last to the first, in a stage from its
+last parameter to its first, and weights of several stages at the end. So no two workers can wait
+for each other, and a sum adds in the same order in every run.
+
+Where the replicas of a stage have unlike tensor degrees, whole gradients are summed, and a worker
+may hold only parts of them. The buffers of such sums are freed when the sums are done.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...devices.backend import backend_of
+from ...schedules.operations import FREEING, Operation
+from .. import peers
+from ..gradients import came_twice, view_like
+from .ownership import Holders, Ownership
+from .pieces import in_buckets
+
+LEAST_BUCKET_BYTES = 1 << 20
+"""Buckets of fewer bytes are not made for the sake of overlap; each costs a collective."""
+BUCKETS_OF_STAGE = 4
+"""The number of buckets into which a small stage's gradients are cut."""
+MOST_LENT = 2
+"""How many buffers of whole gradients, of which this worker holds parts, may exist at once."""
+_NO_STAGE = -1
+
+Flags = Sequence[float]
+"""[parameters] of each, a positive number if some worker has a gradient of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A parameter's place in a bucket.
+
+    Attributes:
+        name: The parameter's name.
+        parameter: What this worker holds of it.
+        start: Where its gradient begins in the bucket's buffer.
+        whole: The shape of the gradient that is summed.
+        contributes: Whether this worker's gradient counts in the sum.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    whole: torch.Size
+    contributes: bool
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that one collective sums.
+
+    Attributes:
+        slots: The parameters' places.
+        group: The process group of the sum.
+        stages: The stages that use the parameters.
+        views: [slots] the gradients' places in the buffer; none where they are only lent one.
+        flat: The buffer, while there is one.
+        num_missing: How many gradients of the stages' last passes have not come.
+        is_launched: Whether the step's sum was started.
+        work: The sum under way.
+    """
+
+    slots: list[_Slot]
+    group: dist.ProcessGroup
+    stages: tuple[int, ...]
+    views: list[Tensor]
+    flat: Tensor | None
+    num_missing: int = 0
+    is_launched: bool = False
+    work: peers.Transfer | None = None
+
+
+class ReplicaSums:
+    """Sums gradients over the workers that hold a parameter.
+
+    A step is ``begin``, the passes, with each backward pass between ``enter`` and ``leave``, and
+    ``finish``. Before ``finish`` a parameter without ``grad`` was used by no pass of this worker.
+
+    Args:
+        ownership: The parameters, and which ranks hold each.
+        rank: This worker's.
+        group_of: The process group of each set of ranks with several members.
+        told: Says which parameters have a gradient on some worker. None: the buckets carry that.
+        overlaps: Whether sums start during backward passes.
+    """
+
+    def __init__(
+        self,
+        ownership: Ownership,
+        rank: int,
+        group_of: Mapping[Holders, dist.ProcessGroup],
+        told: Callable[[Sequence[str]], Flags] | None,
+        *,
+        overlaps: bool,
+    ) -> None:
+        self._ownership, self._rank, self._told = ownership, rank, told
+        self._group_of, self._overlaps = group_of, overlaps
+        sets = {name: ownership.sum_of(name, rank) for name in ownership.parameters}
+        self._sets = {name: ranks for name, ranks in sets.items() if ranks in group_of}
+        self._layout: tuple[object, ...] | None = None
+        self._buckets: list[_Bucket] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._operations: Sequence[Operation] = ()
+        self._last: dict[int, Operation] = {}  # by stage, the backward pass that ends the step
+        self._armed, self._holds_back = _NO_STAGE, False
+        self._awaited: set[str] = set()  # whose first gradient of the step has not come
+        self._unwritten: list[tuple[Tensor, Tensor]] = []  # it has come, but not to its view
+        self._num_unwritten_bytes = 0
+        self._num_launched = 0
+        self._lent: deque[_Bucket] = deque()
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Start a step of these operations. No parameter may have a gradient."""
+        self._rebuild_if_changed()
+        if operations is not self._operations:
+            self._operations = operations
+            self._last = {op.stage: op for op in operations if op.kind in FREEING}
+        for bucket in self._buckets:
+            passes = sum(stage in self._last for stage in bucket.stages)
+            bucket.num_missing = passes * len(bucket.slots)
+            bucket.is_launched = False
+        self._armed, self._num_launched = _NO_STAGE, 0
+        self._awaited.update(s.name for b in self._buckets if b.views for s in b.slots)
+        self._unwritten.clear()
+        self._lent.clear()
+
+    def enter(self, operation: Operation, *, is_stretched: bool) -> None:
+        """Begin a backward pass, or a half of one that makes gradients of parameters.
+
+        Args:
+            operation: The pass.
+            is_stretched: Whether an emulated device makes it longer. Its gradients then count as
+                ready when it ends.
+        """
+        if self._overlaps and self._last.get(operation.stage) is operation:
+            self._armed, self._holds_back = operation.stage, is_stretched
+
+    def leave(self) -> None:
+        """End the pass."""
+        if self._unwritten:
+            self._write_first()
+        if self._armed != _NO_STAGE:
+            self._armed = _NO_STAGE
+            self._launch_ready()
+
+    def finish(self) -> None:
+        """Start the sums that have not begun and wait for all; on CUDA, only the stream waits."""
+        self._armed = _NO_STAGE
+        while self._num_launched < len(self._buckets):
+            self._launch_next()
+        for bucket in self._buckets:
+            self._settle(bucket)
+
+    def apart(self, gradient: Tensor) -> Tensor:
+        """An earlier step's gradient, copied if this step would write over it."""
+        memory = gradient.untyped_storage().data_ptr()
+        shared = any(
+            bucket.flat is not None and bucket.flat.untyped_storage().data_ptr() == memory
+            for bucket in self._buckets
+        )
+        return gradient.clone() if shared else gradient
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._buckets, self._layout = [], None
+
+    # Buckets
+
+    def _rebuild_if_changed(self) -> None:
+        """Make the buckets again if parameters were frozen, unfrozen or cast since last step."""
+        held = [self._ownership.parameters[name] for name in self._sets]
+        layout = tuple((p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in held)
+        if layout == self._layout:
+            return
+        self.close()
+        self._buckets, self._layout = self._made(), layout
+        for bucket in self._buckets:
+            for place, slot in enumerate(bucket.slots):
+                view = bucket.views[place] if bucket.views else None
+                hook = self._hook(slot.name, bucket, view)
+                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _made(self) -> list[_Bucket]:
+        """The buckets in the order of their sums, which all workers share."""
+        ownership, position = self._ownership, {}
+        families: dict[tuple[object, ...], list[str]] = {}
+        for place, name in enumerate(reversed(ownership.parameters)):
+            parameter, stages = ownership.parameters[name], ownership.stages[name]
+            # Weights of several stages are complete late, and those of no stage never.
+            kind_of_use = min(len(stages), 2) if stages else 3
+            position[name] = (kind_of_use, [-stage for stage in stages], place)
+            if name in self._sets and parameter.requires_grad:
+                kind = (parameter.dtype, parameter.device)
+                family = (stages, self._sets[name], self._is_lent(name), *kind)
+                families.setdefault(family, []).append(name)
+        found = [
+            bucket
+            for names in families.values()
+            for bucket in in_buckets(names, self._summed_bytes, self._bucket_bytes(names))
+        ]
+        return [self._bucket(b) for b in sorted(found, key=lambda names: position[names[-1]])]
+
+    def _bucket_bytes(self, names: Sequence[str]) -> int:
+        """The most bytes of a bucket of these parameters, equal on all workers of the sum."""
+        device = self._ownership.parameters[names[0]].device
+        total = sum(self._summed_bytes(name) for name in names)
+        most = backend_of(device).bucket_bytes
+        return min(most, max(LEAST_BUCKET_BYTES, -(-total // BUCKETS_OF_STAGE)))
+
+    def _is_lent(self, name: str) -> bool:
+        """Whether whole gradients are summed of which some workers hold parts."""
+        lanes, holders = self._ownership.lanes, self._ownership.holders[name]
+        return lanes.adds_whole(name, holders) and lanes.is_told_by_parts(name, holders)
+
+    def _summed_shape(self, name: str) -> torch.Size:
+        lanes, ownership = self._ownership.lanes, self._ownership
+        if lanes.adds_whole(name, ownership.holders[name]):
+            return ownership.whole_shape(name)
+        return ownership.parameters[name].shape
+
+    def _summed_bytes(self, name: str) -> int:
+        """The bytes of a parameter's sum, equal on all workers of the sum."""
+        return self._summed_shape(name).numel() * self._ownership.parameters[name].element_size()
+
+    def _bucket(self, names: Sequence[str]) -> _Bucket:
+        ownership, start = self._ownership, 0
+        slots: list[_Slot] = []
+        for name in names:
+            shape = self._summed_shape(name)
+            adds_whole = ownership.lanes.adds_whole(name, ownership.holders[name])
+            counts = not adds_whole or ownership.lanes.contributes(name, self._rank)
+            slots.append(_Slot(name, ownership.parameters[name], start, shape, counts))
+            start += shape.numel()
+        group = self._group_of[self._sets[names[0]]]
+        made = _Bucket(slots, group, ownership.stages[names[0]], [], None)
+        if names[0] not in ownership.cut or not self._is_lent(names[0]):
+            made.flat = self._buffer(made)
+            made.views = [view_like(made.flat, slot.start, slot.parameter) for slot in slots]
+        return made
+
+    def _buffer(self, bucket: _Bucket) -> Tensor:
+        """Memory for a bucket's gradients, and behind them one flag each if it carries these."""
+        last = bucket.slots[-1]
+        length = last.start + last.whole.numel()
+        num_flags = len(bucket.slots) if self._told is None else 0
+        return last.parameter.new_empty(length + num_flags)
+
+    # During the passes
+
+    def _hook(self, name: str, bucket: _Bucket, view: Tensor | None) -> Callable[[Tensor], None]:
+        # It runs between kernels, where Python's code is not in the caches, so it is kept short.
+        stages, awaited = bucket.stages, self._awaited
+
+        def fired(parameter: Tensor) -> None:
+            if view is not None and name in awaited:
+                self._take_first(name, parameter, view)
+            if bucket.is_launched:
+                raise came_twice(name)
+            if self._armed in stages:
+                self._count(bucket)
+
+        return fired
+
+    def _take_first(self, name: str, parameter: Tensor, view: Tensor) -> None:
+        """Put a parameter's first gradient of the step into its view, at once or soon."""
+        gradient = parameter.grad
+        if gradient is None:  # a hook of the script has used it up
+            return
+        self._awaited.remove(name)
+        if gradient.layout != torch.strided:
+            parameter.grad = view.zero_().add_(gradient)
+        elif backend_of(view.device).is_host:
+            parameter.grad = view.copy_(gradient)
+        else:
+            self._unwritten.append((parameter, view))
+            self._num_unwritten_bytes += view.nbytes
+            if self._num_unwritten_bytes >= backend_of(view.device).bucket_bytes:
+                self._write_first()
+
+    def _write_first(self) -> None:
+        """Write the first gradients that have come into their views, by one kernel."""
+        found = [(p, p.grad, view) for p, view in self._unwritten if p.grad is not None]
+        if found:
+            with torch.no_grad():
+                torch._foreach_copy_([view for _, _, view in found], [g for _, g, _ in found])
+            for parameter, _, view in found:
+                parameter.grad = view
+        self._unwritten.clear()
+        self._num_unwritten_bytes = 0
+
+    def _count(self, bucket: _Bucket) -> None:
+        """Note that a parameter's gradient of a stage's last pass has come.
+
+        If one comes twice, the bucket is launched too early, and the next one finds that.
+        """
+        bucket.num_missing -= 1
+        if bucket.num_missing == 0 and not self._holds_back:
+            self._launch_ready()
+
+    # Sums
+
+    def _launch_ready(self) -> None:
+        while self._num_launched < len(self._buckets):
+            bucket = self._buckets[self._num_launched]
+            if bucket.num_missing or not any(stage in self._last for stage in bucket.stages):
+                return
+            # For its buffer the host may wait for a sum that other stages begin only after this
+            # worker's pass, whose gradients they need.
+            if not bucket.views and len(bucket.stages) > 1:
+                return
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._num_launched]
+        self._num_launched += 1
+        self._write_first()
+        with torch.no_grad():
+            flat = self._filled(bucket)
+        bucket.is_launched = True
+        bucket.work = peers.all_reduce(flat, group=bucket.group, async_op=True)
+
+    def _filled(self, bucket: _Bucket) -> Tensor:
+        """The bucket's buffer with what this worker contributes."""
+        gradients = [slot.parameter.grad for slot in bucket.slots]
+        flat = self._lend(bucket) if bucket.flat is None else bucket.flat
+        if self._told is None:
+            flags, used = flat[-len(gradients) :], [float(g is not None) for g in gradients]
+            flags.copy_(flags.new_tensor(used))
+        if not bucket.views:
+            for slot, gradient in zip(bucket.slots, gradients, strict=True):
+                self._expand(slot, gradient, flat)
+            return flat
+        cleared = []
+        for slot, gradient, view in zip(bucket.slots, gradients, bucket.views, strict=True):
+            if gradient is None or not slot.contributes:
+                cleared.append(view)
+            elif gradient is not view:
+                view.copy_(gradient)
+        if cleared:
+            torch._foreach_zero_(cleared)
+        return flat
+
+    def _lend(self, bucket: _Bucket) -> Tensor:
+        """Give a bucket a buffer for this sum; if too many have one, finish the oldest first."""
+        while len(self._lent) >= MOST_LENT:
+            self._settle(self._lent.popleft())
+        self._lent.append(bucket)
+        bucket.flat = self._buffer(bucket)
+        return bucket.flat
+
+    def _expand(self, slot: _Slot, gradient: Tensor | None, flat: Tensor) -> None:
+        part = torch.zeros_like(slot.parameter) if gradient is None else gradient
+        whole = self._ownership.lanes.expanded(slot.name, part, slot.whole, self._rank)
+        _place_of(slot, flat).copy_(whole)
+
+    def _settle(self, bucket: _Bucket) -> None:
+        """Wait for a sum, and make it the parameters' gradients."""
+        if bucket.work is not None:
+            bucket.work.wait()
+            bucket.work = None
+        flat, lanes = bucket.flat, self._ownership.lanes
+        if flat is None:  # done before, and the buffer was given back
+            return
+        for place, (slot, flag) in enumerate(zip(bucket.slots, self._flags(bucket), strict=True)):
+            if not flag:
+                continue
+            if bucket.views:
+                slot.parameter.grad = bucket.views[place]
+            else:
+                slot.parameter.grad = lanes.part(slot.name, _place_of(slot, flat), self._rank)
+        if not bucket.views:
+            bucket.flat = None
+
+    def _flags(self, bucket: _Bucket) -> Flags:
+        """Of each parameter, a positive number if some worker has a gradient of it."""
+        # Whoever has a gradient itself knows that one exists, and need not wait for the sum.
+        if all(slot.parameter.grad is not None for slot in bucket.slots):
+            return [1.0] * len(bucket.slots)
+        if self._told is not None:
+            return self._told([slot.name for slot in bucket.slots])
+        assert bucket.flat is not None
+        found: list[float] = bucket.flat[-len(bucket.slots) :].tolist()
+        return found
+
+
+def _place_of(slot: _Slot, flat: Tensor) -> Tensor:
+    return flat[slot.start : slot.start + slot.whole.numel()].view(slot.whole)
