@@ -92,6 +92,9 @@ def counted_memory(plan: ParallelPlan, problem: ParallelProblem, number: int) ->
         for each in own:
             stage, start = plan.stages[each], _start(plan, each)
             kept[each] = size * sum(_of(stage, sizes.stashed_bytes, start))
+            if stage.recompute == "selective":
+                kept[each] = size * sum(_of(stage, sizes.selective_bytes, start))
+                alone = max(alone, size * max(_of(stage, sizes.core_bytes, start)))
             if stage.recompute == "full":
                 alone = max(alone, kept[each])
                 kept[each] = float(problem.output_bytes[start - 1] * size if start else 0)
@@ -317,6 +320,8 @@ def _compute(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float
         backward = sum(_of(stage, times.backward_seconds, start))
         if stage.recompute == "full":
             backward += forward
+        if stage.recompute == "selective":
+            backward += sum(_of(stage, times.core_seconds, start))
         slowest = max(slowest, forward + backward)
     return slowest
 

@@ -190,7 +190,8 @@ def solve(
     recompute: Annotated[
         bool,
         typer.Option(
-            help="Whether stages may recompute activations to save memory.",
+            help="Whether stages may recompute activations to save memory: those of attention's "
+            "cores, or all.",
             rich_help_panel=PARALLEL,
         ),
     ] = True,

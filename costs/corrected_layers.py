@@ -232,6 +232,13 @@ def _with_layers(
                 node,
                 forward_seconds=node.forward_seconds * factor(graph.microbatch_size, node.id, 0),
                 backward_seconds=node.backward_seconds * factor(graph.microbatch_size, node.id, 1),
+                core=None
+                if node.core is None
+                else replace(
+                    node.core,
+                    forward_seconds=node.core.forward_seconds
+                    * factor(graph.microbatch_size, node.id, 0),
+                ),
             )
             for node in graph.nodes
         )

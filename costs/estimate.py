@@ -9,9 +9,24 @@ from dataclasses import dataclass, replace
 
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.estimate import Estimate
-from ..schema.operator_counts import LayerCounts, LayerTable, ModelCounts, Operator, PassCounts
+from ..schema.operator_counts import (
+    CoreCounts,
+    LayerCounts,
+    LayerTable,
+    ModelCounts,
+    Operator,
+    PassCounts,
+)
 from ..schema.precision import Precision
-from ..schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync, TensorLayers
+from ..schema.profile import (
+    BatchPoint,
+    LayerCore,
+    LayerGraph,
+    LayerNode,
+    Profile,
+    Sync,
+    TensorLayers,
+)
 from ..schema.step_costs import Links
 from .comm import ring_seconds
 from .device_table import DeviceSpec
@@ -170,6 +185,7 @@ def _graph(table: LayerTable, estimator: Estimator) -> LayerGraph:
                 layer,
                 there * estimator.seconds(layer.forward),
                 back * estimator.seconds(layer.backward),
+                _core(layer.core, there, estimator),
             )
             for layer in table.layers
         ),
@@ -193,6 +209,7 @@ def _tensor_graph(
                 + _reduce_seconds(degree, share.forward_reduced_bytes, estimator),
                 back * estimator.seconds(share.counts.backward)
                 + _reduce_seconds(degree, share.backward_reduced_bytes, estimator),
+                _core(share.counts.core, there, estimator),
             )
             for share in shares
         ),
@@ -225,7 +242,20 @@ def _scales(table: LayerTable, estimator: Estimator) -> tuple[float, float]:
     )
 
 
-def _node(layer: LayerCounts, forward_seconds: float, backward_seconds: float) -> LayerNode:
+def _core(core: CoreCounts | None, scale: float, estimator: Estimator) -> LayerCore | None:
+    """What selective recomputation changes; its forward pass is scaled as the layer's."""
+    if core is None:
+        return None
+    return LayerCore(
+        forward_seconds=scale * estimator.seconds(core.forward),
+        made_bytes=core.made_bytes,
+        stashed_bytes=core.stashed_bytes,
+    )
+
+
+def _node(
+    layer: LayerCounts, forward_seconds: float, backward_seconds: float, core: LayerCore | None
+) -> LayerNode:
     return LayerNode(
         id=layer.id,
         op=layer.op,
@@ -237,6 +267,7 @@ def _node(layer: LayerCounts, forward_seconds: float, backward_seconds: float) -
         workspace_bytes=layer.workspace_bytes,
         shared_with=layer.shared_with,
         shared_weight_bytes=layer.shared_weight_bytes,
+        core=core,
     )
 
 
@@ -380,6 +411,16 @@ def _carried_graph(
                 node.backward_seconds,
                 source.seconds(layer.backward),
                 target.seconds(layer.backward),
+            ),
+            core=None
+            if node.core is None or layer.core is None
+            else replace(
+                node.core,
+                forward_seconds=_scaled(
+                    node.core.forward_seconds,
+                    source.seconds(layer.core.forward),
+                    target.seconds(layer.core.forward),
+                ),
             ),
         )
 

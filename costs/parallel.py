@@ -7,6 +7,8 @@ hidden size h, sequences of s tokens, a vocabulary of V. Volumes are elements, n
 
 from math import sqrt
 
+from ..schema.parallel import Recompute
+
 
 def bubble_fraction(
     pipeline_parallel_size: int, num_microbatches: int, num_model_chunks: int = 1
@@ -109,6 +111,53 @@ def stage_activation_bytes(
     if not recompute:
         return num_in_flight * stashed_bytes
     return num_in_flight * input_bytes + stashed_bytes
+
+
+def selective_activation_bytes(num_in_flight: int, kept_bytes: float, core_bytes: float) -> float:
+    """Activation bytes of a stage that recomputes attention cores; Korthikanti et al., 2022, 5.
+
+    The paper leaves out the one core that a backward pass has made again.
+
+    Args:
+        num_in_flight: Microbatches whose backward pass is outstanding.
+        kept_bytes: What one microbatch keeps beside the cores.
+        core_bytes: Of the largest core.
+    """
+    return num_in_flight * kept_bytes + core_bytes
+
+
+def transformer_layer_bytes(
+    sequence_length: int,
+    microbatch_size: int,
+    hidden_size: int,
+    num_heads: int,
+    tensor_parallel_size: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
+) -> float:
+    """Activation bytes of a layer on each device, in 16 bits; Korthikanti et al., 2022, table 2.
+
+    s b h (34 + 5 a s / h) on one device. A group of t devices shares 24 of the 34, and with
+    sequence parallelism all. The attention core has the 5 a s / h: softmax, its dropout's mask, and
+    its output after dropout. Without it 34 s b h are left; of a layer that is recomputed whole,
+    its input.
+
+    Args:
+        sequence_length: s.
+        microbatch_size: b.
+        hidden_size: h.
+        num_heads: a.
+        tensor_parallel_size: t.
+        sequence_parallel: Whether the devices of a group share the tokens between its layers.
+        recompute: What the backward pass computes again.
+    """
+    s, b, h, a, t = sequence_length, microbatch_size, hidden_size, num_heads, tensor_parallel_size
+    if recompute == "full":
+        return float(2 * s * b * h)
+    core = 0.0 if recompute == "selective" else 5 * a * s / h
+    rest = 34 / t if sequence_parallel else 10 + 24 / t
+    return s * b * h * (rest + core / t)
 
 
 def flops_per_batch(

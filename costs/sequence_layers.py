@@ -13,7 +13,7 @@ Where a graph hides that (a norm that casts its input to the type that it has), 
 from dataclasses import replace
 from itertools import pairwise
 
-from ..schema.operator_counts import LayerCounts, LayerTable, Operator
+from ..schema.operator_counts import CoreCounts, LayerCounts, LayerTable, Operator
 from .tensor_layers import ShardedLayer, sharded_layers
 
 # Norms before each part; GPT-2, then Llama, Qwen and BLOOM.
@@ -105,6 +105,7 @@ def _spread(
             forward=_split_rest(share.counts.forward, degree),
             backward=_split_rest(share.counts.backward, degree),
             stashed_bytes=-(-share.counts.stashed_bytes // degree),
+            core=_spread_core(share.counts.core, degree),
         )
         return ShardedLayer(counts=counts, forward_reduced_bytes=half, backward_reduced_bytes=half)
     if layer.role != "replicated":
@@ -114,8 +115,16 @@ def _spread(
         forward=_split_rest(share.counts.forward, degree),
         backward=_split_rest(share.counts.backward, degree),
         stashed_bytes=-(-share.counts.stashed_bytes // degree),
+        core=_spread_core(share.counts.core, degree),
     )
     return replace(share, counts=counts, forward_reduced_bytes=gathered)
+
+
+def _spread_core(core: CoreCounts | None, degree: int) -> CoreCounts | None:
+    """Of a layer of tokens, which only keeps something else for a core that follows."""
+    if core is None:
+        return None
+    return replace(core, stashed_bytes=-(-core.stashed_bytes // degree))
 
 
 def _split_rest(operators: tuple[Operator, ...], degree: int) -> tuple[Operator, ...]:

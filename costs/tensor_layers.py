@@ -9,7 +9,7 @@ device reads or writes whole stays whole.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..schema.operator_counts import LayerCounts, LayerTable, Operator
+from ..schema.operator_counts import CoreCounts, LayerCounts, LayerTable, Operator
 
 DEGREES = (2, 4, 8)
 _PER_HEAD = ("attention", "bmm")  # products of activations alone: split by heads on every side
@@ -96,6 +96,25 @@ def _share(layer: LayerCounts, input_bytes: int, degree: int) -> LayerCounts:
             else _split(layer.workspace_bytes, degree)
         ),
         shared_weight_bytes=_shared_bytes(layer, degree),
+        core=None if layer.core is None else _core_share(layer, layer.core, degree),
+    )
+
+
+def _core_share(layer: LayerCounts, core: CoreCounts, degree: int) -> CoreCounts:
+    """What selective recomputation changes: heads are split, what is kept is split as without."""
+    if layer.role not in _SPLIT_OUTPUT:
+        return core
+    return CoreCounts(
+        forward=tuple(
+            replace(
+                operator,
+                flops=operator.flops / degree,
+                num_bytes=_split(operator.num_bytes, degree),
+            )
+            for operator in core.forward
+        ),
+        made_bytes=_split(core.made_bytes, degree),
+        stashed_bytes=_split(core.stashed_bytes, degree),
     )
 
 

@@ -125,7 +125,7 @@ def _parallel_faults(
         pool,
         plan.global_batch_size,
         link_bytes_per_second=link or plan.link_bytes_per_second,
-        recompute=any(stage.recompute == "full" for stage in plan.stages),
+        recompute=any(stage.recompute != "none" for stage in plan.stages),
         optimizer=optimizer,
         num_model_chunks=(plan.num_model_chunks,),
         memory_reserve_bytes=memory_reserve_bytes,

@@ -12,6 +12,7 @@ from ..schema.parallel import (
     LinkCurve,
     ParallelPool,
     ParallelProblem,
+    Recompute,
     ShardSizes,
     ShardTimes,
 )
@@ -52,7 +53,8 @@ def parallel_problem(
         microbatch_size: Use only layers profiled at this size; None uses all sizes.
         link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes the
             profiles' measurements.
-        recompute: Whether stages may recompute activations.
+        recompute: Whether stages may recompute activations: all, or where every table of layers
+            states them those of attention cores.
         optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
         most_stages: Most stages of the pipeline; None sets no limit.
         num_model_chunks: Numbers of stages per device to try.
@@ -95,12 +97,19 @@ def parallel_problem(
             + reserve.total_bytes
             for profile, reserve in zip(chosen, reserves, strict=True)
         ),
-        recompute=("none", "full") if recompute else ("none",),
+        recompute=_recomputations(chosen) if recompute else ("none",),
         most_stages=most_stages,
         num_model_chunks=num_model_chunks,
         optimizer=trained,
         shard_optimizer=shard_optimizer,
     )
+
+
+def _recomputations(profiles: Sequence[Profile]) -> tuple[Recompute, ...]:
+    """Recomputation to choose from: of cores only where all tables of layers have some."""
+    tables = [table for profile in profiles for _, table in _tables(profile)]
+    knows_cores = all(any(node.core is not None for node in t.nodes) for t in tables)
+    return ("none", "selective", "full") if knows_cores else ("none", "full")
 
 
 def _profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
@@ -221,6 +230,9 @@ def _times(profile: Profile, degree: int, table: LayerGraph, names: Sequence[str
         forward_seconds=tuple(node[name].forward_seconds for name in names),
         backward_seconds=tuple(node[name].backward_seconds for name in names),
         update_seconds=tuple(per_byte * node[name].weight_bytes for name in names),
+        core_seconds=tuple(
+            0.0 if (core := node[name].core) is None else core.forward_seconds for name in names
+        ),
     )
 
 
@@ -237,6 +249,14 @@ def _sizes(profiles: Sequence[Profile], names: Sequence[str]) -> tuple[ShardSize
             stashed_bytes=tuple(
                 max(_stashed(_node(t, name)) / t.microbatch_size for t in tables) for name in names
             ),
+            selective_bytes=tuple(
+                max(_selective(_node(t, name)) / t.microbatch_size for t in tables)
+                for name in names
+            ),
+            core_bytes=tuple(
+                max(_made_again(_node(t, name)) / t.microbatch_size for t in tables)
+                for name in names
+            ),
         )
         for degree, tables in sorted(by_degree.items())
     )
@@ -244,6 +264,15 @@ def _sizes(profiles: Sequence[Profile], names: Sequence[str]) -> tuple[ShardSize
 
 def _node(table: LayerGraph, name: str) -> LayerNode:
     return next(node for node in table.nodes if node.id == name)
+
+
+def _selective(node: LayerNode) -> int:
+    """The same if attention cores are recomputed."""
+    return _stashed(node) if node.core is None else node.core.stashed_bytes
+
+
+def _made_again(node: LayerNode) -> int:
+    return 0 if node.core is None else node.core.made_bytes
 
 
 def _stashed(node: LayerNode) -> int:

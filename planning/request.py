@@ -57,9 +57,9 @@ class ParallelOptions:
     """Options of a plan with pipeline, tensor and data parallelism.
 
     Links and microbatch size are in ``PipelineOptions``. ``recompute`` lets stages recompute
-    activations; ``top`` is the most points of the Pareto table. ``sequence_parallel`` spreads
-    tokens between tensor-parallel layers; None does so if no plan fits otherwise.
-    ``shard_optimizer`` lets the replicas of a stage share the optimizer's state.
+    activations, of attention cores or all; ``top`` is the most points of the Pareto table.
+    ``sequence_parallel`` spreads tokens between tensor-parallel layers; None does so if no plan
+    fits otherwise. ``shard_optimizer`` lets the replicas of a stage share the optimizer's state.
     """
 
     recompute: bool = True

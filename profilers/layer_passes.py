@@ -193,6 +193,32 @@ def traced_rows(
     return rows, [list(edge) for edge in layered.edges]
 
 
+def core_rows(
+    bench: Bench, layered: "LayeredModel", arguments: dict[str, Any], repeats: int
+) -> dict[str, tuple[int, Row]]:
+    """By layer, what recomputed attention cores change in it (LayerCore).
+
+    Returns:
+        The bytes that its pass keeps less, and the time and the bytes of what is made again.
+    """
+    from ..runtime.pipeline.cut import cut
+    from .attention_cores import find_cores
+
+    parts = cut(layered, [[layer.id] for layer in layered.layers])
+    found = find_cores(layered, parts, arguments)
+    rows: dict[str, tuple[int, Row]] = {}
+    for layer in layered.layers:
+        if found.changes(layer.id):
+            begun = found.of_layer(layer.id)
+            seconds = sum(
+                median(bench.timed(core.run_again)[0] for _ in range(repeats)) for core in begun
+            )
+            most = max((core.made_bytes for core in begun), default=0)
+            row = {"forward_seconds": seconds, "made_bytes": most}
+            rows[layer.id] = found.freed_bytes.get(layer.id, 0), row
+    return rows
+
+
 def chosen(own: list[bool], answer: Any) -> list[Any]:
     """The tensors that a layer made itself, of all that its part answers with."""
     return tensors_in([value for value, is_own in zip(answer, own, strict=True) if is_own])

@@ -12,11 +12,11 @@ from typing import Any
 
 from ..schema.files import to_plain
 from ..schema.layer_trace import trace_of
-from ..schema.profile import LayerGraph, LayerNode
+from ..schema.profile import LayerCore, LayerGraph, LayerNode
 from .bench import Bench
 from .layer_hooks import hooked_rows
 from .layer_memory import Ledger, footprint
-from .layer_passes import Row, traced_rows
+from .layer_passes import Row, core_rows, traced_rows
 from .layer_traces import call_of, find_layers
 from .nests import tensors_in
 
@@ -41,7 +41,9 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
     arguments = call_of(bench, batch).arguments
     standing = [*bench.model.parameters(), *bench.model.buffers()]
     ledger = Ledger(standing, tensors_in(arguments))
+    cores: dict[str, tuple[int, Row]] = {}
     if found.layered is not None:
+        cores = core_rows(bench, found.layered, arguments, repeats)
         rows, edges = traced_rows(bench, ledger, found.layered, arguments, repeats)
     else:
         rows, edges = hooked_rows(bench, ledger, batch, repeats)
@@ -50,6 +52,9 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
     stashed = ledger.stashed_bytes
     for row in rows:
         row["stashed_bytes"] = stashed.get(row["id"], 0)
+        if row["id"] in cores:
+            freed, core = cores[row["id"]]
+            row["core"] = {**core, "stashed_bytes": max(0, row["stashed_bytes"] - freed)}
     ratios = _calibrate(rows, _parts(whole))
     kept = _kept_bytes(bench, batch)
     of_loss = 0 if kept is None else max(0, kept - sum(row["stashed_bytes"] for row in rows))
@@ -85,11 +90,20 @@ def as_in_the_loop(measured: dict[str, Any], pass_seconds: float) -> dict[str, A
             **row,
             "forward_seconds": row["forward_seconds"] * factor,
             "backward_seconds": row["backward_seconds"] * factor,
+            **_core_in_time(row, factor),
         }
         for row in measured["nodes"]
     ]
     provenance = {**how, "loop_pass_seconds": pass_seconds, "loop_over_whole": factor}
     return {**measured, "nodes": rows, "provenance": provenance}
+
+
+def _core_in_time(row: Row, factor: float) -> dict[str, Row]:
+    """The ``core`` of a row, if it has one, with a scaled forward pass."""
+    if row.get("core") is None:
+        return {}
+    core = row["core"]
+    return {"core": {**core, "forward_seconds": core["forward_seconds"] * factor}}
 
 
 def graph_of(measured: dict[str, Any], speed: float = 1.0) -> LayerGraph:
@@ -103,6 +117,10 @@ def graph_of(measured: dict[str, Any], speed: float = 1.0) -> LayerGraph:
                     "forward_seconds": row["forward_seconds"] / speed,
                     "backward_seconds": row["backward_seconds"] / speed,
                     "shared_with": tuple(row.get("shared_with", ())),
+                    **{
+                        key: LayerCore(**core)
+                        for key, core in _core_in_time(row, 1 / speed).items()
+                    },
                 }
             )
             for row in measured["nodes"]
@@ -148,4 +166,13 @@ def _calibrate(rows: list[Row], whole: tuple[float, float]) -> dict[str, float]:
         ratios[f"isolated_over_whole_{name}"] = total / seconds if seconds else 0.0
         for row in rows:
             row[key] *= seconds / total if total else 1.0
+        if name == "forward":
+            _scale_cores(rows, seconds / total if total else 1.0)
     return ratios
+
+
+def _scale_cores(rows: list[Row], factor: float) -> None:
+    """Scale the forward passes of attention cores, in place."""
+    for row in rows:
+        if "core" in row:
+            row["core"]["forward_seconds"] *= factor

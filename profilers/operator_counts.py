@@ -17,6 +17,7 @@ from typing import Any
 from ..devices.host import TORCH_DEVICE
 from ..schema.errors import TargetError
 from ..schema.operator_counts import (
+    CoreCounts,
     LayerCounts,
     LayerTable,
     ModelCounts,
@@ -26,6 +27,7 @@ from ..schema.operator_counts import (
 )
 from ..schema.optimizer import OptimizerState
 from . import targets
+from .attention_cores import FoundCores, find_cores
 from .bench import Bench
 from .layer_memory import Ledger
 from .layer_passes import Piece, chosen, detached, weight_row
@@ -402,13 +404,11 @@ def _table(bench: Bench, size: int) -> LayerTable:
     values = dict(call_of(bench, batch).arguments)
     standing = [*bench.model.parameters(), *bench.model.buffers()]
     ledger = Ledger(standing, tensors_in(values))
+    parts = cut(found.layered, [[layer.id] for layer in found.layered.layers])
+    cores = find_cores(found.layered, parts, values)
     held: dict[int, str] = {}
     rows = []
-    for layer, part in zip(
-        found.layered.layers,
-        cut(found.layered, [[layer.id] for layer in found.layered.layers]),
-        strict=True,
-    ):
+    for layer, part in zip(found.layered.layers, parts, strict=True):
         own = [name not in part.inputs for name in part.outputs]
         made = partial(chosen, own) if own else tensors_in
         inputs = [values[name] for name in (*part.arguments, *part.inputs)]
@@ -426,18 +426,36 @@ def _table(bench: Bench, size: int) -> LayerTable:
         rows.append({**named, **row, **weights})
     stashed = ledger.stashed_bytes
     of_loss = max(0, whole.kept_bytes - sum(stashed.values()))
+    # The loss is computed where the model ends, and what it keeps is in no layer.
+    kept = {row["id"]: stashed.get(row["id"], 0) for row in rows}
+    kept[rows[-1]["id"]] += of_loss
     return LayerTable(
         whole=whole,
         layers=tuple(
             LayerCounts(
                 **{**row, "shared_with": tuple(row.get("shared_with", ()))},
-                # The loss is computed where the model ends, and what it keeps is in no layer.
-                stashed_bytes=stashed.get(row["id"], 0) + (of_loss if row is rows[-1] else 0),
+                stashed_bytes=kept[row["id"]],
+                core=_core(cores, row["id"], kept[row["id"]]),
             )
             for row in rows
         ),
         edges=tuple((source, target) for source, target in found.layered.edges),
         trace=found.trace,
+    )
+
+
+def _core(cores: FoundCores, layer: str, kept_bytes: int) -> CoreCounts | None:
+    """What recomputed cores change in a layer that keeps so much without."""
+    if not cores.changes(layer):
+        return None
+    begun = cores.of_layer(layer)
+    with tallied() as again:
+        for core in begun:
+            core.run_again()
+    return CoreCounts(
+        forward=again.operators,
+        made_bytes=max((core.made_bytes for core in begun), default=0),
+        stashed_bytes=max(0, kept_bytes - cores.freed_bytes.get(layer, 0)),
     )
 
 

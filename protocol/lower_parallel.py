@@ -75,6 +75,7 @@ def _stage_of(stage: ParallelStage, ranks: tuple[int, ...]) -> PipelineStage:
         backward_seconds=backward,
         tensor_parallel_sizes=degrees,
         recompute=recomputes,
+        recompute_cores=stage.recompute == "selective" or None,
     )
 
 

@@ -46,6 +46,7 @@ class PipelineStage:
     An emulated device stretches its passes to ``forward_seconds`` and ``backward_seconds``. In a
     parallel plan, ``tensor_parallel_sizes`` is the number of ranks of each replica, in order of the
     ranks; if empty, each rank is a replica. ``recompute`` None takes the value of the whole work.
+    ``recompute_cores`` recomputes the cores of attention only.
     """
 
     layers: tuple[Name, ...]
@@ -54,6 +55,7 @@ class PipelineStage:
     backward_seconds: Seconds | None = None
     tensor_parallel_sizes: tuple[Count, ...] = ()
     recompute: bool | None = None
+    recompute_cores: bool | None = None
 
     def __post_init__(self) -> None:
         total = sum(self.tensor_parallel_sizes)

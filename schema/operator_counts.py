@@ -58,6 +58,15 @@ class PassCounts:
 
 
 @record
+class CoreCounts:
+    """What selective recomputation changes in a layer; the bytes are those of ``LayerCore``."""
+
+    forward: tuple[Operator, ...]
+    made_bytes: Bytes
+    stashed_bytes: Bytes
+
+
+@record
 class LayerCounts:
     """One layer's passes; the bytes are those of ``LayerNode``.
 
@@ -76,6 +85,7 @@ class LayerCounts:
     shared_weight_bytes: Bytes | None = None
     role: TensorRole = "replicated"
     whole_weight_bytes: Bytes = 0
+    core: CoreCounts | None = None
 
 
 @record

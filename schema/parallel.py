@@ -22,7 +22,8 @@ from .records import (
     register_keys,
 )
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
+"""What a stage computes again in its backward passes: nothing, the cores of attention, or all."""
 CostRule = Literal["hetflow", "sailor"]
 """How messages and updates are counted. ``hetflow``: a stage sends each microbatch's output and
 its input's gradient; its update time is the sum over its layers. ``sailor``: both as in Sailor's
@@ -76,6 +77,8 @@ class ShardTimes:
     """[layers] times on one device type, at one tensor-parallel degree and microbatch size.
 
     The times include tensor-parallel communication. ``update_seconds`` is the optimizer update.
+    ``core_seconds`` is the forward pass of a layer's attention core, which selective recomputation
+    repeats; empty if unknown.
     """
 
     tensor_parallel_size: Count
@@ -83,6 +86,7 @@ class ShardTimes:
     forward_seconds: tuple[Seconds, ...]
     backward_seconds: tuple[Seconds, ...]
     update_seconds: tuple[Seconds, ...]
+    core_seconds: tuple[Seconds, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(self.forward_seconds) + sum(self.backward_seconds) <= 0:
@@ -96,12 +100,17 @@ class ShardTimes:
 class ShardSizes:
     """[layers] bytes on one device of a tensor-parallel group.
 
-    ``stashed_bytes`` is what a forward pass keeps for the backward pass of one sample.
+    ``stashed_bytes`` is what a forward pass keeps for the backward pass of one sample, and
+    ``selective_bytes`` the same with selective recomputation. ``core_bytes`` is what the backward
+    pass then makes again of the layer's attention core, and frees before the next core. Both are
+    empty if unknown.
     """
 
     tensor_parallel_size: Count
     weight_bytes: tuple[Bytes, ...]
     stashed_bytes: tuple[NonNegative, ...]
+    selective_bytes: tuple[NonNegative, ...] = ()
+    core_bytes: tuple[NonNegative, ...] = ()
 
 
 @record
@@ -188,7 +197,13 @@ class ParallelProblem:
                     (f"{pool.device_type} backward_seconds", t.backward_seconds),
                     (f"{pool.device_type} update_seconds", t.update_seconds),
                 ]
-        for name, table in tables:
+        cores: list[tuple[str, tuple[float, ...]]] = []
+        for sizes in self.sizes:
+            cores += [("selective_bytes", sizes.selective_bytes), ("core_bytes", sizes.core_bytes)]
+        for pool in self.pools:
+            cores += [(f"{pool.device_type} core_seconds", t.core_seconds) for t in pool.times]
+        needs_cores = "selective" in self.recompute
+        for name, table in (*tables, *(each for each in cores if each[1] or needs_cores)):
             if len(table) != size:
                 raise ProblemError(f"{name}: {len(table)} values for {size} layers; give one each")
 

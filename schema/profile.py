@@ -82,6 +82,22 @@ class BusyHost:
 
 
 @record
+class LayerCore:
+    """What selective recomputation changes in a layer, for a microbatch of the stated size.
+
+    Args:
+        forward_seconds: The forward pass of the attention cores that begin in the layer, which the
+            backward pass repeats.
+        made_bytes: What such a repetition makes again, until the core's backward pass has ended.
+        stashed_bytes: What is kept of the layer, in place of its ``stashed_bytes``.
+    """
+
+    forward_seconds: MeasuredSeconds
+    made_bytes: Bytes
+    stashed_bytes: Bytes
+
+
+@record
 class LayerNode:
     """One layer: T_l, a_l and w_l of thesis 2.4.1, per microbatch of the stated size.
 
@@ -93,6 +109,7 @@ class LayerNode:
         workspace_bytes: Most temporary memory of a pass, beyond inputs, outputs and what is kept.
         shared_with: Earlier layers whose parameters this layer uses too.
         shared_weight_bytes: Bytes of those parameters.
+        core: What changes if attention cores are recomputed; None if nothing does.
     """
 
     id: Name
@@ -105,6 +122,7 @@ class LayerNode:
     workspace_bytes: Bytes | None = None
     shared_with: tuple[Name, ...] = ()
     shared_weight_bytes: Bytes | None = None
+    core: LayerCore | None = None
 
 
 @record
@@ -320,5 +338,6 @@ def _check_curve(batch_curve: tuple[BatchPoint, ...]) -> None:
 
 
 register_keys(
-    BatchPoint, BusyHost, LayerNode, LayerGraph, TensorLayers, SyncPoint, Sync, Emulation, Profile
+    BatchPoint, BusyHost, LayerCore, LayerNode, LayerGraph, TensorLayers, SyncPoint, Sync,
+    Emulation, Profile,
 )  # fmt: skip

@@ -144,6 +144,7 @@ class PipelineEngine:
             number: Stage(
                 part,
                 recompute=work.recomputes(number),
+                recompute_cores=bool(work.stages[number].recompute_cores),
                 device=place.device,
                 passing=self._sharded.passing,
             )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from .cores import AttentionCores
 from .cut import StageModule
 from .layered import writes
 
@@ -36,6 +37,7 @@ class Stage:
     Args:
         part: The stage's part of the model.
         recompute: Whether activations are recomputed in the backward pass.
+        recompute_cores: Whether those of attention cores are (cores.py).
         device: The device of its passes.
         passing: Makes a context for every forward or backward pass, and inside a backward pass for
             each recomputation of the stage.
@@ -46,12 +48,14 @@ class Stage:
         part: StageModule,
         *,
         recompute: bool,
+        recompute_cores: bool = False,
         device: torch.device,
         passing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.part, self._passing = part, passing
         self.parameters = dict(part.module.named_parameters())
         self._recompute, self._device = recompute, device
+        self._cores = AttentionCores if recompute_cores else nullcontext
         self._in_flight: dict[int, _Kept] = {}
         self._leaves: dict[int, list[Tensor]] = {}
         self.most_in_flight = 0
@@ -100,7 +104,7 @@ class Stage:
         def call(*inputs: Any) -> Any:
             # In-place layers must not write to a leaf, or to inputs that are recomputed from.
             own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
-            with self._passing():
+            with self._cores(), self._passing():
                 if weights is None:
                     return part.answer(part.module(*own))
                 return part.answer(torch.func.functional_call(part.module, weights, own))

@@ -242,7 +242,7 @@ def _priced(option: Option, prices: Prices) -> np.ndarray:
 
 def _held(option: Option, in_flight: int) -> tuple[np.ndarray, float]:
     """Prefix sums of what a stage holds, and what there is room for; inputs apart."""
-    kept = in_flight if option.recompute == "none" else 1
+    kept = 1 if option.recompute == "full" else in_flight
     held = np.array(option.weights) + kept * np.array(option.stashed)
     free = (option.memory_bytes or 0) - option.reserved_bytes
     return held, free * (1 + 1e-12)

@@ -127,7 +127,7 @@ def _is_too_full(problem: ParallelProblem, shape: Shape, below: float) -> bool:
     others = _least_seconds(problem, shape, 0.0)
     cap, whole = (below - others) / shape.passes, option.seconds[-1]
     weights = _least_ratio(option.weights, option.seconds)
-    stashed = _least_ratio(option.stashed, option.seconds) if option.recompute == "none" else 0.0
+    stashed = _least_ratio(option.stashed, option.seconds) if option.recompute != "full" else 0.0
     inputs = min(option.inputs[1:-1]) if option.recompute == "full" else 0.0
     held, bytes_per_second = 0.0, list[float]()
     for q in range(1, p + 1):
@@ -181,7 +181,7 @@ def _may_fit(shape: Shape) -> bool:
     option = shape.option
     if shape.num_chunks >= len(option.seconds):
         return False
-    stashed = option.stashed[-1] / (1 if option.recompute == "none" else shape.num_model_chunks)
+    stashed = option.stashed[-1] / (shape.num_model_chunks if option.recompute == "full" else 1)
     held = (option.weights[-1] + stashed) / shape.num_positions
     return option.memory_bytes is None or option.reserved_bytes + held <= option.memory_bytes * ROOM
 
@@ -296,7 +296,7 @@ def _memory(shape: Shape, cuts: tuple[int, ...], position: int) -> float:
     weights = sum(option.weights[end] - option.weights[start] for start, end in own)
     weights += max(option.uneven_bytes(start, end) for start, end in own)
     stashed = [option.stashed[end] - option.stashed[start] for start, end in own]
-    again = 0.0
+    again = max(option.core_bytes(start, end) for start, end in own)
     if option.recompute == "full":
         again, stashed = max(stashed), [option.inputs[start] for start, _ in own]
     in_flight = interleaved_in_flight(p, shape.num_microbatches, v, position)

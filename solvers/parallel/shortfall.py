@@ -7,7 +7,7 @@ import numpy as np
 
 from ...schema.parallel import ParallelPool, ParallelProblem
 from .bound import Coverage, device_prices
-from .space import ROOM, Option, Space, Spaces, most_uneven, replica_counts
+from .space import ROOM, Option, Space, Spaces, most_cores, most_uneven, replica_counts
 
 _MOST_BYTES = 1 << 60
 
@@ -114,13 +114,15 @@ def _fits(option: Option, in_flight: int) -> np.ndarray:
     """Whether a device holds stages [starts, ends]; empty ones are none."""
     weights, stashed = np.array(option.weights), np.array(option.stashed)
     kept = stashed[None, :] - stashed[:, None]
-    if option.recompute == "none":
-        activations = in_flight * kept
-    else:
+    if option.recompute == "full":
         activations = in_flight * np.array(option.inputs)[:, None] + kept
+    else:
+        activations = in_flight * kept
     held = option.reserved_bytes + weights[None, :] - weights[:, None] + activations
     if option.uneven:
         held = held + most_uneven(option)
+    if option.cores:
+        held = held + most_cores(option)
     places = np.arange(len(weights))
     is_stage = places[None, :] > places[:, None]
     fits: np.ndarray = is_stage & (

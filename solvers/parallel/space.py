@@ -17,14 +17,16 @@ ROOM = 1.0 + 1e-12
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tables are kept per option
 class Option:
-    """One device type at one degree, with or without recomputation: prefix sums over layers.
+    """One device type at one degree and kind of recomputation: prefix sums over layers.
 
     A stage of layers ``start`` to ``end - 1`` takes ``seconds[end] - seconds[start]``; likewise
     ``weights`` (bytes that count in memory) and ``stashed`` (bytes of a microbatch). Of a sharded
     optimizer's state, ``weights`` holds 1/d, and a stage holds the most of its layers'
-    ``uneven`` on top (``space_of``). ``output_seconds[end]`` is sending its output on,
-    ``gradient_seconds[start]`` sending its input's gradient back, ``updates`` the prefix sums of
-    the update and ``update_at`` each layer's.
+    ``uneven`` on top (``space_of``). With selective recomputation ``stashed`` is what is kept, and
+    a backward pass holds the most of its layers' ``cores`` on top.
+
+    ``output_seconds[end]`` is sending its output on, ``gradient_seconds[start]`` sending its
+    input's gradient back, ``updates`` the prefix sums of the update and ``update_at`` each layer's.
     """
 
     pool: int
@@ -41,20 +43,25 @@ class Option:
     update_at: tuple[float, ...]
     reserved_bytes: int
     uneven: tuple[float, ...] = ()
+    cores: tuple[float, ...] = ()
 
     def stage_memory(self, start: int, end: int, num_in_flight: int) -> float:
         """Bytes on each device that holds the stage."""
         stashed = self.stashed[end] - self.stashed[start]
-        if self.recompute == "none":
-            activations = num_in_flight * stashed
-        else:
+        if self.recompute == "full":
             activations = num_in_flight * self.inputs[start] + stashed
+        else:
+            activations = num_in_flight * stashed + self.core_bytes(start, end)
         held = self.weights[end] - self.weights[start]
         return self.reserved_bytes + held + self.uneven_bytes(start, end) + activations
 
     def uneven_bytes(self, start: int, end: int) -> float:
         """What the fullest replica holds beyond an equal share of the optimizer's state."""
         return float(most_uneven(self)[start, end]) if self.uneven else 0.0
+
+    def core_bytes(self, start: int, end: int) -> float:
+        """What the largest attention core of a stage takes while it is recomputed."""
+        return float(most_cores(self)[start, end]) if self.cores else 0.0
 
     def fits(self, start: int, end: int, num_in_flight: int) -> bool:
         """Whether a device of the type can hold the stage."""
@@ -66,10 +73,19 @@ class Option:
 @lru_cache(maxsize=4096)
 def most_uneven(option: Option) -> np.ndarray:
     """``Option.uneven_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
-    size = len(option.weights)
+    return _largest(option.uneven, len(option.weights))
+
+
+@lru_cache(maxsize=4096)
+def most_cores(option: Option) -> np.ndarray:
+    """``Option.core_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
+    return _largest(option.cores, len(option.weights))
+
+
+def _largest(bytes_of_layers: tuple[float, ...], size: int) -> np.ndarray:
     table = np.zeros((size, size))
-    for start, _ in enumerate(option.uneven):
-        table[start, start + 1 :] = np.maximum.accumulate(option.uneven[start:])
+    for start, _ in enumerate(bytes_of_layers):
+        table[start, start + 1 :] = np.maximum.accumulate(bytes_of_layers[start:])
     return table
 
 
@@ -232,11 +248,18 @@ def _option(
     )
     sizes = problem.sizes_of(degree)
     assert sizes is not None  # _options asks
-    again = 1.0 if recompute == "full" else 0.0
+    again = {"full": times.forward_seconds, "selective": times.core_seconds}.get(recompute, ())
     passes = [
-        (1.0 + again) * forward + backward
-        for forward, backward in zip(times.forward_seconds, times.backward_seconds, strict=True)
+        forward + backward + more
+        for forward, backward, more in zip(
+            times.forward_seconds,
+            times.backward_seconds,
+            again or [0.0] * len(problem.layers),
+            strict=True,
+        )
     ]
+    is_selective = recompute == "selective"
+    stashed = sizes.selective_bytes if is_selective else sizes.stashed_bytes
     outputs = [0.0, *(float(bytes_) * microbatch_size for bytes_ in problem.output_bytes)]
     curve = pool.link(degree)
     copies = 1 if problem.boundary_rule == "scattered" else degree
@@ -256,7 +279,7 @@ def _option(
         memory_bytes=pool.memory_bytes,
         seconds=tuple(_prefix(passes)),
         weights=tuple(_prefix(held * w for w in sizes.weight_bytes)),
-        stashed=tuple(_prefix(microbatch_size * s for s in sizes.stashed_bytes)),
+        stashed=tuple(_prefix(microbatch_size * s for s in stashed)),
         inputs=tuple(outputs),
         output_seconds=tuple(sends),
         gradient_seconds=tuple(gradients),
@@ -264,6 +287,7 @@ def _option(
         update_at=updates,
         reserved_bytes=problem.reserved_bytes,
         uneven=tuple(state * w * (d - 1) / d for w in sizes.weight_bytes) if state else (),
+        cores=tuple(microbatch_size * c for c in sizes.core_bytes) if is_selective else (),
     )
 
 

@@ -13,7 +13,7 @@ from hetflow.reports.grid import milliseconds
 from hetflow.reports.parallel_terms import step_terms
 from hetflow.schema import files
 from hetflow.schema.parallel import ParallelPlan
-from hetflow.schema.profile import LayerGraph, LayerNode, Profile, TensorLayers
+from hetflow.schema.profile import LayerCore, LayerGraph, LayerNode, Profile, TensorLayers
 
 Hetflow = Callable[..., Any]
 LINK = ("--link-bytes-per-second", "1e9")
@@ -96,6 +96,35 @@ def test_a_changed_plan_is_refused(hetflow: Hetflow, folder: Path) -> None:
     answer = hetflow("check", plan, "--profiles", folder, "--gpus", "4xV100,4xP100")
     assert answer.code == 2
     assert "step_seconds is" in answer.stderr
+
+
+def test_cores_are_recomputed_where_memory_asks_for_it(hetflow: Hetflow, folder: Path) -> None:
+    """Six blocks with 768 MiB of weights and gradients keep 192 MiB, or 48 without their cores."""
+    path, plan = folder / "v100.json", folder.parent / "plan.json"
+    core = LayerCore(forward_seconds=1e-3, made_bytes=24 << 20, stashed_bytes=8 << 20)
+    nodes = tuple(replace(node, core=core) for node in graph(1.0, 1, 1).nodes)
+    profile = replace(
+        files.read(path, Profile),
+        device_memory_bytes=768 + 48 + 24 << 20,
+        layers=replace(graph(1.0, 1, 1), nodes=nodes),
+        more_layers=(),
+        tensor_layers=(),
+    )
+    files.write(path, profile, force=True)
+    pool = ("--gpus", "1xV100", "--batch-size", 4, "--profiles", folder, *LINK)
+    answer = hetflow("solve", "parallel", *pool, "-o", plan)
+    assert answer.code == 0, answer.stderr
+    (stage,) = json.loads(plan.read_text())["stages"]
+    assert stage["recompute"] == "selective"
+    assert stage["compute_seconds"] == pytest.approx(6 * 0.031)
+    assert "valid (optimal)" in hetflow("check", plan, "--profiles", folder).stdout
+    assert "selective" in hetflow("show", plan).stdout
+    lowered = lower(files.read(plan, ParallelPlan)).pipeline
+    assert lowered is not None
+    assert (lowered.recomputes(0), lowered.stages[0].recompute_cores) == (False, True)
+    assert hetflow("solve", "parallel", *pool, "--no-recompute").code == 3
+    files.write(path, replace(profile, layers=graph(1.0, 1, 1)), force=True)
+    assert hetflow("solve", "parallel", *pool).code == 3  # the profile knows no cores
 
 
 def test_tokens_are_spread_where_memory_asks_for_it(hetflow: Hetflow, folder: Path) -> None:

@@ -1,11 +1,14 @@
 """A device's share of layers against Megatron-LM's split by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from hetflow.costs.parallel import tensor_parallel_elements
 from hetflow.costs.tensor_layers import degrees_of, sharded_layers
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.operator_counts import (
+    CoreCounts,
     LayerCounts,
     LayerTable,
     Operator,
@@ -116,6 +119,22 @@ def test_products_of_attention_are_split_on_every_side() -> None:
     )
     assert found[1].counts.forward[0].num_bytes == WIDE
     assert found[1].counts.forward[0].flops == 2e6
+
+
+def test_a_core_is_split_by_heads_and_what_others_keep_for_it_is_not() -> None:
+    product = Operator(name="bmm", dtype="float32", flops=80.0, num_bytes=41)
+    core = CoreCounts(forward=(product,), made_bytes=30, stashed_bytes=7)
+    layers = tuple(
+        replace(each, core=core) if each.id in ("v", "norm1") else each for each in BLOCK.layers
+    )
+    shares = {
+        share.counts.id: share.counts for share in sharded_layers(replace(BLOCK, layers=layers), 4)
+    }
+    assert shares["v"].core == CoreCounts(
+        forward=(replace(product, flops=20.0, num_bytes=11),), made_bytes=8, stashed_bytes=2
+    )
+    assert shares["norm1"].core == core
+    assert shares["q"].core is None
 
 
 def test_an_embedding_by_vocabulary_sums_its_rows_once() -> None:

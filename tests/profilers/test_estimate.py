@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import hetflow
+from hetflow.planning.parallel_problem import parallel_problem
 from hetflow.schema import files
+from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.profile import Profile
 
@@ -51,6 +53,18 @@ def test_sequences_are_spread_over_the_same_groups(estimated: Profile) -> None:
         assert plain.tensor_parallel_size == spread.tensor_parallel_size
         kept = [sum(n.stashed_bytes or 0 for n in each.layers.nodes) for each in (plain, spread)]
         assert kept[1] < kept[0]
+
+
+def test_attention_cores_are_estimated(estimated: Profile) -> None:
+    assert estimated.layers is not None
+    tables = [estimated.layers, *(each.layers for each in estimated.tensor_layers)]
+    cores = [[node.core for node in table.nodes if node.core] for table in tables]
+    assert [len(found) for found in cores] == [4, 4, 4]  # a block's kernel of attention
+    (whole, *_), (half, *_), _ = cores
+    assert 0 < half.forward_seconds < whole.forward_seconds
+    assert half.made_bytes == whole.made_bytes / 2
+    problem = parallel_problem([estimated], Cluster.parse("4xV100"), 8, link_bytes_per_second=1e9)
+    assert problem.recompute == ("none", "selective", "full")
 
 
 def test_a_measured_profile_is_carried_layer_by_layer(estimated: Profile, tmp_path: Path) -> None:

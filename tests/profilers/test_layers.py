@@ -1,9 +1,13 @@
 """Layer profiles: the graph the runtime cuts by, times that sum to the whole, bytes by hand."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from hetflow.planning.parallel_problem import parallel_problem
 from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.profilers import zoo
 from hetflow.profilers.bench import Bench
@@ -14,6 +18,7 @@ from hetflow.profilers.targets import Workload, as_workload
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, Profile
+from hetflow.tests.runtime.tensor_cases import drop_weights
 
 
 class Skip(nn.Module):
@@ -152,6 +157,53 @@ def test_what_the_planner_counts_bounds_what_a_pass_allocates(name: str, size: i
     assert peak is not None
     # What the loss needs for a while is no layer's workspace.
     assert 0.95 * peak.peak_bytes < stashed + aside < 1.6 * peak.peak_bytes
+
+
+def test_attention_cores_are_timed_and_measured() -> None:
+    """Four blocks; the weights of attention with dropout are 4 x 4 x 32 x 32 numbers a block."""
+    workload = as_workload(zoo.factory_of("gpt-small")(), "gpt-small")
+    bench = Bench(workload, "cpu", "sgd")
+    for block in workload.model.blocks:
+        block.attention.forward = partial(drop_weights, block.attention)
+    measured = measure_layers(bench, 4, 1)
+    graph, slow = graph_of(measured), graph_of(as_in_the_loop(measured, 1.0), 0.5)
+    weights = 4 * 4 * 32 * 32 * 4
+    found = [node for node in graph.nodes if node.core is not None and node.core.made_bytes]
+    assert len(found) == 4
+    for node in found:
+        assert node.core is not None
+        assert node.core.made_bytes > 2 * weights
+        assert 0 < node.core.forward_seconds
+    before = sum(node.stashed_bytes or 0 for node in graph.nodes)
+    after = sum(
+        (node.stashed_bytes or 0) if node.core is None else node.core.stashed_bytes
+        for node in graph.nodes
+    )
+    assert before - after > 4 * 2 * weights
+    stretched = [node.core.forward_seconds for node in slow.nodes if node.core is not None]
+    factor = 2 * measured_factor(measured, 1.0)
+    assert stretched == pytest.approx(
+        [factor * node.core.forward_seconds for node in graph.nodes if node.core is not None]
+    )
+    profile = Profile(
+        model="m", device_type="cpu", device_memory_bytes=10**9, weight_bytes=bench.weight_bytes,
+        update_seconds=0.0, layers=graph,
+        batch_curve=(BatchPoint(batch_size=4, step_seconds=1.0, peak_memory_bytes=1),),
+    )  # fmt: skip
+    problem = parallel_problem(
+        [profile], Cluster.parse("1xcpu"), 8, optimizer=named_optimizer("sgd")
+    )
+    assert problem.recompute == ("none", "selective", "full")
+    assert sum(problem.sizes[0].selective_bytes) == after / 4
+    assert max(problem.sizes[0].core_bytes) == max(n.core.made_bytes for n in found if n.core) / 4
+    assert problem.pools[0].times[0].core_seconds == tuple(
+        0.0 if node.core is None else node.core.forward_seconds for node in graph.nodes
+    )
+
+
+def measured_factor(measured: dict[str, Any], pass_seconds: float) -> float:
+    """How much longer layers take in a loop whose passes take so long."""
+    return float(as_in_the_loop(measured, pass_seconds)["provenance"]["loop_over_whole"])
 
 
 def test_what_the_loss_keeps_counts_for_the_last_layer() -> None:

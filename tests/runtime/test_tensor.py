@@ -37,6 +37,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "zoo-tokens": ("zoo:sgd:clip", [(WHOLE, (2,))]),
         "d2": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "d2-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
+        "zoo-cores": ("zoo:sgd:clip", [(WHOLE, (2,))]),
     }),
     "t2-more": (2, {
         "adam": ("zoo:adam:clip-inf", [(WHOLE, (2,))]),
@@ -49,6 +50,10 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "llama-tokens": ("llama:sgd:clip", [(WHOLE, (2,))]),
         "sdpa-tokens": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
         "sdpa-tokens-again": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
+        "sdpa-tokens-cores": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
+        "eager-cores": ("gpt2-eager:sgd:", [(WHOLE, (2,))]),
+        "dropout-cores": ("dropping:sgd:", [(WHOLE, (2,))]),
+        "llama-cores": ("llama:sgd:clip", [(WHOLE, (2,))]),
         "qwen": ("qwen:sgd:clip", [(WHOLE, (2,))]),
         "groups": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
         "groups-shards": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
@@ -65,7 +70,10 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d3": ("gpt2:adam:clip-inf", [(WHOLE, (1, 1, 1))]),
         "d3-shards": ("gpt2:adam:clip-inf", [(WHOLE, (1, 1, 1))]),
     }),
-    "p2": (2, {"zoo": ("zoo:sgd:clip", [(FIRST, (1,)), (LAST, (1,))])}),
+    "p2": (2, {
+        "zoo": ("zoo:sgd:clip", [(FIRST, (1,)), (LAST, (1,))]),
+        "zoo-cores": ("zoo:sgd:clip", [(FIRST, (1,)), (LAST, (1,))]),
+    }),
     "p2-unlike": (3, {
         "zoo": ("zoo:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
         "back": ("zoo:adam:clip-inf", [(FIRST, (1,)), (LAST, (2,))]),
@@ -83,6 +91,8 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
+        "chunks-cores": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
+        "apart-cores": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
         "d2-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks-d2-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
     }),
@@ -106,7 +116,7 @@ TRAININGS = [
 # for rounding (those of keys' biases) by their size.
 ONLY_SHARDED = ("groups", "whole")
 COMPARED = [p for p in TRAININGS if not str(p.values[1]).startswith(ONLY_SHARDED)]
-SHARDED = [p for p in TRAININGS if str(p.values[1]).endswith("-shards")]
+SAME_BITS = [p for p in TRAININGS if str(p.values[1]).endswith(("-shards", "-cores"))]
 
 
 def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]]) -> list[dict]:
@@ -124,15 +134,14 @@ def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]
 def planned(key: str, stages: list) -> ParallelPlan:
     """The plan of a case.
 
-    "tokens" has sequence parallelism, "again" recomputes, "chunks" is interleaved, "shards" shares
-    the optimizer's state.
+    "tokens" has sequence parallelism, "again" recomputes, "cores" recomputes attention cores,
+    "chunks" is interleaved, "shards" shares the optimizer's state.
     """
     plan = parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1)
     plan = replace(plan, sequence_parallel="tokens" in key or None)
     plan = replace(plan, shard_optimizer="shards" in key or None)
-    if "again" not in key:
-        return plan
-    return replace(plan, stages=tuple(replace(stage, recompute="full") for stage in plan.stages))
+    kind = {"again": "full", "cores": "selective"}.get(key.rpartition("-")[2], "none")
+    return replace(plan, stages=tuple(replace(stage, recompute=kind) for stage in plan.stages))
 
 
 class Worlds(dict[str, list[dict]]):
@@ -193,9 +202,11 @@ def test_trainings_equal_one_process(
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-10)
 
 
-@pytest.mark.parametrize(("world", "name"), SHARDED)
-def test_sharded_state_gives_the_same_bits(world: str, name: str, worlds: Worlds) -> None:
-    plain = name.removesuffix("-shards")
+@pytest.mark.parametrize(("world", "name"), SAME_BITS)
+def test_sharded_state_and_recomputed_cores_give_the_same_bits(
+    world: str, name: str, worlds: Worlds
+) -> None:
+    plain = name.removesuffix("-shards").removesuffix("-cores")
     for answer in worlds[world]:
         found, expected = answer[name], answer[plain]
         assert (found["losses"], found["norms"]) == (expected["losses"], expected["norms"])

@@ -16,6 +16,7 @@ from hetflow.schema.parallel import (
     ParallelProblem,
     ParallelProof,
     ParallelStage,
+    Recompute,
     ReplicaGroup,
     ShardSizes,
     ShardTimes,
@@ -125,6 +126,9 @@ def fits(plan: ParallelPlan, problem: ParallelProblem) -> bool:
     )
 
 
+RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (
+    ("none",), ("none", "full"), ("none", "selective"), ("none", "selective", "full"),
+)  # fmt: skip
 SECONDS = st.integers(0, 20).map(lambda value: value / 16)
 
 
@@ -133,6 +137,8 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
     num_layers = draw(st.integers(1, 3))
     degrees = draw(st.sampled_from([(1,), (1, 2)]))
     sizes = draw(st.sampled_from([(1,), (1, 2)]))
+    recompute = draw(st.sampled_from(RECOMPUTE))
+    has_cores = "selective" in recompute
 
     def row(values: st.SearchStrategy) -> tuple:  # type: ignore[type-arg]
         return tuple(draw(values) for _ in range(num_layers))
@@ -150,6 +156,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
                     forward_seconds=row(SECONDS.map(lambda value: value + 1 / 16)),
                     backward_seconds=row(SECONDS),
                     update_seconds=row(SECONDS),
+                    core_seconds=row(SECONDS) if has_cores else (),
                 )
                 for degree in degrees
                 for size in sizes
@@ -177,12 +184,14 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
                 tensor_parallel_size=degree,
                 weight_bytes=row(st.integers(0, 8)),
                 stashed_bytes=row(st.integers(0, 12).map(float)),
+                selective_bytes=row(st.integers(0, 8).map(float)) if has_cores else (),
+                core_bytes=row(st.integers(0, 8).map(float)) if has_cores else (),
             )
             for degree in degrees
         ),
         reserved_bytes=4,
         bucket_bytes=draw(st.sampled_from([None, 5])),
-        recompute=draw(st.sampled_from([("none",), ("none", "full")])),
+        recompute=recompute,
         cost_rule=draw(st.sampled_from(["hetflow", "sailor"])),
         boundary_rule=draw(st.sampled_from(["scattered", "whole", "blocking"])),
         optimizer=ADAM,

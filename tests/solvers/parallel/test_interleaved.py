@@ -23,13 +23,22 @@ from hetflow.schema.parallel import (
 )
 from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.profiles import examples
-from hetflow.tests.solvers.parallel.every_plan import ADAM, SECONDS, built, compositions, fits
+from hetflow.tests.solvers.parallel.every_plan import (
+    ADAM,
+    RECOMPUTE,
+    SECONDS,
+    built,
+    compositions,
+    fits,
+)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> ParallelProblem:
     size = draw(st.integers(4, 6))
     is_equal = draw(st.booleans())
+    recompute = draw(st.sampled_from(RECOMPUTE))
+    has_cores = "selective" in recompute
 
     def row(values: st.SearchStrategy) -> tuple:  # type: ignore[type-arg]
         return (draw(values),) * size if is_equal else tuple(draw(values) for _ in range(size))
@@ -47,6 +56,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
                     forward_seconds=row(SECONDS.map(lambda value: value + 1 / 16)),
                     backward_seconds=row(SECONDS),
                     update_seconds=row(SECONDS),
+                    core_seconds=row(SECONDS) if has_cores else (),
                 )
                 for degree in (1, 2)
             ),
@@ -71,10 +81,12 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
                 tensor_parallel_size=degree,
                 weight_bytes=row(st.integers(0, 8)),
                 stashed_bytes=row(st.integers(0, 12).map(float)),
+                selective_bytes=row(st.integers(0, 8).map(float)) if has_cores else (),
+                core_bytes=row(st.integers(0, 8).map(float)) if has_cores else (),
             )
             for degree in (1, 2)
         ),
-        recompute=draw(st.sampled_from([("none",), ("none", "full")])),
+        recompute=recompute,
         num_model_chunks=draw(st.sampled_from([(2,), (2, 3)])),
         optimizer=ADAM,
         shard_optimizer=draw(st.sampled_from([False, False, True])),
