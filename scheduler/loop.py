@@ -48,6 +48,7 @@ _STARTED = ("starting", "running")  # and not asked to stop
 _ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
 _USAGE = 2  # of a launch that makes no sense: it would make none the next time
 _AIMED = "aimed"  # until when shares were counted
+_SHARED_BY = "shared_by"  # the policy that the shares in the state are of
 _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
 
 
@@ -134,7 +135,9 @@ class Scheduler:
         document = self._store.get("rounds")
         if document is None:
             return RoundState.empty(self._pool(), self._places.servers)
-        return resumed(document, self._pool())
+        state = resumed(document, self._pool())
+        state.changed |= self._store.get(_SHARED_BY) != self._settings.policy
+        return state
 
     def _pool(self) -> Pool:
         throughputs = together(self._rates.values())
@@ -484,6 +487,7 @@ class Scheduler:
             self._round_ends = now + rules.round_seconds
             store.set("round_ends", self._round_ends)
             store.set("inventory", self._inventory())
+            store.set(_SHARED_BY, self._settings.policy)
             self._save()
 
     def _chosen(self, open_: Sequence[Lease], now: float) -> dict[str, Seat]:
@@ -661,7 +665,8 @@ class _Policy:
 
     @classmethod
     def named(cls, name: str) -> "_Policy":
-        alone, mixing = allocator_named(name), allocator_named(name, columns=True)
+        alone = allocator_named(name, others=(elastic.NAME,))
+        mixing = allocator_named(name, columns=True)
         if alone.shares_space:
             raise ProblemError(f"{name} puts two jobs on a device, which a live cluster does not")
         # One of each class, which remembers what it saw.

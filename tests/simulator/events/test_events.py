@@ -40,6 +40,8 @@ def test_shares_follow_weights_and_demands() -> None:
     assert fair_shares([1, 3], [4, 4], 4) == [1, 3]
     assert fair_shares([1, 10], [4, 2], 4) == [2, 2]  # what one cannot use goes to the other
     assert fair_shares([10, 1], [4, 4], 4) == [3, 1]  # everybody gets at least one
+    assert fair_shares([9, 1, 1], [4, 4, 4], 4) == [2, 1, 1]
+    assert fair_shares([1, 9, 1], [4, 4, 4], 2) == [1, 1, 0]  # but where there are too few
 
 
 @settings(max_examples=examples(300))
@@ -52,6 +54,7 @@ def test_shares_fit_and_waste_nothing(jobs: list[tuple[float, int]], free: int) 
     shares = fair_shares([weight for weight, _ in jobs], demands, free)
     assert all(0 <= share <= demand for share, demand in zip(shares, demands, strict=True))
     assert sum(shares) == min(free, sum(demands))
+    assert all(shares) or len(jobs) > free
 
 
 def test_running_jobs_shrink_for_a_newcomer_and_grow_back(single: Pool, job: MakeJob) -> None:
