@@ -4,9 +4,9 @@
 
 The live loop with its state, plans, leases and transitions runs on a clock of its own, on devices
 that only count steps: each start costs some seconds, as a real one does, and then steps are made
-at the predicted speed. A static trace (all jobs at once) and a continuous one (Poisson arrivals).
-``live_jobs.py`` does the same with jobs that train, and ``hetflow cluster replay`` computes the
-same of a real cluster.
+at the predicted speed. A job that moves stops and starts. A static trace (all jobs at once) and a
+continuous one (Poisson arrivals). ``live_jobs.py`` does the same with jobs that train, and
+``hetflow cluster replay`` computes the same of a real cluster.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def main() -> None:
                 prepare(folder)
                 engine = CountingEngine(start_seconds)
                 store = live(folder / "state", trace(folder, jobs, gap), engine, 60.0)
-                row, _ = compared(name, store, 60.0, start_seconds)
+                row, _ = compared(name, store, 60.0, start_seconds, start_seconds)
                 rows.append(row)
                 store.close()
             print(line_of(rows[-1]), flush=True)

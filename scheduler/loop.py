@@ -13,6 +13,7 @@ what became of devices. Under every other policy such a job holds the most of it
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from ..mechanisms.allocators.shares import Allocator
 from ..mechanisms.cluster.pool import Pool
 from ..mechanisms.cluster.seats import Device, Seat
 from ..mechanisms.rounds.assign import next_round
-from ..mechanisms.rounds.decide import receive
+from ..mechanisms.rounds.decide import receive, round_end
 from ..mechanisms.rounds.rules import RoundRules
 from ..mechanisms.rounds.state import RoundState
 from ..mechanisms.rounds.stored import resumed, stored
@@ -417,10 +418,16 @@ class Scheduler:
             return False
         if self._policy is None and self._rests.resting(now):
             return False  # it is the only server: all its jobs would have to stop
-        if self._round_ends is None or now >= self._round_ends:
+        if self._round_ends is None:
             return True
         self._has_news |= self._rests.somebody_rose(now)
-        return self._has_news and (self._policy is None or not leases.open_leases(self._store))
+        # Fair sharing moves devices between jobs that hold some.
+        is_free = self._has_news and (self._policy is None or not leases.open_leases(self._store))
+        return now >= round_end(
+            self._round_ends,
+            free_seconds=now if is_free else math.inf,
+            news_seconds=now if self._has_news else math.inf,
+        )
 
     def _aim(self, now: float) -> None:
         """Count the device-seconds that the policy's shares gave jobs since this was done last."""

@@ -91,6 +91,28 @@ def test_resizing_costs_its_seconds(single: Pool, job: MakeJob) -> None:
     assert run.end_seconds > 1250.0
 
 
+def test_a_job_that_held_nothing_restarts_and_is_not_resized(
+    table: Throughputs, job: MakeJob
+) -> None:
+    """A failed gang starts again; an elastic job that lost one of its devices is resized."""
+    pool = Pool(throughputs=table, num_devices={"fast": 2})
+    failures = FailureOptions(mean_seconds=20000.0, repair_seconds=100.0, seed=5)
+
+    def end(**given: object) -> float:
+        options = FairShareOptions(failures=failures, **given)  # type: ignore[arg-type]
+        return simulate_fair_share(
+            [job(0, steps=160000.0, scale_factor=2)], pool, options
+        ).end_seconds
+
+    for scheduler, costs in (("static_priority", "restart_seconds"), ("elastic", "resize_seconds")):
+        free: dict[str, object] = {
+            "scheduler": scheduler, "resize_seconds": 0.0, "restart_seconds": 0.0,
+        }  # fmt: skip
+        other = {"restart_seconds", "resize_seconds"} - {costs}
+        assert end(**free) == end(**free | dict.fromkeys(other, 10.0))
+        assert end(**free) < end(**free | {costs: 10.0})
+
+
 def test_fair_sharing_is_for_one_type(pool: Pool, job: MakeJob) -> None:
     with pytest.raises(HetflowError, match="one device type"):
         simulate_fair_share([job(0)], pool)
