@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hetflow.scheduler.history import history
 from hetflow.scheduler.store import Store
@@ -56,7 +57,12 @@ def begin(folder: Path, pool: Cluster, engine: str, round_seconds: float) -> Sto
 
 
 def compared(
-    name: str, store: Store, round_seconds: float, start_seconds: float, resize_seconds: float
+    name: str,
+    store: Store,
+    round_seconds: float,
+    start_seconds: float,
+    resize_seconds: float,
+    optimum: Literal["vertex", "centre"] = "vertex",
 ) -> tuple[Compared, list[JobRow]]:
     """Simulate the jobs of a state, all done, and put them beside.
 
@@ -66,12 +72,13 @@ def compared(
         round_seconds: Of the rounds.
         start_seconds: What the simulator counts for a start, and for a stop with another start.
         resize_seconds: What it counts for a move of a running job.
+        optimum: Which of LAS's optima the simulator takes.
     """
     done = history(store)
     case = Case(
         throughputs=done.throughputs, num_devices=done.num_devices, policy=POLICY,
         round_seconds=round_seconds, reset_seconds=0.0, restart_seconds=start_seconds,
-        resize_seconds=resize_seconds, early_rounds=True,
+        resize_seconds=resize_seconds, early_rounds=True, optimum=optimum,
     )  # fmt: skip
     run = run_case(case, [one.job for one in done.jobs])
     simulated = {one.id: one for one in run.jobs}
