@@ -33,7 +33,9 @@ class SimulationOptions(TypedDict, total=False):
     differences between device types. ``space_sharing`` lets pairs of jobs share devices. The
     ``placement`` mixed considers devices on several servers too. ``optimum`` selects one of LAS's
     optimal allocations. ``round_seconds`` (360) is the length of a round, ``restart_seconds`` (0)
-    the time that a job loses when it restarts.
+    the time that a job loses when it starts or restarts, ``resize_seconds`` (None: the same) when
+    it goes over to other devices of its server. ``early_rounds`` (False) ends a round as soon as no
+    job holds a device, as a live cluster does.
 
     Failures: ``failure_seconds`` and ``server_failure_seconds`` are the mean times between failures
     of a device and of a server (None: no failures); ``repair_seconds`` (3600) is the time until
@@ -59,6 +61,8 @@ class SimulationOptions(TypedDict, total=False):
     optimum: Literal["centre", "vertex"]
     round_seconds: float
     restart_seconds: float
+    resize_seconds: float | None
+    early_rounds: bool
     failure_seconds: float | None
     server_failure_seconds: float | None
     repair_seconds: float

@@ -8,9 +8,10 @@ static trace (all jobs at once) and a continuous one (Poisson arrivals). Workers
 preloaded process, but the launch itself imports torch, 2 CPU seconds a turn; rounds are so long
 that two cores are not always busy, and ``busy_cores`` says how many were.
 
-What the simulator knows beside the profiles was measured before the traces: four jobs start at
-once, as they do in a round, and give the cost of a start and of a step's update. The figures
-``lost_seconds`` are what a trace's own turns cost.
+What the simulator knows beside the profiles is measured before each trace, by other jobs that run
+as those of the trace do. A warm-up trace of the same kind, drawn from another seed, gives what a
+start costs and the update of a step. Jobs whose device type is drained give what a resize costs.
+``lost_seconds`` are what the trace's own turns cost, which the simulator does not know.
 """
 
 import argparse
@@ -20,20 +21,21 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from live_parts.compare import POLICY, JobRow, begin, compared, line_of
-from live_parts.real import UPDATE_SECONDS, run_to_end, turns_of, write_profile
+from live_parts.real import UPDATE_SECONDS, pauses_of, run_to_end, turns_of, write_profile
 from truth_parts.load import Load
 
 import hetflow.examples
 from hetflow import preload
 from hetflow.engines.local import LocalEngine
 from hetflow.mechanisms.rounds.rules import RoundRules
+from hetflow.scheduler import view
 from hetflow.scheduler.loop import Scheduler, Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, submit
@@ -42,11 +44,15 @@ from hetflow.schema.cluster import Cluster
 
 @dataclass(frozen=True)
 class Trace:
-    """Mean seconds between arrivals, epochs of a job (least, and one more than most), rounds."""
+    """Mean seconds between arrivals, epochs of a job (least, and one more than most), rounds.
+
+    ``warm_up_jobs`` come before it; more of them where not all start at once.
+    """
 
     mean_gap_seconds: float
     epochs: tuple[int, int]
     round_seconds: float
+    warm_up_jobs: int = 6
 
 
 SCRIPT = Path(hetflow.examples.__file__).parent / "live_cluster" / "train.py"
@@ -56,10 +62,12 @@ EACH = 2
 BATCH_SIZE, VIRTUAL_NODES, EPOCH_STEPS = 128, 4, 8
 TRACES = {
     "static": Trace(0.0, (5, 13), 20.0),
-    "continuous": Trace(5.0, (3, 9), 15.0),
+    "continuous": Trace(5.0, (3, 9), 15.0, 8),
 }
-QUICK = Trace(0.0, (5, 13), 10.0)
-MEASURED_EPOCHS = 5
+QUICK = Trace(0.0, (3, 7), 15.0)
+WARM_UP_SEED = 1
+RESIZE_EPOCHS, RESIZE_ROUND_SECONDS = 6, 9.0
+"""Of the jobs that are resized: they train when the first round ends, and not yet long."""
 LIMIT_SECONDS = 300.0
 
 
@@ -72,10 +80,10 @@ def job(folder: Path, number: int, epochs: int, weight: float = 1.0) -> Submissi
     )  # fmt: skip
 
 
-def drawn(folder: Path, jobs: int, kind: Trace) -> list[tuple[float, Submission]]:
+def drawn(folder: Path, jobs: int, kind: Trace, seed: int) -> list[tuple[float, Submission]]:
     """Jobs and when they arrive, in seconds; all at once where the gap is 0."""
     gap = kind.mean_gap_seconds
-    draws, arrival, found = random.Random(0), 0.0, []
+    draws, arrival, found = random.Random(seed), 0.0, []
     for number in range(jobs):
         epochs, weight = draws.randrange(*kind.epochs), float(draws.choice((1, 1, 2)))
         found.append((arrival, job(folder, number, epochs, weight)))
@@ -83,8 +91,13 @@ def drawn(folder: Path, jobs: int, kind: Trace) -> list[tuple[float, Submission]
     return found
 
 
-def live(folder: Path, jobs: Sequence[tuple[float, Submission]], round_seconds: float) -> Store:
-    """Run them; the state at their end."""
+def live(
+    folder: Path,
+    jobs: Sequence[tuple[float, Submission]],
+    round_seconds: float,
+    beside: Callable[[Store], None] = lambda store: None,
+) -> Store:
+    """Run them; the state at their end. ``beside`` is called before each tick."""
     pool = Cluster.parse(",".join(f"{EACH}x{kind}" for kind in PASS_SECONDS))
     store = begin(folder, pool, LocalEngine.name, round_seconds)
     rules = RoundRules(round_seconds=round_seconds, reset_seconds=0.0)
@@ -96,6 +109,7 @@ def live(folder: Path, jobs: Sequence[tuple[float, Submission]], round_seconds: 
             arrival, asked = waiting.pop(0)
             number = submit(store, asked)
             store.run("UPDATE jobs SET submitted = ? WHERE number = ?", start + arrival, number)
+        beside(store)
 
     run_to_end(scheduler, store, arrive, num_jobs=len(jobs), limit_seconds=LIMIT_SECONDS)
     return store
@@ -111,37 +125,66 @@ def write_profiles(folder: Path, update_seconds: dict[str, float]) -> None:
         )  # fmt: skip
 
 
-def measured_costs(folder: Path, epochs: int) -> tuple[float, dict[str, float]]:
-    """Seconds that a start costs, and a step's update on each type, by one job on each device."""
+@dataclass(frozen=True)
+class Costs:
+    """What the simulator knows beside the profiles; ``update_seconds`` of a step by type."""
+
+    start_seconds: float
+    resize_seconds: float
+    update_seconds: dict[str, float]
+
+
+def resize_seconds(folder: Path) -> float:
+    """Seconds that a job pauses when it is resized, by jobs whose device type is drained."""
     write_profiles(folder, {})
-    jobs = [(0.0, job(folder, number, epochs)) for number in range(EACH * 2)]
-    store = live(folder / "state", jobs, LIMIT_SECONDS)
+    first = next(iter(PASS_SECONDS))  # the fastest, where they begin
+
+    def drain(store: Store) -> None:
+        if store.get("drainable") and not store.get("drained"):
+            if store.rows("SELECT 1 FROM leases WHERE state = 'running' LIMIT 1"):
+                view.drain(store, first, undo=False)
+
+    jobs = [(0.0, job(folder, number, RESIZE_EPOCHS)) for number in range(EACH)]
+    store = live(folder / "state", jobs, RESIZE_ROUND_SECONDS, drain)
+    pauses = pauses_of(store)
+    store.close()
+    if not pauses:
+        raise RuntimeError("no job was resized, so what that costs is not known")
+    return statistics.mean(pauses)
+
+
+def measured_costs(folder: Path, kind: Trace) -> Costs:
+    """What a start, a resize and an update cost, by jobs that are not of the trace."""
+    folder.mkdir()
+    resize = resize_seconds(folder / "resizes")  # the first launches, which wait for imports
+    place = folder / "warm-up"
+    write_profiles(place, {})
+    jobs = drawn(place, kind.warm_up_jobs, kind, WARM_UP_SEED)
+    store = live(place / "state", jobs, kind.round_seconds)
     turns = turns_of(store)
     store.close()
-    updates = {
-        kind: statistics.mean(
-            max(0.0, turn.step_seconds - VIRTUAL_NODES * seconds)
-            for turn in turns
-            if turn.device_type == kind
-        )
-        for kind, seconds in PASS_SECONDS.items()
-    }
-    return statistics.mean(turn.lost_seconds for turn in turns), updates
+    if not turns:
+        raise RuntimeError("no turn of the warm-up was undisturbed, so a start's cost is not known")
+    found: dict[str, list[float]] = {}
+    for turn in turns:
+        compute = VIRTUAL_NODES * PASS_SECONDS[turn.device_type]
+        found.setdefault(turn.device_type, []).append(max(0.0, turn.step_seconds - compute))
+    anywhere = statistics.mean(update for updates in found.values() for update in updates)
+    updates = {kind: statistics.mean(found.get(kind, [anywhere])) for kind in PASS_SECONDS}
+    return Costs(statistics.mean(turn.lost_seconds for turn in turns), resize, updates)
 
 
-def run(
-    folder: Path, name: str, jobs: int, kind: Trace, costs: tuple[float, dict[str, float]]
-) -> dict[str, object]:
+def run(folder: Path, name: str, jobs: int, kind: Trace) -> dict[str, object]:
     """One trace, live and simulated; what is written of it."""
-    start_seconds, update_seconds = costs
-    write_profiles(folder / name, update_seconds)
+    costs = measured_costs(folder / f"{name}-costs", kind)
+    write_profiles(folder / name, costs.update_seconds)
     with Load() as load:
-        jobs_of_trace = drawn(folder / name, jobs, kind)
+        jobs_of_trace = drawn(folder / name, jobs, kind, 0)
         store = live(folder / name / "state", jobs_of_trace, kind.round_seconds)
-    row, each = compared(name, store, kind.round_seconds, start_seconds)
+    row, each = compared(name, store, kind.round_seconds, costs.start_seconds, costs.resize_seconds)
     turns = turns_of(store)
     store.close()
-    lost = statistics.mean(turn.lost_seconds for turn in turns)
+    lost = statistics.mean(turn.lost_seconds for turn in turns) if turns else float("nan")
     busy = load.figures["own_cores"] + (load.figures["others_cores"] or 0.0)
     print(line_of(row))
     print(
@@ -150,9 +193,9 @@ def run(
     )
     print(table_of(each), flush=True)
     return asdict(row) | {
-        "update_seconds": update_seconds,
+        "update_seconds": costs.update_seconds,
         "turns": len(turns),
-        "lost_seconds": lost,
+        "lost_seconds": lost if turns else None,
         "busy_cores": busy,
         "cores": os.cpu_count(),
         "each": [asdict(one) for one in each],
@@ -191,12 +234,10 @@ def main() -> None:
         folder = Path(place)
         with preload.serving(folder / "preload") as path:
             os.environ[preload.VARIABLE] = str(path)
-            measured_costs(folder / "first", 1)  # the first launches wait for imports
-            costs = measured_costs(folder / "costs", MEASURED_EPOCHS)
             for name, kind in traces.items():
                 if arguments.trace not in (None, name):
                     continue
-                row = run(folder, name, jobs, kind, costs)
+                row = run(folder, name, jobs, kind)
                 if arguments.json is not None:
                     write(arguments.json, row)
 

@@ -21,8 +21,16 @@ def replay(
         typer.Option(autocompletion=completing.policies, help="Another policy than the live one."),
     ] = None,
     restart_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Seconds that a job loses when it starts elsewhere.")
+        float, typer.Option(min=0.0, help="Seconds that a job loses when it starts or restarts.")
     ] = 0.0,
+    resize_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Seconds that a job loses when it changes devices while it runs "
+            "[default: --restart-seconds].",
+        ),
+    ] = None,
     sacct: Annotated[
         Path | None,
         typer.Option(
@@ -55,7 +63,7 @@ def replay(
 
     \b
     hetflow cluster replay
-    hetflow cluster replay --policy fifo --restart-seconds 20
+    hetflow cluster replay --policy fifo --restart-seconds 20 --resize-seconds 1
     hetflow cluster replay --sacct jobs.txt --policy las --rate v100=3.5 --rate k80=1
     """
     from ..mechanisms import elastic
@@ -81,6 +89,8 @@ def replay(
         round_seconds=live.round_seconds,
         reset_seconds=0.0,
         restart_seconds=restart_seconds,
+        resize_seconds=resize_seconds,
+        early_rounds=True,
     )
     run = run_case(case, [one.job for one in live.jobs])
     document = _compared(live, {outcome.id: outcome for outcome in run.jobs}, case.policy)

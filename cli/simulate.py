@@ -88,8 +88,22 @@ def simulate(
     ] = None,
     round_seconds: Annotated[float, typer.Option(help="Length of a round, in seconds.")] = 360.0,
     restart_seconds: Annotated[
-        float, typer.Option(help="Seconds that a job loses when it restarts or is resized.")
+        float, typer.Option(help="Seconds that a job loses when it starts or restarts.")
     ] = 0.0,
+    resize_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a job loses when it goes over to other devices of its server "
+            "[default: --restart-seconds]."
+        ),
+    ] = None,
+    early_rounds: Annotated[
+        bool,
+        typer.Option(
+            "--early-rounds",
+            help="A round ends when no job holds a device any more, as on a live cluster.",
+        ),
+    ] = False,
     failure_hours: Annotated[
         float | None, typer.Option(help="Mean time between failures of a device, in hours.")
     ] = None,
@@ -173,6 +187,8 @@ def simulate(
         "optimum": optimum,
         "round_seconds": round_seconds,
         "restart_seconds": restart_seconds,
+        "resize_seconds": resize_seconds,
+        "early_rounds": early_rounds,
         "failure_seconds": None if failure_hours is None else 3600.0 * failure_hours,
         "server_failure_seconds": (
             None if server_failure_hours is None else 3600.0 * server_failure_hours

@@ -15,6 +15,8 @@ use of its share goes to the next one that can take a step up.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_NEAR = 1e-9  # of a device: rounding of its own additions
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -125,14 +127,34 @@ def admit_whole(demands: Sequence[int], free: int) -> int:
     return len(demands)
 
 
-def fair_shares(weights: list[float], demands: list[int], free: int) -> list[int]:
+def fair_shares(weights: Sequence[float], demands: Sequence[int], free: int) -> list[int]:
     """Whole devices by weight, each job at most its demand (weighted max-min with water filling).
+
+    Each job gets at least one device where there are enough of them.
 
     Args:
         weights: Weight of each job.
-        demands: Devices each asks for.
+        demands: Devices each asks for, at least one.
         free: Devices to share.
     """
+    exact = _filled(weights, demands, free)
+    with_one = set[int]()
+    while len(weights) <= free and (
+        short := {i for i, share in enumerate(exact) if share < 1.0 - _NEAR}
+    ):
+        with_one |= short
+        above = [i for i in range(len(weights)) if i not in with_one]
+        found = _filled(
+            [weights[i] for i in above], [demands[i] for i in above], free - len(with_one)
+        )
+        exact = [1.0] * len(weights)
+        for i, share in zip(above, found, strict=True):
+            exact[i] = share
+    return _whole(exact, weights, free)
+
+
+def _filled(weights: Sequence[float], demands: Sequence[int], free: int) -> list[float]:
+    """Fractions of devices: all rise in proportion to their weights, each up to its demand."""
     exact = [0.0] * len(weights)
     open_ = set(range(len(weights)))
     left = float(free)
@@ -144,20 +166,18 @@ def fair_shares(weights: list[float], demands: list[int], free: int) -> list[int
         for i in open_:
             exact[i] += level * weights[i]
         left -= level * sum(weights[i] for i in open_)
-        open_ = {i for i in open_ if demands[i] - exact[i] > 1e-9}
-    return _whole(exact, weights, free)
+        open_ = {i for i in open_ if demands[i] - exact[i] > _NEAR}
+    return exact
 
 
-def _whole(exact: list[float], weights: list[float], free: int) -> list[int]:
-    shares = [int(value + 1e-9) for value in exact]
+def _whole(exact: Sequence[float], weights: Sequence[float], free: int) -> list[int]:
+    """Whole devices: one for each by weight while there are some, then the largest remainders."""
+    shares = [int(value + _NEAR) for value in exact]
     order = sorted(range(len(exact)), key=lambda i: (-(exact[i] - shares[i]), -weights[i], i))
     for i in sorted(range(len(exact)), key=lambda i: (-weights[i], i)):
         if shares[i] == 0 and sum(shares) < free:
             shares[i] = 1
     for i in order:
-        if sum(shares) < free and shares[i] < exact[i] - 1e-9:
+        if sum(shares) < free and shares[i] < exact[i] - _NEAR:
             shares[i] += 1
-    for i in sorted(range(len(exact)), key=lambda i: (weights[i], -i)):
-        while sum(shares) > free and shares[i] > 1:
-            shares[i] -= 1
     return shares

@@ -13,6 +13,7 @@ what became of devices. Under every other policy such a job holds the most of it
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from ..mechanisms.allocators.shares import Allocator
 from ..mechanisms.cluster.pool import Pool
 from ..mechanisms.cluster.seats import Device, Seat
 from ..mechanisms.rounds.assign import next_round
-from ..mechanisms.rounds.decide import receive
+from ..mechanisms.rounds.decide import receive, round_end
 from ..mechanisms.rounds.rules import RoundRules
 from ..mechanisms.rounds.state import RoundState
 from ..mechanisms.rounds.stored import resumed, stored
@@ -48,6 +49,7 @@ _STARTED = ("starting", "running")  # and not asked to stop
 _ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
 _USAGE = 2  # of a launch that makes no sense: it would make none the next time
 _AIMED = "aimed"  # until when shares were counted
+_SHARED_BY = "shared_by"  # the policy that the shares in the state are of
 _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
 
 
@@ -134,7 +136,9 @@ class Scheduler:
         document = self._store.get("rounds")
         if document is None:
             return RoundState.empty(self._pool(), self._places.servers)
-        return resumed(document, self._pool())
+        state = resumed(document, self._pool())
+        state.changed |= self._store.get(_SHARED_BY) != self._settings.policy
+        return state
 
     def _pool(self) -> Pool:
         throughputs = together(self._rates.values())
@@ -429,10 +433,16 @@ class Scheduler:
             return False
         if self._policy is None and self._rests.resting(now):
             return False  # it is the only server: all its jobs would have to stop
-        if self._round_ends is None or now >= self._round_ends:
+        if self._round_ends is None:
             return True
         self._has_news |= self._rests.somebody_rose(now)
-        return self._has_news and (self._policy is None or not leases.open_leases(self._store))
+        # Fair sharing moves devices between jobs that hold some.
+        is_free = self._has_news and (self._policy is None or not leases.open_leases(self._store))
+        return now >= round_end(
+            self._round_ends,
+            free_seconds=now if is_free else math.inf,
+            news_seconds=now if self._has_news else math.inf,
+        )
 
     def _aim(self, now: float) -> None:
         """Count the device-seconds that the policy's shares gave jobs since this was done last."""
@@ -499,6 +509,7 @@ class Scheduler:
             self._round_ends = now + rules.round_seconds
             store.set("round_ends", self._round_ends)
             store.set("inventory", self._inventory())
+            store.set(_SHARED_BY, self._settings.policy)
             self._save()
 
     def _chosen(self, open_: Sequence[Lease], now: float) -> dict[str, Seat]:
@@ -676,7 +687,8 @@ class _Policy:
 
     @classmethod
     def named(cls, name: str) -> "_Policy":
-        alone, mixing = allocator_named(name), allocator_named(name, columns=True)
+        alone = allocator_named(name, others=(elastic.NAME,))
+        mixing = allocator_named(name, columns=True)
         if alone.shares_space:
             raise ProblemError(f"{name} puts two jobs on a device, which a live cluster does not")
         # One of each class, which remembers what it saw.

@@ -35,6 +35,7 @@ SCHEDULERS = (
     "easyscale-taking", "easyscale-homogeneous", "yarn",
 )  # fmt: skip
 MARKET = "market"  # the scheduler of machines to rent; needs a market
+_NO_RESIZES = ("static-priority", "yarn", MARKET)
 _PROPOSALS: dict[str, Literal["heterogeneous", "homogeneous", "yarn"]] = {
     "easyscale": "heterogeneous", "easyscale-taking": "heterogeneous",
     "easyscale-homogeneous": "homogeneous", "yarn": "yarn",
@@ -52,9 +53,11 @@ class Case:
     each type on each server [types][servers]; None is one server that holds them all;
     ``server_numbers`` [types][servers] says which of these are one server, none by default. With
     ``placement`` mixed policies see unconsolidated devices as columns of their own. Mixes of
-    device types among the throughputs count under ``rounds``. ``entities`` are the tree of the
-    hierarchical policy. ``market`` are the offers under the scheduler ``market``, from the run's
-    start on, and ``market_options`` what moving among them costs.
+    device types among the throughputs count under ``rounds``. ``resize_seconds`` (None: as
+    ``restart_seconds``) is what a job loses that goes over to other devices of its server.
+    ``early_rounds`` ends a round of ``rounds`` as soon as nobody holds a device. ``entities`` are
+    the tree of the hierarchical policy. ``market`` are the offers under the scheduler ``market``,
+    from the run's start on, and ``market_options`` what moving among them costs.
     """
 
     throughputs: Throughputs
@@ -72,6 +75,8 @@ class Case:
     round_seconds: float = 360.0
     reset_seconds: float = 1920.0
     restart_seconds: float = 0.0
+    resize_seconds: float | None = None
+    early_rounds: bool = False
     server_numbers: tuple[tuple[int, ...], ...] | None = None
     failure_seconds: float | None = None
     server_failure_seconds: float | None = None
@@ -118,6 +123,11 @@ class Case:
             )
 
     @property
+    def moving_seconds(self) -> float:
+        """What a job loses that goes over to other devices of its server."""
+        return self.restart_seconds if self.resize_seconds is None else self.resize_seconds
+
+    @property
     def layout(self) -> Layout | None:
         """The servers that devices are on; None for a flat pool, or a mechanism that knows none."""
         if self.servers is None or self.scheduler == "published-rounds":
@@ -144,6 +154,16 @@ class Case:
             raise ProblemError(
                 "machines of a market do not fail, they are taken away",
                 hint="give --preemption-hours instead of failures",
+            )
+        if self.resize_seconds is not None and self.scheduler in _NO_RESIZES:
+            raise ProblemError(
+                f"--resize-seconds {self.resize_seconds:g}: {self.scheduler} resizes no job",
+                hint="leave it out; --restart-seconds is what a start there costs",
+            )
+        if self.early_rounds and self.scheduler != "rounds":
+            raise ProblemError(
+                f"--early-rounds is for the scheduler rounds, {self.scheduler} would ignore it; "
+                "leave it out"
             )
         if self.scheduler.endswith("rounds"):
             return
@@ -191,7 +211,8 @@ def run_case(
         proposals = ProposalOptions(
             scheduler=_PROPOSALS[case.scheduler],
             takes=case.scheduler == "easyscale-taking",
-            resize_seconds=case.restart_seconds,
+            resize_seconds=case.moving_seconds,
+            restart_seconds=case.restart_seconds,
             failures=case.failures,
             layout=case.layout,
             records_spans=case.records_spans,
@@ -201,7 +222,8 @@ def run_case(
         elastic = case.scheduler == "elastic"
         shares = FairShareOptions(
             scheduler="elastic" if elastic else "static_priority",
-            resize_seconds=case.restart_seconds,
+            resize_seconds=case.moving_seconds,
+            restart_seconds=case.restart_seconds,
             failures=case.failures,
             layout=case.layout,
             records_spans=case.records_spans,
@@ -234,6 +256,8 @@ def _in_rounds(
         round_seconds=case.round_seconds,
         reset_seconds=case.reset_seconds,
         restart_seconds=case.restart_seconds,
+        resize_seconds=case.resize_seconds,
+        ends_early=case.early_rounds,
         failures=case.failures,
         convention="published" if published else "text",
         fills_idle=not allocator.leaves_idle,

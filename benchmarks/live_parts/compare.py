@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hetflow.scheduler.history import history
 from hetflow.scheduler.store import Store
@@ -20,6 +21,7 @@ class Compared:
     jobs: int
     round_seconds: float
     start_seconds: float
+    resize_seconds: float
     live_jct_seconds: float
     simulated_jct_seconds: float
     live_makespan_seconds: float
@@ -55,13 +57,28 @@ def begin(folder: Path, pool: Cluster, engine: str, round_seconds: float) -> Sto
 
 
 def compared(
-    name: str, store: Store, round_seconds: float, start_seconds: float
+    name: str,
+    store: Store,
+    round_seconds: float,
+    start_seconds: float,
+    resize_seconds: float,
+    optimum: Literal["vertex", "centre"] = "vertex",
 ) -> tuple[Compared, list[JobRow]]:
-    """Simulate the jobs of a state, all done, and put them beside."""
+    """Simulate the jobs of a state, all done, and put them beside.
+
+    Args:
+        name: The trace's.
+        store: The state.
+        round_seconds: Of the rounds.
+        start_seconds: What the simulator counts for a start, and for a stop with another start.
+        resize_seconds: What it counts for a move of a running job.
+        optimum: Which of LAS's optima the simulator takes.
+    """
     done = history(store)
     case = Case(
         throughputs=done.throughputs, num_devices=done.num_devices, policy=POLICY,
         round_seconds=round_seconds, reset_seconds=0.0, restart_seconds=start_seconds,
+        resize_seconds=resize_seconds, early_rounds=True, optimum=optimum,
     )  # fmt: skip
     run = run_case(case, [one.job for one in done.jobs])
     simulated = {one.id: one for one in run.jobs}
@@ -88,6 +105,7 @@ def compared(
         jobs=number,
         round_seconds=round_seconds,
         start_seconds=start_seconds,
+        resize_seconds=resize_seconds,
         live_jct_seconds=sum(row.live_jct_seconds for row in rows) / number,
         simulated_jct_seconds=sum(row.simulated_jct_seconds for row in rows) / number,
         live_makespan_seconds=max(row.arrival_seconds + row.live_jct_seconds for row in rows),
@@ -103,7 +121,8 @@ def line_of(row: Compared) -> str:
     jct = row.simulated_jct_seconds / row.live_jct_seconds - 1
     makespan = row.simulated_makespan_seconds / row.live_makespan_seconds - 1
     return (
-        f"{row.trace:10} {row.jobs} jobs, a start {row.start_seconds:.1f} s: "
+        f"{row.trace:10} {row.jobs} jobs, a start {row.start_seconds:.2f} s, a resize "
+        f"{row.resize_seconds:.2f} s: "
         f"JCT {row.live_jct_seconds:.1f} s live, {row.simulated_jct_seconds:.1f} simulated "
         f"({100 * jct:+.2f} %); makespan {row.live_makespan_seconds:.0f}, "
         f"{row.simulated_makespan_seconds:.0f} ({100 * makespan:+.2f} %); "

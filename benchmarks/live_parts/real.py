@@ -105,6 +105,20 @@ def _ending(scheduler: Scheduler) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def pauses_of(store: Store) -> list[float]:
+    """Seconds that training paused in each resize of launches that are over."""
+    found = []
+    for row in store.rows("SELECT DISTINCT job, coalesce(launch, number) AS launch FROM leases"):
+        with suppress(HetflowError):  # it was asked to leave before it trained
+            path = store.lease_folder(row["job"], row["launch"]) / RUN / "run.json"
+            found += [
+                one.pause_seconds
+                for one in files.read(path, RunRecord).generations
+                if one.kind == "resize" and one.pause_seconds is not None
+            ]
+    return found
+
+
 def turns_of(store: Store) -> list[Turn]:
     """All launches that trained long enough to be measured, and were not resized."""
     found = []

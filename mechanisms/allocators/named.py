@@ -1,6 +1,6 @@
 """Policies in the form that a simulator calls thousands of times: on arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -180,6 +180,7 @@ def allocator_named(
     published: bool = False,
     seed: int = 0,
     entities: tuple[Entity, ...] = (),
+    others: Sequence[str] = (),
 ) -> Allocator:
     """The allocator of a policy's name.
 
@@ -193,6 +194,7 @@ def allocator_named(
         published: Whether Gandiva judges pairs as Gavel's code does (see ``Gandiva``).
         seed: Of what a policy draws at random.
         entities: The tree of a hierarchy.
+        others: What the caller knows by name besides, for the error where there is none.
 
     Raises:
         ProblemError: There is none of that name, it does not share space, or it makes no sense
@@ -205,7 +207,7 @@ def allocator_named(
         return own
     policy = POLICIES.find(name)
     if policy is None:
-        known = [*POLICIES.names(), *_OWN]
+        known = [*POLICIES.names(), *_OWN, *others]
         guess = nearest(name, known)
         fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
         raise ProblemError(f"no policy {name!r}; {fix}")

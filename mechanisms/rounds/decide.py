@@ -33,6 +33,17 @@ def is_due(state: RoundState, now_seconds: float, rules: RoundRules) -> bool:
     return state.changed and (last is None or now_seconds - last >= rules.reset_seconds)
 
 
+def round_end(ends_seconds: float, *, free_seconds: float, news_seconds: float) -> float:
+    """When a round that may end early does: as soon as nobody holds a device and there is news.
+
+    Args:
+        ends_seconds: When it ends at the latest.
+        free_seconds: When nobody holds a device any more; infinite where that is not known.
+        news_seconds: When a job came or ended since the round began, likewise.
+    """
+    return min(ends_seconds, max(free_seconds, news_seconds))
+
+
 def share_anew(
     state: RoundState, allocator: Allocator, now_seconds: float, rules: RoundRules
 ) -> None:

@@ -53,14 +53,16 @@ class EventCluster:
         failures: FailureOptions | None,
         *,
         gangs: bool,
+        restart_seconds: float | None = None,
         layout: Layout | None = None,
         records_spans: bool = True,
     ) -> None:
-        if not 0 <= resize_seconds < float("inf"):
-            raise ProblemError(
-                f"a resize must take a finite time of >= 0 s, got {resize_seconds} s"
-            )
-        self.queue, self.pool, self.resize_seconds = Queue(jobs, pool), pool, resize_seconds
+        restart_seconds = resize_seconds if restart_seconds is None else restart_seconds
+        for what, seconds in (("resize", resize_seconds), ("restart", restart_seconds)):
+            if not 0 <= seconds < float("inf"):
+                raise ProblemError(f"a {what} must take a finite time of >= 0 s, got {seconds} s")
+        self.queue, self.pool = Queue(jobs, pool), pool
+        self.resize_seconds, self.restart_seconds = resize_seconds, restart_seconds
         self.none: Counts = (0,) * len(pool.types)
         self.running: list[Entry] = []
         self.waiting: list[Entry] = []
@@ -156,7 +158,7 @@ class EventCluster:
                 if self.gangs:
                     self._stop(entry)
                 else:
-                    self._pause(entry)
+                    self._pause(entry, self.resize_seconds)
 
     def _holders(self, devices: list[tuple[int, int]]) -> list[Entry]:
         """Who holds any of the devices, given by type and place; jobs hold them in their order."""
@@ -204,21 +206,25 @@ class EventCluster:
             self.outcomes.append(self._outcome(entry))
 
     def resize(self, entry: Entry, counts: Counts) -> None:
-        """Give a job other devices; it stops for ``resize_seconds`` unless it just starts."""
+        """Give a job other devices; unless it just starts, it stops for what that costs.
+
+        That is ``restart_seconds`` where it held none, else ``resize_seconds``.
+        """
         if counts == entry.counts:
             return
         if any(counts) and entry.started is None:
             entry.started = self.now
         elif any(counts):
-            self._pause(entry)
+            held_some = any(entry.counts)
+            self._pause(entry, self.resize_seconds if held_some else self.restart_seconds)
         elif entry.resized_at == self.now:  # it lost a device, and now the others too
             entry.resizes, entry.resized_at = entry.resizes - 1, -1.0
         entry.counts = counts
         entry.rate = self.rate_of(entry, counts) if any(counts) else 0.0
 
-    def _pause(self, entry: Entry) -> None:
+    def _pause(self, entry: Entry, seconds: float) -> None:
         entry.resizes += entry.resized_at != self.now  # what happens at once is one resize
-        entry.resized_at, entry.paused_until = self.now, self.now + self.resize_seconds
+        entry.resized_at, entry.paused_until = self.now, self.now + seconds
 
     def _stop(self, entry: Entry) -> None:
         """Send a running job back to those that wait, in order of arrival."""

@@ -24,7 +24,8 @@ from .events import Counts, Entry, EventCluster
 class FairShareOptions:
     """``elastic`` is algorithm 1; under ``static_priority`` no job is resized or overtaken.
 
-    ``resize_seconds`` stop a job whenever it is resized. ``efficiency`` maps (devices, demand)
+    ``resize_seconds`` stop a job whenever it is resized, ``restart_seconds`` (None: as many) one
+    that gets devices again after it had none. ``efficiency`` maps (devices, demand)
     to the part of the full rate. ``failures`` of devices: an elastic job goes on with fewer, any
     other starts again, once it has all its devices, from where it was. Spans name devices on the
     servers of ``layout``; None: those of ``failures``, else a flat pool.
@@ -32,6 +33,7 @@ class FairShareOptions:
 
     scheduler: Literal["elastic", "static_priority"] = "elastic"
     resize_seconds: float = 0.0
+    restart_seconds: float | None = None
     efficiency: Callable[[int, int], float] = field(default=lambda n, demand: n / demand)
     failures: FailureOptions | None = None
     layout: Layout | None = None
@@ -63,7 +65,8 @@ class _FairShare(EventCluster):
         gangs = options.scheduler == "static_priority"
         super().__init__(
             jobs, pool, options.resize_seconds, options.failures,
-            gangs=gangs, layout=options.layout, records_spans=options.records_spans,
+            gangs=gangs, restart_seconds=options.restart_seconds, layout=options.layout,
+            records_spans=options.records_spans,
         )  # fmt: skip
         self.options = options
 

@@ -37,7 +37,9 @@ class ProposalOptions:
     ``takes`` lets jobs take devices from each other. ``serving`` lists (from time, devices by
     type that serving jobs hold from then on), in order. ``measured`` is the part of the estimated
     rate that a job really reaches on its devices; where an increment turns out slower than
-    before, the job falls back and does not ask again for it. ``failures`` of devices: the job that
+    before, the job falls back and does not ask again for it. ``resize_seconds`` stop a job whenever
+    its devices change, ``restart_seconds`` (None: as many) one that gets devices again after it had
+    none. ``failures`` of devices: the job that
     a device costs least yields one, a gang of ``yarn`` starts again from where it was.
     Spans name devices on the servers of ``layout``; None: those of ``failures``, else a flat pool.
     """
@@ -46,6 +48,7 @@ class ProposalOptions:
     top: int = 3
     takes: bool = False
     resize_seconds: float = 0.0
+    restart_seconds: float | None = None
     serving: tuple[tuple[float, Counts], ...] = ()
     measured: Callable[[Job, Counts], float] | None = None
     failures: FailureOptions | None = None
@@ -104,7 +107,8 @@ class _Proposals(EventCluster):
         gangs = options.scheduler == "yarn"
         super().__init__(
             jobs, pool, options.resize_seconds, options.failures,
-            gangs=gangs, layout=options.layout, records_spans=options.records_spans,
+            gangs=gangs, restart_seconds=options.restart_seconds, layout=options.layout,
+            records_spans=options.records_spans,
         )  # fmt: skip
         self.options = options
         self.refused: dict[str, set[Counts]] = {}

@@ -4,7 +4,8 @@ Two conventions. ``text`` is the thesis: rounds of equal length. ``published`` i
 simulator does: whole steps, a round that ends with its last job.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +15,15 @@ from ...mechanisms.cluster.active import Active
 from ...mechanisms.cluster.layout import Layout
 from ...mechanisms.cluster.pool import Pool
 from ...mechanisms.cluster.seats import Placement
-from ...mechanisms.rounds.decide import choose_alone, is_due, receive, seat_on_servers, share_anew
+from ...mechanisms.cluster.servers import Held
+from ...mechanisms.rounds.decide import (
+    choose_alone,
+    is_due,
+    receive,
+    round_end,
+    seat_on_servers,
+    share_anew,
+)
 from ...mechanisms.rounds.state import RoundState
 from ...schema.errors import ProblemError
 from ...schema.simulation import JobOutcome
@@ -49,6 +58,7 @@ class Rounds:
         self.num_rounds = self.num_allocations = 0
         self.outages = None if options.failures is None else Outages(options, pool)
         self.num_done = 0
+        self.held_before: Mapping[str, Held] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -92,7 +102,7 @@ class Rounds:
     def run_round(self) -> None:
         """Choose the jobs that run, and let them work for a round."""
         chosen = choose_alone(self.state, self.allocator, self.options)
-        active, options = self.active, self.options
+        active = self.active
         runs = (chosen != NOWHERE).nonzero()[0]
         kind = chosen[runs]
         rate = active.rate[kind, runs]
@@ -101,7 +111,7 @@ class Rounds:
             ids = [(active.jobs[i].id,) for i in runs.tolist()]
             close, relocated = self.seat(ids, kind, active.scale[runs])
             rate, moved = rate * self.spread_rate(runs, kind, close), moved | relocated
-        lost = options.restart_seconds * moved
+        lost = self.lost(runs, moved)
         seconds, steps = self.work(rate, active.left[runs], lost)
         scale = active.scale[runs]
         struck = _NOBODY
@@ -124,7 +134,7 @@ class Rounds:
         chosen[runs[struck]] = NOWHERE  # it restarts
         active.last_type[:] = chosen
         start = self.now
-        self.now = start + self.length(seconds)
+        self.now = self.end(seconds, done)
         if done.any():
             gone = active.remove(runs[done], start + seconds[done], self.hourly)
             self.outcomes.extend(gone)
@@ -139,6 +149,8 @@ class Rounds:
         apart: Sequence[bool] = (),
     ) -> tuple[Bools, Bools]:
         """Place jobs on servers; which are consolidated, and which moved."""
+        assert self.state.servers is not None
+        self.held_before = self.state.servers.held
         standing = None if self.outages is None else self.outages.standing
         return seat_on_servers(self.state, ids, kind, scale, standing, apart)
 
@@ -177,11 +189,53 @@ class Rounds:
         steps = np.minimum(possible, left)
         return steps / rate + lost, steps
 
-    def length(self, seconds: Floats) -> float:
-        """How long the round lasts: until its last job ends, or its full length."""
+    def lost(self, jobs: Ints, moved: Bools) -> Floats:
+        """Seconds that jobs lose at the round's begin: those that start, move or are resized.
+
+        Args:
+            jobs: Places of jobs.
+            moved: Whether each has other devices than in the last round, or some at last.
+        """
+        options = self.options
+        lost: Floats = np.where(moved, options.restart_seconds, 0.0)
+        if options.resize_seconds is not None:
+            resized = moved & (self.active.last_type[jobs] != NOWHERE) & self._on_one_server(jobs)
+            lost[resized] = options.resize_seconds
+        return lost
+
+    def _on_one_server(self, jobs: Ints) -> Bools:
+        """Whether each job's devices, in the last round and in this one, are all of one server."""
+        servers = self.state.servers
+        if servers is None:
+            return np.ones(len(jobs), dtype=bool)
+        layout = self.options.layout or Layout.apart(servers.sizes)
+
+        def on(held: Mapping[str, Held], name: str) -> set[int]:
+            kind, places = held.get(name, (0, {}))
+            return {layout.servers[kind][place] for place in places}
+
+        names = [self.active.jobs[place].id for place in jobs.tolist()]
+        used = [on(self.held_before, name) | on(servers.held, name) for name in names]
+        return np.array([len(each) == 1 for each in used], dtype=bool)
+
+    def end(self, seconds: Floats, done: Bools) -> float:
+        """When the round ends: with its last job by the published convention, else in time.
+
+        Args:
+            seconds: How long each job works [jobs that run].
+            done: Whether it then ends.
+        """
+        last = self.now + float(seconds.max(initial=0.0))
         if self.options.convention == "published" and len(seconds):
-            return float(seconds.max())
-        return self.options.round_seconds
+            return last
+        ends = self.now + self.options.round_seconds
+        if not self.options.ends_early:
+            return ends
+        return round_end(
+            ends,
+            free_seconds=last if done.all() else math.inf,
+            news_seconds=last if len(seconds) else self.queue.next_seconds,
+        )
 
     def note(self, runs: Ints, moved: Bools) -> None:
         """Record starts and restarts."""

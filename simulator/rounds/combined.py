@@ -60,7 +60,7 @@ class CombinedRounds(Rounds):
             moved[a] |= relocated
             moved[b[two]] |= relocated[two]
         self.moved = moved
-        lost = options.restart_seconds * moved
+        lost = self.lost(np.arange(len(active)), moved)
         alone_a, alone_b = active.rate[c, a] * slow_a, active.rate[c, b] * slow_b
         rate_a, rate_b = alone_a.copy(), np.zeros(len(a))
         rate_a[two] = self.state.pairs.rate[chosen.pair[two]] * slow_a[two]
@@ -119,7 +119,7 @@ class CombinedRounds(Rounds):
         kind[struck] = NOWHERE  # it restarts
         active.last_type[:] = kind
         start, number = self.now, len(active)
-        self.now = start + self.length(work.seconds)
+        self.now = self.end(work.seconds, done)
         if done.any():
             gone = work.job[done]
             self.outcomes.extend(active.remove(gone, start + work.seconds[done], self.hourly))

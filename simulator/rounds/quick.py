@@ -54,8 +54,10 @@ class CompiledRounds(Rounds):
         self.now, rounds, done = run_stretch(
             active.pairs, active.floats, active.ints, len(active), state.up, self.orders, draws,
             state.worker_seconds, self.busy, self.now, float(self.queue.next_seconds),
-            (reset, due), most, float(options.round_seconds), float(options.restart_seconds),
-            options.convention == "published", options.fills_idle, (ANY_SHARE, STEPS_LEFT),
+            (reset, due), most, float(options.round_seconds),
+            (float(options.restart_seconds), float(options.moving_seconds)),
+            (options.convention == "published", options.ends_early), options.fills_idle,
+            (ANY_SHARE, STEPS_LEFT),
             chosen, wanted, priority, ended, finish,
         )  # fmt: skip
         self.num_rounds += rounds - 1

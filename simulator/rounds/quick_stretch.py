@@ -104,7 +104,7 @@ def _choose(
 def run_stretch(
     pairs: Any, floats: Any, ints: Any, number: Any, free: Any, orders: Any, draws_orders: Any,
     worker_seconds: Any, busy: Any, now: Any, until: Any, due: Any, most: Any,
-    round_seconds: Any, restart_seconds: Any, published: Any, fills_idle: Any, limits: Any,
+    round_seconds: Any, lost_seconds: Any, ends: Any, fills_idle: Any, limits: Any,
     chosen: Any, wanted: Any, priority: Any, ended: Any, finish: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Run rounds until a job ends or arrives, an allocation is due, or ``most`` are run.
@@ -125,8 +125,8 @@ def run_stretch(
         due: The time of the last allocation, and how long after it the next one is due.
         most: Rounds to run at most.
         round_seconds: See ``RoundOptions``.
-        restart_seconds: See ``RoundOptions``.
-        published: Whether the convention is the published one.
+        lost_seconds: What a restart and what a resize costs.
+        ends: Whether the convention is the published one, and ``ends_early`` of ``RoundOptions``.
         fills_idle: See ``RoundOptions``.
         limits: ``ANY_SHARE`` and ``STEPS_LEFT`` of ``options``.
         chosen: Scratch [places], as are ``wanted`` and ``priority``.
@@ -142,6 +142,7 @@ def run_stretch(
     left, started = floats[LEFT], floats[STARTED]
     scale, last_type, restarts = ints[SCALE], ints[LAST_TYPE], ints[RESTARTS]
     (reset, wait), (any_share, steps_left) = due, limits
+    (restart_seconds, resize_seconds), (published, ends_early) = lost_seconds, ends
     rounds = done = 0
     while True:
         order = orders[rounds if draws_orders else 0]
@@ -157,7 +158,9 @@ def run_stretch(
                 if chosen[place] != kind:
                     continue
                 rate, moved = pairs[RATE, kind, place], last_type[place] != kind
-                lost = restart_seconds if moved else 0.0
+                lost = 0.0
+                if moved:
+                    lost = restart_seconds if last_type[place] == NOWHERE else resize_seconds
                 possible = rate * (round_seconds - lost)
                 if published:
                     possible = max(np.floor(possible), 1.0)
@@ -178,11 +181,23 @@ def run_stretch(
                         restarts[place] += 1
             worker_seconds[kind] += worked
             busy[kind] += spent
+        goes_on = False
         for place in range(number):
             last_type[place] = chosen[place]
-            if chosen[place] != NOWHERE and left[place] <= steps_left:
+            if chosen[place] == NOWHERE:
+                continue
+            if left[place] <= steps_left:
                 ended[done], finish[done] = place, now + priority[place]
                 done += 1
-        now += longest if published and anybody else round_seconds
+            else:
+                goes_on = True
+        end = now + round_seconds
+        if published and anybody:
+            end = now + longest
+        elif ends_early and anybody:
+            end = end if goes_on else min(end, now + longest)
+        elif ends_early:
+            end = min(end, until)
+        now = end
         if done or now >= until or rounds >= most or now - reset >= wait:
             return now, rounds, done

@@ -121,6 +121,9 @@ def test_bad_traces_write_nothing(
         ("static-single", ("--scheduler", "yarn", "--agnostic"), "yarn would ignore"),
         ("static-single", ("--scheduler", "yarn", "--restart-seconds", "nan"), "a resize must"),
         ("static-single", ("--policy", "makespan_budget"), "one allocation"),
+        ("static-single", ("--resize-seconds", "-1"), "resizes >= 0 s"),
+        ("static-single", ("--scheduler", "yarn", "--resize-seconds", "1"), "yarn resizes no job"),
+        ("static-single", ("--scheduler", "yarn", "--early-rounds"), "yarn would ignore"),
     ],
 )
 def test_bad_options(

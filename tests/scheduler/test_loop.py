@@ -139,6 +139,32 @@ def test_jobs_that_another_policy_let_in_are_held_when_they_have_saved(
     assert cluster.states() == ["running", "held", "held", "running"]
 
 
+def test_another_policy_shares_anew_though_no_job_came_or_went(
+    tmp_path: Path, asked: Asked
+) -> None:
+    cluster = Cluster(tmp_path / "state", FakeEngine(number=1), policy="fifo")
+    cluster.submit(*(asked(f"job {number}") for number in range(3)))
+    for _ in range(4):
+        cluster.tick(ROUND)
+    assert cluster.states() == ["running", "running", "queued"]
+    cluster.settings = replace(cluster.settings, policy="las")
+    cluster.restart()
+    ran = set[int]()
+    for _ in range(4):
+        cluster.tick(ROUND)
+        cluster.tick()  # who was asked to leave has
+        ran |= {number for number, state in enumerate(cluster.states()) if state == "running"}
+    assert ran == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", ["elastc", "foo"])
+def test_an_unknown_policy_is_refused_with_those_that_a_live_cluster_has(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(ProblemError, match=f"no policy '{name}'.*elastic"):
+        Cluster(tmp_path / "state", FakeEngine(), policy=name)
+
+
 def test_more_jobs_than_devices_take_turns_by_weight(tmp_path: Path, asked: Asked) -> None:
     cluster = Cluster(tmp_path / "state", FakeEngine(number=1))
     cluster.submit(asked("heavy", priority_weight=2.0), asked("a"), asked("b"), asked("c"))

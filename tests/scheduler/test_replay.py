@@ -25,12 +25,12 @@ def started(cluster: Cluster, gpus: str) -> None:
         )  # fmt: skip
 
 
-def live(tmp_path: Path, asked: Asked) -> Cluster:
-    """Five jobs of 60 steps or more on two devices, in virtual time, at their predicted speed."""
+def live(tmp_path: Path, asked: Asked, *each: float) -> Cluster:
+    """Jobs of so many steps on two devices, in virtual time, at their predicted speed."""
     engine = FakeEngine(number=1)
     cluster = Cluster(tmp_path / "state", engine)
     started(cluster, "1xcpu:fast,1xcpu:slow")
-    steps = {number: 200.0 * number for number in range(1, 6)}
+    steps = dict(enumerate(each, start=1))
     cluster.submit(*(asked(f"job {number}", steps=steps[number]) for number in steps))
     cluster.store.run("UPDATE jobs SET submitted = ?", cluster.now)
     had = dict.fromkeys(steps, 0.0)
@@ -51,7 +51,7 @@ def live(tmp_path: Path, asked: Asked) -> Cluster:
 def test_live_and_simulated_rounds_decide_alike(
     tmp_path: Path, asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = live(tmp_path, asked)
+    cluster = live(tmp_path, asked, 200.0, 400.0, 600.0, 800.0, 1000.0)
     assert run(["cluster", "replay", "--state", str(cluster.folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_done"] == 5
@@ -65,6 +65,17 @@ def test_live_and_simulated_rounds_decide_alike(
     assert sum(had) == pytest.approx(sum(target), rel=0.05)
     assert run(["cluster", "replay", "--state", str(cluster.folder), "--policy", "fifo"]) == 0
     assert "of 5 jobs that are done" in capsys.readouterr().out
+
+
+def test_a_round_ends_early_alike_when_nobody_holds_a_device(
+    tmp_path: Path, asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Jobs of 2 s and 4 s in rounds of 10 s: three rounds that last 4 s each."""
+    cluster = live(tmp_path, asked, *[24.0] * 6)
+    assert run(["cluster", "replay", "--state", str(cluster.folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated_makespan_seconds"] == pytest.approx(3 * 24 * 0.161, abs=0.1)
+    assert found["makespan_seconds"] == pytest.approx(3 * 24 * 0.161, abs=1.5)
 
 
 def test_a_state_without_jobs_is_refused(tmp_path: Path, engine: FakeEngine) -> None:

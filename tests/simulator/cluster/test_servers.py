@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.mechanisms.cluster.layout import Layout
 from hetflow.mechanisms.cluster.servers import Servers
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, PairThroughput, Throughputs
@@ -102,6 +103,22 @@ def test_moving_costs_a_restart(spread_table: Throughputs, job: MakeJob) -> None
     options = RoundOptions(servers=((3, 1),), restart_seconds=10.0)
     run = simulate_rounds(jobs, pool, allocator_named("las"), options)
     assert {done.id: done.num_restarts for done in run.jobs} == {"0": 0, "1": 1}
+
+
+@pytest.mark.parametrize(("numbers", "ends"), [((0, 1), 1282.5), ((0, 0), 1277.5)])
+def test_only_a_move_on_one_server_is_a_resize(
+    table: Throughputs, job: MakeJob, numbers: tuple[int, int], ends: float
+) -> None:
+    """A job goes over to the fast device when the first one ends, from a server that is another."""
+    pool = Pool(throughputs=table, num_devices={"fast": 1, "slow": 1})
+    jobs = [job(0, steps=1400.0), job(1, steps=4000.0)]
+    options = RoundOptions(
+        servers=((1,), (1,)), layout=Layout(((1,), (1,)), ((numbers[0],), (numbers[1],))),
+        restart_seconds=10.0, resize_seconds=5.0, reset_seconds=0.0,
+    )  # fmt: skip
+    run = simulate_rounds(jobs, pool, allocator_named("fifo"), options)
+    # Job 0 ends in the first round, where job 1 makes 350 steps on the slow device.
+    assert [done.finish_seconds for done in run.jobs] == pytest.approx([360.0, ends])
 
 
 def test_a_spread_pair_is_slowed_alike(spread_table: Throughputs, job: MakeJob) -> None:

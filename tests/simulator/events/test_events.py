@@ -40,6 +40,8 @@ def test_shares_follow_weights_and_demands() -> None:
     assert fair_shares([1, 3], [4, 4], 4) == [1, 3]
     assert fair_shares([1, 10], [4, 2], 4) == [2, 2]  # what one cannot use goes to the other
     assert fair_shares([10, 1], [4, 4], 4) == [3, 1]  # everybody gets at least one
+    assert fair_shares([9, 1, 1], [4, 4, 4], 4) == [2, 1, 1]
+    assert fair_shares([1, 9, 1], [4, 4, 4], 2) == [1, 1, 0]  # but where there are too few
 
 
 @settings(max_examples=examples(300))
@@ -52,6 +54,7 @@ def test_shares_fit_and_waste_nothing(jobs: list[tuple[float, int]], free: int) 
     shares = fair_shares([weight for weight, _ in jobs], demands, free)
     assert all(0 <= share <= demand for share, demand in zip(shares, demands, strict=True))
     assert sum(shares) == min(free, sum(demands))
+    assert all(shares) or len(jobs) > free
 
 
 def test_running_jobs_shrink_for_a_newcomer_and_grow_back(single: Pool, job: MakeJob) -> None:
@@ -86,6 +89,28 @@ def test_resizing_costs_its_seconds(single: Pool, job: MakeJob) -> None:
     ]
     run = simulate_fair_share(jobs, single, FairShareOptions(resize_seconds=10.0))
     assert run.end_seconds > 1250.0
+
+
+def test_a_job_that_held_nothing_restarts_and_is_not_resized(
+    table: Throughputs, job: MakeJob
+) -> None:
+    """A failed gang starts again; an elastic job that lost one of its devices is resized."""
+    pool = Pool(throughputs=table, num_devices={"fast": 2})
+    failures = FailureOptions(mean_seconds=20000.0, repair_seconds=100.0, seed=5)
+
+    def end(**given: object) -> float:
+        options = FairShareOptions(failures=failures, **given)  # type: ignore[arg-type]
+        return simulate_fair_share(
+            [job(0, steps=160000.0, scale_factor=2)], pool, options
+        ).end_seconds
+
+    for scheduler, costs in (("static_priority", "restart_seconds"), ("elastic", "resize_seconds")):
+        free: dict[str, object] = {
+            "scheduler": scheduler, "resize_seconds": 0.0, "restart_seconds": 0.0,
+        }  # fmt: skip
+        other = {"restart_seconds", "resize_seconds"} - {costs}
+        assert end(**free) == end(**free | dict.fromkeys(other, 10.0))
+        assert end(**free) < end(**free | {costs: 10.0})
 
 
 def test_fair_sharing_is_for_one_type(pool: Pool, job: MakeJob) -> None:

@@ -41,6 +41,62 @@ def test_a_restart_costs_its_seconds_once(pool: Pool, job: MakeJob) -> None:
     assert run.jobs[0].num_restarts == 0
 
 
+def test_a_round_ends_early_where_nobody_holds_a_device_any_more(
+    table: Throughputs, job: MakeJob
+) -> None:
+    pool = Pool(throughputs=table, num_devices={"fast": 1})
+    jobs = [
+        job(0, steps=400.0), job(1, steps=800.0), job(2, steps=1600.0, arrival_seconds=350.0),
+    ]  # fmt: skip
+
+    def ends(**given: bool) -> list[float]:
+        options = RoundOptions(**given)
+        run = simulate_rounds(jobs, pool, allocator_named("fifo_greedy"), options)
+        return [done.finish_seconds for done in run.jobs]
+
+    assert ends() == pytest.approx([100.0, 560.0, 1120.0])
+    # Job 1 follows job 0 at once, and job 2 begins when it comes: nobody is there by then.
+    assert ends(ends_early=True) == pytest.approx([100.0, 300.0, 750.0])
+
+
+def test_a_round_goes_on_while_somebody_holds_a_device(table: Throughputs, job: MakeJob) -> None:
+    pool = Pool(throughputs=table, num_devices={"fast": 2})
+    jobs = [job(0, steps=400.0), job(1, steps=800.0), job(2, steps=400.0)]
+    options = RoundOptions(ends_early=True)
+    run = simulate_rounds(jobs, pool, allocator_named("fifo_greedy"), options)
+    assert [done.finish_seconds for done in run.jobs] == pytest.approx([100.0, 200.0, 300.0])
+
+
+def test_a_resize_costs_less_than_a_start(table: Throughputs, job: MakeJob) -> None:
+    """All that a job makes beside its steps is what starts and resizes cost, at the rate there."""
+    pool = Pool(throughputs=table, num_devices={"fast": 1, "slow": 1})
+    jobs = [job(0, steps=4000.0), job(1, steps=4000.0)]
+
+    def lost(resize_seconds: float | None) -> list[tuple[float, float]]:
+        options = RoundOptions(
+            restart_seconds=30.0, resize_seconds=resize_seconds, reset_seconds=0.0,
+            records_spans=True,
+        )  # fmt: skip
+        run = simulate_rounds(jobs, pool, allocator_named("las"), options)
+        found = []
+        for done in sorted(run.jobs, key=lambda done: done.id):
+            spans = [span for span in run.spans if span.job == done.id]
+            rates = [4.0 if span.device_type == "fast" else 1.0 for span in spans]
+            made = sum(
+                rate * (span.end_seconds - span.start_seconds)
+                for span, rate in zip(spans, rates, strict=True)
+            )
+            assert done.num_restarts == len(spans) - 1 > 0
+            found.append((made - 4000.0, rates[0] * 30.0 + sum(rates[1:]) * (resize_seconds or 0)))
+        return found
+
+    for resize_seconds in (0.0, 2.0):
+        for was_lost, expected in lost(resize_seconds):
+            assert was_lost == pytest.approx(expected)
+    for was_lost, start in lost(None):
+        assert was_lost > start + 1.0
+
+
 def test_failures_lose_the_round_and_nothing_else(table: Throughputs, job: MakeJob) -> None:
     pool = Pool(throughputs=table, num_devices={"fast": 4})
     jobs = [job(n, steps=40000.0, scale_factor=2) for n in range(4)]
@@ -174,6 +230,8 @@ def test_unknown_names_get_the_nearest(table: Throughputs) -> None:
         Case(throughputs=table, num_devices={"fast": 1}, scheduler="easyscal")
     with pytest.raises(HetflowError, match="nothing of a round"):
         RoundOptions(restart_seconds=400.0)
+    with pytest.raises(HetflowError, match=r"a resize of 400\.0 s leaves nothing of a round"):
+        RoundOptions(resize_seconds=400.0)
 
 
 def test_drawn_traces_follow_the_rules(table: Throughputs) -> None:

@@ -53,12 +53,15 @@ def _traces(draw: st.DrawFn) -> list[Job]:
     jobs=_traces(),
     published=st.booleans(),
     restart_seconds=st.sampled_from([0.0, 40.0]),
+    resize_seconds=st.sampled_from([None, 0.0, 15.0]),
+    ends_early=st.booleans(),
     fills_idle=st.booleans(),
     devices=st.sampled_from([(4, 4), (1, 4), (12, 8)]),
 )
 def test_same_digits(
     table: Throughputs, policy: str, agnostic: bool, jobs: list[Job], published: bool,
-    restart_seconds: float, fills_idle: bool, devices: tuple[int, int],
+    restart_seconds: float, resize_seconds: float | None, ends_early: bool, fills_idle: bool,
+    devices: tuple[int, int],
 ) -> None:  # fmt: skip
     if devices[0] < 4 and policy != "las":
         jobs = [job for job in jobs if job.scale_factor == 1] or [replace(jobs[0], scale_factor=1)]
@@ -70,6 +73,8 @@ def test_same_digits(
     options = RoundOptions(
         convention="published" if published else "text",
         restart_seconds=restart_seconds,
+        resize_seconds=resize_seconds,
+        ends_early=ends_early,
         fills_idle=fills_idle,
     )
     assert options.is_plain
