@@ -170,6 +170,51 @@ def test_jobs_that_give_back_or_take_keep_to_their_ranges(
         running, waiting = again(found, bidders)
 
 
+def curved(speed: float, power: float) -> Callable[[Counts], float]:
+    """More devices are always faster, each by less."""
+    return lambda counts: float((speed * counts[0] + sum(counts[1:])) ** power)
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(
+        st.tuples(st.floats(1, 3), st.floats(0.3, 0.9), st.integers(1, 4)), min_size=1, max_size=5
+    ),
+    st.tuples(*[st.integers(0, 5)] * 2),
+)
+def test_where_jobs_take_no_exchange_of_a_device_is_left_that_gains(
+    drawn: list[tuple[float, float, int]], room: tuple[int, ...]
+) -> None:
+    """On one server, by rates without gaps; the first to wait is let in while some job has two."""
+    bidders = [
+        Bidder(id=str(i), arrival_seconds=float(i), held=(0, 0), most=most, full_rate=speed**power,
+               rate=curved(speed, power))
+        for i, (speed, power, most) in enumerate(drawn)
+    ]  # fmt: skip
+    held = decide(STOCKS[:2], room, [], bidders, takes=True).held
+    for giver, taker in itertools.permutations([one for one in bidders if one.id in held], 2):
+        for stock in (0, 1):
+            less, more = list(held[giver.id]), list(held[taker.id])
+            less[stock], more[stock] = less[stock] - 1, more[stock] + 1
+            if less[stock] >= 0 and sum(less) and sum(more) <= taker.most:
+                before = giver.rate(held[giver.id]) * taker.rate(held[taker.id])
+                after = giver.rate(tuple(less)) * taker.rate(tuple(more))
+                assert after <= before * (1 + 1e-8)
+    if len(held) < len(bidders):
+        assert all(sum(counts) == 1 for counts in held.values())
+
+
+def test_the_job_that_loses_least_gives_a_device_back() -> None:
+    rates = {"even": curved(1.0, 1.0), "flat": curved(1.0, 0.5)}
+    running = [  # with one device less even loses 1 of 4, flat 0.27 of 2
+        Bidder(id=name, arrival_seconds=0.0, held=(4,), most=4, rate=rate, full_rate=rate((4,)))
+        for name, rate in rates.items()
+    ]
+    for order in (running, running[::-1]):
+        assert decide(STOCKS[:1], (6,), order, []).held == {"even": (4,), "flat": (2,)}
+    assert decide(STOCKS[:1], (4,), running, []).held == {"even": (3,), "flat": (1,)}
+
+
 def test_a_queue_of_gangs_is_not_passed() -> None:
     assert admit_gangs([2, 4], [[(2, 0), (0, 2)], [(2, 0), (0, 2)], [(2, 0)], [(0, 1)]]) == [
         (2, 0), (0, 2),
@@ -252,6 +297,22 @@ def test_elastic_jobs_use_what_fixed_jobs_leave_and_give_it_back() -> None:
     assert live.decide() == {"a": "F", "b": "ff", "heavy": "sss", "light": "F"}
     live.leave("heavy", "light", "b")
     assert live.decide() == {"a": "FF"}  # it stays on its server
+
+
+def test_fixed_jobs_are_let_in_by_weight_and_wait_where_too_few_devices_work() -> None:
+    both = Fixed(((3, 0),))
+    live = Live({"early": both, "heavy": both, "other": Fixed(((2, 0),)), "a": elastic(1, 2)})
+    live.come("early")
+    live.come("heavy", weight=2.0)
+    assert live.decide() == {"heavy": "fff"}
+    live.come("other")
+    assert live.decide() == {"heavy": "fff"}  # the first one waits, and all behind it
+    live.leave("early")
+    assert live.decide() == {"heavy": "fff", "other": "FF"}
+    assert live.decide(live.seats["heavy"][1]) == {"other": "FF"}
+    live.come("a")
+    assert live.decide((0, 0, 1)) == {"a": "ff", "other": "FF"}
+    assert live.decide() == {"heavy": "fff", "other": "FF", "a": "ss"}
 
 
 def test_a_job_that_may_not_mix_keeps_to_its_type_and_a_large_one_begins_on_two() -> None:
