@@ -86,7 +86,7 @@ def prepare(folder: Path, epochs: int) -> Submission:
 def alone(folder: Path, asked: Submission) -> tuple[float, str]:
     """Seconds of the launch by itself, and the digest of its parameters."""
     folder.mkdir()
-    files.write(folder / "plan.json", plan_on(asked, DEVICE, 1))
+    files.write(folder / "plan.json", plan_on(asked, {DEVICE: 1}))
     start = time.monotonic()
     command = [
         sys.executable, "-m", "hetflow", "launch", "--output", str(folder / "run"),

@@ -26,8 +26,9 @@ def start(
     policy: Annotated[
         str,
         typer.Option(
-            help="How devices are shared: a policy of `hetflow allocate`, or elastic, weighted "
-            "fair sharing that changes how many devices jobs hold."
+            help="How devices are shared: a policy of `hetflow allocate`; elastic, weighted fair "
+            "sharing that changes how many devices jobs hold; or easyscale, easyscale-taking or "
+            "easyscale-homogeneous, which also change their types."
         ),
     ] = "las_weighted",
     round_seconds: Annotated[
@@ -52,6 +53,7 @@ def start(
     \b
     hetflow cluster start --gpus 1xcpu:fast,2xcpu:slow --round 30
     hetflow cluster start --gpus 4xcpu:fast --policy elastic
+    hetflow cluster start --gpus 1xcpu:fast,2xcpu:slow --policy easyscale
     hetflow submit train.toml
     hetflow queue
     """

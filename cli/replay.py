@@ -66,7 +66,7 @@ def replay(
     hetflow cluster replay --policy fifo --restart-seconds 20 --resize-seconds 1
     hetflow cluster replay --sacct jobs.txt --policy las --rate v100=3.5 --rate k80=1
     """
-    from ..mechanisms import elastic
+    from ..mechanisms import easyscale, elastic
     from ..scheduler.history import history
     from ..scheduler.store import Store
     from ..simulator import Case, run_case
@@ -77,9 +77,9 @@ def replay(
         live = history(Store.open(state))
     else:
         live = _history_of_log(sacct, gpus, rates_of(rate or ()), policy or "fifo", round_seconds)
-    if (policy or live.policy) == elastic.NAME:
+    if (name := policy or live.policy) in (elastic.NAME, *easyscale.VARIANTS):
         raise ProblemError(
-            f"jobs with a range of devices are not simulated under {elastic.NAME}",
+            f"jobs with a range of devices are not simulated under {name}",
             hint="name another policy with --policy: each job then holds the most of its range",
         )
     case = Case(

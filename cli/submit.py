@@ -33,7 +33,9 @@ def submit(
     ] = None,
     devices_at_least: Annotated[
         int | None,
-        typer.Option(min=1, help="Instead: a range, for policy elastic [default: 1]."),
+        typer.Option(
+            min=1, help="Instead: a range, for policies elastic, easyscale* [default: 1]."
+        ),
     ] = None,
     devices_at_most: Annotated[
         int | None,

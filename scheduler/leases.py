@@ -7,6 +7,7 @@ at most once for a lease. So a scheduler that was killed at any point continues 
 import json
 import sqlite3
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ def start(
     folder, job_folder = store.lease_folder(lease.job, lease.number), store.job_folder(lease.job)
     held = tuple(devices[name] for name in lease.devices)
     try:
-        plan = plan_on(asked, held[0].device_type, len(held))
+        plan = plan_on(asked, Counter(device.device_type for device in held))
     except FileError as error:  # not that of the state: its profiles are gone
         raise ProblemError(error.message, hint=error.hint) from None
     try:

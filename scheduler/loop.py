@@ -7,9 +7,10 @@ other that loses its devices is asked to save and end; the next job starts on th
 free. Between rounds the scheduler records leases that ended or were resized, and carries out what
 users asked for. When no job holds a device, the next round begins at once.
 
-Under weighted fair sharing (``mechanisms.elastic``) jobs grow and shrink within the range that they
-state. There a decision is due at once when a job comes or ends, and at the end of each round for
-what became of devices. Under every other policy such a job holds the most of its range.
+Under weighted fair sharing (``mechanisms.elastic``), and under EasyScale's schedulers
+(``mechanisms.easyscale``), jobs grow and shrink within the range that they state. There a decision
+is due at once when a job comes or ends, and at the end of each round for what became of devices.
+Under every other policy such a job holds the most of its range.
 """
 
 import logging
@@ -22,9 +23,10 @@ from functools import partial
 import numpy as np
 
 from ..engines.protocol import Engine, EngineDevice, ResizingEngine, UnsuitableDevicesError
-from ..mechanisms import elastic
+from ..mechanisms import easyscale, elastic
 from ..mechanisms.allocators.named import PolicyAllocator, allocator_named, most_devices
 from ..mechanisms.allocators.shares import Allocator
+from ..mechanisms.cluster.layout import Layout
 from ..mechanisms.cluster.pool import Pool
 from ..mechanisms.cluster.seats import Device, Seat
 from ..mechanisms.rounds.assign import next_round
@@ -36,11 +38,12 @@ from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.files import Plan, from_json
 from . import leases, resizes
 from .leases import Ended, Lease
-from .plans import Rate, as_job, plan_on, rates_from, rates_of, rates_to, together
+from .plans import Rate, as_job, kind_of, plan_on, rates_from, rates_of, rates_to, together
 from .rests import Rests
 from .store import Store
 from .submission import Submission
 from .transitions import due
+from .wishes import rates_and_wish, wish_of
 
 _log = logging.getLogger("hetflow")
 MOST_FAILURES = 10
@@ -57,7 +60,7 @@ _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
 class Settings:
     """How a live cluster is run. ``grace_seconds`` is what a job has to save in.
 
-    ``policy`` is one of allocation, or ``elastic``.
+    ``policy`` is one of allocation, ``elastic``, or one of ``easyscale.VARIANTS``.
     """
 
     policy: str = "las"
@@ -81,7 +84,9 @@ class Scheduler:
         """
         self._store, self._engine, self._settings = store, engine, settings
         is_elastic = settings.policy == elastic.NAME
-        self._policy = None if is_elastic else _Policy.named(settings.policy)
+        self._variant = easyscale.VARIANTS.get(settings.policy)
+        is_prompt = is_elastic or self._variant is not None
+        self._policy = None if is_prompt else _Policy.named(settings.policy)
         self._most_devices = most_devices(settings.policy)
         self._devices = {device.name: device for device in engine.devices()}
         if is_elastic:
@@ -91,6 +96,7 @@ class Scheduler:
         self._submissions: dict[int, Submission] = {}
         self._rates: dict[tuple[str, int], Rate] = {}
         self._numbers: dict[str, tuple[int, ...]] = {}  # of devices that each job can hold
+        self._wishes: dict[str, easyscale.Wish] = {}
         self._round_ends: float | None = store.get("round_ends")
         self._has_news = True  # since the last decision
         names = sorted(self._devices)
@@ -235,8 +241,8 @@ class Scheduler:
             return None
 
     def _plan(self, job: int, devices: Sequence[str]) -> Plan:
-        device_type = self._devices[devices[0]].device_type
-        return plan_on(self._submission(job), device_type, len(devices))
+        types = Counter(self._devices[name].device_type for name in devices)
+        return plan_on(self._submission(job), types)
 
     def _stop_instead(self, lease: Lease, found: resizes.Outcome, now: float) -> None:
         """Let a job that was not resized save, and start on its next devices."""
@@ -302,6 +308,7 @@ class Scheduler:
         self._state.leave({str(job)})
         self._submissions.pop(job, None)
         self._numbers.pop(str(job), None)
+        self._wishes.pop(str(job), None)
         self._has_news = True
 
     def _obey(self, now: float) -> None:
@@ -326,7 +333,7 @@ class Scheduler:
     def _rates_or_why(self, job: int) -> tuple[Rate, ...] | HetflowError:
         """How fast a job is with each number of devices, or why it can never run."""
         try:
-            rates = rates_of(self._submission(job), self._places.num_devices, self._no_mixes)
+            rates = self._rates_of(self._submission(job))
         except HetflowError as error:
             return error
         why = self._oversize(rates[-1].scale_factor)
@@ -383,6 +390,13 @@ class Scheduler:
             self._state.admit(entering, self._settings.rules.head_start_seconds)
             self._has_news = True
 
+    def _rates_of(self, asked: Submission) -> tuple[Rate, ...]:
+        """How fast a new job is; HetflowError says why it can never run."""
+        if self._variant is None:
+            return rates_of(asked, self._places.num_devices, self._no_mixes)
+        places = self._places
+        return rates_and_wish(asked, places.num_devices, places.layout, self._variant)[0]
+
     def _hold_oversized(self, now: float) -> None:
         """Hold jobs that the policy before let in, and this one cannot; those that run save first.
 
@@ -431,7 +445,7 @@ class Scheduler:
     def _is_due(self, now: float) -> bool:
         if not len(self._state.active):
             return False
-        if self._policy is None and self._rests.resting(now):
+        if self._policy is None and self._variant is None and self._rests.resting(now):
             return False  # it is the only server: all its jobs would have to stop
         if self._round_ends is None:
             return True
@@ -472,16 +486,37 @@ class Scheduler:
         active = self._state.active
         seconds = max(0.0, now - max(started, lease.credited or started))
         kinds = Counter(kind for kind, _, _ in self._places.seat(lease.devices))
-        column = self._state.pool.column_of(kinds)
-        receive(self._state, np.array([column]), np.array([place]), np.array([seconds]))
-        active.held[column, place] += seconds
-        job, number = active.jobs[place], len(lease.devices)
-        rate = active.rate[column, place]
-        if number in self._numbers.get(job.id, ()):
-            rate = self._state.pool.rate(replace(job, scale_factor=number))[column]
-        done = seconds * float(rate)
-        active.left[place] = max(_LEAST_STEPS, active.left[place] - done)
+        rate = self._receive(place, kinds, seconds)
+        active.left[place] = max(_LEAST_STEPS, active.left[place] - seconds * rate)
         leases.credit(self._store, lease, now)
+
+    def _receive(self, place: int, kinds: Counter[int], seconds: float) -> float:
+        """Count the time that a job had on devices of each type; its steps per second there."""
+        active, pool = self._state.active, self._state.pool
+        job, number = active.jobs[place], kinds.total()
+        if (column := self._column(place, kinds)) is None:
+            for kind, part in kinds.items():
+                self._count(place, kind, seconds * part / number)
+            wish = self._wish(job.id)
+            counts = tuple(kinds[kind] for kind in range(len(pool.types)))
+            return wish.rate(counts) if isinstance(wish, easyscale.Elastic) else 0.0
+        self._count(place, column, seconds)
+        if number in self._numbers.get(job.id, ()):
+            return float(pool.rate(replace(job, scale_factor=number))[column])
+        return float(active.rate[column, place])
+
+    def _column(self, place: int, kinds: Counter[int]) -> int | None:
+        """Where policies see these devices of a job; None for several types within its range."""
+        try:
+            column = self._state.pool.column_of(kinds)
+        except ProblemError:
+            return None
+        alike = len(kinds) == 1 or self._state.active.rate[column, place] > 0
+        return column if alike else None
+
+    def _count(self, place: int, column: int, seconds: float) -> None:
+        receive(self._state, np.array([column]), np.array([place]), np.array([seconds]))
+        self._state.active.held[column, place] += seconds
 
     def _decide_or_say(self, now: float) -> None:
         """Begin a round; if the policy fails, all jobs keep their devices for one more round."""
@@ -515,6 +550,12 @@ class Scheduler:
     def _chosen(self, open_: Sequence[Lease], now: float) -> dict[str, Seat]:
         """The devices of each job that runs from now on."""
         sizes, down, held = self._places.sizes, self._down(now), self._held(open_)
+        if self._variant is not None:
+            return easyscale.next_devices(
+                self._state, {job.id: self._wish(job.id) for job in self._state.active.jobs}, now,
+                variant=self._variant, layout=self._places.layout, down=down,
+                held=self._decided(open_), kept=self._kept(open_, now),
+            )  # fmt: skip
         if self._policy is None:
             return elastic.next_shares(
                 self._state, self._numbers, now, sizes=sizes, down=down, held=held
@@ -524,6 +565,14 @@ class Scheduler:
             self._state, allocator, now, self._settings.rules, sizes=sizes, down=down, held=held
         )
         return {**found, **self._kept(open_, now)}
+
+    def _wish(self, job: str) -> easyscale.Wish:
+        if job not in self._wishes:
+            asked = self._submission(int(job))
+            rates = [one for key in self._numbers[job]
+                     if (one := self._rates.get((kind_of(asked), key)))]  # fmt: skip
+            self._wishes[job] = wish_of(asked, rates, list(self._places.num_devices))
+        return self._wishes[job]
 
     def _kept(self, open_: Sequence[Lease], now: float) -> dict[str, Seat]:
         """The devices of jobs that run on a server that rests: only new launches avoid it."""
@@ -547,6 +596,12 @@ class Scheduler:
         running = {lease.job: lease.resizing_to or lease.devices for lease in open_
                    if lease.state in _STARTED}  # fmt: skip
         return {str(job): self._places.seat(names) for job, names in (planned | running).items()}
+
+    def _decided(self, open_: Sequence[Lease]) -> dict[str, Seat]:
+        """The devices of jobs by the last decision, also where a resize has to wait for others."""
+        planned = {str(lease.job): self._places.seat(lease.devices)
+                   for lease in open_ if not lease.holds_devices}  # fmt: skip
+        return self._held(open_) | planned
 
     def _plan_next(self, open_: Sequence[Lease], found: dict[int, Seat], now: float) -> None:
         """Renew leases; plan the next one of each job that gets other devices, or some at last.
@@ -687,7 +742,7 @@ class _Policy:
 
     @classmethod
     def named(cls, name: str) -> "_Policy":
-        alone = allocator_named(name, others=(elastic.NAME,))
+        alone = allocator_named(name, others=(elastic.NAME, *easyscale.VARIANTS))
         mixing = allocator_named(name, columns=True)
         if alone.shares_space:
             raise ProblemError(f"{name} puts two jobs on a device, which a live cluster does not")
@@ -708,7 +763,7 @@ def _refuse_several(devices: Collection[EngineDevice]) -> None:
             raise ProblemError(
                 f"{elastic.NAME} shares devices of one {what}, the cluster has "
                 f"{', '.join(sorted(names))[:200]}",
-                hint=f"start with one {what}, or take a policy of `hetflow allocate`",
+                hint=f"start with one {what}, or take easyscale or a policy of `hetflow allocate`",
             )
 
 
@@ -730,6 +785,10 @@ class _Places:
             for number, name in enumerate(names)
         }
         self._device = {name: device for device, name in self._name.items()}
+        servers = list(dict.fromkeys(device.server for device in devices))
+        self.layout = Layout(
+            self.sizes, tuple(tuple(map(servers.index, row)) for row in rows.values())
+        )
 
     @property
     def servers(self) -> tuple[tuple[int, ...], ...] | None:

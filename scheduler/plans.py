@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,15 +23,44 @@ Rate = ModelThroughput | MixThroughput
 """How fast a job is: on each type, or on the devices of several types that it asked for by name."""
 
 
-def plan_on(asked: Submission, device_type: str, number: int) -> Plan:
-    """The plan of a job on so many devices of a type, by its profiles as they are at first.
+def plan_on(asked: Submission, devices: Mapping[str, int]) -> Plan:
+    """The plan of a job on so many devices of each type, by its profiles as they are at first.
 
     A job that named its devices has one plan, for just these.
 
     Raises:
         HetflowError: There is none, or the profiles are gone.
     """
-    return _plan(_kind(asked), asked.gpus or f"{number}x{device_type}")
+    return _plan(_kind(asked), asked.gpus or _pool(devices))
+
+
+def rate_on(asked: Submission, devices: Mapping[str, int]) -> float:
+    """Steps per second of a job on devices of several types; 0 where no plan uses all of them.
+
+    Raises:
+        FileError: The profiles are gone.
+    """
+    return _rate(_kind(asked), _pool(devices))
+
+
+def _pool(devices: Mapping[str, int]) -> str:
+    return ",".join(f"{number}x{name}" for name, number in devices.items() if number)
+
+
+def may_mix(asked: Submission, types: Collection[str]) -> bool:
+    """Whether its level of determinism lets a job hold several of these types at once.
+
+    The levels static and elastic hold on one type (EasyScale 3.3); emulated types of one base are
+    one type.
+    """
+    if asked.level in ("none", "heterogeneous"):
+        return True
+    real = {
+        one.device_type if one.emulation is None else one.emulation.base_device_type
+        for one in _profiles(asked.profiles, asked.model)
+        if one.device_type in types
+    }
+    return len(real) <= 1
 
 
 class _Kind(NamedTuple):
@@ -76,6 +105,18 @@ def _plan(kind: _Kind, gpus: str) -> Plan:
     )
     lower(plan)  # here, and not in its launch, a plan is refused that cannot be launched
     return plan
+
+
+@lru_cache(maxsize=65536)
+def _rate(kind: _Kind, gpus: str) -> float:
+    try:
+        plan = _plan(kind, gpus)
+    except (InfeasibleError, ProblemError):
+        return 0.0
+    used = Counter(worker.device_type for worker in lower(plan).workers)
+    if used != Counter(Cluster.parse(gpus).num_devices):
+        return 0.0
+    return 1.0 / plan.predicted.step_seconds
 
 
 @lru_cache(maxsize=256)
@@ -159,7 +200,7 @@ def _throughput_with(
             obstacles.append(f"{name}: {number} are asked for, the cluster has {there}")
         else:
             try:
-                plan = plan_on(asked, name, number)
+                plan = plan_on(asked, {name: number})
             except (InfeasibleError, ProblemError) as error:
                 obstacles.append(f"{name}: {error.message}")
                 continue

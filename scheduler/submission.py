@@ -34,11 +34,11 @@ class Submission:
     the ``devices`` (all of one type) that it is given, made from ``profiles``. ``gpus`` instead
     names types and numbers (``1xV100,2xP100``): it gets just these, all at once.
     ``devices_at_least`` and ``devices_at_most`` instead state a range, within which weighted fair
-    sharing changes the number while it runs; ``devices`` is then the most. ``steps`` are those
-    that it makes in all. ``virtual_nodes`` and ``determinism`` are those of ``hetflow solve``
-    and ``hetflow launch``: with ``elastic``, the default where virtual nodes are given, a job ends
-    with the same parameters whatever devices it was moved to. ``checkpoint_every`` counts steps; a
-    job also saves whenever it has to leave.
+    sharing and EasyScale's schedulers change the number while it runs; ``devices`` is then the
+    most. ``steps`` are those that it makes in all. ``virtual_nodes`` and ``determinism`` are those
+    of ``hetflow solve`` and ``hetflow launch``: with ``elastic``, the default where virtual nodes
+    are given, a job ends with the same parameters whatever devices it was moved to.
+    ``checkpoint_every`` counts steps; a job also saves whenever it has to leave.
 
     ``strategy`` says what the plan is; ``auto`` takes on each turn the fastest of the three kinds.
     All but splits need ``microbatch_size``: a checkpoint can be loaded under the plan of other

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ..mechanisms.allocators.named import allocator_named, always_pairs
 from ..mechanisms.cluster.layout import Layout
 from ..mechanisms.cluster.pool import Pool
+from ..mechanisms.easyscale import VARIANTS
 from ..schema.errors import BackendError, ProblemError
 from ..schema.jobs import Entity, Job, Throughputs, consolidated_devices
 from ..schema.market import utc_text
@@ -31,15 +32,14 @@ from .rounds.simulate import simulate_rounds
 from .traces.draws import TraceOptions, draw_jobs
 
 SCHEDULERS = (
-    "rounds", "published-rounds", "elastic", "static-priority", "easyscale",
-    "easyscale-taking", "easyscale-homogeneous", "yarn",
+    "rounds", "published-rounds", "elastic", "static-priority", *VARIANTS, "yarn",
 )  # fmt: skip
 MARKET = "market"  # the scheduler of machines to rent; needs a market
 _NO_RESIZES = ("static-priority", "yarn", MARKET)
 _PROPOSALS: dict[str, Literal["heterogeneous", "homogeneous", "yarn"]] = {
-    "easyscale": "heterogeneous", "easyscale-taking": "heterogeneous",
-    "easyscale-homogeneous": "homogeneous", "yarn": "yarn",
-}  # fmt: skip
+    **{name: "heterogeneous" if one.mixes else "homogeneous" for name, one in VARIANTS.items()},
+    "yarn": "yarn",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ def run_case(
     if case.scheduler in _PROPOSALS:
         proposals = ProposalOptions(
             scheduler=_PROPOSALS[case.scheduler],
-            takes=case.scheduler == "easyscale-taking",
+            takes=case.scheduler in VARIANTS and VARIANTS[case.scheduler].takes,
             resize_seconds=case.moving_seconds,
             restart_seconds=case.restart_seconds,
             failures=case.failures,

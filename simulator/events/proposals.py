@@ -1,28 +1,21 @@
-"""EasyScale's schedulers: jobs propose, the cluster accepts greedily (EasyScale 3.4).
+"""EasyScale's schedulers in virtual time (EasyScale 3.4); ``mechanisms.proposals`` decides.
 
 A job's ``scale_factor`` is maxP, the number of ESTs; it runs on any devices, N_i of type i with
-at most A_i ESTs each, at maxP / f_overload mini-batches (equations 1a to 1d). Each job proposes
-its ``top`` plans, each an increment of devices of one type, by speed-up per device; the cluster
-accepts the highest, of equals the one with more devices, then the earlier job, until none is
-left. Where the text is silent: speed-up is the gain over the job's rate on maxP devices of its
-fastest type, so that it is finite for a job that holds nothing; a job yields to serving jobs where
+at most A_i ESTs each, at maxP / f_overload mini-batches (equations 1a to 1d). Speed-ups are
+relative to the job's rate on maxP devices of its fastest type; a job yields to serving jobs where
 a device costs it the least.
-
-With ``takes``, proposals may also name a device that another job holds: it changes hands where
-the product of both rates grows (the taker's speed-up is more than the giver's slow-down; a job
-that holds nothing has the first claim, the longest waiting one before others). A giver keeps one
-device. The product of all rates grows with each exchange, so this ends.
 
 YARN's capacity scheduler stands beside it: first in, first out, a whole gang of one type at once.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from ...mechanisms.cluster.layout import Layout
 from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.proposals import Bidder, Stock, admit_gangs, decide
 from ...schema.errors import ProblemError
 from ...schema.jobs import Job
 from ..cluster.failures import FailureOptions
@@ -45,7 +38,6 @@ class ProposalOptions:
     """
 
     scheduler: Literal["heterogeneous", "homogeneous", "yarn"] = "heterogeneous"
-    top: int = 3
     takes: bool = False
     resize_seconds: float = 0.0
     restart_seconds: float | None = None
@@ -54,15 +46,6 @@ class ProposalOptions:
     failures: FailureOptions | None = None
     layout: Layout | None = None
     records_spans: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """More devices of one type for a job; ``gain`` is its speed-up per device."""
-
-    gain: float
-    kind: int
-    number: int
 
 
 def simulate_proposals(
@@ -137,129 +120,51 @@ class _Proposals(EventCluster):
         if self.options.scheduler == "yarn":
             self._admit()
             return
-        self._yield_what_is_lacking()
-        while self._accept_best():
-            pass
-        if self.options.takes:
-            while self._take_one():
-                pass
+        entries = {entry.job.id: entry for entry in (*self.running, *self.waiting)}
+        found = decide(
+            [Stock(kind, 0) for kind in range(len(self.none))],
+            self.capacity(),
+            [self._bidder(entry) for entry in self.running],
+            [self._bidder(entry) for entry in self.waiting],
+            takes=self.options.takes,
+        )
+        for job, counts in found.refused:
+            self.refused.setdefault(job, set()).add(counts)
+        idle = [entry for entry in self.running if entry.job.id not in found.held]
+        self.waiting = sorted(
+            [*idle, *(entry for entry in self.waiting if entry.job.id not in found.held)],
+            key=lambda entry: entry.job.arrival_seconds,
+        )
+        self.running = [entries[job] for job in found.held]
+        for entry in (*self.waiting, *self.running):
+            self.resize(entry, found.held.get(entry.job.id, self.none))
+
+    def _bidder(self, entry: Entry) -> Bidder:
+        measured = self.options.measured
+        return Bidder(
+            id=entry.job.id,
+            arrival_seconds=entry.job.arrival_seconds,
+            held=entry.counts,
+            most=entry.job.scale_factor,
+            rate=partial(self._estimate, entry),
+            full_rate=max(self.pool.rate_per_device(entry.job)),
+            mixes=self.options.scheduler == "heterogeneous",
+            actual=None if measured is None else partial(self.rate_of, entry),
+            refused=frozenset(self.refused.get(entry.job.id, ())),
+        )
 
     def _admit(self) -> None:
         """FIFO, gang-scheduled: the head waits for all its devices of one type."""
-        free = self.free()
-        while self.waiting:
-            entry = self.waiting[0]
-            need, rate = entry.job.scale_factor, self.pool.rate(entry.job)
-            fits = [kind for kind, left in enumerate(free) if left >= need and rate[kind] > 0]
-            if not fits:
-                return
-            best = max(fits, key=lambda kind: (rate[kind], -kind))
-            self.running.append(self.waiting.pop(0))
-            self.resize(entry, tuple(need if kind == best else 0 for kind in range(len(free))))
-            free[best] -= need
-
-    def _yield_what_is_lacking(self) -> None:
-        for kind, lacking in enumerate(self.free()):
-            for _ in range(-lacking):
-                holders = [entry for entry in self.running if entry.counts[kind]]
-                victim = min(holders, key=lambda entry: self._loss(entry, kind))
-                self.resize(victim, _plus(victim.counts, kind, -1))
-        idle = [entry for entry in self.running if not entry.devices]
-        self.running = [entry for entry in self.running if entry.devices]
-        self.waiting = sorted([*idle, *self.waiting], key=lambda e: e.job.arrival_seconds)
-
-    def _loss(self, entry: Entry, kind: int) -> float:
-        after = self._estimate(entry, _plus(entry.counts, kind, -1))
-        return (self._estimate(entry, entry.counts) - after) / self._full(entry)
-
-    def _full(self, entry: Entry) -> float:
-        return max(self.pool.rate_per_device(entry.job))
-
-    def _accept_best(self) -> bool:
-        """Accept the best proposal of all jobs; False where there is none."""
-        free = self.free()
-        entries = [*self.running, *self.waiting]
-        offers = [(p, entry) for entry in entries for p in self.proposals(entry, free)]
-        if not offers:
-            return False
-        proposal, entry = max(
-            offers,
-            key=lambda offer: (offer[0].gain, offer[0].number, -offer[1].job.arrival_seconds),
-        )
-        before, rate = entry.counts, entry.rate
-        counts = _plus(before, proposal.kind, proposal.number)
-        if self.rate_of(entry, counts) < rate:
-            self.refused.setdefault(entry.job.id, set()).add(counts)  # slower: fall back
-            return True
-        if entry in self.waiting:
-            self.waiting.remove(entry)
+        for counts in admit_gangs(self.free(), (self._gang(entry.job) for entry in self.waiting)):
+            entry = self.waiting.pop(0)
             self.running.append(entry)
-        self.resize(entry, counts)
-        return True
+            self.resize(entry, counts)
 
-    def _take_one(self) -> bool:
-        """Let the device change hands that gains most; False where none gains."""
-        best: tuple[float, int, Entry, Entry] | None = None
-        for kind in range(len(self.none)):
-            givers = sorted(
-                (self._kept(entry, kind), i, entry)
-                for i, entry in enumerate(self.running)
-                if entry.counts[kind] and entry.devices > 1
-            )
-            if not givers:
-                continue
-            for taker in [*self.running, *self.waiting[:1]]:
-                giver = next((one for one in reversed(givers) if one[2] is not taker), None)
-                if giver is None:
-                    continue
-                gain = self._gain(taker, kind) * giver[0]
-                if gain > 1 + 1e-9 and (best is None or gain > best[0]):
-                    best = gain, kind, taker, giver[2]
-        if best is None:
-            return False
-        _, kind, taker, giver_ = best
-        self.resize(giver_, _plus(giver_.counts, kind, -1))
-        if not taker.devices:
-            self.waiting.remove(taker)
-            self.running.append(taker)
-        self.resize(taker, _plus(taker.counts, kind, 1))
-        return True
-
-    def _kept(self, entry: Entry, kind: int) -> float:
-        """The part of its rate that a job keeps without one of its devices."""
-        now = self._estimate(entry, entry.counts)
-        return self._estimate(entry, _plus(entry.counts, kind, -1)) / now if now else 1.0
-
-    def _gain(self, entry: Entry, kind: int) -> float:
-        """The factor by which one more device speeds a job up; infinite where it holds none."""
-        fixed = self.options.scheduler == "homogeneous" and entry.devices
-        counts = _plus(entry.counts, kind, 1)
-        if (fixed and not entry.counts[kind]) or entry.devices >= entry.job.scale_factor:
-            return 0.0
-        if counts in self.refused.get(entry.job.id, set()):
-            return 0.0
-        now, then = self._estimate(entry, entry.counts), self._estimate(entry, counts)
-        if not now:
-            return float("inf") if then else 0.0
-        return then / now
-
-    def proposals(self, entry: Entry, free: list[int]) -> list[Proposal]:
-        """The job's top increments by speed-up per device, as far as devices are free."""
-        max_p, now = entry.job.scale_factor, self._estimate(entry, entry.counts)
-        refused = self.refused.get(entry.job.id, set())
-        found = []
-        for kind, left in enumerate(free):
-            fixed = self.options.scheduler == "homogeneous" and entry.devices
-            if fixed and not entry.counts[kind]:
-                continue
-            for number in range(1, min(left, max_p - entry.devices) + 1):
-                counts = _plus(entry.counts, kind, number)
-                gain = (self._estimate(entry, counts) - now) / self._full(entry) / number
-                if gain > 1e-12 and counts not in refused:
-                    found.append(Proposal(gain=gain, kind=kind, number=number))
-        found.sort(key=lambda p: (-p.gain, -p.number, p.kind))
-        return found[: self.options.top]
-
-
-def _plus(counts: Counts, kind: int, number: int) -> Counts:
-    return tuple(n + number if k == kind else n for k, n in enumerate(counts))
+    def _gang(self, job: Job) -> list[Counts]:
+        rate = self.pool.rate(job).tolist()
+        kinds = [kind for kind in range(len(self.none)) if rate[kind] > 0]
+        kinds.sort(key=lambda kind: (-rate[kind], kind))
+        return [
+            tuple(job.scale_factor if k == kind else 0 for k in range(len(self.none)))
+            for kind in kinds
+        ]

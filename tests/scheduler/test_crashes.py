@@ -202,16 +202,17 @@ def play_elastic(cluster: Mortal, asked: Asked) -> None:
     users.close()
 
 
-ENGINES_OF = {play: FakeEngine, play_resizes: ResizableEngine, play_elastic: OneTypeEngine}
+ENGINES_OF = {play: FakeEngine, play_resizes: ResizableEngine, play_elastic: ResizableEngine}
 
 
 def dies_at(
-    folder: Path, asked: Asked, fatal: int | None, play: Play = play, number: int = 1
-) -> tuple[int, int]:
+    folder: Path, asked: Asked, fatal: int | None, play: Play = play, number: int = 1,
+    policy: str = "las_weighted",
+) -> tuple[int, int]:  # fmt: skip
     """Play it all with a death at a point; how many points and how many resizes there were."""
     points = Points(fatal)
-    fake = ENGINES_OF[play](number)
-    cluster = Mortal(folder, points, fake, "elastic" if play is play_elastic else "las_weighted")
+    fake = (OneTypeEngine if policy == "elastic" else ENGINES_OF[play])(number)
+    cluster = Mortal(folder, points, fake, policy)
     play(cluster, asked)
     assert cluster.states() == ["done", "done", "done", "cancelled"]
     done = sorted(int(one.parent.parent.name) for one, code in cluster.fake.ended.items()
@@ -249,16 +250,23 @@ def test_a_scheduler_that_dies_in_a_resize_adopts_what_the_launch_holds(
 
 
 @pytest.mark.parametrize(
-    "share", [pytest.param(128), pytest.param(40, marks=pytest.mark.slow)], ids=["some", "many"]
+    ("policy", "devices", "share"),
+    [
+        pytest.param("elastic", 4, 128, id="some"),
+        pytest.param("elastic", 4, 40, id="many", marks=pytest.mark.slow),
+        pytest.param("easyscale-taking", 2, 80, id="two-types", marks=pytest.mark.slow),
+    ],
 )
 def test_a_scheduler_that_dies_while_jobs_grow_and_shrink_loses_none(
-    tmp_path: Path, asked: Asked, share: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, asked: Asked, policy: str, devices: int, share: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """``devices`` are those of each type."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    number, resizes = dies_at(tmp_path / "whole", asked, None, play_elastic, 4)
-    assert resizes > 3
+    number, resizes = dies_at(tmp_path / "whole", asked, None, play_elastic, devices, policy)
+    assert resizes > (3 if policy == "elastic" else 2)
     for fatal in range(1, number + 1, share):
-        dies_at(tmp_path / str(fatal), asked, fatal, play_elastic, 4)
+        dies_at(tmp_path / str(fatal), asked, fatal, play_elastic, devices, policy)
 
 
 def test_a_full_disk_under_the_state_loses_nothing(

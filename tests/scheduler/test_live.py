@@ -167,10 +167,17 @@ def test_a_job_that_grows_and_shrinks_while_it_runs_ends_as_the_same_job_alone(
     assert not left_over(folder)
 
 
+@pytest.mark.parametrize(
+    ("policy", "pool", "second"),
+    [
+        ("elastic", "2xcpu:slow", {"devices_at_most": 2}),
+        ("easyscale", "1xcpu:fast,1xcpu:slow", {"devices": 1}),  # guaranteed; it gets the fast one
+    ],
+)
 def test_a_job_that_shrinks_for_another_and_grows_again_ends_as_the_same_job_alone(
-    folder: Path, alone: str
+    folder: Path, alone: str, policy: str, pool: str, second: dict[str, int]
 ) -> None:
-    """The decisions are those of weighted fair sharing, as jobs come and end."""
+    """The decisions are those of the policy, as jobs come and end."""
     (folder / "train.py").write_text(
         SLOW_AT_FIRST.replace("'hurry'", "sys.argv[1]")
         .replace("import os", "import sys, os")
@@ -178,33 +185,35 @@ def test_a_job_that_shrinks_for_another_and_grows_again_ends_as_the_same_job_alo
     )
     store = Store.create(folder / "state")
     paths = {"script": str(folder / "train.py"), "profiles": str(folder / "profiles")}
-    job = {"batch_size": 16, "steps": 200, "virtual_nodes": 4, "devices_at_most": 2, **paths}
+    job = {"batch_size": 16, "steps": 200, "virtual_nodes": 4, **paths}
 
-    def add(name: str) -> int:
-        asked = {"name": name, "arguments": [str(folder / f"hurry-{name}")], **job}
+    def add(name: str, **devices: int) -> int:
+        asked = {"name": name, "arguments": [str(folder / f"hurry-{name}")], **devices, **job}
         return submit(store, submission(asked, base=folder, name="test"))
 
-    engine = LocalEngine(Cluster.parse("2xcpu:slow"))
+    engine = LocalEngine(Cluster.parse(pool))
     rules = RoundRules(round_seconds=600.0, reset_seconds=0.0)
-    settings = loop.Settings(policy="elastic", rules=rules, grace_seconds=20)
+    settings = loop.Settings(policy=policy, rules=rules, grace_seconds=20)
     scheduler = loop.Scheduler(store, engine, settings)
     end = time.monotonic() + LIMIT_SECONDS
     (folder / "hurry-second").touch()
-    log = store.lease_folder(add("first"), 1) / OUTPUT
+    log = store.lease_folder(add("first", devices_at_most=2), 1) / OUTPUT
     while any(row.state != "done" for row in view.queue(store)):
         scheduler.tick(time.time())
         time.sleep(0.05)
         rows = {row.name: row for row in view.queue(store)}
         assert time.monotonic() < end, rows
         if len(rows) == 1 and log.is_file() and "epoch" in log.read_text():
-            add("second")
+            add("second", **second)
         if rows["first"].resizes == 2:
             (folder / "hurry-first").touch()
     assert {name: (row.leases, row.resizes, row.digest) for name, row in rows.items()} == {
         "first": (1, 2, alone), "second": (1, 0, alone)
     }  # fmt: skip
     held = store.rows("SELECT devices FROM leases ORDER BY job, number")
-    assert [len(json.loads(one["devices"])) for one in held] == [2, 1, 2, 1]
+    devices = [json.loads(one["devices"]) for one in held]
+    assert [len(names) for names in devices] == [2, 1, 2, 1]
+    assert {*devices[1], *devices[3]} == {*devices[0]}  # each has one of the two meanwhile
     assert not left_over(folder)
 
 

@@ -110,11 +110,11 @@ def test_auto_takes_the_fastest_kind_on_each_type_and_cuts_batches_alike(
     job = pipeline(asked, "a", folder, strategy="auto")
     kinds = {}
     for name in ("cpu:fast", "cpu:slow"):
-        plan = plan_on(job, name, 2)
+        plan = plan_on(job, {name: 2})
         kinds[name] = plan.kind
         assert microbatches(plan) == [4] * 4
         one_kind = [replace(job, strategy=kind) for kind in ("split", "pipeline")]
-        others = [plan_on(other, name, 2).predicted.step_seconds for other in one_kind]
+        others = [plan_on(other, {name: 2}).predicted.step_seconds for other in one_kind]
         assert plan.predicted.step_seconds == pytest.approx(min(others))
         assert max(others) > min(others)
     assert kinds == {"cpu:fast": "split", "cpu:slow": "pipeline"}
@@ -123,7 +123,7 @@ def test_auto_takes_the_fastest_kind_on_each_type_and_cuts_batches_alike(
 def test_auto_without_layers_is_a_split_of_that_many_virtual_nodes(
     asked: Asked, profiles: Path
 ) -> None:
-    plan = plan_on(pipeline(asked, "a", profiles, strategy="auto"), "cpu:fast", 2)
+    plan = plan_on(pipeline(asked, "a", profiles, strategy="auto"), {"cpu:fast": 2})
     assert (plan.kind, microbatches(plan)) == ("split", [4] * 4)
 
 
@@ -145,7 +145,7 @@ def test_layers_that_cannot_be_launched_are_no_plan(tmp_path: Path, asked: Asked
     with pytest.raises(InfeasibleError, match="cannot be cut into stages"):
         throughput_of(job, {"cpu:fast": 2})
     auto = replace(job, strategy="auto")
-    assert plan_on(auto, "cpu:fast", 2).kind == "split"
+    assert plan_on(auto, {"cpu:fast": 2}).kind == "split"
     values = {"script": job.script, "profiles": job.profiles, "batch_size": 16, "steps": 10}
     with pytest.raises(ProblemError, match="cannot be cut into stages"):
         submission(
