@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json
-from .rent_options import DeadlineHours, EveryHours, OnDemand, Output, Spot
+from .rent_options import DeadlineHours, EveryHours, OnDemand, Output, Spot, above_zero, finite
 
 
 def rent_fleet(
@@ -14,7 +14,9 @@ def rent_fleet(
         list[Path],
         typer.Argument(help="Markets with the capacity to replay on: hetflow.market/1."),
     ],
-    work_hours: Annotated[float, typer.Option(help="Hours of work, on one machine.", min=0.0)],
+    work_hours: Annotated[
+        float, typer.Option(min=0.0, callback=above_zero, help="Hours of work, on one machine.")
+    ],
     deadline_hours: DeadlineHours,
     on_demand: OnDemand,
     spot: Spot,
@@ -27,7 +29,10 @@ def rent_fleet(
         typer.Option(help="Else the speed on 1 machine, on 2, and so on (repeat)."),
     ] = None,
     resize_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Nobody works for so long when the machines change.")
+        float,
+        typer.Option(
+            min=0.0, callback=finite, help="Seconds without work whenever the machines change."
+        ),
     ] = 60.0,
     every_hours: EveryHours = None,
     history: Annotated[

@@ -1,16 +1,41 @@
 """Options that the commands for renting under a deadline share."""
 
+from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-DeadlineHours = Annotated[float, typer.Option(help="Hours until it must be done.", min=0.0)]
+
+def above_zero(value: float | None) -> float | None:
+    """Refuse 0 and infinity where an option must be a positive number."""
+    if value is not None and not (isfinite(value) and value > 0):
+        raise typer.BadParameter(f"must be above 0 and finite, got '{value:g}'")
+    return value
+
+
+def finite(value: float) -> float:
+    """Refuse infinity where an option must be a number."""
+    if not isfinite(value):
+        raise typer.BadParameter(f"must be finite, got '{value:g}'")
+    return value
+
+
+DeadlineHours = Annotated[
+    float, typer.Option(min=0.0, callback=above_zero, help="Hours until it must be done.")
+]
 EveryHours = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Start a window each so many hours; else one after another."),
+    typer.Option(
+        min=0.0,
+        callback=above_zero,
+        help="Start a window each so many hours; else one after another.",
+    ),
 ]
-OnDemand = Annotated[float, typer.Option(help="Dollars per hour of a machine on demand.", min=0.0)]
+OnDemand = Annotated[
+    float,
+    typer.Option(min=0.0, callback=finite, help="Dollars per hour of a machine on demand."),
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report here.")]
 Policies = Annotated[
     list[str] | None,
@@ -21,13 +46,22 @@ Policies = Annotated[
 ]
 RestartSeconds = Annotated[
     float,
-    typer.Option(min=0.0, help="Seconds from a launch until work continues from a checkpoint."),
+    typer.Option(
+        min=0.0,
+        callback=finite,
+        help="Seconds from a launch until work continues from a checkpoint.",
+    ),
 ]
-Spot = Annotated[float, typer.Option(help="Dollars per hour of a spot machine.", min=0.0)]
+Spot = Annotated[
+    float, typer.Option(min=0.0, callback=finite, help="Dollars per hour of a spot machine.")
+]
 WindowsHistory = Annotated[
     list[Path] | None,
     typer.Option(help="Windows that dynamic_program learns from; may be repeated."),
 ]
 WorkHours = Annotated[
-    float, typer.Option(help="Hours of work, on a machine that is never lost.", min=0.0)
+    float,
+    typer.Option(
+        min=0.0, callback=above_zero, help="Hours of work, on a machine that is never lost."
+    ),
 ]

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json, rates_of
+from .rent_options import above_zero, finite
 
 
 def rent_prices(
@@ -17,7 +18,10 @@ def rent_prices(
         typer.Option(help="Speed of one device of a type, in any unit: V100=9.6 (repeatable)."),
     ],
     work_hours: Annotated[
-        float, typer.Option(help="Work to do, in hours of the first --rate's device.", min=0.0)
+        float,
+        typer.Option(
+            min=0.0, callback=above_zero, help="Work to do, in hours of the first --rate's device."
+        ),
     ],
     start: Annotated[
         str | None,
@@ -31,10 +35,12 @@ def rent_prices(
         ),
     ] = None,
     restart_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Seconds from a launch until work continues.")
+        float,
+        typer.Option(min=0.0, callback=finite, help="Seconds from a launch until work continues."),
     ] = 300.0,
     cloud_move_dollars: Annotated[
-        float, typer.Option(min=0.0, help="Dollars for each move between clouds.")
+        float,
+        typer.Option(min=0.0, callback=finite, help="Dollars for each move between clouds."),
     ] = 0.0,
     checkpoint_gigabytes: Annotated[
         float | None,

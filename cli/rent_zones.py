@@ -16,6 +16,7 @@ from .rent_options import (
     RestartSeconds,
     WindowsHistory,
     WorkHours,
+    finite,
 )
 
 
@@ -35,7 +36,10 @@ def rent_zones(
     ],
     restart_seconds: RestartSeconds = 300.0,
     move_dollars: Annotated[
-        float, typer.Option(min=0.0, help="Dollars for each move between zones (egress).")
+        float,
+        typer.Option(
+            min=0.0, callback=finite, help="Dollars for each move between zones (egress)."
+        ),
     ] = 0.0,
     every_hours: EveryHours = None,
     history: WindowsHistory = None,

@@ -139,15 +139,15 @@ def market_table(market: Market) -> str:
             (
                 one.name,
                 f"{one.num_devices}x{one.device_type}",
+                one.cloud or "-",
                 one.region or "-",
                 _dollars(one.on_demand_dollars_per_hour),
                 _dollars(one.spot_dollars_per_hour),
             )
             for one in market.instance_types
         ]
-        parts.append(
-            grid(("instance type", "devices", "region", "on demand $/h", "spot $/h"), rows)
-        )
+        titles = ("instance type", "devices", "cloud", "region", "on demand $/h", "spot $/h")
+        parts.append(grid(titles, rows))
     if market.availability:
         windows = []
         for one in market.availability:

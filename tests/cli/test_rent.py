@@ -43,12 +43,16 @@ def test_a_market_file_is_read_and_shown(hetflow, tmp_path: Path) -> None:
     zone = {"zone": "us-west-2a", "start": "2022-10-26T00:00:00Z", "tick_seconds": 600.0,
             "available": [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, None, 1]}  # fmt: skip
     machine = {"name": "p3.2xlarge", "device_type": "V100", "on_demand_dollars_per_hour": 3.06}
+    types = [{**machine, "cloud": "aws", "region": "us-west-2"}, machine]
     market.write_text(json.dumps(
-        {"schema": "hetflow.market/1", "instance_types": [machine], "availability": [zone]}
+        {"schema": "hetflow.market/1", "instance_types": types, "availability": [zone]}
     ))  # fmt: skip
     shown = hetflow("show", market)
     assert shown.code == 0
-    assert "p3.2xlarge" in shown.stdout
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    assert ["instance", "type", "devices", "cloud", "region"] == rows[0][:5]
+    assert ["p3.2xlarge", "1xV100", "aws", "us-west-2", "3.06", "-"] in rows
+    assert ["p3.2xlarge", "1xV100", "-", "-", "3.06", "-"] in rows
     assert "us-west-2a" in shown.stdout
     refused = hetflow("rent", market, *OPTIONS)
     assert refused.code == 2
@@ -69,6 +73,9 @@ def test_a_market_file_is_read_and_shown(hetflow, tmp_path: Path) -> None:
             "the soonest is 1.167 h, for 3.50 dollars",
         ),
         ([0] * 12, (*OPTIONS, "--spot", "nan"), 2, "--spot"),
+        ([0] * 12, (*OPTIONS, "--spot", "inf"), 2, "'--spot': must be finite"),
+        ([0] * 12, (*OPTIONS, "--deadline-hours", 0), 2, "'--deadline-hours': must be above 0"),
+        ([0] * 12, (*OPTIONS, "--work-hours", "inf"), 2, "'--work-hours': must be above 0"),
     ],
 )
 def test_what_is_wrong_is_said(
