@@ -76,9 +76,8 @@ def check(
 ) -> None:
     """Verify a plan or an allocation, with code that shares nothing with the solvers.
 
-    Plans and allocations say themselves what they were made for (links, optimizer, placement, ...);
-    flags that say otherwise win, and what is there is judged against them. Without profiles only a
-    split plan's inner consistency is judged.
+    Plans and allocations say what they were made for (links, optimizer, placement, ...); a flag
+    replaces what the file says. Without profiles only a split plan's inner consistency is judged.
 
     \b
     hetflow check plan.json --profiles profiles --gpus 2xV100,8xP100

@@ -94,7 +94,7 @@ def launch(
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Train under a plan: one worker a device, the result of one device.
+    """Train under a plan, with one worker for each device, to the result of one device.
 
     hetflow's own options stand before PLAN. The script runs in every worker; the first one's
     output is shown. The run's folder gets the record (run.json), the plan and all logs.

@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "check": Listed("check.check", "Verify a plan independently."),
     "launch": Listed("launch.launch", "Train under a plan.", _PASSED_ON),
-    "resize": Listed("resize.resize", "Change a running job's devices."),
+    "resize": Listed("resize.resize", "Change the devices of a running launch."),
     "throughputs": Listed("throughputs.throughputs", "Turn profiles into throughputs of jobs."),
     "allocate": Listed("allocate.allocate", "Share a pool of devices among jobs."),
     "simulate": Listed("simulate.simulate", "Simulate weeks of a cluster in seconds."),

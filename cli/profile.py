@@ -52,7 +52,8 @@ def profile(
         str | None,
         typer.Option(
             help="The optimizer that will train, where the target brings none: sgd, "
-            "sgd-momentum, adam, adamw, ... [default: sgd-momentum, marked as nobody's choice]."
+            "sgd-momentum, adam, adamw, ... [default: sgd-momentum; the profile says that it is "
+            "only the default]."
         ),
     ] = None,
     links: Annotated[

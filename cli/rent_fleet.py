@@ -15,7 +15,7 @@ def rent_fleet(
         typer.Argument(help="Markets with the capacity to replay on: hetflow.market/1."),
     ],
     work_hours: Annotated[
-        float, typer.Option(min=0.0, callback=above_zero, help="Hours of work, on one machine.")
+        float, typer.Option(callback=above_zero, help="Hours of work, on one machine.")
     ],
     deadline_hours: DeadlineHours,
     on_demand: OnDemand,

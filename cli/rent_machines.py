@@ -69,10 +69,10 @@ def rent_machines(
     The table has every choice that no other one beats in both time and dollars.
 
     \b
-    hetflow rent machines aws.json azure.json --profiles profiles --batch-size 1024 --steps 90000
+    hetflow rent machines aws.json azure.json --profiles profiles --batch-size 1024 --steps 90000 -o plan.json
     hetflow rent machines aws.json --throughputs throughputs.json --model resnet50 --steps 90000
     hetflow export plan.json --to skypilot --market aws.json -- train.py
-    """
+    """  # noqa: E501
     from dataclasses import asdict
 
     from .. import rent_machines as choices_of

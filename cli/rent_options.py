@@ -8,7 +8,7 @@ import typer
 
 
 def above_zero(value: float | None) -> float | None:
-    """Refuse 0 and infinity where an option must be a positive number."""
+    """Refuse what is no positive number, under the option's own name."""
     if value is not None and not (isfinite(value) and value > 0):
         raise typer.BadParameter(f"must be above 0 and finite, got '{value:g}'")
     return value
@@ -22,12 +22,11 @@ def finite(value: float) -> float:
 
 
 DeadlineHours = Annotated[
-    float, typer.Option(min=0.0, callback=above_zero, help="Hours until it must be done.")
+    float, typer.Option(callback=above_zero, help="Hours until it must be done.")
 ]
 EveryHours = Annotated[
     float | None,
     typer.Option(
-        min=0.0,
         callback=above_zero,
         help="Start a window each so many hours; else one after another.",
     ),
@@ -61,7 +60,5 @@ WindowsHistory = Annotated[
 ]
 WorkHours = Annotated[
     float,
-    typer.Option(
-        min=0.0, callback=above_zero, help="Hours of work, on a machine that is never lost."
-    ),
+    typer.Option(callback=above_zero, help="Hours of work, on a machine that is never lost."),
 ]

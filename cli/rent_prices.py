@@ -20,7 +20,7 @@ def rent_prices(
     work_hours: Annotated[
         float,
         typer.Option(
-            min=0.0, callback=above_zero, help="Work to do, in hours of the first --rate's device."
+            callback=above_zero, help="Work to do, in hours of the first --rate's device."
         ),
     ],
     start: Annotated[

@@ -31,9 +31,9 @@ def resize(
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer.")] = 600,
     json: JsonFlag = False,
 ) -> None:
-    """Change a running job's devices; it trains on, with the same result.
+    """Change the devices of a running launch; it trains on, with the same result.
 
-    New workers start beside the running job. When they are ready, all go over between two steps:
+    New workers start beside the running ones. When they are ready, all go over between two steps:
     those who stay keep their process, and joining workers get the state directly from one of
     them. A pipeline's workers all change: they hand over through checkpoint parts.
 

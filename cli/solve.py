@@ -51,9 +51,9 @@ def solve(
     objective: Annotated[
         Literal["step_seconds", "waste", "bottleneck"],
         typer.Option(
-            help="step_seconds: a split's step (VirtualFlow 5.1), a flushing pipeline's as its "
-            "timer has it; waste: splits (EasyScale 3.4); bottleneck: a pipeline's slowest stage "
-            "(thesis 2.4.1), which schedules without flushes always take."
+            help="step_seconds: the predicted time of a whole step; waste: the device speed that a "
+            "split leaves unused (EasyScale 3.4); bottleneck: a pipeline's slowest stage (thesis "
+            "2.4.1), which schedules without flushes always take."
         ),
     ] = "step_seconds",
     virtual_nodes: Annotated[
