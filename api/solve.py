@@ -77,7 +77,7 @@ def solve(
         batch_size: Global batch, samples of one optimizer step over all devices.
         model: Name of the model; None if all profiles are of one model.
         strategy: Kind of plan; ``auto`` compares splits and, if the profiles have layers,
-            pipelines.
+            pipelines and parallel plans.
         objective: ``step_seconds``; ``waste`` for splits (EasyScale 3.4); ``bottleneck`` for
             pipelines (thesis 2.4.1).
         optimizer: The optimizer that will train, by name or by its state; None takes the

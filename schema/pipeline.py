@@ -219,7 +219,7 @@ class PipelineProblem:
 
     @property
     def traits(self) -> ScheduleTraits:
-        """What is to know of the schedule."""
+        """What the schedule does: whether it flushes, keeps old weights, and so on."""
         return traits(self.schedule)
 
     @property
@@ -567,7 +567,7 @@ class PipelinePlan:
 
     @property
     def traits(self) -> ScheduleTraits:
-        """What is to know of the schedule."""
+        """What the schedule does: whether it flushes, keeps old weights, and so on."""
         return traits(self.schedule)
 
     @property

@@ -66,7 +66,8 @@ class Role:
         if style not in get_args(Style) or number < 1 or (number > 1 and style != "column"):
             raise TargetError(
                 f"{text!r} is no way to share a layer",
-                hint="choose from column, column:PARTS, row, output, logits, vocabulary",
+                hint="choose from column, column:PARTS, row, output, logits, vocabulary, inner, "
+                "begin, norm, residual",
             )
         return cls(cast(Style, style), number)
 
@@ -127,20 +128,20 @@ def tensor_parallel(
             ``output`` is a linear layer whose whole output every worker needs; the output of
             ``logits`` stays cut, and only ``torch.nn.functional.cross_entropy`` can read it;
             ``inner`` is a module with parameters between column and row layers (a norm of each
-            head). For
-            sequence parallelism: ``begin`` is the first block, ``norm`` a norm that reads the
-            residual stream (also the one behind the last block), ``residual`` dropout of it.
+            head). For sequence parallelism ``begin`` is the first block, ``norm`` a norm that
+            reads the residual stream (also the one behind the last block), ``residual`` dropout
+            of it.
         sizes: By module name: attributes such as ``num_heads`` that the module's forward reads
             and that are divided by the number of workers.
         known: Whether modules that are not listed are shared as their names imply (GPT-2, Llama
             and Qwen of transformers). By default they are whole.
 
     Raises:
-        TargetError: There is no such style, or no module has such a name.
+        TargetError: There is no such role, or no module has such a name.
 
     Example:
         >>> import torch
-        >>> from hetflow.runtime.tensor.roles import tensor_parallel
+        >>> from hetflow.runtime import tensor_parallel
         >>> model = torch.nn.Sequential(
         ...     torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)
         ... )
