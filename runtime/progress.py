@@ -15,6 +15,7 @@ from .checkpoint import Checkpoint
 from .engine import StateParts
 from .restoring import check_buffers, load_registered
 from .session import Session
+from .worker import ScriptRun
 
 
 class Progress:
@@ -114,6 +115,7 @@ class Progress:
         if self._found is not None:
             position = self._found.header["position"]
             if call < position["call"]:
+                ScriptRun.skipped_epochs = True
                 return num_steps
             if call == position["call"]:
                 self._check_position(self._found, length, num_steps)

@@ -32,6 +32,7 @@ class ScriptRun:
 
     active = False
     told = False  # whether a failure was reported to the launcher
+    skipped_epochs = False  # whether epochs that are done gave the script no batches
     code: ClassVar[list[int]] = [0]  # the exit code
 
 
@@ -146,7 +147,7 @@ def _mark_failed(error: BaseException, code: int) -> None:
             error=_described(error),
             traceback="".join(traceback.format_exception(error)),
             exit_code=code,
-            hint=error.hint if isinstance(error, HetflowError) else None,
+            hint=_hint(error),
             lost_peer=is_lost_peer(error),
             may_be_echo=may_be_echo(error),
             timed_out=isinstance(error, PeerLostError) and error.timed_out,
@@ -155,6 +156,18 @@ def _mark_failed(error: BaseException, code: int) -> None:
         with contextlib.suppress(OSError):  # such as a full disk
             Path(path).write_text(json.dumps(described), encoding="utf-8")
             ScriptRun.told = True
+
+
+def _hint(error: BaseException) -> str | None:
+    """How to fix it: an error's own hint, or that of a name that only a skipped loop would set."""
+    if isinstance(error, HetflowError):
+        return error.hint
+    if isinstance(error, NameError) and ScriptRun.skipped_epochs:
+        return (
+            "epochs that are done gave no batches here: what is read after a loop over batches "
+            "must be set before it, such as loss = None"
+        )
+    return None
 
 
 def _described(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, and a run that goes on ends as if it had never stopped."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset
 
 from hetflow import runtime as hf
-from hetflow.runtime import checkpoint, saving
+from hetflow.protocol.environment import FAILURE
+from hetflow.runtime import checkpoint, saving, worker
 from hetflow.runtime.job import Job
 from hetflow.schema.errors import FileError, TargetError
 from hetflow.tests import programs
@@ -229,6 +231,25 @@ def test_a_run_goes_on_inside_an_epoch_with_every_sample_once(
     assert job.num_steps == 9
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def test_a_name_that_only_a_skipped_loop_sets_draws_a_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hint() -> object:
+        worker.fail(UnboundLocalError("cannot access local variable 'loss'"))
+        return json.loads((tmp_path / "note").read_text())["hint"]
+
+    for name, value in (("skipped_epochs", False), ("told", False), ("code", [0])):
+        monkeypatch.setattr(worker.ScriptRun, name, value)
+    monkeypatch.setattr("hetflow.runtime.finish.Outcome.failed", False)
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path / "kept"))
+    train(stop_at=4, save=True)
+    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setenv(FAILURE, str(tmp_path / "note"))
+    assert hint() is None
+    train()
+    assert "loss = None" in str(hint())
 
 
 def test_periodic_ones_lose_only_the_steps_since(
