@@ -1,15 +1,12 @@
 """``hetflow.rent``."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..importers.availability import read_availability
 from ..schema.errors import ProblemError
-from ..schema.market import Availability, RentReport
+from ..schema.market import RentReport
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
-
-Windows = Sequence[Availability | Path | str]
+from .windows import Windows, read_windows
 
 
 def rent(
@@ -59,7 +56,7 @@ def rent(
         >>> report.choice, report.bound_dollars
         ('greedy', (0.5,))
     """
-    read = _read(windows)
+    read = read_windows(windows)
     if not read:
         raise ProblemError("there is no window of availability to replay on")
     job = DeadlineJob(
@@ -70,11 +67,4 @@ def rent(
         on_demand_dollars_per_hour=on_demand_dollars_per_hour,
         spot_dollars_per_hour=spot_dollars_per_hour,
     )
-    return compare(job, read, history=_read(history), policies=policies)
-
-
-def _read(windows: Windows) -> list[Availability]:
-    found: list[Availability] = []
-    for window in windows:
-        found += [window] if isinstance(window, Availability) else read_availability(Path(window))
-    return found
+    return compare(job, read, history=read_windows(history), policies=policies)
