@@ -1,12 +1,15 @@
 """``hetflow.rent``."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from ..importers.availability import read_availability
 from ..schema.errors import ProblemError
-from ..schema.market import RentReport
+from ..schema.market import Availability, RentReport
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
-from .windows import Windows, read_windows
+
+Windows = Sequence[Availability | Path | str]
 
 
 def rent(
@@ -56,7 +59,7 @@ def rent(
         >>> report.choice, report.bound_dollars
         ('greedy', (0.5,))
     """
-    read = read_windows(windows)
+    read = _read(windows)
     if not read:
         raise ProblemError("there is no window of availability to replay on")
     job = DeadlineJob(
@@ -67,4 +70,11 @@ def rent(
         on_demand_dollars_per_hour=on_demand_dollars_per_hour,
         spot_dollars_per_hour=spot_dollars_per_hour,
     )
-    return compare(job, read, history=read_windows(history), policies=policies)
+    return compare(job, read, history=_read(history), policies=policies)
+
+
+def _read(windows: Windows) -> list[Availability]:
+    found: list[Availability] = []
+    for window in windows:
+        found += [window] if isinstance(window, Availability) else read_availability(Path(window))
+    return found

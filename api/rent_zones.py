@@ -1,15 +1,18 @@
 """``hetflow rent zones`` from Python."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from ..importers.availability import read_availability
 from ..schema.errors import ProblemError
-from ..schema.market import ZonesReport, utc_seconds
+from ..schema.market import Availability, ZonesReport, utc_seconds
 from ..schema.spelling import nearest
 from ..simulator.market.zones_compare import Traces, compare, traces_of
 from ..solvers.market.deadline import DeadlineJob
 from ..solvers.market.zones.job import ZonesJob
 from .naming import names_arguments
-from .windows import Windows, read_windows
+
+Windows = Sequence[Availability | Path | str]
 
 
 @names_arguments(spot="spot_dollars_per_hour")
@@ -72,8 +75,8 @@ def rent_zones(
         >>> report.choice, [round(dollars, 4) for dollars in report.bound_dollars]
         ('greedy', [0.4])
     """
-    traces = traces_of(read_windows(windows))
-    learned: Traces | None = traces_of(read_windows(history)) if history else None
+    traces = traces_of(_read(windows))
+    learned: Traces | None = traces_of(_read(history)) if history else None
     if learn_until is not None:
         if learned is not None:
             raise ProblemError("say what to learn from: give --history or --learn-until, not both")
@@ -120,3 +123,10 @@ def _prices(given: float | Mapping[str, float], zones: tuple[str, ...]) -> tuple
             hint=f"add --spot {missing[0]}=DOLLARS, or give one price for all",
         )
     return tuple(given[zone] for zone in zones)
+
+
+def _read(windows: Windows) -> list[Availability]:
+    found: list[Availability] = []
+    for window in windows:
+        found += [window] if isinstance(window, Availability) else read_availability(Path(window))
+    return found

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ..schema.errors import InfeasibleError, ProblemError
-from ..schema.launch import LaunchConfig, VirtualNode, WorkerSlot, sizes_text
+from ..schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
 
 def nodes_of(config: LaunchConfig) -> list[VirtualNode]:
@@ -140,8 +140,8 @@ def same_nodes(config: LaunchConfig, other: LaunchConfig) -> None:
     own, theirs = ([n.batch_size for n in nodes_of(c)] for c in (config, other))
     if sorted(own) != sorted(theirs):
         raise ProblemError(
-            f"the new plan has virtual nodes of {sizes_text(theirs)} samples, the job has "
-            f"{sizes_text(own)}",
+            f"the new plan has virtual nodes of {_short(theirs)} samples, the job has "
+            f"{_short(own)}",
             hint="a resize keeps the virtual nodes: solve with --virtual-nodes, or give --gpus",
         )
 
@@ -189,3 +189,8 @@ def seated(
     dealt += [(next(names), slot) for slot in waiting]
     workers = tuple(replace(slot, rank=rank) for rank, (_, slot) in enumerate(dealt))
     return replace(config, workers=workers), {name: n for n, (name, _) in enumerate(dealt)}
+
+
+def _short(sizes: Sequence[int]) -> str:
+    alike = len(set(sizes)) == 1
+    return f"{len(sizes)} x {sizes[0]}" if alike else "+".join(str(size) for size in sizes)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..schema.errors import TargetError
-from ..schema.launch import sizes_text
 from .buffers import VirtualNodeBuffers
 from .checkpoint import Checkpoint
 from .engine import StateParts
@@ -175,8 +174,8 @@ def check_fits(found: Checkpoint, own: dict[str, Any]) -> None:
     differs = None
     if theirs["virtual_nodes"] != own["virtual_nodes"]:
         differs = (
-            f"has virtual nodes of {sizes_text(theirs['virtual_nodes'])} samples, this plan has "
-            f"{sizes_text(own['virtual_nodes'])}"
+            f"has virtual nodes of {_short(theirs['virtual_nodes'])} samples, this plan has "
+            f"{_short(own['virtual_nodes'])}"
         )
     elif theirs["seed"] != own["seed"]:
         differs = f"was made with seed {theirs['seed']}, this run has {own['seed']}"
@@ -196,3 +195,8 @@ def _difference(theirs: dict[str, str], own: dict[str, str]) -> str:
                 f"{name} is {theirs.get(name, 'absent')} there and {own.get(name, 'absent')} here"
             )
     return "the parameters stand in another order"
+
+
+def _short(sizes: list[int]) -> str:
+    alike = len(set(sizes)) == 1
+    return f"{len(sizes)} x {sizes[0]}" if alike else "+".join(str(size) for size in sizes)

@@ -1,6 +1,5 @@
 """LaunchConfig: a plan lowered to ranks, which the launcher gives to every worker."""
 
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -20,12 +19,6 @@ class VirtualNode:
 
     index: Index
     batch_size: Count
-
-
-def sizes_text(batch_sizes: Sequence[int]) -> str:
-    """The batch sizes of virtual nodes in a few words: ``4 x 8``, or ``8+8+16``."""
-    alike = len(set(batch_sizes)) == 1
-    return f"{len(batch_sizes)} x {batch_sizes[0]}" if alike else "+".join(map(str, batch_sizes))
 
 
 @record

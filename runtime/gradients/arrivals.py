@@ -25,6 +25,11 @@ MOST_MISSES = 3
 _gradient = attrgetter("grad")
 
 
+def have_no_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether ``grad`` of all parameters is None."""
+    return {*map(_gradient, parameters)} <= {None}
+
+
 class Arrivals:
     """Watches gradients come, and starts the sums of buckets that are complete.
 
@@ -71,7 +76,7 @@ class Arrivals:
 
     def have_none(self) -> bool:
         """Whether no parameter has a gradient."""
-        return {*map(_gradient, self._trained)} <= {None}
+        return have_no_gradients(self._trained)
 
     def begin(self, *, awaits_all: bool, num_passes: int | None) -> None:
         """Start a step.
