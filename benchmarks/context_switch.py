@@ -126,10 +126,11 @@ def inside(work: Callable, part: str = "work") -> Callable:
 
 def hooks_seconds(job: Job, repeats: int = 300) -> float:
     """Seconds that backward spends in the hooks of one pass."""
-    reducer = job._engine.reducer
-    parameters, hooks = reducer._parameters, []
-    for index in reducer._views:
-        hooks.append((reducer._hook(index), parameters[index]))
+    hooks = [
+        (hook, parameter)
+        for parameter in job._session.parameters.values()
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values()
+    ]
     began = time.thread_time()
     for _ in range(repeats):
         for hook, parameter in hooks:

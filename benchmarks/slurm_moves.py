@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from live_parts.real import run_to_end, write_profile
 
 from hetflow import preload
-from hetflow.engines.keeper import ENDED, STARTED
+from hetflow.engines.lease_folder import ENDED, STARTED
 from hetflow.engines.protocol import OUTPUT
 from hetflow.engines.slurm import SlurmEngine
 from hetflow.mechanisms.rounds.rules import RoundRules

@@ -17,6 +17,7 @@ from ..schema.parallel import (
     ParallelStage,
     ReplicaGroup,
     ShardTimes,
+    parallel_schedule,
 )
 
 _NEAR = 1e-9
@@ -120,7 +121,7 @@ def _most_in_flight(plan: ParallelPlan, kept: dict[int, float]) -> float:
         return min(p - number, plan.num_microbatches) * each
     # The order repeats from one group of p microbatches to the next.
     schedule = generate(
-        "interleaved",
+        parallel_schedule(is_chunked=True),
         pipeline_parallel_size=p,
         num_microbatches=min(plan.num_microbatches, 4 * p),
         num_model_chunks=plan.num_model_chunks,
@@ -153,10 +154,11 @@ def _shape_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]
     if names != list(problem.layers):
         yield "the stages do not hold all layers once, in the model's order"
     chunks = plan.num_model_chunks
-    if plan.schedule != ("1f1b" if chunks == 1 else "interleaved"):
+    if plan.schedule != parallel_schedule(is_chunked=chunks > 1):
+        plain, chunked = (parallel_schedule(is_chunked=more) for more in (False, True))
         yield (
-            f"schedule {plan.schedule} with {chunks} chunks is not judged: parallel plans are 1f1b "
-            "with 1, or interleaved with more"
+            f"schedule {plan.schedule} with {chunks} chunks is not judged: parallel plans are "
+            f"{plain} with 1, or {chunked} with more"
         )
     if chunks not in problem.num_model_chunks:
         yield f"{chunks} chunks a device were not asked for"

@@ -78,14 +78,6 @@ def pinned_worker(local: LocalDevice, index: int) -> Pinned:
     return pinned(local, local.torch_devices[0 if local.is_host else index])
 
 
-def is_host_type(device_type: str) -> bool:
-    """Whether a real device type is a part of hosts, as far as this machine knows it."""
-    if device_type == DEVICE_TYPE:
-        return True
-    found = devices_of_types([device_type]).get(device_type)
-    return found is not None and found.is_host
-
-
 def device_of_type(device_type: str, local_rank: int) -> "torch.device | None":
     """The device of a worker whose slot is of a real type; None where this process sees none.
 

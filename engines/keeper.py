@@ -14,43 +14,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from .lease_folder import ENDED, STARTED, WORK, write_atomically
 from .protocol import OUTPUT
 
-WORK = "work.json"
-STARTED = "started.json"
-ENDED = "ended.json"
-LOCK = "lock"
-CLAIM = "claim"
 ASK = signal.SIGURG
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
-
-
-def write_atomically(path: Path, document: Any) -> None:
-    """Write JSON so that a reader, or a crash, never sees half of it."""
-    making = path.with_name(f".{path.name}.{os.getpid()}")
-    with making.open("w", encoding="utf-8") as stream:
-        json.dump(document, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    making.replace(path)
-
-
-def claim(folder: Path, by: str) -> bool:
-    """Take a lease for good, to run it or so that nobody ever does; False where it was taken."""
-    try:
-        with (folder / CLAIM).open("x", encoding="utf-8") as stream:
-            stream.write(by)
-    except FileExistsError:
-        return False
-    return True
-
-
-def claimed_by(folder: Path) -> str:
-    """Who has a lease that was claimed; empty where that process was killed as it wrote this."""
-    return (folder / CLAIM).read_text(encoding="utf-8")
 
 
 def start_ticks(pid: int) -> int | None:

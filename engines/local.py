@@ -11,6 +11,7 @@ from ..devices.cpu import DEVICE_TYPE
 from ..devices.emulated import GRAMMAR, is_emulated
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
+from .lease_folder import document_of
 from .processes import HostLeases
 from .protocol import EngineDevice, Fate, Work
 from .registry import engine
@@ -67,12 +68,7 @@ class LocalEngine:
             # Also where a lease holds none of a kind: it must not see those of others.
             own = [name for one, name in held if one == kind]
             environment |= DEVICES.get(kind).visibility(own)
-        return {
-            "command": list(work.command),
-            "directory": str(work.directory),
-            "environment": environment,
-            "devices": [device.name for device in work.devices],
-        }
+        return {**document_of(work), "environment": environment}
 
     def stop(self, folder: Path) -> None:
         """Send the launch SIGTERM, once."""

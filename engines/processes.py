@@ -5,7 +5,6 @@ its keeper, and ``lock``: a lease is over exactly when nobody holds that.
 """
 
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -15,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..schema.errors import FileError
-from .keeper import ENDED, LOCK, STARTED, WORK, start_ticks, write_atomically
+from .keeper import start_ticks
+from .lease_folder import ASKED, ENDED, LOCK, STARTED, WORK, read_json, write_atomically
 from .protocol import Fate
 
 _KEEPER = "hetflow.engines.keeper"
-_ASKED = "asked.json"
 
 
 class HostLeases:
@@ -76,11 +75,11 @@ class HostLeases:
 
     def stop(self, folder: Path) -> None:
         """Send the launch SIGTERM, once: a second one would end it before it has saved."""
-        if folder in self._asked or (folder / _ASKED).exists():
+        if folder in self._asked or (folder / ASKED).exists():
             return
         if _signal(folder, signal.SIGTERM):
             self._asked.add(folder)  # also where the disk is full
-            write_atomically(folder / _ASKED, {})
+            write_atomically(folder / ASKED, {})
 
     def kill(self, folder: Path) -> None:
         """Send the launch SIGKILL; its workers die with it."""
@@ -122,12 +121,3 @@ def is_locked(folder: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def read_json(path: Path) -> dict[str, int] | None:
-    """A document of the keeper's; None where it has not written it."""
-    try:
-        document: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return document

@@ -47,6 +47,21 @@ class Work:
     environment: Mapping[str, str] = field(default_factory=dict)
     after: tuple[Path, ...] = ()
 
+    @property
+    def server(self) -> str:
+        """The server that all devices are on.
+
+        Raises:
+            UnsuitableDevicesError: They are on several.
+        """
+        servers = sorted({device.server for device in self.devices})
+        if len(servers) > 1:
+            raise UnsuitableDevicesError(
+                f"it waits for devices of one node (free were some of {', '.join(servers)})",
+                hint="ask for no more devices than one node has",
+            )
+        return servers[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Fate:

@@ -5,7 +5,6 @@ successor wait until they are free. All nodes must see a lease's folder at the s
 scheduler connects to the cluster that ``RAY_ADDRESS`` names, or to the one of its own host.
 """
 
-import hashlib
 import logging
 import os
 import socket
@@ -18,22 +17,30 @@ from typing import Any
 
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
-from .keeper import CLAIM, ENDED, claim, claimed_by, write_atomically
-from .processes import is_locked, read_json
+from .lease_folder import (
+    ASKED,
+    CLAIM,
+    ENDED,
+    SUBMITTED,
+    digest_of,
+    document_of,
+    fate_of_lost,
+    read_json,
+    revoke,
+    write_atomically,
+)
+from .processes import is_locked
 from .protocol import EngineDevice, Fate, UnsuitableDevicesError, Work
 from .registry import engine
 
 _NAMESPACE = "hetflow"
-_SUBMITTED, _ASKED = "submitted.json", "asked.json"
 _ACCELERATOR = "accelerator_type:"
 _CONNECT_SECONDS = 10.0
-_STOPPED = 143
-"""A launch's exit code after SIGTERM: also of one that was asked to end before it began."""
 
 
 def actor_name(folder: Path) -> str:
     """The name of a lease's actor: the same for whoever knows its folder, and no other's."""
-    return "lease-" + hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]
+    return f"lease-{digest_of(folder)}"
 
 
 def devices_of(nodes: list[dict[str, Any]], device_types: list[str]) -> dict[tuple[str, str], int]:
@@ -126,23 +133,11 @@ class RayEngine:
             UnsuitableDevicesError: The devices are on several nodes, or on one that is gone.
         """
         folder = work.folder
-        if (folder / _SUBMITTED).exists() or (folder / CLAIM).exists():
+        if (folder / SUBMITTED).exists() or (folder / CLAIM).exists():
             return
-        servers = sorted({device.server for device in work.devices})
-        if len(servers) > 1:
-            raise UnsuitableDevicesError(
-                f"it waits for devices of one node (free were some of {', '.join(servers)})",
-                hint="ask for no more devices than one node has",
-            )
-        node = self._node(servers[0])
-        document = {
-            "command": list(work.command),
-            "directory": str(work.directory),
-            "environment": dict(work.environment),
-            "devices": [device.name for device in work.devices],
-        }
-        self._make(work, node, document)
-        write_atomically(folder / _SUBMITTED, {"node": node["NodeID"]})
+        node = self._node(work.server)
+        self._make(work, node, document_of(work))
+        write_atomically(folder / SUBMITTED, {"node": node["NodeID"]})
 
     def _node(self, name: str) -> dict[str, Any]:
         for node in self._ray.nodes():
@@ -177,11 +172,10 @@ class RayEngine:
 
     def stop(self, folder: Path) -> None:
         """Let the actor send the launch SIGTERM, once; what has not begun never does."""
-        if (folder / ENDED).exists() or (folder / _ASKED).exists():
+        if (folder / ENDED).exists() or (folder / ASKED).exists():
             return
         actor = self._actor(folder)
-        if claim(folder, "engine"):
-            write_atomically(folder / ENDED, {"exit_code": _STOPPED})
+        if revoke(folder):
             if actor is not None:
                 self._ray.kill(actor)
         elif actor is not None:
@@ -192,8 +186,7 @@ class RayEngine:
         actor = self._actor(folder)
         if actor is None:
             return
-        if claim(folder, "engine"):
-            write_atomically(folder / ENDED, {"exit_code": _STOPPED})
+        if revoke(folder):
             self._ray.kill(actor)
         else:
             actor.kill.remote()
@@ -206,10 +199,9 @@ class RayEngine:
             return Fate("ended", ended["exit_code"])
         if not is_over:
             return Fate("running")
-        if not (folder / _SUBMITTED).exists() and not (folder / CLAIM).exists():
+        if not (folder / SUBMITTED).exists() and not (folder / CLAIM).exists():
             return Fate("absent")
-        claim(folder, "engine")  # an actor that Ray lost before it began
-        return Fate("ended", has_begun=claimed_by(folder) != "engine")
+        return fate_of_lost(folder)
 
     def _actor(self, folder: Path) -> Any:
         """A lease's actor, which runs or waits for its devices; None where there is none."""

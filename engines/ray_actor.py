@@ -6,7 +6,8 @@ from pathlib import Path
 
 import ray
 
-from .keeper import claim, stopped_with_parent
+from .keeper import stopped_with_parent
+from .lease_folder import claim
 from .processes import HostLeases
 
 

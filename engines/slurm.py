@@ -6,7 +6,6 @@ Slurm's own commands are run, as the user who started the scheduler, and no shel
 given to them.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -22,18 +21,31 @@ from pathlib import Path
 
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, HetflowError, ProblemError
-from .keeper import ASK, CLAIM, ENDED, WORK, claim, claimed_by, write_atomically
-from .protocol import OUTPUT, EngineDevice, Fate, UnsuitableDevicesError, Work
+from .keeper import ASK
+from .lease_folder import (
+    ASKED,
+    CLAIM,
+    ENDED,
+    ENGINE,
+    SUBMITTED,
+    WORK,
+    claim,
+    digest_of,
+    document_of,
+    fate_of_lost,
+    read_json,
+    revoke,
+    write_atomically,
+)
+from .protocol import OUTPUT, EngineDevice, Fate, Work
 from .registry import engine
 
 _KEEPER = "hetflow.engines.slurm_keeper"
-_SCRIPT, _SUBMITTED, _ASKED = "job.sh", "submitted.json", "asked.json"
+_SCRIPT = "job.sh"
 _COMMAND_SECONDS = 30.0
 _LOOK_EVERY_SECONDS = 0.5
 _AGAIN_AFTER_SECONDS = 5.0
 """Between two tries of what Slurm did not take, or did not do."""
-_STOPPED = 143
-"""A launch's exit code after SIGTERM: also of one that was asked to end before it began."""
 
 NODE_FORMAT = "%N|%T|%c|%m|%f|%G"
 QUEUE_FORMAT = "%i|%T|%j"
@@ -118,7 +130,7 @@ def parse_queue(text: str) -> dict[str, list[tuple[str, str]]]:
 
 def job_name(folder: Path) -> str:
     """The Slurm name of a lease's job: unique, and computed from its folder alone."""
-    return "hetflow-" + hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]
+    return f"hetflow-{digest_of(folder)}"
 
 
 def render_script(folder: Path) -> str:
@@ -211,7 +223,7 @@ class SlurmEngine:
             FileError: The lease's folder cannot be written.
         """
         folder = work.folder
-        if (folder / _SUBMITTED).exists():
+        if (folder / SUBMITTED).exists():
             return
         if not (folder / _SCRIPT).exists():
             self._write(work)
@@ -219,19 +231,10 @@ class SlurmEngine:
             self._submit(folder)
 
     def _write(self, work: Work) -> None:
-        nodes = sorted({device.server for device in work.devices})
-        if len(nodes) > 1:
-            raise UnsuitableDevicesError(
-                f"it waits for devices of one node (free were some of {', '.join(nodes)})",
-                hint="ask for no more devices than one node has",
-            )
         document = {
-            "command": list(work.command),
-            "directory": str(work.directory),
-            "environment": dict(work.environment),
+            **document_of(work),
             "device_type": work.devices[0].device_type,
-            "node": nodes[0],
-            "devices": [device.name for device in work.devices],
+            "node": work.server,
             "after": [str(folder) for folder in work.after],
         }
         try:
@@ -255,32 +258,27 @@ class SlurmEngine:
             after = [one for one in earlier if one is not None]
             command = submission(folder, gpus, len(work["devices"]), after, folder / _SCRIPT)
             number = _slurm(*command).strip().partition(";")[0]
-        write_atomically(folder / _SUBMITTED, {"number": number})
+        write_atomically(folder / SUBMITTED, {"number": number})
         self._looked = -1.0  # what was seen is older than the job
 
     def stop(self, folder: Path) -> None:
         """Let the keeper send the launch SIGTERM, once; what has not begun leaves the queue."""
-        if folder in self._asked or (folder / ENDED).exists() or (folder / _ASKED).exists():
+        if folder in self._asked or (folder / ENDED).exists() or (folder / ASKED).exists():
             return
-        self._revoke(folder)
+        revoke(folder)
         # Slurm sends a signal to all processes of a step: SIGTERM would reach the launch and its
         # workers, and once more from the keeper, and a second one ends it before it has saved.
         options = [] if (folder / ENDED).exists() else [f"--signal={ASK.name[3:]}"]
         if self._cancel(folder, *options):
             self._asked.add(folder)  # also where the disk is full
-            write_atomically(folder / _ASKED, {})
+            write_atomically(folder / ASKED, {})
 
     def kill(self, folder: Path) -> None:
         """Cancel the job: Slurm kills all of it when its ``KillWait`` has passed."""
         if time.monotonic() - self._killed.get(folder, -1e9) > _AGAIN_AFTER_SECONDS:
             self._killed[folder] = time.monotonic()
-            self._revoke(folder)
+            revoke(folder)
             self._cancel(folder)
-
-    def _revoke(self, folder: Path) -> None:
-        """See that a lease that has not begun never does."""
-        if claim(folder, "engine"):
-            write_atomically(folder / ENDED, {"exit_code": _STOPPED})
 
     def _cancel(self, folder: Path, *options: str) -> bool:
         """Cancel or signal a lease's job, where it has one. False where Slurm is away."""
@@ -296,21 +294,21 @@ class SlurmEngine:
 
     def fate(self, folder: Path) -> Fate:
         """What became of a lease: by what its keeper wrote, or else by Slurm's queue."""
-        ended = _read(folder / ENDED)
+        ended = read_json(folder / ENDED)
         if ended is not None:
             self._forget(folder)
             return Fate("ended", int(ended["exit_code"]))
         if not (folder / _SCRIPT).exists():
             return Fate("absent")
         try:
-            if (folder / _SUBMITTED).exists() or (folder / CLAIM).exists():
+            if (folder / SUBMITTED).exists() or (folder / CLAIM).exists():
                 return self._fate_in_queue(folder)
             if self._is_time(folder):
                 self._submit(folder)
         except SlurmUnreachableError:
             pass  # whatever runs goes on without the controller
         except HetflowError as error:  # refused at a later try
-            if claim(folder, "engine"):
+            if claim(folder, ENGINE):
                 with (folder / OUTPUT).open("a", encoding="utf-8") as output:
                     output.write(f"hetflow: {error.message}\n")
                 write_atomically(folder / ENDED, {"exit_code": 1})
@@ -320,12 +318,11 @@ class SlurmEngine:
         jobs = self._look().get(job_name(folder), [])
         if any(state not in _OVER for _, state in jobs):
             return Fate("running")
-        ended = _read(folder / ENDED)  # written before the job left the queue
+        ended = read_json(folder / ENDED)  # written before the job left the queue
         if ended is not None:
             return Fate("ended", int(ended["exit_code"]))
-        claim(folder, "engine")
         self._forget(folder)
-        return Fate("ended", has_begun=claimed_by(folder) != "engine")
+        return fate_of_lost(folder)
 
     def _forget(self, folder: Path) -> None:
         self._tried.pop(folder, None)
@@ -380,14 +377,6 @@ def _slurm(*command: str) -> str:
     if _UNREACHABLE.search(done.stderr):
         raise SlurmUnreachableError(message)
     raise ProblemError(message, hint="`sinfo` and `squeue` show what Slurm has")
-
-
-def _read(path: Path) -> dict[str, str | int] | None:
-    try:
-        document: dict[str, str | int] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return document
 
 
 engine("slurm")(SlurmEngine)

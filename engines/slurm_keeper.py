@@ -1,15 +1,15 @@
 """``python -m hetflow.engines.slurm_keeper FOLDER``: a Slurm job's step, which runs one lease.
 
-A lease runs at most once, also when messages between hetflow and Slurm are lost: whichever creates
-the folder's ``claim`` first decides, the step (which then runs it) or the engine (so that it never
-runs).
+A lease runs at most once, also when messages between hetflow and Slurm are lost: it is the step
+that claims it, or the engine.
 """
 
 import signal
 import sys
 from pathlib import Path
 
-from .keeper import ASK, claim, keep
+from .keeper import ASK, keep
+from .lease_folder import claim
 
 
 def main(folder: Path) -> int:

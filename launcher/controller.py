@@ -23,6 +23,7 @@ from .failures import Failure, interruption, tail_of
 from .history import LastGeneration
 from .hosts import Alone, Hosts, Together
 from .inbox import Inbox
+from .output import Lines
 from .request import (
     LaunchRequest,
     check_checkpoints,
@@ -271,7 +272,7 @@ def _show_tail(failure: Failure) -> None:
     if failure.rank and failure.log:
         tail = tail_of(Path(failure.log))
         if tail:
-            sys.stderr.write(f"{tail}\n")
+            Lines(sys.stderr).add(f"{tail}\n".encode())
 
 
 def _warn_about(record: RunRecord, warn: Warn) -> None:

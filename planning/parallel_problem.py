@@ -15,14 +15,12 @@ from ..schema.parallel import (
     Recompute,
     ShardSizes,
     ShardTimes,
+    parallel_schedule,
 )
 from ..schema.pipeline import TopologyLevel
 from ..schema.profile import LayerGraph, LayerNode, Profile
 from ..solvers.pipeline_links import PoolLinks, links_of
 from .pipeline_problem import layers_of_graph, optimizer_of, reserve_in_pipeline
-
-SCHEDULE = "1f1b"
-"""The schedule of parallel plans."""
 
 
 def parallel_problem(
@@ -81,7 +79,8 @@ def parallel_problem(
     _, edges, order = layers_of_graph(graphs[0])
     names = [node.id for node in order]
     links = links_of(chosen, cluster, link_bytes_per_second)
-    reserves = [reserve_in_pipeline(p, cluster, SCHEDULE, memory_reserve_bytes) for p in chosen]
+    schedule = parallel_schedule(is_chunked=False)
+    reserves = [reserve_in_pipeline(p, cluster, schedule, memory_reserve_bytes) for p in chosen]
     trained = optimizer or optimizer_of(chosen)
     return ParallelProblem(
         model=chosen[0].model,

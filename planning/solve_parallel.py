@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from ..schema.errors import BackendError, InfeasibleError, ProblemError
-from ..schema.parallel import ParallelPlan, ParallelProblem
+from ..schema.parallel import ParallelPlan, ParallelProblem, parallel_schedule
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
 from .limits import Clock
 from .plan_dollars import priced
@@ -89,7 +89,11 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
 
 def _chunks(asked: int | None) -> tuple[int, ...]:
     """Numbers of stages per device to try; without a request 1 and those of interleaved 1F1B."""
-    return (1, *traits("interleaved").num_model_chunks) if asked is None else (asked,)
+    return (
+        (1, *traits(parallel_schedule(is_chunked=True)).num_model_chunks)
+        if asked is None
+        else (asked,)
+    )
 
 
 def _spreadable(request: SolveRequest) -> bool:

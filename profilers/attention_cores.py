@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .nests import tensors_in
+from .storages import storage_key
 
 if TYPE_CHECKING:
     from ..runtime.pipeline.cores import Between
@@ -76,7 +77,7 @@ class _Account:
 
     def __init__(self, standing: list[Any]) -> None:
         self.layer = ""
-        self._standing = {_key(tensor) for tensor in tensors_in(standing)}
+        self._standing = {storage_key(tensor) for tensor in tensors_in(standing)}
         self._alive: list[Any] = []
         self._maker: dict[int, tuple[str, int]] = {}
         self._plain: set[int] = set()
@@ -117,7 +118,7 @@ class _Account:
 
     def _noted(self, tensor: Any) -> int:
         storage = tensor.untyped_storage()
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key not in self._maker:
             self._alive.append(storage)
             self._maker[key] = self.layer, storage.nbytes()
@@ -141,8 +142,3 @@ class _Account:
             ),
             freed,
         )
-
-
-def _key(tensor: Any) -> int:
-    storage: int = tensor.untyped_storage()._cdata
-    return storage

@@ -12,7 +12,7 @@ from .bench import Bench
 from .meeting import process_group
 
 if TYPE_CHECKING:
-    from ..runtime.gradients import GradientReducer
+    from ..runtime.gradients.reducer import GradientReducer
 
 _WARM_UP_STEPS = 3
 _MIN_REPEATS = 5
@@ -70,7 +70,7 @@ def all_reduce_sizes(weight_bytes: int) -> tuple[int, ...]:
 
 
 def _steps(bench: Bench, batch_size: int, budget_seconds: float) -> dict[str, list[float]]:
-    from ..runtime.gradients import GradientReducer
+    from ..runtime.gradients.reducer import GradientReducer
 
     batch = bench.make_batch(batch_size)
     parameters = [p for p in bench.model.parameters() if p.requires_grad]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..devices.backend import backend_of
+from .storages import storage_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ class Ledger:
     """
 
     def __init__(self, standing: Iterable[Any], given: Iterable[Any]) -> None:
-        self._standing = {_key(tensor) for tensor in standing}
-        self._root: dict[int, int | None] = {_key(tensor): None for tensor in given}
+        self._standing = {storage_key(tensor) for tensor in standing}
+        self._root: dict[int, int | None] = {storage_key(tensor): None for tensor in given}
         self._owner: dict[int, tuple[str, int]] = {}
         self._kept: set[int] = set()
         self._inner: dict[str, int] = {}
@@ -116,19 +117,19 @@ class Ledger:
 
         names = {}
         for given, made in passed:
-            names[_key(given)] = self._root_of(made, before)
+            names[storage_key(given)] = self._root_of(made, before)
         saved: dict[int, Any] = {}
 
         def pack(tensor: Any) -> Any:
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                saved[_key(tensor)] = storage
+                saved[storage_key(tensor)] = storage
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             answer = call()
         for tensor in tensors_of(answer):
-            key = _key(tensor)
+            key = storage_key(tensor)
             self._root.setdefault(key, names.get(key, key))
             if key not in names:
                 self._owner[key] = (layer, tensor.untyped_storage().nbytes())
@@ -146,7 +147,7 @@ class Ledger:
         return answer
 
     def _root_of(self, tensor: Any, before: str | None) -> int | None:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key not in self._root and before is not None and key not in self._standing:
             self._root[key] = key
             self._owner[key] = (before, tensor.untyped_storage().nbytes())
@@ -161,8 +162,3 @@ class Ledger:
             layer, size = self._owner[key]
             found[layer] = found.get(layer, 0) + size
         return found
-
-
-def _key(tensor: Any) -> int:
-    storage: int = tensor.untyped_storage()._cdata
-    return storage

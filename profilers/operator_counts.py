@@ -33,6 +33,7 @@ from .layer_memory import Ledger
 from .layer_passes import Piece, chosen, detached, weight_row
 from .layer_traces import call_of, find_layers
 from .nests import mapped, tensors_in
+from .storages import storage_key
 from .tensor_roles import NoTensorRolesError, heads_divisor, tensor_roles
 
 # Names of operators that move nothing, although they are no views by their schema.
@@ -118,7 +119,7 @@ def _note(tally: Tally, function: Any, arguments: Any, named: Any, answer: Any) 
     from torch.utils.flop_counter import flop_registry
 
     inputs, outputs = _tensors((arguments, named)), _tensors(answer)
-    held = {tensor.untyped_storage()._cdata for tensor in inputs}
+    held = {storage_key(tensor) for tensor in inputs}
     for tensor in outputs:
         tally.allocated(tensor.untyped_storage(), held)
     name = function._overloadpacket.__name__

@@ -5,6 +5,7 @@ from itertools import accumulate
 
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
 from ..schema.profile import LayerGraph
+from ..schema.schedule_traits import schedule_in_order
 from .pipeline_fit import Trial
 
 
@@ -24,18 +25,20 @@ def trials_of(graph: LayerGraph) -> tuple[Trial, ...]:
     goes_back = any(position[source] >= position[target] for source, target in graph.edges)
     if len(graph.nodes) < 2 or goes_back:
         return ()
+    # GPipe and 1F1B
+    filling, alternating = schedule_in_order("forward-first"), schedule_in_order("alternating")
     middle, uneven, whole = _cut(graph, 1 / 2), _cut(graph, 1 / 4), len(graph.nodes)
     found = (
-        Trial(cut=middle, schedule="1f1b", num_microbatches=2),
-        Trial(cut=middle, schedule="1f1b", num_microbatches=8),
-        Trial(cut=uneven, schedule="gpipe", num_microbatches=2),
-        Trial(cut=middle, schedule="gpipe", num_microbatches=8),
-        Trial(cut=whole, schedule="1f1b", num_microbatches=8, num_replicas=2),
-        Trial(cut=whole, schedule="1f1b", num_microbatches=2, num_replicas=2),
-        Trial(cut=uneven, schedule="1f1b", num_microbatches=8),
-        Trial(cut=middle, schedule="gpipe", num_microbatches=2),
-        Trial(cut=uneven, schedule="gpipe", num_microbatches=8),
-        Trial(cut=uneven, schedule="1f1b", num_microbatches=2),
+        Trial(cut=middle, schedule=alternating, num_microbatches=2),
+        Trial(cut=middle, schedule=alternating, num_microbatches=8),
+        Trial(cut=uneven, schedule=filling, num_microbatches=2),
+        Trial(cut=middle, schedule=filling, num_microbatches=8),
+        Trial(cut=whole, schedule=alternating, num_microbatches=8, num_replicas=2),
+        Trial(cut=whole, schedule=alternating, num_microbatches=2, num_replicas=2),
+        Trial(cut=uneven, schedule=alternating, num_microbatches=8),
+        Trial(cut=middle, schedule=filling, num_microbatches=2),
+        Trial(cut=uneven, schedule=filling, num_microbatches=8),
+        Trial(cut=uneven, schedule=alternating, num_microbatches=2),
     )
     return tuple(dict.fromkeys(found))
 

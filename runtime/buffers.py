@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..schema.launch import VirtualNode
 from . import peers
+from .raw_bytes import byte_view
 
 AllReduce = Callable[[Tensor], object]
 
@@ -86,11 +87,6 @@ class BufferSlot:
     def value_of(self, node: int) -> Tensor:
         """A virtual node's value: its own copy if it has one, else the shared value."""
         return self.own.get(node, self.base)
-
-    @staticmethod
-    def bytes_of(value: Tensor) -> Tensor:
-        """The bytes of a value, as a flat uint8 tensor."""
-        return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Follower(Protocol):
@@ -212,7 +208,7 @@ class VirtualNodeBuffers:
             return {"base": dict(self._model.named_buffers()), "nodes": []}
         nodes = []
         for node, holder in enumerate(holders):
-            packed = torch.cat([BufferSlot.bytes_of(slot.value_of(node)) for slot in self.slots])
+            packed = torch.cat([byte_view(slot.value_of(node)) for slot in self.slots])
             if distributed:
                 peers.broadcast(packed, src=holder)
             nodes.append(self._unpacked(packed))

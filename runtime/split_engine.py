@@ -23,7 +23,7 @@ from .data import Pass
 from .determinism import refusal_of
 from .digest import digest_of
 from .engine import Step
-from .gradients import GradientReducer
+from .gradients.reducer import GradientReducer
 from .group import Place
 from .manifest import shapes_of
 from .optimizers import state_of

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from . import peers
-from .gradients import GradientReducer
+from .gradients.reducer import GradientReducer
 from .group import Place
 from .late import LateValues
 from .packed_sums import PackedSums

@@ -24,7 +24,7 @@ def one_rank(microbatches: Sequence[int], stage: int, in_flight: int) -> list[Sl
     ]
 
 
-@schedule("1f1b", replicas="any", order="alternating")
+@schedule("1f1b", replicas="any", order="alternating", chunked_as="interleaved")
 def flush(shape: PipelineShape) -> Schedule:
     """Generate PipeDream-Flush: 1F1B over one batch, then one update (3.2.2, figure 4.4 top)."""
     return build("1f1b", shape, "flush")

@@ -21,6 +21,7 @@ from .records import (
     record,
     register_keys,
 )
+from .schedule_traits import DEFAULT_SCHEDULE, traits
 
 Recompute = Literal["none", "selective", "full"]
 """What a stage computes again in its backward passes: nothing, the cores of attention, or all."""
@@ -333,6 +334,15 @@ class ParallelGain:
     device_type: Name
     num_devices: Count
     step_seconds: Seconds
+
+
+def parallel_schedule(*, is_chunked: bool) -> str:
+    """The schedule of parallel plans; ``is_chunked``: where a device holds several stages.
+
+    It is the default one, 1F1B: the planner's equations and the judge's are of its order.
+    """
+    plain = traits(DEFAULT_SCHEDULE)
+    return plain.chunked_as or plain.name if is_chunked else plain.name
 
 
 @record

@@ -17,6 +17,7 @@ PassOrder = Literal["forward-first", "alternating", "own"]
 Placement = Literal["line", "round-robin", "v", "both-ways"]
 
 DEFAULT_SCHEDULE = "1f1b"
+"""What is planned unless another schedule is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class ScheduleTraits:
             ``round-robin`` s mod p, so the last position sends to the first; ``v`` down the
             positions and up again; ``both-ways`` one stage of each direction.
         num_model_chunks: Numbers of stages per device that a planner tries.
+        chunked_as: The schedule with this one's order where devices hold several stages, if any.
         splits_backward: Whether every backward pass is in two halves (gradient of the input,
             gradient of the weights), which cannot recompute activations.
         plannable: Whether ``hetflow solve`` plans it.
@@ -49,6 +51,7 @@ class ScheduleTraits:
     order: PassOrder = "own"
     placement: Placement = "line"
     num_model_chunks: tuple[int, ...] = (1,)
+    chunked_as: str | None = None
     splits_backward: bool = False
     plannable: bool = True
 
@@ -130,6 +133,12 @@ def traits(schedule: str) -> ScheduleTraits:
         ProblemError: No installed schedule has that name.
     """
     return SCHEDULES.get(schedule)
+
+
+def schedule_in_order(order: PassOrder) -> str:
+    """The first schedule whose passes run in an order, with one update at the end of each batch."""
+    loaded = (SCHEDULES.loaded(name) for name in SCHEDULES.names())
+    return next(known.name for known in loaded if known and known.flushes and known.order == order)
 
 
 def is_planned(schedule: str) -> bool:

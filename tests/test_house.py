@@ -14,6 +14,7 @@ import pytest
 import hetflow
 from hetflow.cli.main import COMMANDS
 from hetflow.schema.files import RECORDS
+from hetflow.schema.schedule_traits import DEFAULT_SCHEDULE, SCHEDULES, traits
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -276,6 +277,43 @@ def test_one_room_names_kinds_of_devices() -> None:
     assert kinds_named(ROOT / "devices" / "emulated.py")
 
 
+# Files outside schedules/ that may name one, and why.
+NAMES_A_SCHEDULE = {
+    "schema/schedule_traits.py",  # the one that is planned unless another is asked for
+}
+PIPEDREAM_FILES = {  # a format of layers has the name of a schedule
+    "cli/export.py", "cli/import_.py", "exporters/pipedream.py", "exporters/registry.py",
+    "importers/pipedream.py",
+}  # fmt: skip
+
+
+def schedules_named(path: Path, names: Collection[str]) -> list[str]:
+    """Where code names a schedule; prose may, and what messages say is prose too."""
+    where = str(path.relative_to(ROOT))
+    meant = set(names) - ({"pipedream"} if where in PIPEDREAM_FILES else set())
+    return [
+        f"{where}:{node.lineno}: {node.value}"
+        for node in nodes(path)
+        if isinstance(node, ast.Constant) and node.value in meant
+    ]
+
+
+def test_no_code_but_their_own_names_schedules() -> None:
+    names = [entry.name for entry in SCHEDULES.registered()]
+    assert len(names) > 8
+    named = [
+        where
+        for room in sorted(set(MAY_IMPORT) - {"schedules", "examples"})
+        for path in modules(room)
+        if str(path.relative_to(ROOT)) not in NAMES_A_SCHEDULE
+        for where in schedules_named(path, names)
+    ]
+    assert named == []
+    default = traits(DEFAULT_SCHEDULE)
+    assert (default.order, default.flushes) == ("alternating", True)  # the parallel planner's
+    assert schedules_named(ROOT / "schedules" / "gpipe.py", names)
+
+
 def test_every_package_ships() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     shipped = set(declared["tool"]["setuptools"]["packages"])
@@ -311,6 +349,26 @@ def test_every_exchange_of_the_runtime_goes_through_peers() -> None:
         and node.value.id == "dist"
     ]
     assert stray == []
+
+
+_WRITES = re.compile(r"sys\.(stdout|stderr)\.(buffer\.)?write$|traceback\.print_|print$")
+
+
+def test_only_programs_write_to_the_terminal() -> None:
+    """What the library says goes to the logger ``hetflow``; see docs/decisions.md."""
+    programs = {
+        "runtime/worker.py", "runtime/telling.py",  # a worker, and the handler that it may have
+        "runtime/job.py",  # what the script prints with ``job.print``
+        "preload/__main__.py", "preload/server.py",
+    }  # fmt: skip
+    written = {
+        str(path.relative_to(ROOT))
+        for room in set(MAY_IMPORT) - {"cli", "examples"}
+        for path in modules(room)
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and _WRITES.match(ast.unparse(node.func))
+    }
+    assert written == programs
 
 
 def test_nothing_names_this_machine_or_a_registry() -> None:

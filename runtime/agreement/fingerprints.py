@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..raw_bytes import byte_view
 from ..streams import generator_of
 
 _ROW = 1 << 14  # words; a row of weights stays in the cache
@@ -32,7 +33,7 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """
     small, numbers = [], []
     for tensor in tensors:
-        flat = _bytes_of(tensor)
+        flat = byte_view(tensor)
         if len(flat) < _SMALL_BYTES:
             small += [flat, flat.new_zeros(-len(flat) % 8)] if len(flat) % 8 else [flat]
         else:
@@ -42,10 +43,6 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     if not numbers:
         return torch.zeros((), dtype=torch.int64)
     return _number(torch.stack(numbers))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _words_of(flat: Tensor) -> Tensor:

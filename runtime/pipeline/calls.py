@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ...schema.errors import TargetError
+from ..manifest import shape_text
 
 _HINT = "call the model as the profiled workload does, or profile it as the script calls it"
 
@@ -61,7 +62,7 @@ class TracedCall:
         if not isinstance(value, Tensor):
             raise _refusal(f"with {name}={value!r}, and was traced with a tensor")
         if value.dtype != traced.dtype or value.dim() != traced.dim():
-            raise _refusal(f"with {name} as {_said(value)}, and was traced with {_said(traced)}")
+            raise _unlike(name, value, traced)
         return value
 
     def _check_sizes(self, tensors: list[Tensor]) -> None:
@@ -76,15 +77,15 @@ class TracedCall:
         else:
             for (name, traced), tensor in zip(self.inputs.items(), tensors, strict=True):
                 if tensor.shape[1:] != traced.shape[1:]:
-                    raise _refusal(
-                        f"with {name} as {_said(tensor)}, and was traced with {_said(traced)}"
-                    )
+                    raise _unlike(name, tensor, traced)
         self._held.add(key)
+
+
+def _unlike(name: str, tensor: Tensor, traced: Tensor) -> TargetError:
+    return _refusal(
+        f"with {name} as {shape_text(tensor)}, and was traced with {shape_text(traced)}"
+    )
 
 
 def _refusal(how: str) -> TargetError:
     return TargetError(f"the model is called {how}", hint=_HINT)
-
-
-def _said(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
 from .. import checkpoint, peers
-from ..buffers import BufferSlot
 from ..group import Place
 from ..manifest import DTYPES
+from ..raw_bytes import byte_view
 from ..tensor.operators import TensorGroup, gather_tokens_from, scatter_tokens_to
 from ..tensor.sequence import check_length
 from .answers import made_again, portable
@@ -280,7 +280,7 @@ class StageEvaluation:
             peers.send(header, dst=target, group=transport.up)
             for tensor in message.tensors:
                 if tensor.numel():
-                    peers.send(BufferSlot.bytes_of(tensor).to(wire), dst=target)
+                    peers.send(byte_view(tensor).to(wire), dst=target)
             return message
         length = torch.zeros(1, dtype=torch.int64)
         peers.receive(length, src=source, group=transport.up)
@@ -290,7 +290,7 @@ class StageEvaluation:
         for name, shape in json.loads(said)["tensors"]:
             tensors.append(torch.empty(shape, dtype=DTYPES[name], device=wire))
             if tensors[-1].numel():
-                peers.receive(BufferSlot.bytes_of(tensors[-1]), src=source)
+                peers.receive(byte_view(tensors[-1]), src=source)
         return _Message(said, tensors)
 
 

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from ...devices.backend import backend_of
 from ...schedules.operations import FREEING, Operation
 from .. import peers
-from ..gradients import came_twice, view_like
+from ..gradients.first_gradients import FirstGradients
+from ..gradients.hooks import GradientHook, Hooks, came_twice
+from ..gradients.views import layout_of, view_like
 from .ownership import Holders, Ownership
 from .pieces import in_buckets
 
@@ -113,13 +115,11 @@ class ReplicaSums:
         self._sets = {name: ranks for name, ranks in sets.items() if ranks in group_of}
         self._layout: tuple[object, ...] | None = None
         self._buckets: list[_Bucket] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks, self._firsts = Hooks(), FirstGradients()
         self._operations: Sequence[Operation] = ()
         self._last: dict[int, Operation] = {}  # by stage, the backward pass that ends the step
         self._armed, self._holds_back = _NO_STAGE, False
         self._awaited: set[str] = set()  # whose first gradient of the step has not come
-        self._unwritten: list[tuple[Tensor, Tensor]] = []  # it has come, but not to its view
-        self._num_unwritten_bytes = 0
         self._num_launched = 0
         self._lent: deque[_Bucket] = deque()
 
@@ -135,7 +135,7 @@ class ReplicaSums:
             bucket.is_launched = False
         self._armed, self._num_launched = _NO_STAGE, 0
         self._awaited.update(s.name for b in self._buckets if b.views for s in b.slots)
-        self._unwritten.clear()
+        self._firsts.begin()
         self._lent.clear()
 
     def enter(self, operation: Operation, *, is_stretched: bool) -> None:
@@ -151,8 +151,7 @@ class ReplicaSums:
 
     def leave(self) -> None:
         """End the pass."""
-        if self._unwritten:
-            self._write_first()
+        self._firsts.write()
         if self._armed != _NO_STAGE:
             self._armed = _NO_STAGE
             self._launch_ready()
@@ -176,17 +175,14 @@ class ReplicaSums:
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
         self._buckets, self._layout = [], None
 
     # Buckets
 
     def _rebuild_if_changed(self) -> None:
         """Make the buckets again if parameters were frozen, unfrozen or cast since last step."""
-        held = [self._ownership.parameters[name] for name in self._sets]
-        layout = tuple((p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in held)
+        layout = layout_of([self._ownership.parameters[name] for name in self._sets])
         if layout == self._layout:
             return
         self.close()
@@ -194,8 +190,7 @@ class ReplicaSums:
         for bucket in self._buckets:
             for place, slot in enumerate(bucket.slots):
                 view = bucket.views[place] if bucket.views else None
-                hook = self._hook(slot.name, bucket, view)
-                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._hooks.add(slot.parameter, self._hook(slot.name, bucket, view))
 
     def _made(self) -> list[_Bucket]:
         """The buckets in the order of their sums, which all workers share."""
@@ -264,46 +259,20 @@ class ReplicaSums:
 
     # During the passes
 
-    def _hook(self, name: str, bucket: _Bucket, view: Tensor | None) -> Callable[[Tensor], None]:
+    def _hook(self, name: str, bucket: _Bucket, view: Tensor | None) -> GradientHook:
         # It runs between kernels, where Python's code is not in the caches, so it is kept short.
-        stages, awaited = bucket.stages, self._awaited
+        stages, awaited, take = bucket.stages, self._awaited, self._firsts.take
+        is_host = view is not None and backend_of(view.device).is_host
 
         def fired(parameter: Tensor) -> None:
-            if view is not None and name in awaited:
-                self._take_first(name, parameter, view)
+            if view is not None and name in awaited and take(parameter, view, is_host):
+                awaited.remove(name)
             if bucket.is_launched:
                 raise came_twice(name)
             if self._armed in stages:
                 self._count(bucket)
 
         return fired
-
-    def _take_first(self, name: str, parameter: Tensor, view: Tensor) -> None:
-        """Put a parameter's first gradient of the step into its view, at once or soon."""
-        gradient = parameter.grad
-        if gradient is None:  # a hook of the script has used it up
-            return
-        self._awaited.remove(name)
-        if gradient.layout != torch.strided:
-            parameter.grad = view.zero_().add_(gradient)
-        elif backend_of(view.device).is_host:
-            parameter.grad = view.copy_(gradient)
-        else:
-            self._unwritten.append((parameter, view))
-            self._num_unwritten_bytes += view.nbytes
-            if self._num_unwritten_bytes >= backend_of(view.device).bucket_bytes:
-                self._write_first()
-
-    def _write_first(self) -> None:
-        """Write the first gradients that have come into their views, by one kernel."""
-        found = [(p, p.grad, view) for p, view in self._unwritten if p.grad is not None]
-        if found:
-            with torch.no_grad():
-                torch._foreach_copy_([view for _, _, view in found], [g for _, g, _ in found])
-            for parameter, _, view in found:
-                parameter.grad = view
-        self._unwritten.clear()
-        self._num_unwritten_bytes = 0
 
     def _count(self, bucket: _Bucket) -> None:
         """Note that a parameter's gradient of a stage's last pass has come.
@@ -330,7 +299,7 @@ class ReplicaSums:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._num_launched]
         self._num_launched += 1
-        self._write_first()
+        self._firsts.write()
         with torch.no_grad():
             flat = self._filled(bucket)
         bucket.is_launched = True

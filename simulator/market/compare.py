@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from math import isfinite
 
 from ...schema.errors import ProblemError
-from ...schema.market import Availability, PolicyReplay, RentReport
+from ...schema.market import Availability, RentReport
 from ...solvers.market import named
 from ...solvers.market.chain import chain_of
 from ...solvers.market.deadline import DeadlineJob
 from ...solvers.market.offline import least_dollars
 from ...solvers.market.policies.dynamic_program import DynamicProgram
 from .replay import replay
+from .summaries import choice_of, summary_of
 
 
 def compare(
@@ -37,7 +38,7 @@ def compare(
     _check_ticks(job, [*windows, *history])
     ticks = [_known(window, job) for window in windows]
     chain = chain_of(window.available for window in history) if history else None
-    names = policies or [name for name in named.NAMES if chain or name not in named.LEARNED]
+    names = policies or named.POLICIES.tried(has_history=chain is not None)
     bound = [least_dollars(job, window) for window in ticks]
     replays, expected = [], None
     for name in dict.fromkeys(names):
@@ -46,18 +47,8 @@ def compare(
             first = [policy.expected(bool(window[0])) for window in ticks]
             expected = sum(first) / len(first) if all(map(isfinite, first)) else None
         outcomes = [replay(job, policy, window) for window in ticks]
-        dollars = tuple(outcome.dollars for outcome in outcomes)
-        replays.append(
-            PolicyReplay(
-                policy=name,
-                mean_dollars=sum(dollars) / len(dollars),
-                mean_over_bound=_mean_ratio(dollars, bound),
-                missed_deadlines=sum(outcome.is_late for outcome in outcomes),
-                mean_launches=sum(outcome.num_launches for outcome in outcomes) / len(outcomes),
-                dollars=dollars,
-            )
-        )
-    in_time = [entry for entry in replays if not entry.missed_deadlines]
+        launches = [outcome.num_launches for outcome in outcomes]
+        replays.append(summary_of(name, outcomes, launches, bound))
     return RentReport(
         work_seconds=job.work_seconds,
         deadline_seconds=job.deadline_seconds,
@@ -67,7 +58,7 @@ def compare(
         windows=tuple(window.zone for window in windows),
         bound_dollars=tuple(bound),
         policies=tuple(replays),
-        choice=min(in_time, key=lambda entry: entry.mean_dollars).policy if in_time else None,
+        choice=choice_of(replays),
         expected_dollars=expected,
     )
 
@@ -97,10 +88,3 @@ def _known(window: Availability, job: DeadlineJob) -> list[int]:
             hint="a replay needs windows that are known until the deadline",
         )
     return list(known)
-
-
-def _mean_ratio(dollars: Sequence[float], bound: Sequence[float]) -> float:
-    ratios = [
-        paid / least if least > 0 else 1.0 for paid, least in zip(dollars, bound, strict=True)
-    ]
-    return sum(ratios) / len(ratios)

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from ...schema.errors import ProblemError
-from ...schema.market import Capacity, FleetReport, PolicyReplay
+from ...schema.market import Capacity, FleetReport
 from ...solvers.market.fleet import named, offline
 from ...solvers.market.fleet.chain import transitions_of
 from ...solvers.market.fleet.job import Fleet, FleetJob, FleetMoment
 from ...solvers.market.fleet.policies.dynamic_program import DynamicProgram
 from .fleet_replay import replay
+from .summaries import choice_of, in_time, summary_of
 
 
 class Stated:
@@ -98,11 +99,12 @@ def compare(
         else None
     )
     bounds = [offline.solve(job, window) for _, window in windows]
+    least = [known.bound_dollars for known in bounds]
     plans = [
         replay(job, Stated(known.holds), window)
         for known, (_, window) in zip(bounds, windows, strict=True)
     ]
-    names = policies or [name for name in named.NAMES if history or name not in named.LEARNED]
+    names = policies or named.POLICIES.tried(has_history=chain is not None)
     replays, expected = [], None
     for name in dict.fromkeys(names):
         policy = named.policy_of(name, job, chain)
@@ -111,22 +113,8 @@ def compare(
                      for _, window in windows]  # fmt: skip
             expected = sum(first) / len(first)
         outcomes = [replay(job, policy, window) for _, window in windows]
-        dollars = tuple(outcome.dollars for outcome in outcomes)
-        ratios = [
-            paid / known.bound_dollars if known.bound_dollars > 0 else 1.0
-            for paid, known in zip(dollars, bounds, strict=True)
-        ]
-        replays.append(
-            PolicyReplay(
-                policy=name,
-                mean_dollars=sum(dollars) / len(dollars),
-                mean_over_bound=sum(ratios) / len(ratios),
-                missed_deadlines=sum(outcome.is_late for outcome in outcomes),
-                mean_launches=sum(outcome.num_changes for outcome in outcomes) / len(outcomes),
-                dollars=dollars,
-            )
-        )
-    in_time = [entry for entry in replays if not entry.missed_deadlines]
+        changes = [outcome.num_changes for outcome in outcomes]
+        replays.append(summary_of(name, outcomes, changes, least))
     return FleetReport(
         work_seconds=job.work_seconds,
         speeds=job.speeds,
@@ -135,12 +123,12 @@ def compare(
         on_demand_dollars_per_hour=job.on_demand_dollars_per_hour,
         spot_dollars_per_hour=job.spot_dollars_per_hour,
         windows=tuple(name for name, _ in windows),
-        bound_dollars=tuple(known.bound_dollars for known in bounds),
+        bound_dollars=tuple(least),
         plan_dollars=tuple(
-            min([plan.dollars, *(entry.dollars[place] for entry in in_time)])
+            min([plan.dollars, *(entry.dollars[place] for entry in in_time(replays))])
             for place, plan in enumerate(plans)
         ),
         policies=tuple(replays),
-        choice=min(in_time, key=lambda entry: entry.mean_dollars).policy if in_time else None,
+        choice=choice_of(replays),
         expected_dollars=expected,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from ...schema.errors import ProblemError
-from ...schema.market import Availability, PolicyReplay, ZonesReport, utc_text
+from ...schema.market import Availability, ZonesReport, utc_text
 from ...solvers.market import offline
 from ...solvers.market.windows import joined, start_seconds, whole_ticks
 from ...solvers.market.zones import named
@@ -13,6 +13,7 @@ from ...solvers.market.zones.chain import chain_of_zones
 from ...solvers.market.zones.job import ZonesJob
 from ...solvers.market.zones.offline import least_dollars
 from ...solvers.market.zones.policies.dynamic_program import DynamicProgram
+from .summaries import choice_of, summary_of
 from .zones_replay import replay
 
 Ticks = tuple[int | None, ...]
@@ -106,7 +107,7 @@ def compare(
         order = _order(history, traces)
         chain = chain_of_zones([[history.ticks[place] for place in order]])
     bound = [least_dollars(job, window) for _, window in windows]
-    names = policies or [name for name in named.NAMES if chain or name not in named.LEARNED]
+    names = policies or named.POLICIES.tried(has_history=chain is not None)
     replays, moves, expected = [], {}, None
     for name in dict.fromkeys(names):
         policy = named.policy_of(name, job, chain)
@@ -116,22 +117,9 @@ def compare(
             ]
             expected = sum(first) / len(first)
         outcomes = [replay(job, policy, window) for _, window in windows]
-        dollars = tuple(outcome.dollars for outcome in outcomes)
-        ratios = [
-            paid / least if least > 0 else 1.0 for paid, least in zip(dollars, bound, strict=True)
-        ]
-        replays.append(
-            PolicyReplay(
-                policy=name,
-                mean_dollars=sum(dollars) / len(dollars),
-                mean_over_bound=sum(ratios) / len(ratios),
-                missed_deadlines=sum(outcome.is_late for outcome in outcomes),
-                mean_launches=sum(outcome.num_launches for outcome in outcomes) / len(outcomes),
-                dollars=dollars,
-            )
-        )
+        launches = [outcome.num_launches for outcome in outcomes]
+        replays.append(summary_of(name, outcomes, launches, bound))
         moves[name] = sum(outcome.num_moves for outcome in outcomes) / len(outcomes)
-    in_time = [entry for entry in replays if not entry.missed_deadlines]
     return ZonesReport(
         work_seconds=job.job.work_seconds,
         deadline_seconds=job.job.deadline_seconds,
@@ -150,7 +138,7 @@ def compare(
         },
         policies=tuple(replays),
         mean_moves=moves,
-        choice=min(in_time, key=lambda entry: entry.mean_dollars).policy if in_time else None,
+        choice=choice_of(replays),
         expected_dollars=expected,
     )
 

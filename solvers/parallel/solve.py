@@ -19,6 +19,7 @@ from ...schema.parallel import (
     ParallelProof,
     ParallelStage,
     ReplicaGroup,
+    parallel_schedule,
 )
 from ..effort import DEFAULT, Effort
 from . import interleaved
@@ -254,7 +255,7 @@ def _plan(problem: ParallelProblem, found: Found, bound: float) -> ParallelPlan:
         global_batch_size=problem.global_batch_size,
         microbatch_size=found.space.microbatch_size,
         num_microbatches=found.num_microbatches,
-        schedule="1f1b",
+        schedule=parallel_schedule(is_chunked=False),
         num_model_chunks=1,
         stages=stages,
         predicted=_predicted(
@@ -279,7 +280,7 @@ def _interleaved_plan(problem: ParallelProblem, found: Interleaved, bound: float
         global_batch_size=problem.global_batch_size,
         microbatch_size=shape.microbatch_size,
         num_microbatches=shape.num_microbatches,
-        schedule="interleaved",
+        schedule=parallel_schedule(is_chunked=True),
         num_model_chunks=shape.num_model_chunks,
         stages=stages,
         predicted=_predicted(

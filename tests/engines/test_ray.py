@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.engines.keeper import claim
+from hetflow.engines.lease_folder import claim
 from hetflow.engines.protocol import Fate, UnsuitableDevicesError
 from hetflow.engines.ray import RayEngine, actor_name, devices_of
 from hetflow.engines.registry import ENGINES

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.api.export import export
-from hetflow.engines.keeper import claim
+from hetflow.engines.lease_folder import claim
 from hetflow.engines.protocol import Fate, UnsuitableDevicesError, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.engines.slurm import (

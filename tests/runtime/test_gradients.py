@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hetflow.runtime import gradients
-from hetflow.runtime.gradients import GradientReducer
+from hetflow.runtime.gradients import arrivals, first_gradients, flat_buffers
+from hetflow.runtime.gradients.reducer import GradientReducer
 from hetflow.schema.errors import TargetError
 
 
@@ -79,12 +79,10 @@ def test_a_large_parameter_is_reduced_in_parts() -> None:
     """The room for others' gradients is of a few buckets, whatever the parameter."""
     weight, bias = nn.Parameter(torch.ones(1003)), nn.Parameter(torch.ones(3))
     reducer = GradientReducer([bias, weight], bucket_bytes=400)
-    launched: list[int] = []
     reducer.begin()
-    reducer._launch_next, launch = lambda: (launched.append(1), launch()), reducer._launch_next
     reducer.arm()
     (2 * weight.sum() + bias.sum()).backward()
-    assert len(launched) == 11  # ten of the weight; what is cut off goes with the bias
+    assert reducer.num_launched == 11  # ten of the weight; what is cut off goes with the bias
     reducer.finish()
     assert weight.grad.tolist() == [2.0] * 1003
     assert bias.grad.tolist() == [1.0] * 3
@@ -125,13 +123,19 @@ def test_no_room_for_sums_among_numbers_of_another_type() -> None:
     reducer.close()
 
 
+def pretend(backend: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every device for one of this kind."""
+    for module in (arrivals, first_gradients, flat_buffers):
+        monkeypatch.setattr(module, "backend_of", lambda _: backend)
+
+
 @pytest.mark.parametrize("is_host", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [24, 1 << 20])
 def test_first_gradients_replace_what_the_buffer_held(
     is_host: bool, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = SimpleNamespace(is_host=is_host, bucket_bytes=bucket_bytes)
-    monkeypatch.setattr(gradients, "backend_of", lambda _: backend)
+    pretend(backend, monkeypatch)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     plain, passes = copy.deepcopy(model), [torch.randn(4, 3), torch.randn(2, 3)]
     reducer = GradientReducer(dict(model.named_parameters()))
@@ -178,17 +182,14 @@ def armed_step(
     reducer: GradientReducer, back: Callable[[], object], *, num_passes: int = 1
 ) -> list[int]:
     """One step whose last pass is armed; returns how many buckets were sent during it, and all."""
-    launched: list[int] = []
-    launch = GradientReducer._launch_next.__get__(reducer)
-    reducer._launch_next = lambda: (launched.append(1), launch())  # type: ignore[assignment,method-assign]
     reducer.begin(num_passes=num_passes)
     for number in range(num_passes):
         if number == num_passes - 1:
             reducer.arm()
         back()
-    during = len(launched)
+    during = reducer.num_launched
     reducer.finish()
-    return [during, len(launched)]
+    return [during, reducer.num_launched]
 
 
 @pytest.mark.parametrize("is_host", [True, False])
@@ -197,8 +198,8 @@ def test_few_hooks_send_the_same_buckets(
     is_host: bool, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = SimpleNamespace(is_host=is_host, bucket_bytes=100)
-    monkeypatch.setattr(gradients, "backend_of", lambda _: backend)
-    monkeypatch.setattr(gradients, "_LARGE_BYTES", large)
+    pretend(backend, monkeypatch)
+    monkeypatch.setattr(arrivals, "LARGE_BYTES", large)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     plain, inputs = copy.deepcopy(model), iter(torch.randn(40, 3, 4))
     reducer = GradientReducer(dict(model.named_parameters()))
