@@ -14,6 +14,7 @@ from ..protocol.pins import pins
 from ..schema.deployment import Deployment, HostGroup, Machine, job_name
 from ..schema.errors import ProblemError
 from ..schema.files import read_text
+from ..schema.records import Count, Index
 from .files import plan_of
 from .naming import names_arguments
 
@@ -45,11 +46,11 @@ class ExportOptions(TypedDict, total=False):
     job: str | None
     directory: str | None
     setup: Sequence[str]
-    seed: int
+    seed: Index
     determinism: str
     checkpoint: str | None
-    checkpoint_every: int
-    cpus_per_device: int
+    checkpoint_every: Index
+    cpus_per_device: Count
     image: str | None
     volume: str | None
     directives: Sequence[str]

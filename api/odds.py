@@ -10,8 +10,10 @@ from ..schema.market import Availability, Market, PriceHistory
 from ..schema.odds import OddsReport
 from ..solvers.market.odds import Zone
 from ..solvers.market.odds import odds as estimate
+from .naming import names_arguments
 
 
+@names_arguments()
 def odds(
     sources: Sequence[Market | Path | str], *, checkpoint_seconds: float | None = None
 ) -> OddsReport:

@@ -8,10 +8,18 @@ from ..schema.errors import ProblemError
 from ..schema.market import Availability, RentReport
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
+from .naming import names_arguments
 
 Windows = Sequence[Availability | Path | str]
 
 
+@names_arguments(
+    work_hours="work_seconds",
+    deadline_hours="deadline_seconds",
+    on_demand="on_demand_dollars_per_hour",
+    spot="spot_dollars_per_hour",
+    policy="policies",
+)
 def rent(
     windows: Windows,
     *,

@@ -13,7 +13,16 @@ from .naming import names_arguments
 Traces = Sequence[Capacity | Path | str]
 
 
-@names_arguments(machines="num_machines", speed="speeds")
+@names_arguments(
+    machines="num_machines",
+    speed="speeds",
+    every_hours="every_seconds",
+    work_hours="work_seconds",
+    deadline_hours="deadline_seconds",
+    on_demand="on_demand_dollars_per_hour",
+    spot="spot_dollars_per_hour",
+    policy="policies",
+)
 def rent_fleet(
     traces: Traces,
     *,

@@ -15,7 +15,14 @@ from .naming import names_arguments
 Windows = Sequence[Availability | Path | str]
 
 
-@names_arguments(spot="spot_dollars_per_hour")
+@names_arguments(
+    every_hours="every_seconds",
+    work_hours="work_seconds",
+    deadline_hours="deadline_seconds",
+    on_demand="on_demand_dollars_per_hour",
+    spot="spot_dollars_per_hour",
+    policy="policies",
+)
 def rent_zones(
     windows: Windows,
     *,

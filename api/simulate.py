@@ -76,10 +76,16 @@ class SimulationOptions(TypedDict, total=False):
     cloud_move_dollars: float
 
 
+_HOURS = {
+    "failure_hours": "failure_seconds",
+    "server_failure_hours": "server_failure_seconds",
+    "repair_hours": "repair_seconds",
+    "preemption_hours": "preemption_seconds",
+}
 _OF_MARKETS = ("start", "preemption_seconds", "checkpoint_seconds", "cloud_move_dollars")
 
 
-@names_arguments(gpus="pool", cluster="pool", loads="jobs_per_hour")
+@names_arguments(gpus="pool", cluster="pool", loads="jobs_per_hour", **_HOURS)
 def simulate(
     trace: Jobs | Path | str,
     throughputs: Throughputs | Path | str,
@@ -135,7 +141,7 @@ def simulate(
     return simulator.report(case, run, name, with_jobs=with_jobs)
 
 
-@names_arguments(gpus="pool", cluster="pool")
+@names_arguments(gpus="pool", cluster="pool", **_HOURS)
 def sweep(
     trace: str,
     throughputs: Throughputs | Path | str,

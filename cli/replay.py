@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..schema.errors import ProblemError
+from ..schema.spelling import whole_number
 from . import completing
 from .cluster import DEFAULT_STATE, StateOption
 from .common import JsonFlag, emit, emit_json, note, rates_of
@@ -140,7 +141,7 @@ def _history_of_log(
 def _compared(live: "History", found: "dict[str, JobOutcome]", policy: str) -> dict[str, Any]:
     jobs: list[dict[str, Any]] = [
         {
-            "number": int(one.job.id) if one.job.id.isdigit() else one.job.id,
+            "number": one.job.id if (number := whole_number(one.job.id)) is None else number,
             "name": one.name,
             "arrival_seconds": one.job.arrival_seconds,
             "completion_seconds": one.completion_seconds,

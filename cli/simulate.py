@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..schema.errors import HetflowError, ProblemError
+from ..schema.spelling import whole_number
 from . import completing
 from .common import (
     ForceFlag,
@@ -227,10 +228,10 @@ def simulate(
 def _window(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    first, colon, last = text.partition(":")
-    if not colon or not first.isdigit() or not last.isdigit() or int(first) >= int(last):
+    first, last = (whole_number(part) for part in text.partition(":")[::2])
+    if first is None or last is None or first >= last:
         raise ProblemError(f"--window {text}: must be FROM:TO such as 4000:5000")
-    return int(first), int(last)
+    return first, last
 
 
 def _numbers(text: str | None) -> list[float]:

@@ -4,9 +4,13 @@ Reading is strict and never evaluates code; writing is atomic.
 """
 
 import dataclasses
+import functools
 import json
+import operator
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -78,6 +82,9 @@ MAX_FILE_BYTES = 256 << 20
 def __getattr__(name: str) -> object:
     if name == "Plan":  # most files hold none, and its classes take a while to import
         return import_module(".plans", __package__).Plan
+    if name == "Record":
+        each = (record_class(schema, kind) for schema, kinds in RECORDS.items() for kind in kinds)
+        return functools.reduce(operator.or_, each)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -284,6 +291,30 @@ def check_writable(path: Path, *, force: bool) -> None:
         raise FileError(f"{folder}: no such folder", hint="create it first")
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise FileError(f"{path}: cannot be written")
+
+
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, and those above it, before the work whose result goes there.
+
+    If the work fails or is interrupted, the folders made here are removed again, unless they hold
+    something by then.
+
+    Raises:
+        FileError: The folder cannot be made.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{folder}: cannot be made: {error.strerror}") from None
+        yield
+    except BaseException:
+        for each in missing:
+            with suppress(OSError):  # not empty, or never made
+                each.rmdir()
+        raise
 
 
 def write_text(path: Path, text: str, *, force: bool = False) -> None:

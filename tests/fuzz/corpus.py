@@ -14,6 +14,7 @@ from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
 from hetflow.schema.optimizer import OptimizerState
+from hetflow.schema.parallel import ParallelPlan
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
 from hetflow.schema.run import (
@@ -208,6 +209,33 @@ COMMANDS = (
     Command("import log",
             ("import", "log.txt", "--format", "sacct", "--rate", "v100=2", "-o", OUTPUT),
             ("log.txt",), ("--rate",)),
+    Command("replay a log",
+            ("cluster", "replay", "--sacct", "log.txt", "--policy", "las", "--gpus", "2xv100",
+             "--rate", "v100=2", "--resize-seconds", "1", "--json"),
+            ("log.txt",), ("--policy", "--rate", "--gpus", "--resize-seconds")),
+    Command("correct by a parallel run",
+            ("profile", "--from-run", "runs_of_stages", "--profiles", "layered", "-o",
+             "corrected"), ("runs_of_stages/run.json", "layered/v100.json"), ("--profiles",)),
+    Command("rent", ("rent", "zones.json", "--work-hours", "1", "--deadline-hours", "2",
+                     "--on-demand", "3", "--spot", "1", "--policy", "greedy", "-o", OUTPUT),
+            ("zones.json",), ("--spot", "--policy", "--work-hours")),
+    Command("rent odds", ("rent", "odds", "zones.json", "--checkpoint-seconds", "30", "-o",
+                          OUTPUT), ("zones.json",), ("--checkpoint-seconds",)),
+    Command("rent machines by profiles",
+            ("rent", "machines", "prices.json", "--profiles", "profiles", "--steps", "100",
+             "--batch-size", "64", "--most-devices", "2", "-o", OUTPUT),
+            ("prices.json", "profiles/v100.json"), ("--most-devices", "--batch-size")),
+    *(Command(f"export to {target}",
+              ("export", "parallel.json", "--to", target, "--market", "prices.json", "--setup",
+               "echo 1", "--checkpoint", "c", "-o", "out.txt", "--", "train.py", "3"),
+              ("parallel.json", "prices.json"), ("--market", "--setup", "--checkpoint"))
+      for target in ("hosts", "skypilot")),
+    Command("export to kubernetes",
+            ("export", "split.json", "--to", "kubernetes", "--image", "me/train", "--volume",
+             "runs:/runs", "--job", "j", "-o", "out.txt", "--", "train.py"),
+            ("split.json",), ("--image", "--volume", "--job")),
+    Command("launch parallel", ("launch", "--dry-run", "--json", "parallel.json", "train.py"),
+            ("parallel.json",)),
     Command("configured", ("solve", "--profiles", "profiles"),
             (CONFIG, "profiles/p100.json")),
 )  # fmt: skip
@@ -263,6 +291,8 @@ def make(folder: Path) -> None:
     files.write(folder / "run.json", _run_record(folder))
     (folder / "runs" / "first").mkdir(parents=True)
     files.write(folder / "runs/first/run.json", _run_of_split(folder))
+    (folder / "runs_of_stages").mkdir()
+    files.write(folder / "runs_of_stages/run.json", _run_of_stages(folder))
     _make_running(folder)
 
 
@@ -396,6 +426,19 @@ def _run_of_split(folder: Path) -> RunRecord:
         ),
         terms=(TermComparison(term="sync", predicted_seconds=0.01, measured_seconds=0.1),),
     )  # fmt: skip
+
+
+def _run_of_stages(folder: Path) -> RunRecord:
+    """A run of a parallel plan."""
+    plan = files.read_plan(folder / "parallel.json")
+    assert isinstance(plan, ParallelPlan)
+    types = [name for name, number in plan.devices_by_type.items() for _ in range(number)]
+    run = _run_of_split(folder)
+    devices = [
+        dataclasses.replace(run.devices[0], rank=rank, device_type=name)
+        for rank, name in enumerate(types)
+    ]
+    return dataclasses.replace(run, plan=plan, world_size=len(types), devices=tuple(devices))
 
 
 _CLUSTER = {

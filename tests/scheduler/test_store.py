@@ -52,3 +52,21 @@ def test_a_start_that_is_refused_leaves_the_state_as_it_was(
         with pytest.raises(ProblemError):
             serve(tmp_path, Pool.parse(pool), "local", Settings(policy=policy), print)
     assert store.get("started_with") == {"policy": "las"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "said"),
+    [
+        ("local", "no such policy", "no such policy"),
+        ("local", "elastic", "elastic shares devices of one device type"),
+        ("no such engine", "las", "no such engine"),
+    ],
+)
+def test_a_first_start_that_is_refused_leaves_no_state(
+    tmp_path: Path, engine: str, policy: str, said: str
+) -> None:
+    """`queue` then showed a cluster that never was, and `submit` queued jobs for it."""
+    pool = Pool.parse("1xcpu:fast,1xcpu:slow")
+    with pytest.raises(ProblemError, match=said):
+        serve(tmp_path / "state", pool, engine, Settings(policy=policy), print)
+    assert list(tmp_path.iterdir()) == []

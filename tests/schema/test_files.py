@@ -278,3 +278,22 @@ def test_every_key_of_the_cluster_files_is_in_the_page_of_formats():
     )  # fmt: skip
     keys = {key for record in records for key in record.__dataclass_fields__}
     assert sorted(key for key in keys if f"`{key}`" not in page and f"`{key}[" not in page) == []
+
+
+def test_a_folder_made_for_work_that_fails_goes_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(KeyboardInterrupt), files.made_folder(tmp_path / "a" / "b" / "c"):
+        raise KeyboardInterrupt
+    assert list((tmp_path / "a").iterdir()) == []
+
+    def work() -> None:
+        with files.made_folder(tmp_path / "a" / "b" / "c"):
+            (tmp_path / "a" / "b" / "kept").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["kept"]
+    with pytest.raises(FileError, match="kept: cannot be made"):
+        with files.made_folder(tmp_path / "a" / "b" / "kept"):
+            pass
