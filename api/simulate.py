@@ -12,7 +12,7 @@ from ..planning.inputs import Pool, pool_of, spelled_as
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.jobs import Entity, Job, Jobs, Throughputs
-from ..schema.records import nearest
+from ..schema.records import Count, Index, nearest
 from ..schema.simulation import SimulationRun
 from ..simulator import Case, TraceOptions
 from ..simulator.market.many_jobs import MarketOptions
@@ -67,8 +67,8 @@ class SimulationOptions(TypedDict, total=False):
     server_failure_seconds: float | None
     repair_seconds: float
     window: tuple[int, int] | None
-    seed: int
-    num_jobs: int
+    seed: Index
+    num_jobs: Count
     market: "Markets"
     start: str | None
     preemption_seconds: float | None
@@ -148,8 +148,8 @@ def sweep(
     pool: Pool,
     *,
     loads: Sequence[float] = (),
-    seeds: int = 1,
-    processes: int = 1,
+    seeds: Count = 1,
+    processes: Count = 1,
     **options: Unpack[SimulationOptions],
 ) -> Iterator[SimulationRun]:
     """Simulate random traces of several loads and seeds.

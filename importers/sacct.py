@@ -310,7 +310,7 @@ def _job(number: str, rows: Sequence[_Row]) -> SacctJob | None:
         id=number,
         name=rows[0].name,
         state=rows[-1].state,
-        submit_seconds=min(submits),
+        submit_seconds=min(*submits, runs[0].start),  # clocks may be set back in between
         end_seconds=runs[-1].end,
         run_seconds=sum(run.end - run.start for run in runs),
         device_type=max(held, key=lambda name: (held[name], name)),

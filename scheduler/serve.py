@@ -79,6 +79,11 @@ def request_stop(folder: Path) -> None:
         HetflowError: No cluster was started there.
     """
     store = Store.open(folder)
+    if store.get(_STARTED_WITH) is None:  # whoever made the state died, or was refused
+        raise ProblemError(
+            f"{folder}: no scheduler has run on this state yet",
+            hint="start one with `hetflow cluster start`",
+        )
     with store.transaction():
         store.set(_STOP, True)
     while True:

@@ -9,11 +9,12 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from ..schema.errors import FileError, ProblemError
+from ..schema.files import made_folder
 
 FILE = "state.sqlite"
 FORMAT = "hetflow.cluster-state/2"
@@ -88,24 +89,40 @@ class Store:
 
     @classmethod
     def create(cls, folder: Path) -> "Store":
-        """Open a cluster's state, or begin one.
+        """Open a cluster's state, or begin one: it is complete afterwards, or absent.
 
         Raises:
             FileError: The folder cannot be written, or its state is of another version.
         """
+        if (folder / FILE).exists():
+            return cls._begun(folder)
+        with made_folder(folder, mode=0o700):
+            try:
+                return cls._begun(folder)
+            except BaseException:  # the disk is full, say
+                for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal"):
+                    with suppress(OSError):
+                        (folder / name).unlink()
+                raise
+
+    @classmethod
+    def _begun(cls, folder: Path) -> "Store":
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR, 0o600))
         except OSError as error:
             raise FileError(f"{error.filename}: {error.strerror}") from None
         store = cls(folder, _connected(folder / FILE))
-        with store.transaction():
-            if not store.rows("SELECT name FROM sqlite_master WHERE name = 'meta'"):
-                for statement in _TABLES.split(";\n"):
-                    store.run(statement)
-                store.set("format", FORMAT)
-        store._refuse_others()
-        store._bring_up_to_date()
+        try:
+            with store.transaction():
+                if not store.rows("SELECT name FROM sqlite_master WHERE name = 'meta'"):
+                    for statement in _TABLES.split(";\n"):
+                        store.run(statement)
+                    store.set("format", FORMAT)
+            store._refuse_others()
+            store._bring_up_to_date()
+        except BaseException:
+            store.close()
+            raise
         return store
 
     @classmethod
@@ -271,6 +288,7 @@ def _connected(path: Path) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA journal_mode = WAL")
     except sqlite3.Error as error:
+        connection.close()
         raise FileError(f"{path}: not a cluster's state: {error}") from None
     return connection
 

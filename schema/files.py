@@ -294,11 +294,15 @@ def check_writable(path: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def made_folder(folder: Path) -> Iterator[None]:
+def made_folder(folder: Path, mode: int = 0o777) -> Iterator[None]:
     """Make a folder, and those above it, before the work whose result goes there.
 
     If the work fails or is interrupted, the folders made here are removed again, unless they hold
     something by then.
+
+    Args:
+        folder: The folder; it may be there already.
+        mode: Its permissions where it is made, as of ``Path.mkdir``.
 
     Raises:
         FileError: The folder cannot be made.
@@ -306,7 +310,7 @@ def made_folder(folder: Path) -> Iterator[None]:
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode, parents=True, exist_ok=True)
         except OSError as error:
             raise FileError(f"{folder}: cannot be made: {error.strerror}") from None
         yield
