@@ -100,6 +100,7 @@ def export(
     return chosen.render(made, str(plan))
 
 
+@names_arguments(name="names", directive="directives")
 def deployment_of(
     plan: Path | str, script: tuple[str, ...], **options: Unpack[ExportOptions]
 ) -> Deployment:

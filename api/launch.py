@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from ..schema.files import Plan
-from ..schema.records import Index, PositiveSeconds, Seconds
+from ..schema.records import Index, WaitSeconds
 from ..schema.run import RunRecord
 from .files import plan_of
 from .naming import names_arguments
@@ -60,9 +60,9 @@ class LaunchOptions(TypedDict, total=False):
     from_scratch: bool
     compare_every: Index | None
     on_failure: "OnFailure | None"
-    grace_seconds: Seconds
-    timeout_seconds: PositiveSeconds
-    heartbeat_seconds: PositiveSeconds
+    grace_seconds: WaitSeconds
+    timeout_seconds: WaitSeconds
+    heartbeat_seconds: WaitSeconds
     rendezvous: "Rendezvous | None"
     stdout_to_stderr: bool
 

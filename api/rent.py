@@ -6,6 +6,7 @@ from pathlib import Path
 from ..importers.availability import read_availability
 from ..schema.errors import ProblemError
 from ..schema.market import Availability, RentReport
+from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
 from .naming import names_arguments
@@ -23,10 +24,10 @@ Windows = Sequence[Availability | Path | str]
 def rent(
     windows: Windows,
     *,
-    work_seconds: float,
-    deadline_seconds: float,
-    on_demand_dollars_per_hour: float,
-    spot_dollars_per_hour: float,
+    work_seconds: PositiveSeconds,
+    deadline_seconds: PositiveSeconds,
+    on_demand_dollars_per_hour: RentDollars,
+    spot_dollars_per_hour: SpotDollars,
     restart_seconds: float = 300.0,
     history: Windows = (),
     policies: Sequence[str] | None = None,

@@ -6,6 +6,7 @@ from pathlib import Path
 from ..importers.availability import read_availability
 from ..schema.errors import ProblemError
 from ..schema.market import Availability, ZonesReport, utc_seconds
+from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..schema.spelling import nearest
 from ..simulator.market.zones_compare import Traces, compare, traces_of
 from ..solvers.market.deadline import DeadlineJob
@@ -26,10 +27,10 @@ Windows = Sequence[Availability | Path | str]
 def rent_zones(
     windows: Windows,
     *,
-    work_seconds: float,
-    deadline_seconds: float,
-    on_demand_dollars_per_hour: float,
-    spot_dollars_per_hour: float | Mapping[str, float],
+    work_seconds: PositiveSeconds,
+    deadline_seconds: PositiveSeconds,
+    on_demand_dollars_per_hour: RentDollars,
+    spot_dollars_per_hour: SpotDollars | Mapping[str, SpotDollars],
     restart_seconds: float = 300.0,
     move_dollars: float = 0.0,
     every_seconds: float | None = None,

@@ -8,8 +8,9 @@ import fcntl
 import json
 import os
 import sqlite3
+import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -94,30 +95,16 @@ class Store:
         Raises:
             FileError: The folder cannot be written, or its state is of another version.
         """
-        if (folder / FILE).exists():
-            return cls._begun(folder)
         with made_folder(folder, mode=0o700):
-            try:
-                return cls._begun(folder)
-            except BaseException:  # the disk is full, say
-                for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal"):
-                    with suppress(OSError):
-                        (folder / name).unlink()
-                raise
+            with _alone(folder):
+                if not (folder / FILE).exists() or not (folder / FILE).stat().st_size:
+                    _begin(folder)
+            return cls._of(folder)
 
     @classmethod
-    def _begun(cls, folder: Path) -> "Store":
-        try:
-            os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR, 0o600))
-        except OSError as error:
-            raise FileError(f"{error.filename}: {error.strerror}") from None
+    def _of(cls, folder: Path) -> "Store":
         store = cls(folder, _connected(folder / FILE))
         try:
-            with store.transaction():
-                if not store.rows("SELECT name FROM sqlite_master WHERE name = 'meta'"):
-                    for statement in _TABLES.split(";\n"):
-                        store.run(statement)
-                    store.set("format", FORMAT)
             store._refuse_others()
             store._bring_up_to_date()
         except BaseException:
@@ -133,10 +120,7 @@ class Store:
             FileError: There is none, or it is of another version.
         """
         _refuse_strangers(folder)
-        store = cls(folder, _connected(folder / FILE))
-        store._refuse_others()
-        store._bring_up_to_date()
-        return store
+        return cls._of(folder)
 
     @classmethod
     def read(cls, folder: Path) -> "Store":
@@ -282,6 +266,42 @@ def _refuse_strangers(folder: Path) -> None:
         )
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Inside, nobody else begins a state there; file systems without such locks do not tell."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _begin(folder: Path) -> None:
+    """Make the file of a new state under another name, and rename it once it is complete.
+
+    Raises:
+        FileError: It cannot be written.
+    """
+    path, made = folder / FILE, None
+    try:
+        handle, made = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
+        os.close(handle)
+        with closing(sqlite3.connect(made)) as connection, connection:
+            connection.executescript(_TABLES)
+            connection.execute("INSERT INTO meta VALUES (?, ?)", ("format", json.dumps(FORMAT)))
+        os.replace(made, path)
+    except OSError as error:
+        raise FileError(f"{error.filename}: {error.strerror}") from None
+    except sqlite3.Error as error:
+        raise FileError(f"{path}: {error}") from None
+    finally:
+        for name in (made, f"{made}-journal") if made else ():
+            with suppress(OSError):
+                os.unlink(name)
+
+
 def _connected(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
     connection.row_factory = sqlite3.Row
@@ -289,7 +309,9 @@ def _connected(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
     except sqlite3.Error as error:
         connection.close()
-        raise FileError(f"{path}: not a cluster's state: {error}") from None
+        is_other = not isinstance(error, sqlite3.OperationalError)  # else the disk is full, say
+        what = "not a cluster's state: " if is_other else ""
+        raise FileError(f"{path}: {what}{error}") from None
     return connection
 
 

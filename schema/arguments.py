@@ -206,15 +206,15 @@ def _faults_within(value: Any, kind: Any, name: str) -> Iterator[str]:
 
 
 def _broken_rule(value: Any, kind: Any) -> str | None:
-    if _plain(kind) is float and not _is_finite(value):
-        return "finite"
+    is_finite = _plain(kind) is not float or _is_finite(value)
     for field in getattr(kind, "__metadata__", ()):
         for bound in field.metadata:
             for name, sign, is_kept in _BOUNDS:
                 limit = getattr(bound, name, None)
-                if limit is not None and not is_kept(value, limit):
-                    return f"{sign} {limit}"
-    return None
+                if limit is not None and not (is_finite and is_kept(value, limit)):
+                    shown = f"{limit:g}" if isinstance(limit, float) else limit
+                    return f"{sign} {shown}" + ("" if is_finite else " and finite")
+    return None if is_finite else "finite"
 
 
 def _is_finite(value: Any) -> bool:

@@ -52,8 +52,8 @@ def test_every_argument_of_every_public_function_is_checked(verb: Callable[..., 
         (True, int, "x must be a whole number, got True"),
         (2.0, int | None, "x must be a whole number or None, got 2.0"),
         (1, bool, "x must be True or False, got 1"),
-        (float("nan"), Fraction, "x must be finite, got nan"),
-        (10**400, Fraction, f"x must be finite, got 1{'0' * 56}..."),
+        (float("nan"), Fraction, "x must be >= 0 and finite, got nan"),
+        (10**400, Fraction, f"x must be >= 0 and finite, got 1{'0' * 56}..."),
         (0, Count, "x must be >= 1, got 0"),
         ([3, 10**13], Sequence[Count], "x[1] must be <= 1000000000000, got 10000000000000"),
         (1.5, Fraction | None, "x must be <= 1, got 1.5"),
@@ -98,7 +98,15 @@ def test_faults_that_were_silent_or_tracebacks(tmp_path: Path) -> None:
     assert refused(lambda: solve([POINT], "V100", batch_size=0)) == (
         "batch_size must be >= 1, got 0"
     )
+    rent: Callable[..., Any] = hetflow.rent
+    offer = {"work_seconds": 1.0, "deadline_seconds": 2.0, "spot_dollars_per_hour": 1.0}
+    assert refused(lambda: rent([], on_demand_dollars_per_hour=0.0, **offer)) == (
+        "on_demand_dollars_per_hour must be > 0, got 0.0"
+    )
     with flags_are_meant():
+        assert refused(lambda: rent([], on_demand_dollars_per_hour=1e300, **offer)) == (
+            "--on-demand must be <= 1e+09, got 1e+300"
+        )
         assert refused(lambda: solve([POINT], "V100", batch_size=10**13)) == (
             "--batch-size must be <= 1000000000000, got 10000000000000"
         )
