@@ -70,7 +70,7 @@ class LaunchOptions(TypedDict, total=False):
 @_names_arguments
 def launch(
     plan: Plan | Path | str,
-    script: str,
+    script: Path | str,
     arguments: Sequence[str] = (),
     **options: Unpack[LaunchOptions],
 ) -> RunRecord | None:
@@ -109,7 +109,7 @@ def launch(
 @_names_arguments
 def dry_run(
     plan: Plan | Path | str,
-    script: str,
+    script: Path | str,
     arguments: Sequence[str] = (),
     **options: Unpack[LaunchOptions],
 ) -> "list[WorkerCommand]":
@@ -142,7 +142,7 @@ def dry_run(
 
 def _request(
     plan: Plan | Path | str,
-    script: str,
+    script: Path | str,
     arguments: Sequence[str],
     options: LaunchOptions,
 ) -> "LaunchRequest":
@@ -158,7 +158,7 @@ def _request(
     return LaunchRequest(
         plan=found,
         config=lower(found, seed, level),
-        script=(script, *arguments),
+        script=(str(script), *arguments),
         folder=default_folder(found.model) if folder is None else Path(folder),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         **rest,  # type: ignore[arg-type]

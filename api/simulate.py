@@ -66,7 +66,7 @@ class SimulationOptions(TypedDict, total=False):
     failure_seconds: float | None
     server_failure_seconds: float | None
     repair_seconds: float
-    window: tuple[int, int] | None
+    window: tuple[Index, Index] | None
     seed: Index
     num_jobs: Count
     market: "Markets"

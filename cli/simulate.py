@@ -13,6 +13,7 @@ from .common import (
     ForceFlag,
     JsonFlag,
     asked_pool,
+    check_outputs,
     check_table,
     emit,
     emit_file,
@@ -166,13 +167,10 @@ def simulate(
 
     With -o, --json or --plot a single run records which job held which devices; that takes longer.
     """
-    from ..schema.files import check_writable
     from ..schema.simulation import frame_of_runs
     from .allocate import warn_of_left_out
 
-    for path in (output, plot):
-        if path is not None:
-            check_writable(path, force=force)
+    check_outputs(output, plot, csv, force=force)
     if csv is not None:
         check_table(csv, force=force)
     picture = None if plot is None else _picture_format(plot)

@@ -76,9 +76,12 @@ class Arguments:
         Raises:
             ProblemError: An argument is of the wrong type, out of its range, or none of the known
                 choices.
-            TypeError: An argument is missing, or no argument has this name.
+            TypeError: No option has this name.
         """
-        bound = self._signature.bind(*args, **given).arguments
+        try:
+            bound = self._signature.bind(*args, **given).arguments
+        except TypeError:  # the call itself will raise it, in Python's own words
+            return
         options = bound.pop(self._options, {}) if self._options else {}
         for name in options:
             if name not in self.kinds:
@@ -230,12 +233,11 @@ def _word(kind: Any) -> str:
     if origin is tuple and ... not in inner:
         return f"a list of {len(inner)} values"
     if origin in (Sequence, tuple):
-        members = [
-            _word(member).removeprefix("a ").removeprefix("an ") for member in _members(inner[0])
-        ]
-        return "a list of " + " or ".join(
-            member if member[0].isupper() else f"{member}s" for member in members
-        )
+        words = map(_word, _members(inner[0]))
+        each = [word.removeprefix("a ").removeprefix("an ") for word in words]
+        if len(each) == 1:
+            return f"a list of {each[0]}" + ("" if each[0][0].isupper() else "s")
+        return f"a list of {', '.join(each[:-1])} or {each[-1]}"
     if origin in (Mapping, dict):
         return "a dict"
     if origin is Callable:

@@ -256,8 +256,8 @@ def read_text(path: Path) -> str:
         raise FileError(f"{path}: no such file") from None
     except UnicodeDecodeError:
         raise FileError(f"{path}: not a text file") from None
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a name that holds a NUL is a ValueError
+        raise FileError(f"{path}: cannot be read: {_reason(error)}") from None
 
 
 def read_profiles(folder: Path) -> "tuple[Profile, ...]":
@@ -282,8 +282,22 @@ def check_writable(path: Path, *, force: bool) -> None:
     """Check that a file can be written, before the work whose result goes there.
 
     Raises:
-        FileError: The file exists and ``force`` is off, or its folder cannot be written.
+        FileError: The file exists and ``force`` is off, it is a device or a pipe, which a rename
+            would take the place of, or its folder cannot be written.
     """
+    try:
+        _check_place(path, force=force)
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a NUL
+        raise FileError(f"{path}: cannot be written: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _check_place(path: Path, *, force: bool) -> None:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FileError(f"{path}: is no regular file", hint="name one, or write to stdout")
     if path.exists() and not force:
         raise FileError(f"{path}: exists already", hint="give --force to overwrite it")
     folder = path.parent
@@ -338,8 +352,8 @@ def write_bytes(path: Path, content: bytes, *, force: bool = False) -> None:
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path}: cannot be written: {_reason(error)}") from None
     finally:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)

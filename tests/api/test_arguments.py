@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,7 @@ def test_every_argument_of_every_public_function_is_checked(verb: Callable[..., 
          'x must be "auto", "split" or None, got \'Auto\'; did you mean "auto"?'),
         (3, Path | str, "x must be a Path or a string, got 3"),
         ("abc", Sequence[str], "x must be a list of strings, got 'abc'"),
+        ("a", Sequence[Path | str], "x must be a list of Path or string, got 'a'"),
         (["a", 1], Sequence[str] | None, "x[1] must be a string, got 1"),
         ((1, 2, 3), tuple[int, int], "x must hold 2 values, got (1, 2, 3)"),
         ({"a": "b"}, float | Mapping[str, float], "x['a'] must be a number, got 'b'"),
@@ -112,8 +114,19 @@ def test_faults_that_were_silent_or_tracebacks(tmp_path: Path) -> None:
         )
         assert refused(lambda: solve([POINT], None, batch_size=1)).startswith("--gpus must be")
     assert refused(lambda: hetflow.Cluster.parse(None)) == "text must be a string, got None"  # type: ignore[arg-type]
+    assert refused(lambda: hetflow.solve([POINT], "pool.json", batch_size=16)) == (
+        "pool='pool.json' is the name of a file, not of devices"
+    )
     plan = hetflow.solve([POINT], "V100", batch_size=16)
     hetflow.write(tmp_path / "plan.json", plan)
+    (tmp_path / "train.py").touch()
+    (worker,) = hetflow.dry_run(tmp_path / "plan.json", tmp_path / "train.py", folder="run")
+    assert worker.arguments[-1] == str(tmp_path / "train.py")
+    for path in ("a\0b", "x" * 5000):
+        assert "cannot be written: " in refused(partial(hetflow.write, path, plan))
+        assert "cannot be read: " in refused(partial(hetflow.read, path))
+    with pytest.raises(TypeError, match=r"solve\(\) missing 1 required keyword-only argument"):
+        solve([POINT], "V100")
     assert hetflow.check(tmp_path / "plan.json", [POINT], "V100") == []
     with pytest.raises(FileError, match="nothing: no such file"):
         hetflow.check("nothing")

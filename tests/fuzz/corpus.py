@@ -14,7 +14,6 @@ from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.parallel import ParallelPlan
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
 from hetflow.schema.run import (
@@ -213,9 +212,6 @@ COMMANDS = (
             ("cluster", "replay", "--sacct", "log.txt", "--policy", "las", "--gpus", "2xv100",
              "--rate", "v100=2", "--resize-seconds", "1", "--json"),
             ("log.txt",), ("--policy", "--rate", "--gpus", "--resize-seconds")),
-    Command("correct by a parallel run",
-            ("profile", "--from-run", "runs_of_stages", "--profiles", "layered", "-o",
-             "corrected"), ("runs_of_stages/run.json", "layered/v100.json"), ("--profiles",)),
     Command("rent", ("rent", "zones.json", "--work-hours", "1", "--deadline-hours", "2",
                      "--on-demand", "3", "--spot", "1", "--policy", "greedy", "-o", OUTPUT),
             ("zones.json",), ("--spot", "--policy", "--work-hours")),
@@ -226,13 +222,15 @@ COMMANDS = (
              "--batch-size", "64", "--most-devices", "2", "-o", OUTPUT),
             ("prices.json", "profiles/v100.json"), ("--most-devices", "--batch-size")),
     *(Command(f"export to {target}",
-              ("export", "parallel.json", "--to", target, "--market", "prices.json", "--setup",
-               "echo 1", "--checkpoint", "c", "-o", "out.txt", "--", "train.py", "3"),
+              ("export", "parallel.json", "--to", target, "--hosts", "4x(1xV100)", "--market",
+               "prices.json", "--setup", "echo 1", "--checkpoint", "c", "-o", "out.txt", "--",
+               "train.py", "3"),
               ("parallel.json", "prices.json"), ("--market", "--setup", "--checkpoint"))
       for target in ("hosts", "skypilot")),
     Command("export to kubernetes",
             ("export", "split.json", "--to", "kubernetes", "--image", "me/train", "--volume",
-             "runs:/runs", "--job", "j", "-o", "out.txt", "--", "train.py"),
+             "runs:/runs", "--job", "j", "--name", "V100=v", "--name", "P100=p", "-o", "out.txt",
+             "--", "train.py"),
             ("split.json",), ("--image", "--volume", "--job")),
     Command("launch parallel", ("launch", "--dry-run", "--json", "parallel.json", "train.py"),
             ("parallel.json",)),
@@ -291,8 +289,6 @@ def make(folder: Path) -> None:
     files.write(folder / "run.json", _run_record(folder))
     (folder / "runs" / "first").mkdir(parents=True)
     files.write(folder / "runs/first/run.json", _run_of_split(folder))
-    (folder / "runs_of_stages").mkdir()
-    files.write(folder / "runs_of_stages/run.json", _run_of_stages(folder))
     _make_running(folder)
 
 
@@ -426,19 +422,6 @@ def _run_of_split(folder: Path) -> RunRecord:
         ),
         terms=(TermComparison(term="sync", predicted_seconds=0.01, measured_seconds=0.1),),
     )  # fmt: skip
-
-
-def _run_of_stages(folder: Path) -> RunRecord:
-    """A run of a parallel plan."""
-    plan = files.read_plan(folder / "parallel.json")
-    assert isinstance(plan, ParallelPlan)
-    types = [name for name, number in plan.devices_by_type.items() for _ in range(number)]
-    run = _run_of_split(folder)
-    devices = [
-        dataclasses.replace(run.devices[0], rank=rank, device_type=name)
-        for rank, name in enumerate(types)
-    ]
-    return dataclasses.replace(run, plan=plan, world_size=len(types), devices=tuple(devices))
 
 
 _CLUSTER = {

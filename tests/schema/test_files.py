@@ -206,6 +206,15 @@ def test_writing_never_overwrites_without_force(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.json"]
 
 
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    """`-o /dev/null --force` put a file in the device's place, where the user may write there."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(FileError, match="pipe: is no regular file"):
+        files.write_text(path, "new", force=True)
+    assert path.is_fifo()
+
+
 def test_a_failed_write_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
