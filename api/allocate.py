@@ -7,6 +7,7 @@ from ..planning.allocate import allocate as allocate_problem
 from ..planning.allocate import allocation_problem
 from ..planning.inputs import Pool, pool_of
 from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
+from ..schema.records import Dollars
 from .files import jobs_of, throughputs_of
 from .naming import names_arguments
 
@@ -24,7 +25,7 @@ def allocate(
     space_sharing: bool = False,
     agnostic: bool = False,
     placement: Placement = "consolidated",
-    budget_dollars: float | None = None,
+    budget_dollars: Dollars | None = None,
     fill: bool = True,
     market: "Markets | None" = None,
     at: str | None = None,

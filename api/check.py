@@ -16,7 +16,8 @@ from ..schema.errors import ProblemError
 from ..schema.files import Plan
 from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
 from ..schema.optimizer import OptimizerState, named_optimizer
-from .files import jobs_of, throughputs_of
+from ..schema.records import Bytes, Dollars, PositiveRate
+from .files import claim_of, jobs_of, throughputs_of
 from .naming import names_arguments
 
 if TYPE_CHECKING:
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
     memory_reserve="memory_reserve_bytes",
 )
 def check(
-    claim: Plan | Allocation,
+    claim: Plan | Allocation | Path | str,
     profiles: Profiles | None = None,
     pool: Pool | None = None,
     *,
     model: str | None = None,
-    link_bytes_per_second: float | None = None,
+    link_bytes_per_second: PositiveRate | None = None,
     optimizer: OptimizerState | str | None = None,
-    memory_reserve_bytes: int | None = None,
+    memory_reserve_bytes: Bytes | None = None,
     jobs: Jobs | Path | str | None = None,
     throughputs: Throughputs | Path | str | None = None,
     space_sharing: bool | None = None,
     placement: Placement | None = None,
-    budget_dollars: float | None = None,
+    budget_dollars: Dollars | None = None,
     market: "Markets | None" = None,
     at: str | None = None,
 ) -> list[str]:
@@ -52,7 +53,7 @@ def check(
     takes precedence.
 
     Args:
-        claim: A plan or an allocation.
+        claim: A plan or an allocation, or its file.
         profiles: For a plan: its profiles, or their folder. None checks only whether the plan's own
             values agree with each other; this works for split plans only.
         pool: The devices. None takes the pool that a plan states, else the devices that it uses; an
@@ -75,7 +76,7 @@ def check(
 
     Raises:
         ProblemError: Something that the check needs is missing, or does not fit the claim.
-        FileError: A file is missing or has faults.
+        FileError: A file is missing or has faults, or holds neither a plan nor an allocation.
 
     Example:
         >>> import hetflow
@@ -86,6 +87,7 @@ def check(
         >>> hetflow.check(allocation, pool="V100", jobs=jobs, throughputs=throughputs)
         []
     """
+    claim = claim_of(claim)
     devices = None if pool is None else pool_of(pool)
     if not isinstance(claim, Allocation):
         found = None

@@ -1,5 +1,6 @@
 """``hetflow.export``."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..protocol.pins import pins
 from ..schema.deployment import Deployment, HostGroup, Machine, job_name
 from ..schema.errors import ProblemError
 from ..schema.files import read_text
+from ..schema.records import Count, Index
 from .files import plan_of
 from .naming import names_arguments
 
@@ -45,11 +47,11 @@ class ExportOptions(TypedDict, total=False):
     job: str | None
     directory: str | None
     setup: Sequence[str]
-    seed: int
+    seed: Index
     determinism: str
     checkpoint: str | None
-    checkpoint_every: int
-    cpus_per_device: int
+    checkpoint_every: Index
+    cpus_per_device: Count
     image: str | None
     volume: str | None
     directives: Sequence[str]
@@ -57,11 +59,11 @@ class ExportOptions(TypedDict, total=False):
     at: str | None
 
 
-@names_arguments(to="target", name="names", directive="directives")
+@names_arguments(to="target", name="names", directive="directives", gpus="hosts")
 def export(
     plan: Path | str,
     target: str,
-    script: str,
+    script: Path | str,
     arguments: Sequence[str] = (),
     **options: Unpack[ExportOptions],
 ) -> str:
@@ -89,7 +91,7 @@ def export(
         >>> text.splitlines()[0]
         '#!/bin/bash'
     """
-    made = deployment_of(plan, (script, *arguments), **options)
+    made = deployment_of(plan, (str(script), *arguments), **options)
     chosen = EXPORTERS.get(target)
     if Deployment not in chosen.takes:
         raise ProblemError(
@@ -99,6 +101,7 @@ def export(
     return chosen.render(made, str(plan))
 
 
+@names_arguments(name="names", directive="directives", gpus="hosts")
 def deployment_of(
     plan: Path | str, script: tuple[str, ...], **options: Unpack[ExportOptions]
 ) -> Deployment:
@@ -145,7 +148,8 @@ def _volume(text: str | None) -> tuple[str, str] | None:
     if text is None:
         return None
     claim, colon, path = text.partition(":")
-    if not claim or not colon or not path.startswith("/"):
+    is_name = re.fullmatch(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?", claim)
+    if not is_name or not colon or not path.startswith("/") or not path.isprintable():
         raise ProblemError(f"--volume {text!r} is not CLAIM:/PATH", hint="write runs:/runs")
     return claim, path
 

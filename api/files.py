@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 from ..importers.jobs_files import read_jobs, read_throughputs
 from ..schema import files
 from ..schema.errors import FileError
-from ..schema.jobs import Jobs, Throughputs
+from ..schema.jobs import Allocation, Jobs, Throughputs
 from .naming import names_arguments
 
 if TYPE_CHECKING:
     from ..schema.files import Plan, Record
 
 
+@names_arguments()
 def read(path: Path | str) -> "Record":
     """Read any hetflow file; the file's ``schema`` key states its format.
 
@@ -66,6 +67,20 @@ def plan_of(given: "Plan | Path | str") -> "Plan":
     found = files.read_any(Path(given)) if isinstance(given, Path | str) else given
     if not isinstance(found, files.Plan):
         raise FileError(f"{given}: must be hetflow.plan/1, got {found.schema}")
+    return found
+
+
+def claim_of(given: "Plan | Allocation | Path | str") -> "Plan | Allocation":
+    """Return a plan or an allocation, reading it from its file if needed.
+
+    Raises:
+        FileError: The file is missing, has faults, or holds neither.
+    """
+    found = files.read_any(Path(given)) if isinstance(given, Path | str) else given
+    if not isinstance(found, files.Plan | Allocation):
+        raise FileError(
+            f"{given}: must be hetflow.plan/1 or hetflow.allocation/1, got {found.schema}"
+        )
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from ..schema.files import Plan
+from ..schema.records import Index, WaitSeconds
 from ..schema.run import RunRecord
 from .files import plan_of
 from .naming import names_arguments
@@ -50,18 +51,18 @@ class LaunchOptions(TypedDict, total=False):
         stdout_to_stderr: Whether to send the script's output to stderr, to keep stdout free.
     """
 
-    folder: Path | None
+    folder: Path | str | None
     force: bool
-    seed: int
+    seed: Index
     determinism: str
-    checkpoint: Path | None
-    checkpoint_every: int
+    checkpoint: Path | str | None
+    checkpoint_every: Index
     from_scratch: bool
-    compare_every: int | None
+    compare_every: Index | None
     on_failure: "OnFailure | None"
-    grace_seconds: float
-    timeout_seconds: float
-    heartbeat_seconds: float
+    grace_seconds: WaitSeconds
+    timeout_seconds: WaitSeconds
+    heartbeat_seconds: WaitSeconds
     rendezvous: "Rendezvous | None"
     stdout_to_stderr: bool
 
@@ -69,7 +70,7 @@ class LaunchOptions(TypedDict, total=False):
 @_names_arguments
 def launch(
     plan: Plan | Path | str,
-    script: str,
+    script: Path | str,
     arguments: Sequence[str] = (),
     **options: Unpack[LaunchOptions],
 ) -> RunRecord | None:
@@ -108,7 +109,7 @@ def launch(
 @_names_arguments
 def dry_run(
     plan: Plan | Path | str,
-    script: str,
+    script: Path | str,
     arguments: Sequence[str] = (),
     **options: Unpack[LaunchOptions],
 ) -> "list[WorkerCommand]":
@@ -141,7 +142,7 @@ def dry_run(
 
 def _request(
     plan: Plan | Path | str,
-    script: str,
+    script: Path | str,
     arguments: Sequence[str],
     options: LaunchOptions,
 ) -> "LaunchRequest":
@@ -149,14 +150,16 @@ def _request(
     from ..protocol.lower import check_level, lower
 
     found, rest = plan_of(plan), dict(options)
+    folder, checkpoint = options.get("folder"), options.get("checkpoint")
     seed = options.get("seed", 0)
     level = check_level(options.get("determinism", "none"))
-    for name in ("seed", "determinism", "folder"):
+    for name in ("seed", "determinism", "folder", "checkpoint"):
         rest.pop(name, None)
     return LaunchRequest(
         plan=found,
         config=lower(found, seed, level),
-        script=(script, *arguments),
-        folder=options.get("folder") or default_folder(found.model),
+        script=(str(script), *arguments),
+        folder=default_folder(found.model) if folder is None else Path(folder),
+        checkpoint=None if checkpoint is None else Path(checkpoint),
         **rest,  # type: ignore[arg-type]
     )

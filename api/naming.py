@@ -1,10 +1,9 @@
-"""Name options in errors by their Python argument if the caller is a program, else by their flag.
+"""Check a public function's arguments, and name them in errors: as arguments, or as flags.
 
 Messages are written with flags (``add --batch-size N``), because the code that raises them serves
 both. If a program called the function, the flags are replaced by the function's arguments.
 """
 
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +11,20 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
+from ..schema.arguments import Arguments
 from ..schema.errors import HetflowError, LaunchError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# Names in annotations that are imported for type checkers only, and the modules that have them.
+_FOR_TYPES = {
+    "Markets": "planning.market_prices",
+    "OnFailure": "launcher.request",
+    "Plan": "schema.files",
+    "Record": "schema.files",
+    "Rendezvous": "launcher.request",
+}
 
 _flags_are_meant: ContextVar[bool] = ContextVar("flags_are_meant", default=False)
 _QUOTED = re.compile(r"(`[^`]*`)")  # a command to type, which keeps its flags
@@ -37,7 +46,10 @@ def flags_are_meant() -> Iterator[None]:
 
 
 def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make the errors of a public function name its arguments instead of flags.
+    """Check the arguments of a public function, and name them in its errors instead of flags.
+
+    The function raises a ProblemError for an argument that is not what its annotation says, and a
+    TypeError for one that it does not have.
 
     Args:
         renamed: Flags whose argument has another name: ``gpus="pool"``. A value that is no plain
@@ -48,13 +60,20 @@ def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        kinds = _kinds_of(function)
+        arguments = Arguments(function, _FOR_TYPES)
+        kinds = arguments.kinds
         unknown = [new for new in renamed.values() if new.isidentifier() and new not in kinds]
         if unknown:
             raise TypeError(f"{function.__name__} has no argument {unknown[0]}")
+        flags = {new: flag for flag, new in reversed(renamed.items())}
+
+        def spelled(name: str) -> str:
+            is_flag = _flags_are_meant.get()
+            return "--" + flags.get(name, name).replace("_", "-") if is_flag else name
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            arguments.check(args, kwargs, spelled)
             try:
                 return function(*args, **kwargs)
             except HetflowError as error:
@@ -68,18 +87,6 @@ def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]
         return called
 
     return decorate
-
-
-def _kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotation of each argument, including those of an unpacked TypedDict."""
-    found: dict[str, Any] = {}
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            for options in get_args(parameter.annotation):
-                found |= options.__annotations__
-        else:
-            found[parameter.name] = parameter.annotation
-    return found
 
 
 def _in_python(text: str, kinds: dict[str, Any], renamed: dict[str, str]) -> str:

@@ -8,12 +8,15 @@ from ..schema import files
 from ..schema.errors import ProblemError
 from ..schema.market import Availability, Market, PriceHistory
 from ..schema.odds import OddsReport
+from ..schema.records import PositiveSeconds
 from ..solvers.market.odds import Zone
 from ..solvers.market.odds import odds as estimate
+from .naming import names_arguments
 
 
+@names_arguments()
 def odds(
-    sources: Sequence[Market | Path | str], *, checkpoint_seconds: float | None = None
+    sources: Sequence[Market | Path | str], *, checkpoint_seconds: PositiveSeconds | None = None
 ) -> OddsReport:
     """Estimate from a market's past how long spot machines last, their prices, and correlations.
 

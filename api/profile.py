@@ -11,6 +11,7 @@ from ..schema.errors import ProblemError
 from ..schema.optimizer import named_optimizer
 from ..schema.precision import Precision
 from ..schema.profile import Profile
+from ..schema.records import Count, Index
 from .naming import names_arguments
 
 _log = logging.getLogger("hetflow")
@@ -25,15 +26,15 @@ def profile(
     devices: Sequence[str] = (),
     *,
     name: str | None = None,
-    batch_sizes: Sequence[int] | str | None = None,
-    max_batch_size: int | None = None,
+    batch_sizes: Sequence[Count] | str | None = None,
+    max_batch_size: Count | None = None,
     effort: Effort = "usual",
-    steps: int | None = None,
+    steps: Count | None = None,
     optimizer: str | None = None,
     links: bool | None = None,
     layers: bool = False,
-    microbatch_sizes: Sequence[int] = (8,),
-    sync_devices: int = 2,
+    microbatch_sizes: Sequence[Count] = (8,),
+    sync_devices: Index = 2,
     precision: Precision | None = None,
     from_profile: Profile | Path | str | None = None,
     command: str = "",

@@ -6,19 +6,28 @@ from pathlib import Path
 from ..importers.availability import read_availability
 from ..schema.errors import ProblemError
 from ..schema.market import Availability, RentReport
+from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
+from .naming import names_arguments
 
 Windows = Sequence[Availability | Path | str]
 
 
+@names_arguments(
+    work_hours="work_seconds",
+    deadline_hours="deadline_seconds",
+    on_demand="on_demand_dollars_per_hour",
+    spot="spot_dollars_per_hour",
+    policy="policies",
+)
 def rent(
     windows: Windows,
     *,
-    work_seconds: float,
-    deadline_seconds: float,
-    on_demand_dollars_per_hour: float,
-    spot_dollars_per_hour: float,
+    work_seconds: PositiveSeconds,
+    deadline_seconds: PositiveSeconds,
+    on_demand_dollars_per_hour: RentDollars,
+    spot_dollars_per_hour: SpotDollars,
     restart_seconds: float = 300.0,
     history: Windows = (),
     policies: Sequence[str] | None = None,

@@ -6,6 +6,7 @@ from pathlib import Path
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
 from ..schema.market import Capacity, FleetReport, Market
+from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..simulator.market.fleet_compare import compare
 from ..solvers.market.fleet.job import FleetJob
 from .naming import names_arguments
@@ -13,14 +14,23 @@ from .naming import names_arguments
 Traces = Sequence[Capacity | Path | str]
 
 
-@names_arguments(machines="num_machines", speed="speeds")
+@names_arguments(
+    machines="num_machines",
+    speed="speeds",
+    every_hours="every_seconds",
+    work_hours="work_seconds",
+    deadline_hours="deadline_seconds",
+    on_demand="on_demand_dollars_per_hour",
+    spot="spot_dollars_per_hour",
+    policy="policies",
+)
 def rent_fleet(
     traces: Traces,
     *,
-    work_seconds: float,
-    deadline_seconds: float,
-    on_demand_dollars_per_hour: float,
-    spot_dollars_per_hour: float,
+    work_seconds: PositiveSeconds,
+    deadline_seconds: PositiveSeconds,
+    on_demand_dollars_per_hour: RentDollars,
+    spot_dollars_per_hour: SpotDollars,
     num_machines: int | None = None,
     speeds: Sequence[float] | None = None,
     resize_seconds: float = 60.0,

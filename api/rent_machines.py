@@ -7,6 +7,7 @@ from ..planning.market_prices import Markets, markets_of
 from ..planning.static_choice import StaticChoice, measured_choices, static_choices
 from ..schema.errors import ProblemError
 from ..schema.jobs import Throughputs
+from ..schema.records import Count
 from .files import throughputs_of
 from .naming import names_arguments
 
@@ -16,10 +17,10 @@ def rent_machines(
     market: Markets,
     profiles: Profiles | None = None,
     *,
-    steps: int,
-    batch_size: int | None = None,
+    steps: Count,
+    batch_size: Count | None = None,
     throughputs: Throughputs | Path | str | None = None,
-    most_devices: int | None = None,
+    most_devices: Count | None = None,
     model: str | None = None,
     at: str | None = None,
 ) -> tuple[StaticChoice, ...]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from ..importers.availability import read_availability
 from ..schema.errors import ProblemError
 from ..schema.market import Availability, ZonesReport, utc_seconds
+from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..schema.spelling import nearest
 from ..simulator.market.zones_compare import Traces, compare, traces_of
 from ..solvers.market.deadline import DeadlineJob
@@ -15,14 +16,21 @@ from .naming import names_arguments
 Windows = Sequence[Availability | Path | str]
 
 
-@names_arguments(spot="spot_dollars_per_hour")
+@names_arguments(
+    every_hours="every_seconds",
+    work_hours="work_seconds",
+    deadline_hours="deadline_seconds",
+    on_demand="on_demand_dollars_per_hour",
+    spot="spot_dollars_per_hour",
+    policy="policies",
+)
 def rent_zones(
     windows: Windows,
     *,
-    work_seconds: float,
-    deadline_seconds: float,
-    on_demand_dollars_per_hour: float,
-    spot_dollars_per_hour: float | Mapping[str, float],
+    work_seconds: PositiveSeconds,
+    deadline_seconds: PositiveSeconds,
+    on_demand_dollars_per_hour: RentDollars,
+    spot_dollars_per_hour: SpotDollars | Mapping[str, SpotDollars],
     restart_seconds: float = 300.0,
     move_dollars: float = 0.0,
     every_seconds: float | None = None,

@@ -12,6 +12,7 @@ from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
+from ..schema.records import WaitSeconds
 from ..schema.resize import ResizeAnswer
 from .naming import names_arguments
 
@@ -26,7 +27,7 @@ def resize(
     plan: SplitPlan | PipelinePlan | Path | str | None = None,
     profiles: Profiles | None = None,
     wait: bool = True,
-    timeout_seconds: float = 600.0,
+    timeout_seconds: WaitSeconds = 600.0,
 ) -> ResizeAnswer | None:
     """Change the devices of a running launch. Training continues and has the same result.
 

@@ -12,7 +12,7 @@ from ..planning.inputs import Pool, pool_of, spelled_as
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.jobs import Entity, Job, Jobs, Throughputs
-from ..schema.records import nearest
+from ..schema.records import Count, Index, nearest
 from ..schema.simulation import SimulationRun
 from ..simulator import Case, TraceOptions
 from ..simulator.market.many_jobs import MarketOptions
@@ -66,9 +66,9 @@ class SimulationOptions(TypedDict, total=False):
     failure_seconds: float | None
     server_failure_seconds: float | None
     repair_seconds: float
-    window: tuple[int, int] | None
-    seed: int
-    num_jobs: int
+    window: tuple[Index, Index] | None
+    seed: Index
+    num_jobs: Count
     market: "Markets"
     start: str | None
     preemption_seconds: float | None
@@ -76,10 +76,16 @@ class SimulationOptions(TypedDict, total=False):
     cloud_move_dollars: float
 
 
+_HOURS = {
+    "failure_hours": "failure_seconds",
+    "server_failure_hours": "server_failure_seconds",
+    "repair_hours": "repair_seconds",
+    "preemption_hours": "preemption_seconds",
+}
 _OF_MARKETS = ("start", "preemption_seconds", "checkpoint_seconds", "cloud_move_dollars")
 
 
-@names_arguments(gpus="pool", cluster="pool", loads="jobs_per_hour")
+@names_arguments(gpus="pool", cluster="pool", loads="jobs_per_hour", **_HOURS)
 def simulate(
     trace: Jobs | Path | str,
     throughputs: Throughputs | Path | str,
@@ -135,15 +141,15 @@ def simulate(
     return simulator.report(case, run, name, with_jobs=with_jobs)
 
 
-@names_arguments(gpus="pool", cluster="pool")
+@names_arguments(gpus="pool", cluster="pool", **_HOURS)
 def sweep(
     trace: str,
     throughputs: Throughputs | Path | str,
     pool: Pool,
     *,
     loads: Sequence[float] = (),
-    seeds: int = 1,
-    processes: int = 1,
+    seeds: Count = 1,
+    processes: Count = 1,
     **options: Unpack[SimulationOptions],
 ) -> Iterator[SimulationRun]:
     """Simulate random traces of several loads and seeds.

@@ -20,6 +20,7 @@ from ..planning.solve import solve as solve_request
 from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState, named_optimizer
 from ..schema.pipeline import StageCost
+from ..schema.records import Bytes, Count, Fraction, PositiveRate, PositiveSeconds
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from .naming import names_arguments
 
@@ -34,31 +35,32 @@ if TYPE_CHECKING:
     state_bytes_per_weight_byte="optimizer=OptimizerState(...)",
     memory_reserve="memory_reserve_bytes",
     no_spot="spot=False",
+    chunks_per_device="num_model_chunks",
 )
 def solve(
     profiles: Profiles,
     pool: Pool,
     *,
-    batch_size: int,
+    batch_size: Count,
     model: str | None = None,
     strategy: Strategy = "auto",
     objective: AnyObjective = "step_seconds",
     optimizer: OptimizerState | str | None = None,
-    memory_reserve_bytes: int = 0,
+    memory_reserve_bytes: Bytes = 0,
     fastest: bool = False,
-    time_limit_seconds: float | None = None,
-    gap: float | None = None,
-    runs: Path | None = None,
-    virtual_nodes: int | None = None,
+    time_limit_seconds: PositiveSeconds | None = None,
+    gap: Fraction | None = None,
+    runs: Path | str | None = None,
+    virtual_nodes: Count | None = None,
     interpolate: bool = False,
     method: Method = "exact",
-    top: int = 1,
+    top: Count = 1,
     schedule: str = DEFAULT_SCHEDULE,
-    microbatch_size: int | None = None,
-    num_stages: int | None = None,
+    microbatch_size: Count | None = None,
+    num_stages: Count | None = None,
     replication: bool = True,
-    num_model_chunks: int | None = None,
-    link_bytes_per_second: float | None = None,
+    num_model_chunks: Count | None = None,
+    link_bytes_per_second: PositiveRate | None = None,
     stage_cost: StageCost = "ring",
     repetitive: bool = False,
     cost_model: CostModelName = "profiled",
@@ -148,7 +150,7 @@ def solve(
     if runs is not None and not measures:
         from ..planning.correcting import corrected_by_runs
 
-        known, used = corrected_by_runs(known, runs)
+        known, used = corrected_by_runs(known, Path(runs))
     request = SolveRequest(
         profiles=known,
         pool=devices,
@@ -169,7 +171,7 @@ def solve(
             num_model_chunks=num_model_chunks,
             repetitive=repetitive,
             cost_model=cost_model,
-            runs=runs if measures else None,
+            runs=Path(runs) if measures and runs is not None else None,
         ),
         parallel=ParallelOptions(recompute, top, sequence_parallel, shard_optimizer),
         optimizer=named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer,

@@ -35,7 +35,8 @@ def start(
         float, typer.Option("--round", min=1.0, help="Seconds between decisions.")
     ] = 360.0,
     grace: Annotated[
-        int, typer.Option(min=1, help="Seconds that a job has to save before it is killed.")
+        int,
+        typer.Option(min=1, max=10**8, help="Seconds that a job has to save before it is killed."),
     ] = 30,
     state: StateOption = DEFAULT_STATE,
     dashboard: Annotated[

@@ -147,6 +147,23 @@ def rates_of(given: Iterable[str]) -> dict[str, float]:
     return found
 
 
+def check_outputs(*paths: Path | None, force: bool) -> None:
+    """Say before the work what would keep its outputs from being written.
+
+    Raises:
+        FileError: A file is in the way, or its folder cannot be written.
+        ProblemError: Two outputs are one file.
+    """
+    from ..schema.files import check_writable
+
+    named = [path for path in paths if path is not None]
+    for path in named:
+        check_writable(path, force=force)
+    for number, path in enumerate(named):
+        if path.absolute() in [other.absolute() for other in named[:number]]:
+            raise ProblemError(f"{path}: two outputs have this name", hint="name each once")
+
+
 def check_table(path: Path, *, force: bool) -> None:
     """Say before the work what would keep a table from being written.
 

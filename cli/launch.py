@@ -108,9 +108,12 @@ def launch(
     from .. import launch as run
     from ..api.files import plan_of
     from ..launcher.request import Rendezvous, default_folder
+    from ..schema.cluster import Cluster
 
     found = plan_of(plan)
     several = nnodes > 1 or node_rank is not None or rdzv_endpoint is not None
+    if devices is not None:
+        Cluster.parse(devices)  # counts between hosts, and is checked on one host too
     folder = output or default_folder(found.model)
     options: LaunchOptions = {
         "folder": folder,

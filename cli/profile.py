@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..schema.errors import FileError, ProblemError
+from ..schema.errors import ProblemError
 from ..schema.masking import mask
 from ..schema.precision import Precision
+from ..schema.spelling import whole_number
 from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, warn
 
 if TYPE_CHECKING:
@@ -135,28 +136,29 @@ def profile(
     if not specs:
         asked = parse_requests(device or [], local_devices())
         types = [request.device_type for request in asked]
-    paths = _paths(output, name or targets.parse(target).model, types, force=force)
-    with _no_empty_folder(output), _progress() as progress:
-        measured_all = measure(
-            target,
-            device or [],
-            name=name,
-            batch_sizes=batch_sizes,
-            max_batch_size=max_batch_size,
-            effort="quick" if quick else "thorough" if thorough else "usual",
-            steps=steps,
-            optimizer=optimizer,
-            links=links,
-            layers=layers,
-            microbatch_sizes=_microbatch_sizes(microbatch_size) if layers else (),
-            sync_devices=sync_devices,
-            precision=precision,
-            from_profile=from_profile,
-            command=shlex.join(["hetflow", *mask(sys.argv[1:])]),
-            progress=progress,
-        )
-    for path, measured in zip(paths, measured_all, strict=True):
-        files.write(path, measured, force=force)
+    model = name or targets.parse(target).model
+    with _paths(output, model, types, force=force) as paths:
+        with _progress() as progress:
+            measured_all = measure(
+                target,
+                device or [],
+                name=name,
+                batch_sizes=batch_sizes,
+                max_batch_size=max_batch_size,
+                effort="quick" if quick else "thorough" if thorough else "usual",
+                steps=steps,
+                optimizer=optimizer,
+                links=links,
+                layers=layers,
+                microbatch_sizes=_microbatch_sizes(microbatch_size) if layers else (),
+                sync_devices=sync_devices,
+                precision=precision,
+                from_profile=from_profile,
+                command=shlex.join(["hetflow", *mask(sys.argv[1:])]),
+                progress=progress,
+            )
+        for path, measured in zip(paths, measured_all, strict=True):
+            files.write(path, measured, force=force)
     if json:
         emit_json([files.to_plain(measured) for measured in measured_all])
     else:
@@ -189,11 +191,11 @@ def _correct(
         raise ProblemError("--from-run RUN and --profiles DIR go together", hint="give both")
     runs = [read_run(path) for path in run_folders]
     before = profiles_of(folder, model or runs[0].record.plan.model)
-    paths = _paths(output, before[0].model, [p.device_type for p in before], force=force)
-    with _no_empty_folder(output):
+    types = [profile.device_type for profile in before]
+    with _paths(output, before[0].model, types, force=force) as paths:
         found = corrected(before, runs)
-    for path, profile in zip(paths, found.profiles, strict=True):
-        files.write(path, profile, force=force)
+        for path, profile in zip(paths, found.profiles, strict=True):
+            files.write(path, profile, force=force)
     for remark in found.remarks:
         warn(remark)
     if json:
@@ -204,13 +206,13 @@ def _correct(
 
 
 def _microbatch_sizes(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    sizes = [whole_number(part.strip()) or 0 for part in text.split(",")]
+    if not all(sizes):
         raise ProblemError(
             f"--microbatch-size {text!r}: must be whole numbers of at least 1",
             hint="such as 8, or 4,8,16",
         )
-    return tuple(dict.fromkeys(int(part) for part in parts))
+    return tuple(dict.fromkeys(sizes))
 
 
 _TOOLS = {"fx": "torch.fx", "export": "torch.export", "hooks": "hooks"}
@@ -236,32 +238,19 @@ def _say_how_found(measured: "Profile") -> None:
         note(f"layers found by {_TOOLS[trace.way]}; {trace.reason}")
 
 
-def _paths(folder: Path, model: str, device_types: Sequence[str], *, force: bool) -> list[Path]:
+@contextmanager
+def _paths(
+    folder: Path, model: str, device_types: Sequence[str], *, force: bool
+) -> Iterator[list[Path]]:
     """Where each profile goes; refused now rather than after minutes of measuring."""
     from ..schema import files
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{folder}: cannot be made: {error.strerror}") from None
-    paths = [
-        folder / f"{_file_name(model)}.{_file_name(device_type)}.json"
-        for device_type in device_types
-    ]
-    for path in paths:
-        files.check_writable(path, force=force)
-    return paths
-
-
-@contextmanager
-def _no_empty_folder(folder: Path) -> Iterator[None]:
-    """Nothing measured, nothing left: the folder was made early only to see that it can be."""
-    try:
-        yield
-    except BaseException:
-        if not any(folder.iterdir()):
-            folder.rmdir()
-        raise
+    names = [f"{_file_name(model)}.{_file_name(device_type)}.json" for device_type in device_types]
+    paths = [folder / name for name in names]
+    with files.made_folder(folder):
+        for path in paths:
+            files.check_writable(path, force=force)
+        yield paths
 
 
 def _file_name(name: str) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import ForceFlag, JsonFlag, emit, emit_json, note
+from .common import ForceFlag, JsonFlag, check_outputs, emit, emit_json, note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ def rent_machines(
     from ..planning.market_prices import markets_of
     from ..planning.static_choice import chosen, plan_of_choice
     from ..schema.errors import HetflowError, ProblemError
-    from ..schema.files import check_writable, write
+    from ..schema.files import write
 
     if output is not None and throughputs is not None:
         raise ProblemError(
@@ -90,10 +90,7 @@ def rent_machines(
     if plot is not None:
         if plot.suffix.lower() not in (".png", ".svg"):
             raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
-        check_writable(plot, force=force)
-
-    if output is not None:
-        check_writable(output, force=force)
+    check_outputs(output, plot, force=force)
     found = choices_of(
         markets,
         profiles,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..schema.errors import ProblemError
+from ..schema.spelling import whole_number
 from . import completing
 from .cluster import DEFAULT_STATE, StateOption
 from .common import JsonFlag, emit, emit_json, note, rates_of
@@ -70,6 +71,7 @@ def replay(
     from ..scheduler.history import history
     from ..scheduler.store import Store
     from ..simulator import Case, run_case
+    from .allocate import warn_of_left_out
 
     if sacct is None:
         if gpus is not None or rate:
@@ -93,6 +95,7 @@ def replay(
         early_rounds=True,
     )
     run = run_case(case, [one.job for one in live.jobs])
+    warn_of_left_out(run.left_out)
     document = _compared(live, {outcome.id: outcome for outcome in run.jobs}, case.policy)
     if json:
         emit_json(document)
@@ -138,22 +141,24 @@ def _history_of_log(
 
 
 def _compared(live: "History", found: "dict[str, JobOutcome]", policy: str) -> dict[str, Any]:
+    """The document; what the pool cannot hold is not simulated, and left out of the averages."""
     jobs: list[dict[str, Any]] = [
         {
-            "number": int(one.job.id) if one.job.id.isdigit() else one.job.id,
+            "number": one.job.id if (number := whole_number(one.job.id)) is None else number,
             "name": one.name,
             "arrival_seconds": one.job.arrival_seconds,
             "completion_seconds": one.completion_seconds,
-            "simulated_completion_seconds": found[one.job.id].completion_seconds,
+            "simulated_completion_seconds": outcome and outcome.completion_seconds,
             "device_seconds": one.device_seconds,
-            "simulated_device_seconds": found[one.job.id].device_seconds,
+            "simulated_device_seconds": outcome and outcome.device_seconds,
             "target_device_seconds": one.target_seconds,
             "starts": one.num_leases,
             "resizes": one.num_resizes,
         }
-        for one in live.jobs
+        for one, outcome in ((one, found.get(one.job.id)) for one in live.jobs)
     ]
-    done = [row for row in jobs if row["completion_seconds"] is not None]
+    ends_twice = ("completion_seconds", "simulated_completion_seconds")
+    done = [row for row in jobs if all(row[name] is not None for name in ends_twice)]
     document: dict[str, Any] = {"policy": policy, "jobs": jobs, "num_done": len(done)}
     if done:
         for name in ("", "simulated_"):

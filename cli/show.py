@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import HetflowError
-from .common import ForceFlag, JsonFlag, emit, emit_json, emit_table, note
+from .common import ForceFlag, JsonFlag, check_outputs, emit, emit_json, emit_table, note
 
 if TYPE_CHECKING:
     from ..schedules.timing import Timing
@@ -173,14 +173,11 @@ def _picture(records: tuple[object, ...], target: Path, way: str) -> bytes:
 def _timelines(record: object, html: Path | None, trace: Path | None, *, force: bool) -> str:
     from ..reports.timeline import html_timeline, terminal_timeline
     from ..reports.trace import trace_json
-    from ..schema.files import check_writable
     from ..schema.pipeline import PipelinePlan
 
     if not isinstance(record, PipelinePlan):
         raise HetflowError("only pipeline plans have a timeline", hint="leave --timeline out")
-    for target in (html, trace):
-        if target is not None:
-            check_writable(target, force=force)
+    check_outputs(html, trace, force=force)
     timing = _timing(record)
     if html is not None:
         title = f"{record.model}, {record.schedule}, {record.config}"

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..schema.errors import HetflowError, ProblemError
+from ..schema.spelling import whole_number
 from . import completing
 from .common import (
     ForceFlag,
     JsonFlag,
     asked_pool,
+    check_outputs,
     check_table,
     emit,
     emit_file,
@@ -165,13 +167,10 @@ def simulate(
 
     With -o, --json or --plot a single run records which job held which devices; that takes longer.
     """
-    from ..schema.files import check_writable
     from ..schema.simulation import frame_of_runs
     from .allocate import warn_of_left_out
 
-    for path in (output, plot):
-        if path is not None:
-            check_writable(path, force=force)
+    check_outputs(output, plot, csv, force=force)
     if csv is not None:
         check_table(csv, force=force)
     picture = None if plot is None else _picture_format(plot)
@@ -227,10 +226,10 @@ def simulate(
 def _window(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    first, colon, last = text.partition(":")
-    if not colon or not first.isdigit() or not last.isdigit() or int(first) >= int(last):
+    first, last = (whole_number(part) for part in text.partition(":")[::2])
+    if first is None or last is None or first >= last:
         raise ProblemError(f"--window {text}: must be FROM:TO such as 4000:5000")
-    return int(first), int(last)
+    return first, last
 
 
 def _numbers(text: str | None) -> list[float]:

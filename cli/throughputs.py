@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import InfeasibleError, ProblemError
+from ..schema.spelling import whole_number
 from .common import ForceFlag, JsonFlag, asked_reserve, emit_file, note, warn
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def _scales(text: str) -> list[int]:
 
 
 def _positive(text: str, option: str) -> int:
-    if not text.strip().isascii() or not text.strip().isdigit() or not 0 < int(text) <= 10**9:
+    number = whole_number(text.strip())
+    if number is None or not 0 < number <= 10**9:
         raise ProblemError(f"{option}: must be a whole number of at least 1, got {text[:60]!r}")
-    return int(text)
+    return number

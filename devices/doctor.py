@@ -13,6 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..schema.spelling import whole_number
 from .cuda import nvidia_driver
 from .memory import machine_memory_bytes
 from .precision import TF32_OVERRIDE, emulated_bfloat16, mixed_tf32
@@ -255,7 +256,7 @@ def _arch(name: str) -> tuple[str, tuple[int, int]] | None:
 def _machine_findings(facts: Facts) -> list[Finding]:
     found = []
     threads = facts.omp_num_threads
-    if threads and threads.isdigit() and int(threads) > facts.cores:
+    if (whole_number(threads or "") or 0) > facts.cores:
         found.append(
             Finding(
                 level="warning",

@@ -4,6 +4,7 @@ The document has no names of hosts or users, no paths, and no serial numbers of 
 """
 
 import getpass
+import math
 import platform
 import re
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from ..schema.errors import FileError
+from ..schema.files import read_text
 from .doctor import Facts, Finding
 
 SCHEMA = "hetflow.report/1"
@@ -106,14 +108,12 @@ def suite_results(path: Path) -> dict[str, Any]:
         FileError: It cannot be read, or is no such file.
     """
     try:
-        root = ElementTree.fromstring(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError(f"{path}: {error.strerror}") from None
-    except (ElementTree.ParseError, UnicodeDecodeError) as error:
+        root = ElementTree.fromstring(read_text(path))
+        tests = [_result_of(case) for case in root.iter("testcase")]
+    except (ElementTree.ParseError, ValueError) as error:
         raise FileError(
             f"{path}: no results of pytest ({error})", hint="write them by `--junitxml FILE`"
         ) from None
-    tests = [_result_of(case) for case in root.iter("testcase")]
     if not tests:
         raise FileError(f"{path}: holds no tests", hint="write them by `--junitxml FILE`")
     counted = Counter(test["outcome"] for test in tests)
@@ -121,10 +121,13 @@ def suite_results(path: Path) -> dict[str, Any]:
 
 
 def _result_of(case: ElementTree.Element) -> dict[str, Any]:
+    seconds = float(case.get("time", 0))
+    if not math.isfinite(seconds):
+        raise ValueError(f"a test of {seconds} seconds")
     test: dict[str, Any] = {
         "test": f"{case.get('classname', '')}::{case.get('name', '')}",
         "outcome": "passed",
-        "seconds": float(case.get("time", 0)),
+        "seconds": seconds,
     }
     for outcome in ("skipped", "failure", "error"):
         found = case.find(outcome)

@@ -44,6 +44,11 @@ def kubernetes_manifest(deployment: Deployment, name: str) -> str:
             "Kubernetes runs containers, and no image is given",
             hint="add --image NAME, with Python, torch, hetflow and the script in it",
         )
+    if not re.fullmatch(r"[!-~]+", deployment.image):
+        raise ProblemError(
+            f"--image {deployment.image!r} is no container image",
+            hint="write it as `docker pull` takes it, such as registry.example/me/train:1",
+        )
     if len(deployment.plan_text.encode()) > _MOST_PLAN_BYTES:
         raise ProblemError(
             f"{name}: larger than {_MOST_PLAN_BYTES} bytes, which a ConfigMap does not hold",
@@ -169,6 +174,7 @@ def _node_label(deployment: Deployment, device_type: str) -> tuple[str, str]:
     key, equals, value = called.rpartition("=")
     if not equals:
         key = _LABEL
-    if not re.fullmatch(_LABEL_KEY, key) or not re.fullmatch(_LABEL_VALUE, value):
+    patterns = ((_LABEL_KEY, key), (_LABEL_VALUE, value))
+    if not all(re.fullmatch(pattern, text, re.ASCII) for pattern, text in patterns):
         raise ProblemError(f"{called!r} is no label of a node", hint=hint)
     return key, value

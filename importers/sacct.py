@@ -20,6 +20,7 @@ from typing import Any
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import read_text
 from ..schema.jobs import Job, Jobs, ModelThroughput, Throughputs
+from ..schema.spelling import whole_number
 
 FORMAT = "JobID,JobName,State,Submit,Start,End,AllocTRES"
 """What to ask of ``sacct --format``."""
@@ -213,9 +214,10 @@ def _seconds(text: str) -> float | None:
 def _gpus(text: str) -> dict[str, int]:
     """GPUs by type, of ``billing=4,cpu=4,gres/gpu:v100=2,gres/gpu=2,node=1``."""
     pairs = [part.partition("=") for part in text.split(",") if part.startswith("gres/gpu")]
-    if any(not number.isdigit() for _, _, number in pairs):
+    numbers = {name.removeprefix("gres/"): whole_number(number) for name, _, number in pairs}
+    if None in numbers.values():
         raise ValueError(f"{text[:80]!r} is no list such as cpu=4,gres/gpu:v100=2")
-    return _typed({name.removeprefix("gres/"): int(number) for name, _, number in pairs})
+    return _typed({name: number or 0 for name, number in numbers.items()})
 
 
 def _typed(found: Mapping[str, int]) -> dict[str, int]:
@@ -308,7 +310,7 @@ def _job(number: str, rows: Sequence[_Row]) -> SacctJob | None:
         id=number,
         name=rows[0].name,
         state=rows[-1].state,
-        submit_seconds=min(submits),
+        submit_seconds=min(*submits, runs[0].start),  # clocks may be set back in between
         end_seconds=runs[-1].end,
         run_seconds=sum(run.end - run.start for run in runs),
         device_type=max(held, key=lambda name: (held[name], name)),

@@ -35,7 +35,14 @@ def pool_of(given: Pool) -> Cluster:
     """
     if isinstance(given, Cluster):
         return given
-    return files.read(given, Cluster) if isinstance(given, Path) else Cluster.parse(given)
+    if isinstance(given, Path):
+        return files.read(given, Cluster)
+    if given.endswith(".json"):
+        raise ProblemError(
+            f"--gpus {given!r} is the name of a file, not of devices",
+            hint="give --cluster FILE (from Python, a Path)",
+        )
+    return Cluster.parse(given)
 
 
 def name_of(given: Pool) -> str:

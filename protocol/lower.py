@@ -9,6 +9,7 @@ from ..schema.files import Plan
 from ..schema.launch import Determinism, LaunchConfig, VirtualNode, WorkerSlot
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
+from .limits import check_numbers
 from .lower_parallel import lower_parallel
 from .lower_pipeline import lower_pipeline
 
@@ -51,7 +52,7 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
 
     Raises:
         ProblemError: A pipeline or parallel plan cannot run as planned, or cannot keep the level of
-            determinism.
+            determinism; or there are too many workers or virtual nodes.
     """
     if not isinstance(plan, SplitPlan):
         check_pipeline_level(determinism)
@@ -60,6 +61,8 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
         else:
             lowered = lower_parallel(plan, seed)
         return replace(lowered, determinism=determinism)
+    nodes = sum(group.num_devices * group.virtual_nodes for group in plan.groups)
+    check_numbers(plan.num_devices, nodes)
     rank, index = count(), count()
     workers = tuple(
         WorkerSlot(

@@ -6,6 +6,7 @@ from ..devices.emulated import is_emulated
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork
 from ..schema.parallel import ParallelPlan, ParallelStage
+from .limits import check_numbers
 from .lower_pipeline import check_trace, config_of, schedule_of
 
 
@@ -29,6 +30,7 @@ def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
             f"{plan.microbatch_size}, too few for {most} replicas",
             hint=f"give a global batch of at least {most * plan.microbatch_size}",
         )
+    check_numbers(plan.num_devices, num_microbatches)
     ranks = _ranks_of(plan)
     work = PipelineWork(
         schedule=plan.schedule,

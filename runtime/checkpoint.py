@@ -203,7 +203,7 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         for left in final.parent.glob(f".making-{final.name}*"):
-            _discard(left)
+            discard(left)
         making.mkdir()
         entries, digest, size = _write_tensors(making / "tensors.bin", tensors)
         body = {"schema": FORMAT, "header": header, "state": encoded, "tensors": entries}
@@ -318,7 +318,7 @@ def remove_old(folder: Path, final: Path, is_good: Callable[[Path], bool]) -> No
     for path in found(folder):
         if num_good == KEPT:
             if path != final:  # a folder that someone else put there may have a newer name
-                _discard(path)
+                discard(path)
         else:
             num_good += is_good(path)
 
@@ -353,10 +353,10 @@ def set_aside(folder: Path) -> Path | None:
 def tidy(folder: Path) -> None:
     """Remove partial files of killed writers. Call it while no checkpoint is being written."""
     for path in [*folder.glob(".making-*"), *folder.glob("step-*/.making-*")]:
-        _discard(path)
+        discard(path)
 
 
-def _discard(path: Path) -> None:
+def discard(path: Path) -> None:
     """Remove a folder, or a link but not its target; ignore what cannot be removed."""
     with contextlib.suppress(OSError):
         if path.is_symlink() or path.is_file():

@@ -70,6 +70,9 @@ def write(
 ) -> None:
     """Write one part; keep the ``KEPT`` newest complete checkpoints.
 
+    Once all parts of the run are there, what another run left of the same step is removed: parts
+    in another number, which this run could not use.
+
     Args:
         folder: The folder of all checkpoints.
         header: Plain values; ``step``, ``part`` and ``num_parts`` name the part, and ``run`` is
@@ -82,11 +85,14 @@ def write(
         FileError: The disk is full, or the folder cannot be written.
     """
     whole = folder / checkpoint.name_of(header["step"])
-    name = f"part-{header['part']}-of-{header['num_parts']}"
-    checkpoint.write_folder(whole / name, header, encoded, tensors)
+    own = _set_of(whole, header["num_parts"])
+    checkpoint.write_folder(own[header["part"]], header, encoded, tensors)
     try:
         checkpoint.flush(folder)
-        if is_complete(whole):
+        if _is_of_one_run(own):
+            for total, numbers in _numbers(whole).items():
+                for number in numbers if total != len(own) else ():
+                    checkpoint.discard(whole / f"part-{number}-of-{total}")
             (whole / COMPLETE).touch()
     except OSError as error:
         raise FileError(
@@ -104,6 +110,14 @@ def is_complete(path: Path) -> bool:
         parts = _parts_of(path)
         if not parts:
             checkpoint.read_manifest(path)
+    except (BrokenCheckpoint, FileError):
+        return False
+    return _is_of_one_run(parts)
+
+
+def _is_of_one_run(parts: list[Path]) -> bool:
+    """Whether all these parts are there, and of one run; only their headers are read."""
+    try:
         _check_one_run([_header_of(part) for part in parts])
     except (BrokenCheckpoint, FileError):
         return False
@@ -139,19 +153,38 @@ def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:
 def _parts_of(path: Path) -> list[Path]:
     """The folders of all parts, in order; an empty list where the checkpoint is whole.
 
+    Where parts in two numbers are there, a run with another plan has written this step again,
+    because it could not use what it found. The set that was written last is taken.
+
     Raises:
-        BrokenCheckpoint: Some parts are missing.
+        BrokenCheckpoint: Some parts are missing, or no set was written last.
     """
     numbers = _numbers(path)
-    for total, there in numbers.items():
-        if len(there) == total:
-            return [path / f"part-{number}-of-{total}" for number in range(total)]
+    complete = [_set_of(path, total) for total in numbers if len(numbers[total]) == total]
+    if complete:
+        times = [max(map(_written, parts)) for parts in complete]
+        if times.count(max(times)) > 1:
+            totals = " and of ".join(str(len(parts)) for parts in sorted(complete, key=len))
+            raise BrokenCheckpoint(f"its parts of {totals} are equally old; remove one set")
+        return complete[times.index(max(times))]
     if not numbers:
         return []
     total, there = max(numbers.items())
     missing = next(number for number in range(total) if number not in there)
     kind = BrokenCheckpoint if (path / COMPLETE).exists() else IncompleteCheckpoint
     raise kind(f"part-{missing}-of-{total} is missing")
+
+
+def _set_of(path: Path, total: int) -> list[Path]:
+    return [path / f"part-{number}-of-{total}" for number in range(total)]
+
+
+def _written(part: Path) -> int:
+    """When a part was written, in nanoseconds; 0 where it is broken."""
+    try:
+        return (part / "manifest.json").stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _numbers(path: Path) -> dict[int, set[int]]:

@@ -66,7 +66,12 @@ def place_model(
 ) -> torch.device | None:
     """The device that a script chose: by argument, or under plain python by the model's device."""
     if asked is not None:
-        return torch.device(asked)
+        try:
+            return torch.device(asked)
+        except (RuntimeError, TypeError):
+            raise TargetError(
+                f"hf.prepare: torch knows no device {asked!r}", hint="give one such as cuda:0"
+            ) from None
     if config is not None:
         return None
     first = next(model.parameters(), None)

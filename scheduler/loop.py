@@ -68,6 +68,15 @@ class Settings:
     grace_seconds: int = 30
 
 
+def check_settings(engine: Engine, settings: Settings) -> None:
+    """Check that a policy can share the devices of an engine, before a state is made for it.
+
+    Raises:
+        ProblemError: There is no such policy, or it does not fit the devices.
+    """
+    _policy_for(engine.devices(), settings)
+
+
 class Scheduler:
     """One cluster; ``tick`` does what is due."""
 
@@ -83,14 +92,10 @@ class Scheduler:
             ProblemError: The state is of other devices, or the policy does not fit.
         """
         self._store, self._engine, self._settings = store, engine, settings
-        is_elastic = settings.policy == elastic.NAME
-        self._variant = easyscale.VARIANTS.get(settings.policy)
-        is_prompt = is_elastic or self._variant is not None
-        self._policy = None if is_prompt else _Policy.named(settings.policy)
-        self._most_devices = most_devices(settings.policy)
         self._devices = {device.name: device for device in engine.devices()}
-        if is_elastic:
-            _refuse_several(self._devices.values())
+        self._policy = _policy_for(self._devices.values(), settings)
+        self._variant = easyscale.VARIANTS.get(settings.policy)
+        self._most_devices = most_devices(settings.policy)
         self._places = _Places(tuple(self._devices.values()))
         self._rests = Rests(store)
         self._submissions: dict[int, Submission] = {}
@@ -751,6 +756,18 @@ class _Policy:
 
     def for_pool(self, pool: Pool) -> Allocator:
         return self.mixing if pool.uses_mixes else self.alone
+
+
+def _policy_for(devices: Collection[EngineDevice], settings: Settings) -> _Policy | None:
+    """The policy of a cluster's rounds; None where decisions do not wait for the end of a round.
+
+    Raises:
+        ProblemError: As ``check_settings``.
+    """
+    if settings.policy == elastic.NAME:
+        _refuse_several(devices)
+        return None
+    return None if settings.policy in easyscale.VARIANTS else _Policy.named(settings.policy)
 
 
 def _refuse_several(devices: Collection[EngineDevice]) -> None:

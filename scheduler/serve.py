@@ -17,7 +17,7 @@ from ..mechanisms.rounds.rules import RoundRules
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import from_json, to_json
-from .loop import Scheduler, Settings
+from .loop import Scheduler, Settings, check_settings
 from .store import Store, lock
 
 POLL_SECONDS = 0.1
@@ -51,6 +51,7 @@ def serve(
         HetflowError: Another scheduler is there, or the state cannot be read or written.
     """
     made = ENGINES.get(engine)(pool)
+    check_settings(made, settings)  # else a new folder would hold the state of no cluster
     store = Store.create(folder)
     with lock(folder):
         steady = _Steady(partial(Scheduler, store, made, settings), say)  # before, it may refuse
@@ -78,6 +79,11 @@ def request_stop(folder: Path) -> None:
         HetflowError: No cluster was started there.
     """
     store = Store.open(folder)
+    if store.get(_STARTED_WITH) is None:  # whoever made the state died, or was refused
+        raise ProblemError(
+            f"{folder}: no scheduler has run on this state yet",
+            hint="start one with `hetflow cluster start`",
+        )
     with store.transaction():
         store.set(_STOP, True)
     while True:

@@ -8,12 +8,14 @@ import fcntl
 import json
 import os
 import sqlite3
+import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from ..schema.errors import FileError, ProblemError
+from ..schema.files import made_folder
 
 FILE = "state.sqlite"
 FORMAT = "hetflow.cluster-state/2"
@@ -88,24 +90,26 @@ class Store:
 
     @classmethod
     def create(cls, folder: Path) -> "Store":
-        """Open a cluster's state, or begin one.
+        """Open a cluster's state, or begin one: it is complete afterwards, or absent.
 
         Raises:
             FileError: The folder cannot be written, or its state is of another version.
         """
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR, 0o600))
-        except OSError as error:
-            raise FileError(f"{error.filename}: {error.strerror}") from None
+        with made_folder(folder, mode=0o700):
+            with _alone(folder):
+                if not (folder / FILE).exists() or not (folder / FILE).stat().st_size:
+                    _begin(folder)
+            return cls._of(folder)
+
+    @classmethod
+    def _of(cls, folder: Path) -> "Store":
         store = cls(folder, _connected(folder / FILE))
-        with store.transaction():
-            if not store.rows("SELECT name FROM sqlite_master WHERE name = 'meta'"):
-                for statement in _TABLES.split(";\n"):
-                    store.run(statement)
-                store.set("format", FORMAT)
-        store._refuse_others()
-        store._bring_up_to_date()
+        try:
+            store._refuse_others()
+            store._bring_up_to_date()
+        except BaseException:
+            store.close()
+            raise
         return store
 
     @classmethod
@@ -116,10 +120,7 @@ class Store:
             FileError: There is none, or it is of another version.
         """
         _refuse_strangers(folder)
-        store = cls(folder, _connected(folder / FILE))
-        store._refuse_others()
-        store._bring_up_to_date()
-        return store
+        return cls._of(folder)
 
     @classmethod
     def read(cls, folder: Path) -> "Store":
@@ -265,13 +266,52 @@ def _refuse_strangers(folder: Path) -> None:
         )
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Inside, nobody else begins a state there; file systems without such locks do not tell."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _begin(folder: Path) -> None:
+    """Make the file of a new state under another name, and rename it once it is complete.
+
+    Raises:
+        FileError: It cannot be written.
+    """
+    path, made = folder / FILE, None
+    try:
+        handle, made = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
+        os.close(handle)
+        with closing(sqlite3.connect(made)) as connection, connection:
+            connection.executescript(_TABLES)
+            connection.execute("INSERT INTO meta VALUES (?, ?)", ("format", json.dumps(FORMAT)))
+        os.replace(made, path)
+    except OSError as error:
+        raise FileError(f"{error.filename}: {error.strerror}") from None
+    except sqlite3.Error as error:
+        raise FileError(f"{path}: {error}") from None
+    finally:
+        for name in (made, f"{made}-journal") if made else ():
+            with suppress(OSError):
+                os.unlink(name)
+
+
 def _connected(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
     connection.row_factory = sqlite3.Row
     try:
         connection.execute("PRAGMA journal_mode = WAL")
     except sqlite3.Error as error:
-        raise FileError(f"{path}: not a cluster's state: {error}") from None
+        connection.close()
+        is_other = not isinstance(error, sqlite3.OperationalError)  # else the disk is full, say
+        what = "not a cluster's state: " if is_other else ""
+        raise FileError(f"{path}: {what}{error}") from None
     return connection
 
 

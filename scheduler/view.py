@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ..engines.protocol import OUTPUT
 from ..schema.errors import ProblemError
+from ..schema.spelling import whole_number
 from .store import STARTS, Store
 
 Wish = Literal["hold", "release", "cancel"]
@@ -132,9 +133,9 @@ def job_number(store: Store, named: str) -> int:
     Raises:
         ProblemError: There is none, or several.
     """
-    if named.isascii() and named.isdigit() and len(named) < 19:
-        if store.rows("SELECT number FROM jobs WHERE number = ?", int(named)):
-            return int(named)
+    number = whole_number(named)
+    if number is not None and store.rows("SELECT number FROM jobs WHERE number = ?", number):
+        return number
     rows = store.rows(
         "SELECT number FROM jobs WHERE json_extract(submission, '$.name') = ?", named
     )  # fmt: skip

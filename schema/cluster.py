@@ -154,6 +154,8 @@ class Cluster:
         Raises:
             ProblemError: The text does not follow the grammar, or a count is zero.
         """
+        if not isinstance(text, str):
+            raise ProblemError(f"text must be a string, got {text!r}")
         types: dict[str, DeviceType] = {}
         flat: Counter[str] = Counter()
         servers: list[ServerGroup] = []

@@ -4,9 +4,13 @@ Reading is strict and never evaluates code; writing is atomic.
 """
 
 import dataclasses
+import functools
 import json
+import operator
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -78,6 +82,9 @@ MAX_FILE_BYTES = 256 << 20
 def __getattr__(name: str) -> object:
     if name == "Plan":  # most files hold none, and its classes take a while to import
         return import_module(".plans", __package__).Plan
+    if name == "Record":
+        each = (record_class(schema, kind) for schema, kinds in RECORDS.items() for kind in kinds)
+        return functools.reduce(operator.or_, each)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -249,8 +256,8 @@ def read_text(path: Path) -> str:
         raise FileError(f"{path}: no such file") from None
     except UnicodeDecodeError:
         raise FileError(f"{path}: not a text file") from None
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a name that holds a NUL is a ValueError
+        raise FileError(f"{path}: cannot be read: {_reason(error)}") from None
 
 
 def read_profiles(folder: Path) -> "tuple[Profile, ...]":
@@ -275,8 +282,22 @@ def check_writable(path: Path, *, force: bool) -> None:
     """Check that a file can be written, before the work whose result goes there.
 
     Raises:
-        FileError: The file exists and ``force`` is off, or its folder cannot be written.
+        FileError: The file exists and ``force`` is off, it is a device or a pipe, which a rename
+            would take the place of, or its folder cannot be written.
     """
+    try:
+        _check_place(path, force=force)
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a NUL
+        raise FileError(f"{path}: cannot be written: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _check_place(path: Path, *, force: bool) -> None:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FileError(f"{path}: is no regular file", hint="name one, or write to stdout")
     if path.exists() and not force:
         raise FileError(f"{path}: exists already", hint="give --force to overwrite it")
     folder = path.parent
@@ -284,6 +305,34 @@ def check_writable(path: Path, *, force: bool) -> None:
         raise FileError(f"{folder}: no such folder", hint="create it first")
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise FileError(f"{path}: cannot be written")
+
+
+@contextmanager
+def made_folder(folder: Path, mode: int = 0o777) -> Iterator[None]:
+    """Make a folder, and those above it, before the work whose result goes there.
+
+    If the work fails or is interrupted, the folders made here are removed again, unless they hold
+    something by then.
+
+    Args:
+        folder: The folder; it may be there already.
+        mode: Its permissions where it is made, as of ``Path.mkdir``.
+
+    Raises:
+        FileError: The folder cannot be made.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        try:
+            folder.mkdir(mode, parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{folder}: cannot be made: {error.strerror}") from None
+        yield
+    except BaseException:
+        for each in missing:
+            with suppress(OSError):  # not empty, or never made
+                each.rmdir()
+        raise
 
 
 def write_text(path: Path, text: str, *, force: bool = False) -> None:
@@ -303,8 +352,8 @@ def write_bytes(path: Path, content: bytes, *, force: bool = False) -> None:
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path}: cannot be written: {_reason(error)}") from None
     finally:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)

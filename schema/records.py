@@ -31,11 +31,16 @@ Seconds = Annotated[float, Field(ge=0)]
 MeasuredSeconds = Annotated[float, Field(ge=0, le=1e12)]  # 30,000 years
 PositiveMeasuredSeconds = Annotated[float, Field(gt=0, le=1e12)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
+WaitSeconds = Annotated[float, Field(ge=0, le=1e8)]
+"""Seconds that somebody waits: 3 years at most, which every clock and lock can count."""
 PerSecond = Annotated[float, Field(ge=0)]
 PositiveRate = Annotated[float, Field(gt=0)]
 """Bytes, steps or samples per second."""
 Dollars = Annotated[float, Field(ge=0)]
 PositiveDollars = Annotated[float, Field(gt=0)]
+RentDollars = Annotated[float, Field(gt=0, le=1e9)]
+"""The price of a machine for an hour; sums of such prices do not overflow."""
+SpotDollars = Annotated[float, Field(ge=0, le=1e9)]
 Ratio = Annotated[float, Field(ge=0, le=1e6)]
 """The quotient of two quantities of the same unit."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]

@@ -1,6 +1,14 @@
-"""Suggest a known name for a mistyped one."""
+"""What users type: the name that they meant, whole numbers."""
 
 import difflib
+
+
+def whole_number(text: str) -> int | None:
+    """Read a whole number of at most 18 ASCII digits; None for any other text.
+
+    ``str.isdigit`` also takes digits that ``int`` refuses, and numbers of any length.
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def nearest(name: str, known: list[str] | tuple[str, ...]) -> str | None:

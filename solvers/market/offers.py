@@ -244,13 +244,15 @@ def history_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> 
 def _no_machine(markets: Sequence[Market], device_types: Iterable[str]) -> ProblemError:
     """The error of markets without any machine that has such devices; it names what they have."""
     types = dict.fromkeys(one.device_type for market in markets for one in market.instance_types)
+    known = [name for name in device_types if name in types]
     guesses = [guess for name in device_types if (guess := nearest(name, list(types)))]
-    return ProblemError(
-        f"no machine with prices has one of {', '.join(device_types)}",
-        hint=f"did you mean {guesses[0]!r}?"
-        if guesses
-        else f"the market has {', '.join(types) or 'no instance types'}",
-    )
+    if known:
+        hint = f"it has machines with {known[0]}, but no prices of them"
+    elif guesses:
+        hint = f"did you mean {guesses[0]!r}?"
+    else:
+        hint = f"the market has {', '.join(types) or 'no instance types'}"
+    return ProblemError(f"no machine with prices has one of {', '.join(device_types)}", hint=hint)
 
 
 def _table(offers: Sequence[Offer], steps: Sequence[Steps]) -> Prices:

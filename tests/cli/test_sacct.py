@@ -33,3 +33,20 @@ def test_a_log_is_replayed_and_imported(hetflow: Any, tmp_path: Path) -> None:
     asked = ("simulate", out, "--throughputs", rates, "--gpus", "2xcpu_fast,2xgpu", "--json")
     run = hetflow(*asked, "--policy", "fifo")
     assert json.loads(run.stdout)["metrics"]["num_jobs"] == 6
+
+
+def test_jobs_that_another_pool_cannot_hold_are_left_out_of_a_replay(
+    hetflow: Any, tmp_path: Path
+) -> None:
+    """It ended with a traceback."""
+    log = tmp_path / "log"
+    log.write_text(LOG)
+    asked = ("cluster", "replay", "--sacct", log, "--gpus", "2xcpu_fast", "--json")
+    answer = hetflow(*asked)
+    assert answer.code == 0, answer.stderr
+    assert "job '2' is left out: " in answer.stderr
+    jobs = {job["number"]: job for job in json.loads(answer.stdout)["jobs"]}
+    assert jobs[2]["completion_seconds"] == 3
+    assert jobs[2]["simulated_completion_seconds"] is None
+    assert jobs[1]["simulated_completion_seconds"] is not None
+    assert hetflow(*asked[:-1]).code == 0

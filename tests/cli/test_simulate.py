@@ -134,6 +134,17 @@ def test_bad_options(
     assert words in result.exception.message
 
 
+def test_two_outputs_in_one_file_are_refused_before_the_run(
+    app: typer.Typer, table: Path, tmp_path: Path
+) -> None:
+    """The second was refused when the first was there, after the whole run."""
+    out = str(tmp_path / "run.svg")
+    result = CliRunner().invoke(app, _arguments("static-single", table, "-o", out, "--plot", out))
+    assert isinstance(result.exception, HetflowError)
+    assert "two outputs have this name" in result.exception.message
+    assert not Path(out).exists()
+
+
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(
     app: typer.Typer, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

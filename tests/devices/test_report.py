@@ -51,9 +51,11 @@ def test_names_and_paths_are_taken_out_wherever_they_stand() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "No such file"),
+        (None, "no such file"),
         ("not xml", "no results of pytest"),
         ("<testsuites/>", "holds no tests"),
+        ('<testsuites><testcase time="soon"/></testsuites>', "no results of pytest"),
+        ('<testsuites><testcase time="nan"/></testsuites>', "a test of nan seconds"),
     ],
 )
 def test_a_file_without_results_is_refused(content: str | None, said: str, tmp_path: Path) -> None:

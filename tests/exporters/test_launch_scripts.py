@@ -231,6 +231,8 @@ EMULATED = {"virtual_types": frozenset({"V100"})}
     [
         ({}, "kubernetes", "no image is given", "--image"),
         ({"image": "x"}, "kubernetes", "which nodes have V100", "kubectl get nodes"),
+        ({"image": "a\nb: c"}, "kubernetes", "is no container image", "docker pull"),
+        ({"image": "x", "names": {"V100": "v\u00fcv"}}, "kubernetes", "v' is no label", "kubectl"),
         ({"image": "x", "names": {"V100": "a b"}}, "kubernetes", "'a b' is no label", "kubectl"),
         ({"image": "x", "plan_text": "x" * 10**6}, "kubernetes", "a ConfigMap does not", "--to"),
         ({"names": {"V100": "x\n#SBATCH y"}}, "slurm", "no type of a GPU", "sinfo"),

@@ -76,6 +76,10 @@ def test_a_log_becomes_jobs_for_a_simulation(tmp_path: Path) -> None:
             LOG.splitlines()[0] + "\n1|x|FAILED|1|2|3|gres/gpu=x\n",
             "line 2: 'gres/gpu=x' is no list",
         ),
+        (
+            LOG.splitlines()[0] + "\n1|x|FAILED|1|2|3|gres/gpu=\u00b2\n",
+            "line 2: 'gres/gpu=\u00b2' is no list",
+        ),
         (LOG.splitlines()[0] + "\n1|x|PENDING|1|Unknown|Unknown|\n", "none of 1 jobs has run on"),
         ('{"jobs": [{"job_id": 1}]}', "is no output of `sacct --json`"),
         ('{"jobs": ', "is no output of `sacct --json`"),
@@ -84,3 +88,10 @@ def test_a_log_becomes_jobs_for_a_simulation(tmp_path: Path) -> None:
 def test_what_is_no_log_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(FileError, match=message):
         read_sacct(written(tmp_path, text))
+
+
+def test_a_job_that_started_before_it_was_submitted_came_when_it_started(tmp_path: Path) -> None:
+    """Clocks that are set back made its time to completion 0 or negative."""
+    text = LOG.splitlines()[0] + "\n1|x|COMPLETED|9|2|9|gres/gpu=1\n"
+    (job,) = read_sacct(written(tmp_path, text)).jobs
+    assert job.end_seconds - job.submit_seconds == 7

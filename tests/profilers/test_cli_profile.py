@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import hetflow
 from hetflow.cli.main import run
 from hetflow.schema import files
 from hetflow.schema.profile import Emulation, Profile
@@ -149,6 +150,20 @@ def test_a_factory_that_raises_leaves_nothing_behind(
     assert 'raise ValueError("no data")' in answer.err
     assert answer.out == ""
     assert not out.exists()
+
+
+def test_an_interrupted_profile_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        assert (tmp_path / "a" / "b").is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hetflow, "profile", interrupted)
+    asked = ["profile", "zoo:mlp", "--device", "cpu", "-o", str(tmp_path / "a" / "b")]
+    assert run(asked) == 130
+    assert capsys.readouterr().err == "hetflow: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_devices_names_the_cpu_and_calls_emulated_types_emulated(

@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+import hetflow
 from hetflow.protocol.lower import lower
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import ParallelPlan
+from hetflow.schema.plan import DeviceGroup, SplitPlan
 
+from .. import handmade
 from ..parallel_plans import parallel_plan
 
 
@@ -66,3 +69,29 @@ def test_what_cannot_be_launched(changes: dict[str, int], said: str) -> None:
     plan: ParallelPlan = replace(parallel_plan([(("a",), (1, 2))]), **changes)  # type: ignore[arg-type]
     with pytest.raises(ProblemError, match=said):
         lower(plan)
+
+
+def test_plans_that_are_too_large_to_list_are_refused() -> None:
+    """A launch of one hung, also with --dry-run."""
+    one = parallel_plan([(("a",), (1,))])
+    group = one.stages[0].replicas[0]
+    for degree, batch, said in (
+        (10**9, 8, "1000000000 workers; at most 65536"),
+        (1, 10**9, "500000000 virtual nodes in a step; at most 1048576"),
+    ):
+        replicas = (replace(group, tensor_parallel_size=degree, samples=batch),)
+        stages = (replace(one.stages[0], replicas=replicas),)
+        plan = replace(one, global_batch_size=batch, num_microbatches=batch, stages=stages)
+        with pytest.raises(ProblemError, match=said):
+            lower(plan)
+    shares = DeviceGroup(
+        device_type="cpu",
+        num_devices=2,
+        device_batch_size=10**9,
+        virtual_nodes=10**9,
+        virtual_node_batch_size=1,
+    )
+    split = hetflow.solve([handmade.profile("cpu", 1.0)], "cpu", batch_size=16)
+    assert isinstance(split, SplitPlan)
+    with pytest.raises(ProblemError, match="2000000000 virtual nodes in a step"):
+        lower(replace(split, global_batch_size=2 * 10**9, groups=(shares,)))

@@ -301,26 +301,27 @@ def test_a_manifest_that_nests_without_end_and_a_pipe_are_broken(
         checkpoint.read(own)
 
 
-def part(folder: Path, number: int, run: str = "r") -> Path:
-    """One part of two of a pipeline's checkpoint, after step 4."""
+def part(folder: Path, number: int, run: str = "r", total: int = 2) -> Path:
+    """One part of a pipeline's checkpoint after step 4; from the third on, parts hold nothing."""
     header = {
-        "virtual_nodes": [2, 2], "seed": 0, "parameters": {"a": "float32 [2]", "b": "float32 [3]"},
-        "step": 4, "position": {"call": 1, "step": 0, "length": 8}, "part": number,
-        "num_parts": 2, "run": run, "stages": [[["0"], [0]], [["1"], [1]]],
+        "virtual_nodes": [2, 2], "seed": total,
+        "parameters": {"a": "float32 [2]", "b": "float32 [3]"}, "step": 4,
+        "position": {"call": 1, "step": 0, "length": 8}, "part": number, "num_parts": total,
+        "run": run, "stages": [[["0"], [0]], [["1"], [1]]],
         "optimizer_order": ["a", "b"], "registered_sha256": "x",
     }  # fmt: skip
-    name, length = ("a", 2) if number == 0 else ("b", 3)
+    held = {0: {"a": torch.ones(2)}, 1: {"b": torch.ones(3)}}.get(number, {})
     params = [{"lr": 0.1, "params": [0, 1]}]
     state = {
-        "parameters": {name: torch.ones(length)},
-        "optimizer": {"state": {number: {"step": 1}}, "param_groups": params},
+        "parameters": held,
+        "optimizer": {"state": {number: {"step": 1}} if held else {}, "param_groups": params},
         "buffers": {"base": {}, "nodes": [{}, {}]},
         "registered": [{"values": [1.0]}], "last_weight": None, "late_loss": None,
     }  # fmt: skip
     tensors: list[torch.Tensor] = []
     encoded = checkpoint.encode(state, tensors)
     parts.write(folder, header, encoded, tensors)
-    return folder / "step-000000004" / f"part-{number}-of-2"
+    return folder / "step-000000004" / f"part-{number}-of-{total}"
 
 
 @SLOWLY
@@ -353,6 +354,31 @@ def test_a_part_that_died_on_the_way_is_told_from_one_that_was_lost(tmp_path: Pa
         parts.reader()(whole)
     kinds = [type(caught.value).__name__ for caught in (never, lost)]
     assert kinds == ["IncompleteCheckpoint", "BrokenCheckpoint"]
+
+
+def test_a_step_written_again_by_another_plan_is_read_from_the_newest_parts(tmp_path: Path) -> None:
+    """The set was taken that the file system listed first."""
+    made = {n: [part(tmp_path / str(n), i, total=n) for i in range(n)] for n in (2, 3)}
+    whole = made[2][0].parent
+    for path in made[3]:
+        path.rename(whole / path.name)
+
+    def age(total: int, seconds: int) -> None:
+        for path in whole.glob(f"part-*-of-{total}"):
+            os.utime(path / "manifest.json", (seconds, seconds))
+
+    for newest in (2, 3):
+        age(5 - newest, 1000)
+        age(newest, 2000)
+        assert parts.reader()(whole).header["seed"] == newest
+        assert parts.is_complete(whole)
+    age(2, 2000)
+    with pytest.raises(BrokenCheckpoint, match="parts of 2 and of 3 are equally old"):
+        parts.reader()(whole)
+    part(whole.parent, 0, total=3)
+    assert {path.name for path in whole.iterdir()} == {
+        "complete", *(f"part-{number}-of-3" for number in range(3))
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,12 @@ def test_models_that_would_train_wrongly(model: object, message: str) -> None:
         hf.prepare(model)
 
 
+@pytest.mark.parametrize("device", ["gpu0", 0.5])
+def test_a_device_that_is_none_is_refused(device: object) -> None:
+    with pytest.raises(TargetError, match=f"torch knows no device {device!r}"):
+        hf.prepare(nn.Linear(1, 1), device=device)
+
+
 @pytest.mark.slow
 def test_a_model_sharded_by_fsdp2_is_refused() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.scheduler.loop import Settings
-from hetflow.scheduler.serve import serve
+from hetflow.scheduler.serve import request_stop, serve
 from hetflow.scheduler.store import FILE, FORMAT, Store
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import FileError, ProblemError
@@ -52,3 +52,37 @@ def test_a_start_that_is_refused_leaves_the_state_as_it_was(
         with pytest.raises(ProblemError):
             serve(tmp_path, Pool.parse(pool), "local", Settings(policy=policy), print)
     assert store.get("started_with") == {"policy": "las"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "said"),
+    [
+        ("local", "no such policy", "no such policy"),
+        ("local", "elastic", "elastic shares devices of one device type"),
+        ("no such engine", "las", "no such engine"),
+    ],
+)
+def test_a_first_start_that_is_refused_leaves_no_state(
+    tmp_path: Path, engine: str, policy: str, said: str
+) -> None:
+    """`queue` then showed a cluster that never was, and `submit` queued jobs for it."""
+    pool = Pool.parse("1xcpu:fast,1xcpu:slow")
+    with pytest.raises(ProblemError, match=said):
+        serve(tmp_path / "state", pool, engine, Settings(policy=policy), print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_that_cannot_be_begun_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk an empty file stayed, which was no state: nothing could start there again."""
+    monkeypatch.setattr("hetflow.scheduler.store._TABLES", "CREATE TABLE meta (key);\nno SQL")
+    with pytest.raises(FileError, match="syntax error"):
+        Store.create(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_that_no_scheduler_has_run_on_is_not_stopped(tmp_path: Path) -> None:
+    Store.create(tmp_path).close()
+    with pytest.raises(ProblemError, match="no scheduler has run on this state yet"):
+        request_stop(tmp_path)

@@ -206,6 +206,15 @@ def test_writing_never_overwrites_without_force(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.json"]
 
 
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    """`-o /dev/null --force` put a file in the device's place, where the user may write there."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(FileError, match="pipe: is no regular file"):
+        files.write_text(path, "new", force=True)
+    assert path.is_fifo()
+
+
 def test_a_failed_write_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,3 +287,22 @@ def test_every_key_of_the_cluster_files_is_in_the_page_of_formats():
     )  # fmt: skip
     keys = {key for record in records for key in record.__dataclass_fields__}
     assert sorted(key for key in keys if f"`{key}`" not in page and f"`{key}[" not in page) == []
+
+
+def test_a_folder_made_for_work_that_fails_goes_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(KeyboardInterrupt), files.made_folder(tmp_path / "a" / "b" / "c"):
+        raise KeyboardInterrupt
+    assert list((tmp_path / "a").iterdir()) == []
+
+    def work() -> None:
+        with files.made_folder(tmp_path / "a" / "b" / "c"):
+            (tmp_path / "a" / "b" / "kept").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["kept"]
+    with pytest.raises(FileError, match="kept: cannot be made"):
+        with files.made_folder(tmp_path / "a" / "b" / "kept"):
+            pass

@@ -1,0 +1,260 @@
+"""Check the arguments of a public function against its annotations: their types and ranges.
+
+A caller without a type checker then gets one sentence that names the argument, not a traceback
+from deep inside. A range is stated as in a record: ``batch_size: Count``.
+"""
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from numbers import Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_origin
+
+from .errors import ProblemError
+from .spelling import nearest
+
+_PACKAGE = (__package__ or "").partition(".")[0]
+_MOST_KINDS = 6  # listed in one sentence
+_MOST_SHOWN = 60  # characters of a value
+_WORDS: dict[Any, str] = {
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    Path: "a Path",
+    NoneType: "None",
+}
+_BOUNDS = (
+    ("gt", ">", operator.gt),
+    ("ge", ">=", operator.ge),
+    ("lt", "<", operator.lt),
+    ("le", "<=", operator.le),
+)
+
+
+class Arguments:
+    """What the arguments of a function may be.
+
+    Args:
+        function: The function. Its annotations may be strings.
+        imported: Names in these strings that the function's module imports for type checkers only
+            -> the module that has them, such as ``{"Markets": "planning.market_prices"}``.
+
+    Attributes:
+        kinds: Argument -> its annotation, also of the options in an unpacked TypedDict.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], imported: Mapping[str, str] | None = None
+    ) -> None:
+        self._function, self._imported = function, imported or {}
+        self._signature = inspect.signature(function)
+        self._options: str | None = None
+        self.kinds: dict[str, Any] = {}
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                self._options = name
+                for options in get_args(parameter.annotation):
+                    self.kinds |= options.__annotations__
+            else:
+                self.kinds[name] = parameter.annotation
+
+    def check(
+        self, args: Sequence[Any], given: Mapping[str, Any], spelled: Callable[[str], str]
+    ) -> None:
+        """Check the arguments of a call. Those that are left at their defaults are right.
+
+        Args:
+            args: The positional arguments.
+            given: The arguments by name.
+            spelled: Returns an argument's name as the user knows it.
+
+        Raises:
+            ProblemError: An argument is of the wrong type, out of its range, or none of the known
+                choices.
+            TypeError: No option has this name.
+        """
+        try:
+            bound = self._signature.bind(*args, **given).arguments
+        except TypeError:  # the call itself will raise it, in Python's own words
+            return
+        options = bound.pop(self._options, {}) if self._options else {}
+        for name in options:
+            if name not in self.kinds:
+                guess = nearest(name, list(self.kinds))
+                raise TypeError(
+                    f"{self._function.__name__}() got an unexpected keyword argument {name!r}"
+                    + (f"; did you mean {guess!r}?" if guess else "")
+                )
+        for name, value in (bound | options).items():
+            parameter = self._signature.parameters.get(name)
+            if parameter is not None and value is parameter.default:
+                continue
+            fault = fault_of(value, self.kind_of(name), spelled(name))
+            if fault is not None:
+                raise ProblemError(fault)
+
+    def kind_of(self, name: str) -> Any:
+        """Return the type of an argument, with the names in its annotation looked up."""
+        kind = self.kinds[name]
+        if isinstance(kind, ForwardRef):
+            kind = kind.__forward_arg__
+        if not isinstance(kind, str):
+            return kind
+        known = dict(self._function.__globals__)
+        for word, module in self._imported.items():
+            if word in kind:
+                known[word] = getattr(import_module(f"{_PACKAGE}.{module}"), word)
+        return eval(kind, known)  # the text is our own source code
+
+
+def fault_of(value: Any, kind: Any, name: str) -> str | None:
+    """Say what is wrong with a value; None if it is of the kind.
+
+    Args:
+        value: The value.
+        kind: A type as in an annotation.
+        name: Name of the value, such as ``windows[2]``.
+    """
+    members, within = list(_members(kind)), None
+    for member in members:
+        if not _is_a(value, member):
+            continue
+        fault = next(_faults_within(value, member, name), None)
+        if fault is None:
+            return None
+        within = within or fault
+    if within is not None:
+        return within
+    choices = [choice for member in members for choice in _choices(member)]
+    rest = dict.fromkeys(_word(member) for member in members if not _choices(member))
+    words = list(map(_quoted, choices)) + list(rest)
+    if len(words) > max(_MOST_KINDS, len(choices)):
+        words = [*words[:_MOST_KINDS], "another record"]
+    rule = f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    guess = (
+        nearest(value, [c for c in choices if isinstance(c, str)])
+        if isinstance(value, str)
+        else None
+    )
+    ending = f"; did you mean {_quoted(guess)}?" if guess is not None else ""
+    return f"{name} must be {rule}, got {_shown(value)}{ending}"
+
+
+def _members(kind: Any) -> Iterator[Any]:
+    """The members of a union, also of those nested in it; else the kind itself."""
+    if get_origin(kind) in (Union, UnionType):
+        for member in get_args(kind):
+            yield from _members(member)
+    else:
+        yield kind
+
+
+def _plain(kind: Any) -> Any:
+    """A kind without its range."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind; of a container, without what it holds."""
+    kind = _plain(kind)
+    origin = get_origin(kind) or kind
+    if origin is Any:
+        return True
+    if origin is None:
+        return value is None
+    if origin is Literal:
+        return any(isinstance(value, type(c)) and value == c for c in get_args(kind))
+    if origin is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if origin is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin in (Sequence, tuple):  # a text is a sequence of its letters, which nobody means
+        return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return isinstance(value, origin)
+
+
+def _faults_within(value: Any, kind: Any, name: str) -> Iterator[str]:
+    """The faults of a value of the right type: of a number's range, of what a container holds."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        rule = _broken_rule(value, kind)
+        if rule is not None:
+            yield f"{name} must be {rule}, got {_shown(value)}"
+        return
+    if origin is tuple and ... not in inner:
+        if len(value) != len(inner):
+            yield f"{name} must hold {len(inner)} values, got {_shown(value)}"
+            return
+        pairs = [(f"{name}[{i}]", entry, inner[i]) for i, entry in enumerate(value)]
+    elif origin in (Sequence, tuple):
+        pairs = [(f"{name}[{i}]", entry, inner[0]) for i, entry in enumerate(value)]
+    elif origin in (Mapping, dict):
+        pairs = [(f"a key of {name}", key, inner[0]) for key in value]
+        pairs += [(f"{name}[{key!r}]", entry, inner[1]) for key, entry in value.items()]
+    else:
+        return
+    for address, entry, wanted in pairs:
+        fault = fault_of(entry, wanted, address)
+        if fault is not None:
+            yield fault
+
+
+def _broken_rule(value: Any, kind: Any) -> str | None:
+    is_finite = _plain(kind) is not float or _is_finite(value)
+    for field in getattr(kind, "__metadata__", ()):
+        for bound in field.metadata:
+            for name, sign, is_kept in _BOUNDS:
+                limit = getattr(bound, name, None)
+                if limit is not None and not (is_finite and is_kept(value, limit)):
+                    shown = f"{limit:g}" if isinstance(limit, float) else limit
+                    return f"{sign} {shown}" + ("" if is_finite else " and finite")
+    return None if is_finite else "finite"
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
+def _word(kind: Any) -> str:
+    kind = _plain(kind)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is tuple and ... not in inner:
+        return f"a list of {len(inner)} values"
+    if origin in (Sequence, tuple):
+        words = map(_word, _members(inner[0]))
+        each = [word.removeprefix("a ").removeprefix("an ") for word in words]
+        if len(each) == 1:
+            return f"a list of {each[0]}" + ("" if each[0][0].isupper() else "s")
+        return f"a list of {', '.join(each[:-1])} or {each[-1]}"
+    if origin in (Mapping, dict):
+        return "a dict"
+    if origin is Callable:
+        return "a function"
+    if kind in _WORDS:
+        return _WORDS[kind]
+    name = getattr(kind, "__name__", str(kind))
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _quoted(choice: Any) -> str:
+    return f'"{choice}"' if isinstance(choice, str) else repr(choice)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # somebody else's
+        text = object.__repr__(value)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
