@@ -1,11 +1,12 @@
 """The house rules: import directions and circles, shipped packages, documented commands."""
 
 import ast
+import gc
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def parsed(path: Path) -> ast.Module:
 def nodes(path: Path) -> list[ast.AST]:
     """All nodes of a file's tree."""
     return list(ast.walk(parsed(path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """Millions of nodes: walked by no garbage collection meanwhile, and gone with the last test."""
+    gc.disable()
+    yield
+    nodes.cache_clear()
+    parsed.cache_clear()
+    gc.enable()
 
 
 def modules(package: str) -> list[Path]:
