@@ -222,16 +222,22 @@ def _infeasible(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
         )
     memory = sum(pool.num_devices * (pool.memory_bytes or 0) for pool in problem.pools)
     weights = min(option.weights[-1] * option.tensor_parallel_size for option in options)
+    aside = problem.reserved_bytes * sum(pool.num_devices for pool in problem.pools)
     missing, pools = missing_bytes(problem), smallest_pools(problem)
     alone = ", or ".join(f"{number} {name}" for name, number in pools.items())
     return InfeasibleError(
-        f"no plan fits: weights, gradients and optimizer take {weights / 2**30:.1f} GiB and "
-        f"activations come on top, the pool has {memory / 2**30:.1f} GiB"
+        f"no plan fits: weights, gradients and optimizer take {_gib(weights)} and activations come "
+        f"on top, the pool has {_gib(memory)}"
+        + (f", of which {_gib(aside)} are set aside for workers themselves" if aside else "")
         + ("" if missing is None else f"; every device lacks at least {missing:,} bytes"),
         hint=(f"take {alone} (the fewest that do)" if alone else "add devices")
         + ("" if "full" in problem.recompute else ", or allow recomputation")
         + _sharding_hint(problem),
     )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.{1 if num_bytes >= 2**30 else 3}f} GiB"
 
 
 def _sharding_hint(problem: ParallelProblem) -> str:
