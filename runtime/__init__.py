@@ -18,19 +18,21 @@ if TYPE_CHECKING:
     from .job import Job
     from .start import prepare
     from .tensor.roles import tensor_parallel
+    from .weights import load_weights
 
-__all__ = ["Job", "deferred", "prepare", "tensor_parallel"]
+__all__ = ["Job", "deferred", "load_weights", "prepare", "tensor_parallel"]
 
 
 def __getattr__(name: str) -> object:
     """Import a public name, and torch with it, on first use: planning starts without torch."""
     if name in __all__:
-        from . import initial_values, job, start
+        from . import initial_values, job, start, weights
         from .tensor import roles
 
         return {
             "Job": job.Job,
             "deferred": initial_values.deferred,
+            "load_weights": weights.load_weights,
             "prepare": start.prepare,
             "tensor_parallel": roles.tensor_parallel,
         }[name]

@@ -53,6 +53,16 @@ def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: shape_text(value) for name, value in parameters.items()}
 
 
+def shape_difference(theirs: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """Where two models' parameters differ first, by name, for messages; see ``shapes_of``."""
+    for name in [*own, *theirs]:
+        if theirs.get(name) != own.get(name):
+            return (
+                f"{name} is {theirs.get(name, 'absent')} there and {own.get(name, 'absent')} here"
+            )
+    return "the parameters stand in another order"
+
+
 def check_file(path: Path) -> None:
     """Refuse anything but a regular file: reading a pipe would wait for ever.
 

@@ -13,6 +13,7 @@ from ..schema.errors import TargetError
 from .buffers import VirtualNodeBuffers
 from .checkpoint import Checkpoint
 from .engine import StateParts
+from .manifest import shape_difference
 from .restoring import check_buffers, load_registered
 from .session import Session
 from .worker import ScriptRun
@@ -182,21 +183,14 @@ def check_fits(found: Checkpoint, own: dict[str, Any]) -> None:
     elif theirs["seed"] != own["seed"]:
         differs = f"was made with seed {theirs['seed']}, this run has {own['seed']}"
     elif theirs["parameters"] != own["parameters"]:
-        differs = f"is of another model: {_difference(theirs['parameters'], own['parameters'])}"
+        differs = (
+            f"is of another model: {shape_difference(theirs['parameters'], own['parameters'])}"
+        )
     if differs:
         raise TargetError(
             f"{found.path} {differs}",
             hint="give the checkpoint's own model, plan and seed, or another --checkpoint folder",
         )
-
-
-def _difference(theirs: dict[str, str], own: dict[str, str]) -> str:
-    for name in [*own, *theirs]:
-        if theirs.get(name) != own.get(name):
-            return (
-                f"{name} is {theirs.get(name, 'absent')} there and {own.get(name, 'absent')} here"
-            )
-    return "the parameters stand in another order"
 
 
 def _short(sizes: list[int]) -> str:

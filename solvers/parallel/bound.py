@@ -17,7 +17,7 @@ from itertools import combinations
 import numpy as np
 
 from ...schema.parallel import ParallelPool
-from .space import Option, Space
+from .space import Option, Space, fitting
 
 _RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # between two types' prices
 _WORTHS = (2.0,)  # of the pool, in fastest passes through the model
@@ -25,11 +25,11 @@ _WORTHS = (2.0,)  # of the pool, in fastest passes through the model
 
 @lru_cache(maxsize=4096)
 def _first_by_memory(option: Option, in_flight: int) -> np.ndarray:
-    """For each end, the first layer from which a stage fits [layers + 1]."""
-    if option.memory_bytes is None:
-        return np.zeros(len(option.weights), dtype=int)
-    held, free = _held(option, in_flight)
-    first: np.ndarray = np.searchsorted(held, held - free - 1e-12 * (1.0 + held[-1]))
+    """For each end the first layer from which a stage fits; the end where none does [ends]."""
+    has_room = fitting(option, in_flight)
+    first: np.ndarray = np.where(
+        has_room.any(axis=0), has_room.argmax(axis=0), np.arange(len(has_room))
+    )
     return first
 
 
@@ -132,7 +132,7 @@ class Completions:
             # From a later start on no fewer layers are left: the first allowed start is the least.
             onwards = np.minimum.accumulate(later[devices][:, ::-1], axis=1)[:, ::-1]
             for option, seconds, priced in costs:
-                allowed = np.where(fits(option, in_flight), seconds, np.inf)
+                allowed = np.where(fitting(option, in_flight), seconds, np.inf)
                 is_allowed = np.isfinite(allowed)
                 first, has_any = is_allowed.argmax(axis=0), is_allowed.any(axis=0)
                 reached = np.where(has_any, onwards[:, first], np.inf) + priced[devices][:, None]
@@ -238,21 +238,3 @@ def stage_seconds(option: Option) -> np.ndarray:
 def _priced(option: Option, prices: Prices) -> np.ndarray:
     priced: np.ndarray = prices.by_pool[:, option.pool] * option.tensor_parallel_size
     return priced
-
-
-def _held(option: Option, in_flight: int) -> tuple[np.ndarray, float]:
-    """Prefix sums of what a stage holds, and what there is room for; inputs apart."""
-    kept = 1 if option.recompute == "full" else in_flight
-    held = np.array(option.weights) + kept * np.array(option.stashed)
-    free = (option.memory_bytes or 0) - option.reserved_bytes
-    return held, free * (1 + 1e-12)
-
-
-@lru_cache(maxsize=4096)
-def fits(option: Option, in_flight: int) -> np.ndarray:
-    """Whether stages fit, inputs of recomputing stages apart: [start, end]."""
-    if option.memory_bytes is None:
-        return np.ones((len(option.weights), len(option.weights)), dtype=bool)
-    held, free = _held(option, in_flight)
-    has_room: np.ndarray = held[None, :] - held[:, None] <= free
-    return has_room

@@ -20,6 +20,7 @@ from ...costs.parallel_stage import (
     interleaved_step_seconds,
 )
 from ...schedules.closed_forms import interleaved_in_flight
+from ...schema.errors import InfeasibleError
 from ...schema.parallel import ParallelProblem
 from .bound import stage_seconds
 from .space import ROOM, Option, Spaces
@@ -97,6 +98,45 @@ def search(problem: ParallelProblem, spaces: Spaces) -> tuple[Interleaved | None
             if found is not None and found.step_seconds < limit:
                 best, limit = found, found.step_seconds
     return best, tried
+
+
+def refusal(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
+    """Why only interleaved pipelines were asked for and none was found, and the nearest that go.
+
+    Args:
+        problem: In which ``search`` found none.
+        spaces: The options at each microbatch size.
+    """
+    chunks, size = min(v for v in problem.num_model_chunks if v > 1), len(problem.layers)
+    asked = " or ".join(map(str, problem.num_model_chunks))
+    said = f"no interleaved pipeline with {asked} chunks a device is possible: "
+    if 2 * chunks > size:
+        most = size // 2
+        return InfeasibleError(
+            f"{said}{size} layers cannot fill {chunks} chunks on each of 2 devices",
+            hint=f"ask for at most {most}" if most > 1 else "ask for 1, which is 1F1B",
+        )
+    groups = max(
+        problem.pools[option.pool].num_devices // option.tensor_parallel_size
+        for space in spaces.alone
+        for option in space.options
+    )
+    if groups < 2:
+        return InfeasibleError(
+            f"{said}it needs 2 devices of one type", hint="ask for 1, which is 1F1B"
+        )
+    units = [-(-problem.global_batch_size // b) for b in spaces.microbatch_sizes]
+    if not any(each % p == 0 for each in units for p in range(2, groups + 1)):
+        b, each = spaces.microbatch_sizes[0], units[0]
+        batches = [b * number for number in (each - 1, each + 1) if number > 1]
+        return InfeasibleError(
+            f"{said}{each} microbatch(es) of {b} do not divide over 2 to {groups} positions",
+            hint=f"the nearest batches that do: {' and '.join(map(str, batches))}",
+        )
+    return InfeasibleError(
+        f"no interleaved pipeline with {asked} chunks a device was found that fits the memory",
+        hint="leave the number of chunks out to try 1F1B too, or add devices",
+    )
 
 
 def least_seconds(problem: ParallelProblem, tried: list[Tried], below: float) -> float:

@@ -15,10 +15,10 @@ import numpy as np
 
 from ...costs.parallel_stage import gather_seconds, transfer_seconds
 from ...schema.parallel import ParallelProblem
-from .bound import Completions, Coverage, Prices, device_prices, fits, stage_seconds, time_prices
+from .bound import Completions, Coverage, Prices, device_prices, stage_seconds, time_prices
 from .counts import deal
 from .gradients import reduce_tables
-from .space import Space
+from .space import Space, fitting
 
 _HALVINGS = 4  # of the range of the slowest stage's time, for a bound
 _LEVELS = 4  # of the longest all-reduce, each with a bound of its own
@@ -280,7 +280,7 @@ class Search:
         key = numbers, in_flight
         if key not in self._lines:
             options = [self.space.options[self._mixes[number][0]] for number in numbers]
-            each = [np.where(fits(o, in_flight), stage_seconds(o), inf) for o in options]
+            each = [np.where(fitting(o, in_flight), stage_seconds(o), inf) for o in options]
             self._lines[key] = np.min(each, axis=0)
         return self._lines[key]
 
@@ -381,10 +381,7 @@ class Search:
         key = in_flight, end
         if key not in self._fitting:
             by_option = np.array(
-                [
-                    [option.fits(start, end, in_flight) for start in range(end)]
-                    for option in self.space.options
-                ]
+                [fitting(option, in_flight)[:end, end] for option in self.space.options]
             )
             self._fitting[key] = np.array([by_option[list(mix)].all(axis=0) for mix in self._mixes])
         return self._fitting[key]

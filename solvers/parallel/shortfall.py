@@ -7,7 +7,7 @@ import numpy as np
 
 from ...schema.parallel import ParallelPool, ParallelProblem
 from .bound import Coverage, device_prices
-from .space import ROOM, Option, Space, Spaces, most_cores, most_uneven, replica_counts
+from .space import Space, Spaces, fitting, replica_counts
 
 _MOST_BYTES = 1 << 60
 
@@ -16,7 +16,7 @@ def missing_bytes(problem: ParallelProblem) -> int | None:
     """Bytes that every device would need more, at least, so that a plan fits.
 
     By the relaxation that bounds devices, so less is not enough; with a single device type and one
-    replica it is exact but for inputs of recomputing stages.
+    replica it is exact.
 
     Args:
         problem: In which no plan fits.
@@ -104,28 +104,7 @@ def _least_path(space: Space, most_stages: int, num_microbatches: int) -> int | 
         in_flight = min(placed + 1, num_microbatches)
         reached = np.where(np.arange(size) == 0, 0.0, inf)
         for option in space.options:
-            needed = np.where(_fits(option, in_flight), least[:, None], inf).min(axis=0)
+            needed = np.where(fitting(option, in_flight), least[:, None], inf).min(axis=0)
             reached = np.minimum(reached, needed + option.tensor_parallel_size)
         least = reached
     return None if np.isinf(least[-1]) else int(least[-1])
-
-
-def _fits(option: Option, in_flight: int) -> np.ndarray:
-    """Whether a device holds stages [starts, ends]; empty ones are none."""
-    weights, stashed = np.array(option.weights), np.array(option.stashed)
-    kept = stashed[None, :] - stashed[:, None]
-    if option.recompute == "full":
-        activations = in_flight * np.array(option.inputs)[:, None] + kept
-    else:
-        activations = in_flight * kept
-    held = option.reserved_bytes + weights[None, :] - weights[:, None] + activations
-    if option.uneven:
-        held = held + most_uneven(option)
-    if option.cores:
-        held = held + most_cores(option)
-    places = np.arange(len(weights))
-    is_stage = places[None, :] > places[:, None]
-    fits: np.ndarray = is_stage & (
-        held <= (inf if option.memory_bytes is None else option.memory_bytes * ROOM)
-    )
-    return fits

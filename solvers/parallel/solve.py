@@ -8,7 +8,7 @@ equation 4.1 where stages are equal. Interleaved pipelines are searched apart (i
 from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import count, pairwise
-from math import inf
+from math import ceil, inf
 
 from ...costs.parallel import bubble_fraction
 from ...schema.errors import InfeasibleError, ProblemError
@@ -79,12 +79,7 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
         return _interleaved_plan(problem, chunked, bound)
     if 1 in problem.num_model_chunks:
         raise _infeasible(problem, spaces)
-    chunks = " or ".join(map(str, problem.num_model_chunks))
-    raise InfeasibleError(
-        f"no interleaved pipeline with {chunks} chunks a device was found that fits",
-        hint="microbatches must divide over the replicas, and on each over the positions of the "
-        "pipeline; leave the number of chunks out to try 1F1B too",
-    )
+    raise interleaved.refusal(problem, spaces)
 
 
 def _search(
@@ -218,23 +213,32 @@ def _infeasible(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
         for i in range(size)
     )
     if worst > 0:
+        most = max(pool.memory_bytes or 0 for pool in problem.pools)
         return InfeasibleError(
-            f"layer {problem.layers[layer]} alone needs {worst / 2**20:.0f} MiB more than any "
-            "device has",
-            hint="profile higher tensor-parallel degrees, or take devices with more memory",
+            f"layer {problem.layers[layer]} alone needs {ceil(worst):,} bytes more than any device "
+            "has, so no number of these devices is enough",
+            hint="profile higher tensor-parallel degrees, or take devices with more memory"
+            + (f" than {most:,} bytes" if most else "")
+            + _sharding_hint(problem),
         )
     memory = sum(pool.num_devices * (pool.memory_bytes or 0) for pool in problem.pools)
     weights = min(option.weights[-1] * option.tensor_parallel_size for option in options)
+    aside = problem.reserved_bytes * sum(pool.num_devices for pool in problem.pools)
     missing, pools = missing_bytes(problem), smallest_pools(problem)
     alone = ", or ".join(f"{number} {name}" for name, number in pools.items())
     return InfeasibleError(
-        f"no plan fits: weights, gradients and optimizer take {weights / 2**30:.1f} GiB and "
-        f"activations come on top, the pool has {memory / 2**30:.1f} GiB"
+        f"no plan fits: weights, gradients and optimizer take {_gib(weights)} and activations come "
+        f"on top, the pool has {_gib(memory)}"
+        + (f", of which {_gib(aside)} are set aside for workers themselves" if aside else "")
         + ("" if missing is None else f"; every device lacks at least {missing:,} bytes"),
         hint=(f"take {alone} (the fewest that do)" if alone else "add devices")
         + ("" if "full" in problem.recompute else ", or allow recomputation")
         + _sharding_hint(problem),
     )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.{1 if num_bytes >= 2**30 else 3}f} GiB"
 
 
 def _sharding_hint(problem: ParallelProblem) -> str:

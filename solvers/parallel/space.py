@@ -89,6 +89,28 @@ def _largest(bytes_of_layers: tuple[float, ...], size: int) -> np.ndarray:
     return table
 
 
+@lru_cache(maxsize=4096)
+def fitting(option: Option, num_in_flight: int) -> np.ndarray:
+    """Whether a device holds stages, as ``Option.fits`` [starts, ends]; empty ones are none."""
+    weights, stashed = np.array(option.weights), np.array(option.stashed)
+    places = np.arange(len(weights))
+    is_stage = places[None, :] > places[:, None]
+    if option.memory_bytes is None:
+        return is_stage
+    held = stashed[None, :] - stashed[:, None]
+    if option.recompute == "full":
+        held = num_in_flight * np.array(option.inputs)[:, None] + held
+    else:
+        held = num_in_flight * held
+    held = option.reserved_bytes + (weights[None, :] - weights[:, None]) + held
+    if option.uneven:
+        held = held + most_uneven(option)
+    if option.cores:
+        held = held + most_cores(option)
+    fits: np.ndarray = is_stage & (held <= option.memory_bytes * ROOM)
+    return fits
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # likewise
 class Space:
     """All options at one microbatch size, and the sets of them that a stage may mix."""

@@ -16,6 +16,7 @@ import numpy as np
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.plan import Proof
 from ...schema.steady import SteadyPlan, SteadyProblem, SteadyStage
+from .knapsack import Packed, exact, greedy
 
 _MOST_DOWNSETS = 5_000
 _CLOSE = 1e-3  # relative; from there on every better plan is looked for
@@ -29,8 +30,9 @@ def solve(problem: SteadyProblem) -> SteadyPlan:
     """The plan whose slowest stage takes least.
 
     Stages are differences of downsets, so all orders of the layers' graph count. Which layers of a
-    stage take their slower and smaller choice (recomputation) is a knapsack: solved greedily for
-    plans and as a linear program for the bound, which leaves a gap. Deterministic.
+    stage take their slower and smaller choice (recomputation) is a knapsack problem. It is solved
+    greedily and bounded by its linear program, and exactly where the cap lies between the two. A
+    gap is left only where that takes too many partial choices. Deterministic.
 
     Args:
         problem: Layers, links and devices.
@@ -59,8 +61,8 @@ def solve(problem: SteadyProblem) -> SteadyPlan:
             best = found
     while best.seconds > 0 and (found := search.under(best.seconds * (1 - _NEAR))) is not None:
         best = found
-    bound = search.least_seconds
-    for shortfall in _SHORTFALLS:
+    bound = search.least_seconds if search.is_inexact else best.seconds
+    for shortfall in _SHORTFALLS if search.is_inexact else ():
         cap = best.seconds * (1 - shortfall)
         if search.under(cap, is_bound=True) is None:
             bound = max(bound, cap)
@@ -69,7 +71,11 @@ def solve(problem: SteadyProblem) -> SteadyPlan:
 
 
 class _Stage(NamedTuple):
-    """Layers between two downsets, by number, on replicas; ``slower`` take their second choice."""
+    """Layers between two downsets, by number, on replicas.
+
+    ``slower`` are the places, among its layers in rising order, of those that take their second
+    choice.
+    """
 
     inner: int
     outer: int
@@ -94,18 +100,6 @@ class _Label(NamedTuple):
     num_replicas: int
     stage: _Stage | None = None
     later: "_Label | None" = None
-
-
-class _Knapsack(NamedTuple):
-    """What a stage's layers take more where not all fit their first choice, seconds.
-
-    ``more_seconds`` with the layers ``slower`` on their second, ``least_more_seconds`` with
-    fractions of layers too.
-    """
-
-    more_seconds: float
-    least_more_seconds: float
-    slower: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +132,9 @@ class _Search:
         self._ends = np.array([(edge.source, edge.target) for edge in problem.edges], dtype=int)
         self._stages: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._memories: dict[tuple[int, int], np.ndarray] = {}
-        self._knapsacks: dict[tuple[int, int, int, int], _Knapsack | None] = {}
+        self._knapsacks: dict[tuple[int, int, int, int], Packed | None] = {}
+        self.is_inexact = False
+        """Whether a knapsack that decided was too large to be solved exactly."""
 
     @cached_property
     def least_seconds(self) -> float:
@@ -171,12 +167,14 @@ class _Search:
         ]
 
     def under(self, cap_seconds: float, *, is_bound: bool = False) -> _Found | None:
-        """A plan whose stages all take at most so long; None where there is none.
+        """A plan whose stages all take at most so long.
+
+        None proves that there is no such plan, unless ``is_inexact``.
 
         Args:
             cap_seconds: Of a sample in any stage.
             is_bound: Whether a fraction of a layer may take its second choice. None then proves
-                that no plan is as fast.
+                that no plan is as fast even if ``is_inexact``.
         """
         last = len(self.downsets) - 1
         labels: list[list[_Label]] = [[] for _ in range(last + 1)]
@@ -244,7 +242,9 @@ class _Search:
                 more = 0.0
                 slower: tuple[int, ...] = ()
                 if not fits[row, column]:
-                    packed = self._packed(targets[row], outer, number, rest[column])
+                    at_most = (cap_seconds - float(seconds[places[row], column])) * d
+                    key = targets[row], outer, number, rest[column]
+                    packed = self._packed(key, at_most, is_bound)
                     if packed is None:
                         continue
                     more = (packed.least_more_seconds if is_bound else packed.more_seconds) / d
@@ -281,41 +281,35 @@ class _Search:
             self._memories[key] = self.downsets @ least
         return self._memories[key]
 
-    def _packed(self, inner: int, outer: int, number: int, in_flight: int) -> _Knapsack | None:
-        """Which layers take their second choice so that the stage fits; None where it can't."""
-        key = inner, outer, number, in_flight
+    def _packed(
+        self, key: tuple[int, int, int, int], at_most_seconds: float, is_bound: bool
+    ) -> Packed | None:
+        """Which layers take their second choice so that the stage fits; None where it can't.
+
+        Args:
+            key: Inner downset, outer downset, number of the degree, microbatches in flight.
+            at_most_seconds: What they may take more. Where it decides, the knapsack is exact.
+            is_bound: Whether the linear program is enough.
+        """
         if key not in self._knapsacks:
-            inside = np.flatnonzero(self.downsets[outer] & ~self.downsets[inner])
-            self._knapsacks[key] = _pack(
-                self.degrees[number], inside, in_flight, self.problem.memory_bytes
-            )
-        return self._knapsacks[key]
+            self._knapsacks[key] = greedy(*self._knapsack(key))
+        found = self._knapsacks[key]
+        if found is None or found.is_exact is not None or is_bound:
+            return found
+        if found.least_more_seconds <= at_most_seconds < found.more_seconds:
+            found = self._knapsacks[key] = exact(*self._knapsack(key), found)
+            self.is_inexact |= not found.is_exact
+        return found
 
-
-def _pack(
-    degree: _Degree, layers: np.ndarray, in_flight: int, memory_bytes: int
-) -> _Knapsack | None:
-    """Layers in the order of seconds for each byte saved, until the rest fits."""
-    held = degree.in_flight[:, layers] * in_flight + degree.fixed[:, layers]
-    saved, spent = held[0] - held[1], degree.seconds[1, layers] - degree.seconds[0, layers]
-    missing = float(held[0].sum() - memory_bytes)
-    order = np.argsort(spent / np.where(saved > 0, saved, np.nan), kind="stable")
-    order = order[saved[order] > 0]
-    reached = np.cumsum(saved[order])
-    needed = int(np.searchsorted(reached, missing * (1 - 1e-12)))
-    if needed >= len(order):
-        return None
-    whole = float(spent[order[:needed]].sum())
-    before = float(reached[needed - 1]) if needed else 0.0
-    last = order[needed]
-    least = whole + float(spent[last] * (missing - before) / saved[last])
-    taken, spare = order[: needed + 1].tolist(), float(reached[needed]) - missing
-    for layer in sorted(taken, key=lambda i: -spent[i]):  # the last one may make others needless
-        if saved[layer] <= spare:
-            taken.remove(layer)
-            spare -= float(saved[layer])
-    more = float(spent[taken].sum())
-    return _Knapsack(more, min(least, more), tuple(sorted(int(layers[i]) for i in taken)))
+    def _knapsack(self, key: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray, float]:
+        """Bytes saved, and seconds spent, by a stage's second choices; bytes missing."""
+        inner, outer, number, in_flight = key
+        each = self.degrees[number]
+        layers = np.flatnonzero(self.downsets[outer] & ~self.downsets[inner])
+        held = each.in_flight[:, layers] * in_flight + each.fixed[:, layers]
+        spent = each.seconds[1, layers] - each.seconds[0, layers]
+        missing = float(held[0].sum() - self.problem.memory_bytes)
+        return held[0] - held[1], spent, missing
 
 
 def _is_dominated(labels: list[_Label], devices: int, replicas: int) -> bool:
@@ -407,10 +401,10 @@ def _stage(problem: SteadyProblem, search: _Search, stage: _Stage, in_flight: in
     inside = search.downsets[stage.outer] & ~search.downsets[stage.inner]
     layers, degree = np.flatnonzero(inside).tolist(), search.degrees[stage.degree]
     names, held = [], 0.0
-    for layer in layers:
+    for place, layer in enumerate(layers):
         own = problem.layers[layer].degrees[stage.degree].choices
         both = sorted(own, key=lambda choice: choice.seconds)
-        choice = both[-1] if layer in stage.slower else both[0]
+        choice = both[-1] if place in stage.slower else both[0]
         names.append(choice.name)
         held += choice.in_flight_bytes * in_flight + choice.fixed_bytes
     return SteadyStage(

@@ -247,9 +247,18 @@ def test_interleaving_is_a_choice(hetflow: Hetflow, folder: Path) -> None:
     plan.write_text(json.dumps(found[2]))
     assert "valid" in hetflow("check", plan, "--profiles", folder).stdout
     assert "interleaved (3 stages a device: 0, 2, ... on the same)" in hetflow("show", plan).stdout
-    answer = hetflow("solve", "parallel", *pool, "--chunks-per-device", "7")
-    assert answer.code == 3
-    assert "no interleaved pipeline with 7 chunks a device" in answer.stderr
+    for chunks, more, said in (
+        ("7", (), "6 layers cannot fill 7 chunks on each of 2 devices"),
+        ("7", (), "ask for at most 3"),
+        ("2", ("--gpus", "1xV100"), "it needs 2 devices of one type"),
+        ("2", ("--batch-size", 1), "1 microbatch(es) of 1 do not divide over 2 to 4 positions"),
+        ("2", ("--batch-size", 7, "--microbatch-size", 1), "batches that do: 6 and 8"),
+        ("2", ("--gpus", "V100:4:200MB"), "was found that fits the memory"),
+    ):
+        answer = hetflow("solve", "parallel", *pool, *more, "--chunks-per-device", chunks)
+        assert answer.code == 3
+        assert said in answer.stderr
+        assert len(answer.stderr.splitlines()) == 2
 
 
 def test_a_dry_run_shows_a_worker_a_device(hetflow: Hetflow, folder: Path) -> None:

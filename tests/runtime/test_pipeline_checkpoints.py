@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetflow import runtime as hf
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 
 from . import pipeline_restarts as restarts
 from . import test_pipeline as plans
 from .gloo_workers import run_workers
+from .pipeline_cases import build
 
 pytestmark = pytest.mark.processes
 
@@ -156,6 +158,14 @@ def test_each_worker_writes_its_own_stages_only_and_two_are_kept(
     held = [set(restarts.saving.checkpoint.read(part).state["parameters"]) for part in parts]
     assert held == [{"0.weight", "0.bias", "2.weight", "2.bias"}, {"4.weight", "4.bias", "6.weight",
         "6.bias"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["flush", "tied", "normed", "chunks"])
+def test_the_parts_fill_a_plain_model(name: str, two: list[dict], folder: Path) -> None:
+    model = build(TWO[name][0].partition(":")[0])
+    assert hf.load_weights(model, folder / f"{name}-whole") == 10
+    found, expected = model.state_dict(), two[0][f"whole-{name}"]["state"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def close(found: dict, expected: dict) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetflow import runtime as hf
 from hetflow.schema import files
 from hetflow.schema.parallel import ParallelPlan
 
@@ -267,12 +268,18 @@ def test_a_pair_of_cut_layers_stays_with_one_degree(worlds: Worlds) -> None:
 def test_a_checkpoint_loads_under_other_degrees(
     tmp_path: Path, one_process: Callable[[str], dict]
 ) -> None:
+    from . import tensor_cases
+
     expected = one_process("zoo:adam:clip")
     saved = tmp_path / "saved"
     case = f"zoo:adam:clip-save={saved}"
+    weights: list[dict[str, torch.Tensor]] = []
     for number, save, load in ((0, (2,), (1, 1)), (1, (1, 1), (2,))):
         plans = {"save": (case, parallel_plan([(WHOLE, save)]))}
         run_world(folder_of(tmp_path, f"save{number}"), 2, plans)
+        plain = tensor_cases.zoo()
+        hf.load_weights(plain, saved)
+        weights.append(plain.state_dict())
         for degrees in (load, (1,)):
             copy = tmp_path / f"from{number}-{len(degrees)}-{sum(degrees)}"
             shutil.copytree(saved, copy)
@@ -287,6 +294,7 @@ def test_a_checkpoint_loads_under_other_degrees(
                     found["state"], expected["state"], rtol=1e-10, atol=1e-10
                 )
         shutil.rmtree(saved)
+    torch.testing.assert_close(*weights, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from hetflow.schema.steady import (
     SteadyStage,
     SteadySync,
 )
+from hetflow.solvers.parallel import knapsack
 from hetflow.solvers.parallel.steady import solve
 from hetflow.tests.profiles import examples
 
@@ -92,7 +93,7 @@ NUMBER = st.integers(0, 12).map(float)
 
 
 @st.composite
-def problems(draw: st.DrawFn, most_choices: int = 2) -> SteadyProblem:
+def problems(draw: st.DrawFn) -> SteadyProblem:
     size, degrees = draw(st.integers(1, 3)), draw(st.sampled_from([(1,), (1, 2)]))
 
     def degree(number: int) -> SteadyDegree:
@@ -107,7 +108,7 @@ def problems(draw: st.DrawFn, most_choices: int = 2) -> SteadyProblem:
                     in_flight_bytes=draw(NUMBER),
                     fixed_bytes=draw(NUMBER),
                 )
-                for name in ("vanilla", "recomputed")[: draw(st.integers(1, most_choices))]
+                for name in ("vanilla", "recomputed")[: draw(st.integers(1, 2))]
             ),
         )
 
@@ -142,8 +143,8 @@ def problems(draw: st.DrawFn, most_choices: int = 2) -> SteadyProblem:
     )
 
 
-@settings(max_examples=examples(100))
-@given(problems(most_choices=1))
+@settings(max_examples=examples(200))
+@given(problems())
 def test_the_plan_is_the_fastest_of_all(problem: SteadyProblem) -> None:
     expected = fastest(problem)
     if expected is None:
@@ -156,16 +157,17 @@ def test_the_plan_is_the_fastest_of_all(problem: SteadyProblem) -> None:
     assert plan.proof.termination == "optimal"
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(40))
 @given(problems())
-def test_the_fastest_of_all_is_between_the_bound_and_the_plan(problem: SteadyProblem) -> None:
-    """Which layers recompute is chosen greedily, so the plan need not be the fastest."""
+def test_where_knapsacks_are_too_large_a_bound_is_left(problem: SteadyProblem) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knapsack, "_MOST_PARTIAL", 0)
+        try:
+            plan = solve(problem)
+        except InfeasibleError:
+            return
     expected = fastest(problem)
-    if expected is None:
-        with pytest.raises(InfeasibleError):
-            solve(problem)
-        return
-    plan = solve(problem)
+    assert expected is not None
     assert check(plan, problem) == []
     assert plan.proof.lower_bound is not None
     assert plan.proof.lower_bound <= expected * (1 + 1e-9) + 1e-12
