@@ -55,8 +55,9 @@ def current(folder: Path) -> LaunchConfig:
         raise TargetError(f"{folder}: the run {ended}")
     if not path.is_file():
         raise TargetError(
-            f"{folder}: only launches on one host can be resized while they run",
-            hint=INSTEAD,
+            f"{folder}: its workers have not started yet, or are on several hosts (only launches "
+            "on one host can be resized while they run)",
+            hint=f"try again when it trains; over several hosts {INSTEAD}",
         )
     return files.read(path, LaunchConfig)
 
