@@ -193,7 +193,7 @@ class GradientReducer:
                 self.sums.zero_()
 
     def _has_no_gradients(self) -> bool:
-        return {*map(_gradient, self._trained)} <= {None}
+        return have_no_gradients(self._trained)
 
     def _attach(self, index: int, view: Tensor) -> None:
         parameter = self._parameters[index]
@@ -301,8 +301,7 @@ class GradientReducer:
 
     def _rebuild_if_changed(self) -> None:
         """Build the buffers again if parameters were frozen, unfrozen or cast since last step."""
-        # By ``map``, which takes half as long as a loop.
-        layout = *map(_kind, self._parameters), *map(Tensor.stride, self._parameters)
+        layout = layout_of(self._parameters)
         if layout != self._layout:
             self._layout = layout
             self._build()
@@ -591,6 +590,17 @@ def _cuts(start: int, end: int, usual: int, unit: int) -> Iterator[tuple[int, in
     length = max(-(-(end - start) // (parts * unit)) * unit, unit)
     for at in range(start, end, length):
         yield at, min(at + length, end)
+
+
+def have_no_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether ``grad`` of all parameters is None."""
+    return {*map(_gradient, parameters)} <= {None}
+
+
+def layout_of(parameters: Sequence[nn.Parameter]) -> tuple[object, ...]:
+    """All that the buffers of gradients depend on, to be compared in every step."""
+    # By ``map``, which takes half as long as a loop.
+    return *map(_kind, parameters), *map(Tensor.stride, parameters)
 
 
 def view_like(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
