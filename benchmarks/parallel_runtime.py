@@ -1,13 +1,14 @@
 """Training under plans of three dimensions: hetflow's runtime against torch's pieces.
 
-    python benchmarks/parallel_runtime.py [--quick] [--json PATH] [--only CASE,CASE]
+    python benchmarks/parallel_runtime.py [--quick] [--json PATH] [--only CASE,CASE] [--steps N]
 
 The pieces are composed by hand as torchtitan does it: DTensor's ``parallelize_module``,
 ``PipelineStage`` with Schedule1F1B or ScheduleInterleaved1F1B, and DistributedDataParallel or
 ``fully_shard``. Both train the same decoder from the same values on the same microbatches, in the
 same gloo processes, one step of each in turn: passes, all sums, and the update. The clocks stop
 when every worker is done. Beside step times stand the CPU seconds of all workers, which a busy
-machine changes less. Every step's losses must agree.
+machine changes less. A step includes that the graphs of its losses are freed. Every step's losses
+must agree.
 """
 
 import argparse
@@ -400,11 +401,13 @@ def work(case_name, size_name, steps):
                 made = ours(batch)
             else:
                 made = theirs[name].step(x[rows], y[rows])
+            # Each frees the graphs of its own losses; kept longer, the next one would pay for it.
+            made = [loss.detach() for loss in made]
             used = time.process_time() - cpu_began
             dist.barrier()
             seconds[name].append(time.perf_counter() - began)
             cpu[name].append(used)
-            losses[name].append([sum(float(loss.detach()) for loss in made), len(made)])
+            losses[name].append([sum(float(loss) for loss in made), len(made)])
     sums = torch.tensor([cpu[name] for name in names], dtype=torch.float64)
     dist.all_reduce(sums)
     means = torch.tensor([losses[name] for name in names], dtype=torch.float64)
@@ -470,8 +473,10 @@ def main():
     parser.add_argument("--quick", action="store_true", help="the small decoder, fewer steps")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
     parser.add_argument("--only", default=",".join(CASES), help="which cases")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of each kind (25; quick 15)")
     arguments = parser.parse_args()
-    sizes, steps = (["small"], 15) if arguments.quick else (list(SIZES), 25)
+    sizes, usual = (["small"], 15) if arguments.quick else (list(SIZES), 25)
+    steps = arguments.steps or usual
     results = {}
     for size in sizes:
         for name in arguments.only.split(","):

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..schema.plugins import Registry
@@ -277,8 +278,12 @@ def backend_of(device: "torch.device | str") -> DeviceBackend:
     return DEVICES.get(name.partition(":")[0])
 
 
-def initialized() -> tuple[DeviceBackend, ...]:
+def initialized() -> list[DeviceBackend]:
     """The kinds that are in use in this process. Cheap, and loads nothing."""
-    # A host's processors never are; a step asks three times, so they are not asked.
-    others = [backend for backend in DEVICES.registered() if not backend.is_host]
-    return tuple(backend for backend in others if backend.is_initialized())
+    return [backend for backend in _accelerators(DEVICES.registered()) if backend.is_initialized()]
+
+
+@lru_cache(maxsize=1)
+def _accelerators(kinds: tuple[DeviceBackend, ...]) -> tuple[DeviceBackend, ...]:
+    """All kinds but hosts' processors, which are never initialized; every pass of a step asks."""
+    return tuple(kind for kind in kinds if not kind.is_host)

@@ -2,7 +2,9 @@
 
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -56,7 +58,8 @@ class StepClock:
     """Mark the parts of each step, and reduce the marks to medians."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._backend = device, backend_of(device)
+        self._backend = backend_of(device)
+        self._mark: Callable[[], Mark] = partial(self._backend.mark, device)
         self._open: _StepMarks | None = None
         self._asked: Mark | None = None
         self._first: Mark | None = None
@@ -151,9 +154,6 @@ class StepClock:
         """The newest MAX_STEPS_KEPT full steps that have ended. Waits for the device."""
         self._harvest(wait=True)
         return tuple(self._times)
-
-    def _mark(self) -> Mark:
-        return self._backend.mark(self._device)
 
     def _harvest(self, *, wait: bool) -> None:
         while self._pending:

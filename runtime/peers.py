@@ -99,15 +99,15 @@ def all_reduce(
 ) -> "Transfer | None":
     """Like torch.distributed's; with ``async_op`` it returns a Transfer.
 
-    What every step starts is given to the default group at once: between two passes, where Python's
-    code is no longer in the caches, torch's checks of the arguments take longer than the call.
+    What every step starts is given to the group at once: between two passes, where Python's code is
+    no longer in the caches, torch's checks of the arguments take longer than the call.
     """
-    world = dist.group.WORLD
-    is_usual = async_op and group is None and op == dist.ReduceOp.SUM
-    if not is_usual or world is None or tensor.is_complex():
+    asked = dist.group.WORLD if group is None else group
+    is_usual = async_op and op == dist.ReduceOp.SUM and not tensor.is_complex()
+    if not is_usual or not isinstance(asked, dist.ProcessGroup):
         return _any_all_reduce(tensor, op=op, group=group, async_op=async_op)
     try:
-        return Transfer(world.allreduce([tensor], _SUM), "all_reduce")
+        return Transfer(asked.allreduce([tensor], _SUM), "all_reduce")
     except RuntimeError as error:
         raise _lost("all_reduce", error) from error
 

@@ -40,6 +40,7 @@ class Registry(Generic[T]):
         self._own, self._is_optional = own, is_optional
         self._entries: dict[str, tuple[str, T]] = {}
         self._has_own = False
+        self._registered: tuple[T, ...] | None = None
 
     def add(self, name: str, entry: T, module: str) -> None:
         """Register a thing.
@@ -59,10 +60,12 @@ class Registry(Generic[T]):
                 hint="rename one of them",
             )
         self._entries[name] = module, entry
+        self._registered = None
 
     def remove(self, name: str) -> None:
         """Undo ``add``; does nothing if the name is not registered."""
         self._entries.pop(name, None)
+        self._registered = None
 
     def find(self, name: str) -> T | None:
         """Find a thing by name; None if neither the package nor a plug-in has it.
@@ -116,8 +119,11 @@ class Registry(Generic[T]):
 
     def registered(self) -> tuple[T, ...]:
         """List the package's own things and those of loaded plug-ins; loads no plug-in."""
-        self._load_own()
-        return tuple(entry for _, entry in self._entries.values())
+        found = self._registered
+        if found is None:
+            self._load_own()
+            self._registered = found = tuple(entry for _, entry in self._entries.values())
+        return found
 
     def all(self) -> tuple[T, ...]:
         """List every thing, in the order of ``names``; loads all plug-ins of the kind.

@@ -140,6 +140,11 @@ class Agreement:
         )
         subject.others.has_met_unknown = False
 
+    @property
+    def looks(self) -> bool:
+        """Whether ``look_at`` inspects losses in this step."""
+        return self._looks
+
     def begin_passes(self) -> None:
         """Begin the passes of the step; it may be called again for the same step."""
         self._means = MeansOfStep() if self._looks and self._subject.weighs_samples else None

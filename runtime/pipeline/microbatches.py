@@ -26,7 +26,7 @@ class StepMicrobatches:
         self._feeding = step.batch.inputs()
         self._inputs: dict[int, tuple[Pass, Any]] = {}
         self._answered: set[Any] = set()
-        self._loss_is_checked = False
+        self._loss_is_checked = not strangers
 
     def input_of(self, microbatch: int) -> tuple[Pass, Any]:
         """The pass and the function's arguments; the first stage to ask reads the loader."""
@@ -37,7 +37,8 @@ class StepMicrobatches:
 
     def answered(self, answer: Any) -> None:
         """Remember the last stage's answer before the function computes a loss from it."""
-        self._answered = set(nodes_of(answer))
+        if not self._loss_is_checked or self.step.agreement.looks:
+            self._answered = set(nodes_of(answer))
 
     def look_at(self, loss: Tensor, num_samples: int) -> None:
         """Check the loss [] that the function returned, also by ``job.agreement``.

@@ -11,11 +11,15 @@ for each other, and a sum adds in the same order in every run.
 
 Where the replicas of a stage have unlike tensor degrees, whole gradients are summed, and a worker
 may hold only parts of them. The buffers of such sums are freed when the sums are done.
+
+Hooks of the parameters tell when gradients have come. Between kernels, where Python's code is not
+in the caches, a hook takes several times as long as elsewhere. So a stage's parameters have hooks
+only in its first backward pass of a step, which puts gradients into the buffers, and in its last.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,7 +29,7 @@ from ...devices.backend import backend_of
 from ...schedules.operations import FREEING, Operation
 from .. import peers
 from ..gradients.first_gradients import FirstGradients
-from ..gradients.hooks import GradientHook, Hooks, came_twice
+from ..gradients.hooks import came_twice
 from ..gradients.views import layout_of, view_like
 from .ownership import Holders, Ownership
 from .pieces import in_buckets
@@ -37,7 +41,9 @@ BUCKETS_OF_STAGE = 4
 MOST_LENT = 2
 """How many buffers of whole gradients, of which this worker holds parts, may exist at once."""
 _NO_STAGE = -1
+_FEW_PASSES = 2  # in a step: each is a stage's first or its last
 
+Hook = Callable[[Tensor], None]
 Flags = Sequence[float]
 """[parameters] of each, a positive number if some worker has a gradient of it."""
 
@@ -71,6 +77,8 @@ class _Bucket:
         stages: The stages that use the parameters.
         views: [slots] the gradients' places in the buffer; none where they are only lent one.
         flat: The buffer, while there is one.
+        hooks: [slots] to call when a parameter's gradient has come.
+        handles: [slots] of the hooks, while the parameters have them.
         num_missing: How many gradients of the stages' last passes have not come.
         is_launched: Whether the step's sum was started.
         work: The sum under way.
@@ -81,9 +89,33 @@ class _Bucket:
     stages: tuple[int, ...]
     views: list[Tensor]
     flat: Tensor | None
+    hooks: list[Hook] = field(default_factory=list)
+    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
     num_missing: int = 0
     is_launched: bool = False
     work: peers.Transfer | None = None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all gradients are in their places in a buffer that the bucket keeps."""
+        return bool(self.views) and all(
+            slot.parameter.grad is view for slot, view in zip(self.slots, self.views, strict=True)
+        )
+
+    def watch(self) -> None:
+        """Give the parameters their hooks, if they have none."""
+        if not self.handles:
+            self.handles = [
+                slot.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                for slot, hook in zip(self.slots, self.hooks, strict=True)
+                if slot.parameter.requires_grad
+            ]
+
+    def unwatch(self) -> None:
+        """Take the hooks from the parameters."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
 
 class ReplicaSums:
@@ -113,11 +145,16 @@ class ReplicaSums:
         self._group_of, self._overlaps = group_of, overlaps
         sets = {name: ownership.sum_of(name, rank) for name in ownership.parameters}
         self._sets = {name: ranks for name, ranks in sets.items() if ranks in group_of}
+        self._held = [ownership.parameters[name] for name in self._sets]
         self._layout: tuple[object, ...] | None = None
         self._buckets: list[_Bucket] = []
-        self._hooks, self._firsts = Hooks(), FirstGradients()
-        self._operations: Sequence[Operation] = ()
+        self._firsts = FirstGradients()
+        self._operations: Sequence[Operation] | None = None
+        self._first: dict[int, Operation] = {}  # by stage, the backward pass that begins the step
         self._last: dict[int, Operation] = {}  # by stage, the backward pass that ends the step
+        # By stage, the buckets whose parameters have no hooks between the two; those of this pass.
+        self._resting: dict[int, list[_Bucket]] = {}
+        self._to_rest: Sequence[_Bucket] = ()
         self._armed, self._holds_back = _NO_STAGE, False
         self._awaited: set[str] = set()  # whose first gradient of the step has not come
         self._num_launched = 0
@@ -127,16 +164,28 @@ class ReplicaSums:
         """Start a step of these operations. No parameter may have a gradient."""
         self._rebuild_if_changed()
         if operations is not self._operations:
-            self._operations = operations
-            self._last = {op.stage: op for op in operations if op.kind in FREEING}
+            self._take(operations)
         for bucket in self._buckets:
-            passes = sum(stage in self._last for stage in bucket.stages)
-            bucket.num_missing = passes * len(bucket.slots)
+            num_last = sum(stage in self._last for stage in bucket.stages)
+            bucket.num_missing = num_last * len(bucket.slots)
             bucket.is_launched = False
-        self._armed, self._num_launched = _NO_STAGE, 0
+            bucket.watch()
+        self._armed, self._num_launched, self._to_rest = _NO_STAGE, 0, ()
         self._awaited.update(s.name for b in self._buckets if b.views for s in b.slots)
         self._firsts.begin()
         self._lent.clear()
+
+    def _take(self, operations: Sequence[Operation]) -> None:
+        """Note what follows from a step's operations."""
+        passes = [op for op in operations if op.kind in FREEING]
+        self._operations = operations
+        self._first = {op.stage: op for op in reversed(passes)}
+        self._last = {op.stage: op for op in passes}
+        self._resting = {
+            stage: [bucket for bucket in self._buckets if bucket.stages == (stage,)]
+            for stage, number in Counter(op.stage for op in passes).items()
+            if number > _FEW_PASSES
+        }
 
     def enter(self, operation: Operation, *, is_stretched: bool) -> None:
         """Begin a backward pass, or a half of one that makes gradients of parameters.
@@ -146,12 +195,22 @@ class ReplicaSums:
             is_stretched: Whether an emulated device makes it longer. Its gradients then count as
                 ready when it ends.
         """
-        if self._overlaps and self._last.get(operation.stage) is operation:
-            self._armed, self._holds_back = operation.stage, is_stretched
+        stage = operation.stage
+        if self._last.get(stage) is operation:
+            for bucket in self._resting.get(stage, ()):
+                bucket.watch()
+            if self._overlaps:
+                self._armed, self._holds_back = stage, is_stretched
+        elif self._first.get(stage) is operation:
+            self._to_rest = self._resting.get(stage, ())
 
     def leave(self) -> None:
         """End the pass."""
         self._firsts.write()
+        if self._to_rest:
+            for bucket in self._to_rest:
+                bucket.unwatch()
+            self._to_rest = ()
         if self._armed != _NO_STAGE:
             self._armed = _NO_STAGE
             self._launch_ready()
@@ -175,22 +234,24 @@ class ReplicaSums:
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
-        self._hooks.remove()
-        self._buckets, self._layout = [], None
+        for bucket in self._buckets:
+            bucket.unwatch()
+        self._buckets, self._layout, self._operations = [], None, None
 
     # Buckets
 
     def _rebuild_if_changed(self) -> None:
         """Make the buckets again if parameters were frozen, unfrozen or cast since last step."""
-        layout = layout_of([self._ownership.parameters[name] for name in self._sets])
+        layout = layout_of(self._held)
         if layout == self._layout:
             return
         self.close()
         self._buckets, self._layout = self._made(), layout
         for bucket in self._buckets:
-            for place, slot in enumerate(bucket.slots):
-                view = bucket.views[place] if bucket.views else None
-                self._hooks.add(slot.parameter, self._hook(slot.name, bucket, view))
+            bucket.hooks = [
+                self._hook(slot.name, bucket, bucket.views[place] if bucket.views else None)
+                for place, slot in enumerate(bucket.slots)
+            ]
 
     def _made(self) -> list[_Bucket]:
         """The buckets in the order of their sums, which all workers share."""
@@ -259,7 +320,7 @@ class ReplicaSums:
 
     # During the passes
 
-    def _hook(self, name: str, bucket: _Bucket, view: Tensor | None) -> GradientHook:
+    def _hook(self, name: str, bucket: _Bucket, view: Tensor | None) -> Hook:
         # It runs between kernels, where Python's code is not in the caches, so it is kept short.
         stages, awaited, take = bucket.stages, self._awaited, self._firsts.take
         is_host = view is not None and backend_of(view.device).is_host
@@ -310,8 +371,11 @@ class ReplicaSums:
         gradients = [slot.parameter.grad for slot in bucket.slots]
         flat = self._lend(bucket) if bucket.flat is None else bucket.flat
         if self._told is None:
-            flags, used = flat[-len(gradients) :], [float(g is not None) for g in gradients]
-            flags.copy_(flags.new_tensor(used))
+            flags = flat[-len(gradients) :]
+            if any(gradient is None for gradient in gradients):
+                flags.copy_(flags.new_tensor([float(g is not None) for g in gradients]))
+            else:
+                flags.fill_(1.0)
         if not bucket.views:
             for slot, gradient in zip(bucket.slots, gradients, strict=True):
                 self._expand(slot, gradient, flat)
@@ -346,6 +410,8 @@ class ReplicaSums:
             bucket.work = None
         flat, lanes = bucket.flat, self._ownership.lanes
         if flat is None:  # done before, and the buffer was given back
+            return
+        if bucket.is_in_place:
             return
         for place, (slot, flag) in enumerate(zip(bucket.slots, self._flags(bucket), strict=True)):
             if not flag:

@@ -7,7 +7,7 @@ the step in all stages, so it is made visible in the gradients of each.
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...schema.errors import TargetError
 from ..tensor.gradients import plain
@@ -29,12 +29,13 @@ class LossScaling:
         synchroniser: Synchroniser,
     ) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._own = [ownership.parameters[name] for name in sorted(ownership.own)]
+        self._own: list[nn.Parameter] = []
         self._synchroniser = synchroniser
         synchroniser.loss_scale = 1.0
         synchroniser.checks_overflow = self._scaler is not None
         if self._scaler is None:
             return
+        self._own = [ownership.parameters[name] for name in sorted(ownership.own)]
         if not self._own:
             raise TargetError(
                 "a GradScaler needs parameters on every worker, and this one's stages have none",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class _Kept:
 
     inputs: list[Tensor]
     results: Roots
-    gradients: list[Tensor] | None = None
+    gradients: list[Tensor] | None = None  # of the results; None: ones, of a loss
 
 
 class Stage:
@@ -79,10 +80,9 @@ class Stage:
         self.part.refresh_buffers()
         inputs = (*own, *values)
         if self._recompute:
-            return checkpoint(
-                self._call(weights), *inputs, use_reentrant=False, context_fn=self._contexts
-            )
-        return self._call(weights)(*inputs)
+            call = partial(self._call, weights)
+            return checkpoint(call, *inputs, use_reentrant=False, context_fn=self._contexts)
+        return self._call(weights, *inputs)
 
     def _leaves_of(
         self, values: tuple[Any, ...], wants: tuple[bool, ...]
@@ -98,18 +98,14 @@ class Stage:
             passed.append(value)
         return leaves, passed
 
-    def _call(self, weights: Weights | None) -> Callable[..., Any]:
+    def _call(self, weights: Weights | None, *inputs: Any) -> Any:
         part = self.part
-
-        def call(*inputs: Any) -> Any:
-            # In-place layers must not write to a leaf, or to inputs that are recomputed from.
-            own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
-            with self._cores(), self._passing():
-                if weights is None:
-                    return part.answer(part.module(*own))
-                return part.answer(torch.func.functional_call(part.module, weights, own))
-
-        return call
+        # In-place layers must not write to a leaf, or to inputs that are recomputed from.
+        own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
+        with self._cores(), self._passing():
+            if weights is None:
+                return part.answer(part.module(*own))
+            return part.answer(torch.func.functional_call(part.module, weights, own))
 
     def _contexts(self) -> tuple[Any, Any]:
         return nullcontext(), _KeptBuffers(self._buffered)
@@ -154,10 +150,11 @@ class Stage:
             with self._passing():
                 torch.autograd.backward(kept.results, kept.gradients, inputs=leaves)
 
-    def _start(self, kept: _Kept, gradients: tuple[Any, ...] | None) -> tuple[Roots, list[Tensor]]:
+    def _start(
+        self, kept: _Kept, gradients: tuple[Any, ...] | None
+    ) -> tuple[Roots, list[Tensor] | None]:
         if gradients is None:
-            losses = [root for root in kept.results if isinstance(root, Tensor)]
-            return kept.results, [torch.ones_like(loss) for loss in losses]
+            return kept.results, None
         pairs = [
             (result, gradient.to(self._device))
             for result, gradient in zip(kept.results, gradients, strict=True)
@@ -194,7 +191,7 @@ class _KeptBuffers:
 
 def _root(result: Tensor) -> Tensor | GradientEdge:
     """The start of a backward pass: a loss, or the graph's edge of an output without its values."""
-    return get_gradient_edge(result) if _TAKES_EDGES and result.dim() else result
+    return get_gradient_edge(result) if _TAKES_EDGES and result.numel() > 1 else result
 
 
 def _copied(value: Any) -> Any:

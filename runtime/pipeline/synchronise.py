@@ -23,6 +23,7 @@ from ...schedules.operations import Operation
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from .. import peers
+from ..gradients.arrivals import have_no_gradients
 from ..group import Place, subgroup
 from ..late import HostLead, LateValues
 from ..tensor.gradients import plain
@@ -43,6 +44,8 @@ _WORKERS, _SETTINGS, _SQUARED, _NUM_TOLD = 4, 5, 6, 7
 _ADDS, _ASKED = _NUM_TOLD, _NUM_TOLD + 1
 # A table follows; or, where norms stay on devices, which parameters have gradients.
 _HEAD = _ASKED + len(NORMS)
+_Taken = tuple[Tensor | float, float, bool]
+"""The loss [] of a microbatch, its weight, and whether the script gave the weight."""
 
 
 class Synchroniser:
@@ -122,6 +125,7 @@ class Synchroniser:
         ]
         self._parts = PartNorms(parts, self._norms)
         self._own = [(n, p) for n, p in self._parameters if n in ownership.own]
+        self._held = [parameter for _, parameter in self._own]
         self._groups: dict[Holders, dist.ProcessGroup] = {}
         self._stage_ranks = [tuple(sorted(stage.ranks)) for stage in work.stages]
         sums = {ranks for found in ownership.sums.values() for ranks in found}
@@ -147,7 +151,7 @@ class Synchroniser:
         self.checks_overflow = False
         self.is_finite: bool | Tensor = True
         self._num_samples = 0
-        self._losses: list[tuple[Tensor, float, bool]] = []
+        self._losses: list[_Taken] = []
 
     @property
     def stays_on_device(self) -> bool:
@@ -164,6 +168,8 @@ class Synchroniser:
         self._losses = []
         self._carried = {}
         self._summed = None
+        if have_no_gradients(self._held):
+            return
         for name, parameter in self._own:
             if parameter.grad is not None:
                 self._carried[name] = self.replica_sums.apart(plain(parameter.grad))
@@ -194,7 +200,10 @@ class Synchroniser:
         own = float(num_samples) if weight is None else weight
         if own == 0:  # a mean over nothing may be no number
             return None
-        self._losses.append((loss.detach(), own, weight is not None))
+        # On the host a loss can be read at once, while it is in the caches.
+        is_on_host = backend_of(loss.device).is_host
+        known = loss.item() if is_on_host and self._on_device is None else loss.detach()
+        self._losses.append((known, own, weight is not None))
         share = own / self._num_samples if scales else 1.0
         return loss if share == 1 else loss * share
 
@@ -207,9 +216,10 @@ class Synchroniser:
         self.stops = head[_STOP]
         self.settings_sums = head[_WORKERS : _SQUARED + 1]
         scale = self._num_samples / head[_WEIGHT] if head[_WEIGHTED] > 0 else 1.0
-        gradients = [p.grad for _, p in self._own if p.grad is not None]
-        if scale != 1 and gradients:
-            torch._foreach_mul_(gradients, scale)
+        if scale != 1:
+            gradients = [p.grad for p in self._held if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale)
         for name in self._carried:
             self._add_carried(name)
         if table is not None:
@@ -336,7 +346,9 @@ class Synchroniser:
 
     def _told_losses(self) -> list[Loss]:
         """The losses that this worker sends, and their weights."""
-        return [(loss, own) for loss, own, _ in self._losses] if self._tells_loss else []
+        if not self._tells_loss:
+            return []
+        return [(loss, own) for loss, own, _ in self._losses if isinstance(loss, Tensor)]
 
     def _loss_sums(self) -> list[float]:
         """[4] losses * weights, weights, number of losses with a weight, and whether to stop.
@@ -351,11 +363,7 @@ class Synchroniser:
             sums[_WEIGHT] += own
             sums[_WEIGHTED] += weighted
         if self._on_device is None:
-            losses = [loss.reshape(()) for loss, _, _ in self._losses]
-            # Read all with one wait for the device; on the CPU each can be read at once.
-            at_once = not backend_of(losses[0].device).is_host
-            values = torch.stack(losses).tolist() if at_once else [loss.item() for loss in losses]
-            for value, (_, own, _) in zip(values, self._losses, strict=True):
+            for value, (_, own, _) in zip(_numbers(self._losses), self._losses, strict=True):
                 sums[_LOSS] += value * own
         return sums
 
@@ -409,6 +417,15 @@ class Synchroniser:
             known[_STOP] = 0.0
             known = known.to(self._place.device) if self.stays_on_device else known
         self._late = None if known is None else (None, known)
+
+
+def _numbers(taken: Sequence[_Taken]) -> list[float]:
+    """The losses as numbers; those of a device with one wait for it."""
+    losses = [loss.reshape(()) for loss, _, _ in taken if isinstance(loss, Tensor)]
+    if len(losses) == len(taken):
+        found: list[float] = torch.stack(losses).tolist()
+        return found
+    return [float(loss) for loss, _, _ in taken]
 
 
 def is_between_devices(place: Place, transport: Transport | None) -> bool:

@@ -5,7 +5,7 @@ parameters' values (pipeline/ownership.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ class ShardedModel:
         self._is_installed = False
         self._region, self._input = Region(group), SharedInput(group)
         self._entry: tuple[nn.Module, Callable[..., Any]] | None = None
-        self._spreads = sequence_parallel
+        self._spreads, self._is_shared = sequence_parallel, group.degree > 1
         if sequence_parallel:
             self._add_sequence(model, sharing, group)
         if group.degree == 1:
@@ -93,9 +93,12 @@ class ShardedModel:
         finally:
             del module.forward
 
+    def passing(self) -> AbstractContextManager[None]:
+        """A context for a stage's pass; a lone worker has no regions, so nothing is done there."""
+        return self._passing() if self._is_shared else nullcontext()
+
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Run a stage's pass inside."""
+    def _passing(self) -> Iterator[None]:
         with self._region.passing():
             try:
                 yield
