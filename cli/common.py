@@ -107,6 +107,8 @@ def emit_bytes(content: bytes) -> bool:
 
 
 def _emitted(write: Callable[[], object]) -> bool:
+    if getattr(sys, "stdout", None) is None:  # started with `>&-`
+        raise FileError("stdout: is closed, so there is no place for the result")
     try:
         write()
         sys.stdout.flush()

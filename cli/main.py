@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 a bug; 2 bad usage or input; 3 no feasible plan; 4 a usabl
 not proved optimal; ``launch`` passes on the failing worker's code; 130 and 143 interrupted.
 """
 
+import os
 import sys
 import traceback
 from contextlib import suppress
@@ -107,6 +108,8 @@ def root(
 
 def main() -> None:
     """Run the command line and exit with a stable code."""
+    if getattr(sys, "stderr", None) is None:  # started with `2>&-`
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the end)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -70,7 +70,8 @@ def place_model(
             return torch.device(asked)
         except (RuntimeError, TypeError):
             raise TargetError(
-                f"hf.prepare: torch knows no device {asked!r}", hint="give one such as cuda:0"
+                f"hf.prepare: torch knows no device {asked!r}",
+                hint="give a torch.device, or leave it out",
             ) from None
     if config is not None:
         return None

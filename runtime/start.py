@@ -80,6 +80,8 @@ def prepare(
     speak()
     check_torch(torch.__version__)
     check_model(model)
+    if seed is not None and not hasattr(seed, "__index__"):
+        raise TargetError(f"hf.prepare: the seed must be a whole number, got {seed!r}")
     optimizers = optimizers_of(optimizer)
     settle(model, optimizers)
     start = read_environment()

@@ -32,6 +32,17 @@ def graph(tmp_path: Path) -> list[str]:
     return [sys.executable, "-m", "hetflow", "import", str(tmp_path / "graph.txt"), *options]
 
 
+def test_a_closed_stdout_is_one_line(
+    graph: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stdout", None)  # as Python has it after `>&-`
+        assert run(graph[3:]) == 2
+    assert capsys.readouterr().err == (
+        "hetflow: stdout: is closed, so there is no place for the result\n"
+    )
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 def test_a_full_disk_behind_stdout_is_one_line(graph: list[str]) -> None:
     with FULL.open("w") as full:

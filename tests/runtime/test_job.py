@@ -195,6 +195,8 @@ def test_models_that_would_train_wrongly(model: object, message: str) -> None:
 def test_a_device_that_is_none_is_refused(device: object) -> None:
     with pytest.raises(TargetError, match=f"torch knows no device {device!r}"):
         hf.prepare(nn.Linear(1, 1), device=device)
+    with pytest.raises(TargetError, match="the seed must be a whole number, got '7'"):
+        hf.prepare(nn.Linear(1, 1), seed="7")
 
 
 @pytest.mark.slow
