@@ -80,7 +80,8 @@ class Outbox:
         fits = size <= self._rooms.ahead[0]
         if fits:
             write(values, frame.values)
-        parts = [(self._lines.frames.send(frame.whole), frame.whole)]
+        parts: list[tuple[Transfer, Tensor]] = []
+        parts.append((self._lines.frames.send(frame.whole), frame.whole))
         if text:
             description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             parts.append((self._lines.aside.send(description), description))
