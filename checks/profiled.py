@@ -162,7 +162,7 @@ def parallel_faults(
     faults, most = [], 0
     for pool in problem.pools:
         profile = by_type[pool.device_type]
-        held = (profile.base_memory_bytes or 0) + (profile.group_workspace_bytes or 0)
+        held = (profile.base_memory_bytes or 0) + _exchange_bytes(profile)
         most = max(most, held + _most_beside(profile, cluster, memory_reserve_bytes, 2))
         has = _device_bytes(cluster, profile)
         if pool.memory_bytes != has:
@@ -286,15 +286,24 @@ def _pool_faults(
     if (pool.reduce_latency_seconds, pool.reduce_bytes_per_second) != (latency, rate):
         yield "its all-reduces are not as the profile measured them"
     aside = _workspace_bytes(graph) + (profile.update_workspace_bytes or 0)
-    aside += profile.group_workspace_bytes or 0
+    aside += _exchange_bytes(profile)
     if pool.workspace_bytes != aside:
         more = " with the update" if profile.update_workspace_bytes else ""
-        more += " and the exchange" if profile.group_workspace_bytes else ""
+        more += " and the exchange" if _exchange_bytes(profile) else ""
         yield f"workspace_bytes is {pool.workspace_bytes}, the dearest layer{more} needs {aside}"
 
 
 def _is_same(one: float, other: float) -> bool:
     return isclose(one, other, rel_tol=1e-9)
+
+
+def _exchange_bytes(profile: Profile) -> int:
+    """The more of what synchronising took and of a rehearsed pipeline's fragments."""
+    found = [
+        profile.group_workspace_bytes,
+        profile.pipeline and profile.pipeline.fragmentation_bytes,
+    ]
+    return max(measured or 0 for measured in found)
 
 
 def _workspace_bytes(graph: LayerGraph) -> int:

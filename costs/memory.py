@@ -50,6 +50,16 @@ def reserve_of(
     )
 
 
+def exchange_bytes(profile: Profile) -> int:
+    """What a worker of a pipeline or parallel plan takes beside its stages and their passes.
+
+    Both measurements hold what the allocator keeps in fragments: a split's worker beside its
+    messages, and a rehearsed pipeline's. So the larger counts.
+    """
+    fragments = None if profile.pipeline is None else profile.pipeline.fragmentation_bytes
+    return max(profile.group_workspace_bytes or 0, fragments or 0)
+
+
 def _channel_bytes(profile: Profile) -> int | None:
     """Of a channel to another worker, of the type's own or another: the most that was measured."""
     links = [profile.links, *(link.links for link in profile.links_to)]

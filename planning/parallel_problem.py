@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, gcd
 
+from ..costs.memory import exchange_bytes
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState
@@ -91,9 +92,7 @@ def parallel_problem(
         sizes=_sizes(chosen, names),
         bytes_per_weight_byte=2.0 + trained.state_bytes_per_weight_byte,
         reserved_bytes=max(
-            (profile.base_memory_bytes or 0)
-            + (profile.group_workspace_bytes or 0)
-            + reserve.total_bytes
+            (profile.base_memory_bytes or 0) + exchange_bytes(profile) + reserve.total_bytes
             for profile, reserve in zip(chosen, reserves, strict=True)
         ),
         recompute=_recomputations(chosen) if recompute else ("none",),

@@ -5,7 +5,7 @@ from itertools import combinations
 from math import isclose
 
 from ..costs.compute import busy_ratio
-from ..costs.memory import reserve_of, with_reserve
+from ..costs.memory import exchange_bytes, reserve_of, with_reserve
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import InfeasibleError, ProblemError
@@ -329,7 +329,7 @@ def _workspace(profile: Profile, graph: LayerGraph, total: int) -> int:
 
     The sum of the largest layer's workspace, if measured, with the gradients of its output and
     inputs, which exist at the same time in its backward pass; the optimizer update's workspace, if
-    the allocator keeps it apart; and the workspace for communication with other workers.
+    the allocator keeps it apart; and what communication with other workers and fragments take.
 
     Raises:
         InfeasibleError: These bytes alone fill the device.
@@ -346,7 +346,7 @@ def _workspace(profile: Profile, graph: LayerGraph, total: int) -> int:
         ),
         default=0,
     )
-    aside += (profile.update_workspace_bytes or 0) + (profile.group_workspace_bytes or 0)
+    aside += (profile.update_workspace_bytes or 0) + exchange_bytes(profile)
     base = profile.base_memory_bytes or 0
     if aside + base >= total:
         before = f", beside {base} before there is a model" if base else ""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from ..devices import memory
 from ..devices.backend import backend_of
 from ..devices.host import TORCH_DEVICE
 from ..devices.out_of_memory import is_out_of_memory
@@ -170,6 +171,18 @@ class Bench:
         """Return unused memory to the system, and start a new peak."""
         self.backend.release_unused()
         self.backend.reset_peak(self._torch_device)
+
+    def held_free_bytes(self) -> int | None:
+        """Return unused memory to the system: how much that was, on a host.
+
+        None on a device, whose allocator tells it, and where the kernel does not tell.
+        """
+        if not self.backend.is_host:
+            return None
+        before = memory.resident_memory_bytes()
+        self.backend.release_unused()
+        after = memory.resident_memory_bytes()
+        return None if before is None or after is None else max(0, before - after)
 
     def peak_memory_bytes(self) -> int:
         """The most there was since ``reset_peak``: of the device, or of the whole process."""

@@ -96,6 +96,23 @@ class Crew:
         """Train one config on all devices, which synchronise; raises as ``beside``."""
         return self._rehearse(config, self._in_group(config), num_steps=num_steps)
 
+    def together_with_held(
+        self, config: LaunchConfig, *, num_steps: int
+    ) -> tuple[list[list[StepTimes]], list[int | None]]:
+        """As ``together``; and [workers] the bytes that were free after the last step, but held.
+
+        They are the system's again then, which costs the next steps time.
+        """
+        answers = self._ask(
+            "rehearse",
+            self._in_group(config),
+            config=files.to_json(config),
+            warm_up_steps=0,
+            num_steps=num_steps,
+            measures_held=True,
+        )
+        return _steps_of(answers), [answer["held_free_bytes"] for answer in answers]
+
     def peak_together(self, config: LaunchConfig, *, num_steps: int) -> GroupPeak:
         """The most memory of any worker in such a training; raises as ``beside``."""
         answers = self._ask(
@@ -139,7 +156,7 @@ class Crew:
     ) -> list[list[StepTimes]]:
         text = files.to_json(config)
         answers = self._ask("rehearse", asked, config=text, warm_up_steps=0, **named)
-        return [[StepTimes.of_json(step) for step in answer["steps"]] for answer in answers]
+        return _steps_of(answers)
 
     def _ask(
         self, operation: str, asked: list[dict[str, Any]], **named: Any
@@ -201,3 +218,7 @@ class Crew:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def _steps_of(answers: Sequence[dict[str, Any]]) -> list[list[StepTimes]]:
+    return [[StepTimes.of_json(step) for step in answer["steps"]] for answer in answers]

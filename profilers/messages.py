@@ -1,8 +1,8 @@
 """Messages between two workers, as pipelines send them, inside each of them.
 
-Both ends are the runtime's own (transport and channels): copied into a frame, sent into a receive
-that was posted ahead. Both workers stand on one host and read one clock, so they begin at an agreed
-moment, and a message takes from then until it can be read on the other side.
+Both ends are the runtime's own (transport and channels): messages travel as between the workers of
+a launch on this host. Both workers read one clock, so they begin at an agreed moment, and a message
+takes from then until it can be read on the other side.
 """
 
 import os

@@ -7,7 +7,7 @@ meets all of them.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..devices.backend import DeviceRequest
@@ -31,6 +31,20 @@ _NOTHING = PipelineCosts(pass_seconds=0.0, message_seconds=0.0, fixed_seconds=0.
 
 _Step = tuple[StepTimes, ...]
 """[workers] of one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rehearsed:
+    """What the rehearsals of all trials gave.
+
+    Attributes:
+        steps: [trials][steps] the times of both workers.
+        fragmentation_bytes: The most that a worker's allocator held free after a trial's last step,
+            beyond what a step takes for a while; None where it is not known.
+    """
+
+    steps: list[list[_Step]]
+    fragmentation_bytes: int | None
 
 
 def measure_pipeline(
@@ -62,7 +76,7 @@ def measure_pipeline(
     trials = affordable(profiled, budget_seconds)
     again = replace(trials[1], recompute=True)
 
-    def rehearsed(trials: Sequence[Trial]) -> list[list[_Step]]:
+    def rehearsed(trials: Sequence[Trial]) -> "_Rehearsed":
         return _rehearse(
             target, request, profiled, (*trials, again), optimizer, budget_seconds, progress
         )
@@ -70,20 +84,21 @@ def measure_pipeline(
     no_replicas: dict[str, Any] = {}
     try:
         try:
-            steps = rehearsed(trials)
+            found = rehearsed(trials)
         except MemoryError:
             # Two halves may fit where one device does not train the whole model.
             trials = tuple(trial for trial in trials if trial.num_replicas == 1)
-            steps = rehearsed(trials)
+            found = rehearsed(trials)
             no_replicas = {"replicas": {"skipped": "out of memory: one stage of all layers"}}
     except (HetflowError, ChildDied, MemoryError) as error:
         return None, {"skipped": f"the pipelines failed: {said(error)}"}
+    steps = found.steps
     timings = [Timing.of([_slowest(step) for step in made]) for made in steps]
     reduction = _reduction(trials, steps)
     if reduction is not None:
         profiled = replace(profiled, reduce_seconds=reduction.median_seconds)
     costs = fit_costs(profiled, trials, [timing.median_seconds for timing in timings[:-1]])
-    costs = _with_ring(costs, profiled)
+    costs = replace(_with_ring(costs, profiled), fragmentation_bytes=found.fragmentation_bytes)
     told = [
         {**asdict(trial), **asdict(timing), "predicted": profiled.step_seconds(trial, costs)}
         for trial, timing in zip((*trials, again), timings, strict=True)
@@ -166,9 +181,9 @@ def _rehearse(
     optimizer: str,
     budget_seconds: float,
     progress: Progress,
-) -> list[list[_Step]]:
-    """[trials][steps] the times of both workers."""
+) -> _Rehearsed:
     samples: list[list[_Step]] = [[] for _ in trials]
+    fragments: list[int] = []
     expected = [profiled.step_seconds(trial, _NOTHING) for trial in trials]
     share = budget_seconds / (_ROUNDS * len(trials))
     with Crew(target, request, 2, optimizer) as crew:
@@ -178,6 +193,24 @@ def _rehearse(
                 progress(f"{target.model} on {request.device_type}: {which}", None)
                 config = launch_config(profiled.graph, trial, device_type=request.device_type)
                 num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, int(share / expected[index])))
-                workers = crew.together(config, num_steps=_WARM_UP_STEPS + num_steps)
+                total = _WARM_UP_STEPS + num_steps
+                if number < _ROUNDS - 1:
+                    workers = crew.together(config, num_steps=total)
+                else:
+                    workers, held = crew.together_with_held(config, num_steps=total)
+                    fragments += _beyond_passes(profiled.passing_bytes(trial), held)
                 samples[index] += list(zip(*workers, strict=True))[_WARM_UP_STEPS:]
-    return samples
+    return _Rehearsed(samples, max(fragments, default=None))
+
+
+def _beyond_passes(passing: Sequence[int], held: Sequence[int | None]) -> list[int]:
+    """[workers] what each held free beyond its stage's passes, where that is known.
+
+    Args:
+        passing: [stages] from ``Profiled.passing_bytes``; one stage is on all workers.
+        held: [workers] free memory that was not the system's.
+    """
+    of_worker = passing if len(passing) == len(held) else [*passing] * len(held)
+    return [
+        max(0, free - own) for own, free in zip(of_worker, held, strict=True) if free is not None
+    ]

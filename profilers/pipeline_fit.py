@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..costs.comm import ring_seconds
+from ..costs.pipeline import num_in_flight
 from ..schedules.replay import StepStage, flush_step_seconds
 from ..schema.profile import LayerGraph
 from ..schema.step_costs import Links, PipelineCosts
@@ -70,6 +71,7 @@ class Profiled:
         scale: Of layer times, where both devices are at work, to those of one alone.
         ring: Of the all-reduces that were measured by themselves, where they were.
         reduce_seconds: Of the whole model's gradients between two replicas, at a step's end.
+        update_workspace_bytes: What an update of the whole model takes for a while.
     """
 
     graph: LayerGraph
@@ -78,6 +80,7 @@ class Profiled:
     scale: float = 1.0
     ring: Ring | None = None
     reduce_seconds: float = 0.0
+    update_workspace_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -93,6 +96,42 @@ class Profiled:
             if position[source] < cut <= position[target]
         }
         return sum(node.activation_bytes for node in self.graph.nodes if node.id in sources)
+
+    def passing_bytes(self, trial: Trial) -> list[int]:
+        """[stages] what a step of a trial takes for a while and leaves free: the planner's terms.
+
+        What passes keep for the backward pass and a stage's inputs, of all microbatches in flight;
+        the dearest layer's workspace with the gradients of its output and inputs; the update's.
+        """
+        nodes = self.graph.nodes
+        made = {node.id: node.activation_bytes for node in nodes}
+        inputs = dict.fromkeys(made, 0)
+        for source, target in self.graph.edges:
+            inputs[target] += made[source]
+        aside = max(
+            (
+                node.workspace_bytes + made[node.id] + inputs[node.id]
+                for node in nodes
+                if node.workspace_bytes is not None
+            ),
+            default=0,
+        )
+        found = []
+        parts = [part for part in (nodes[: trial.cut], nodes[trial.cut :]) if part]
+        for number, part in enumerate(parts):
+            workers = trial.num_replicas * (len(parts) - number)
+            in_flight = num_in_flight(
+                trial.schedule, workers, trial.num_replicas, trial.num_microbatches
+            )
+            kept = sum(
+                node.activation_bytes if node.stashed_bytes is None else node.stashed_bytes
+                for node in part
+            )
+            entering = self.crossing_bytes(trial.cut) if number else 0
+            stashes = 1 if trial.recompute else in_flight
+            passing = stashes * kept + in_flight * entering
+            found.append(passing + aside + self.update_workspace_bytes)
+        return found
 
     def step_seconds(self, trial: Trial, costs: PipelineCosts) -> float:
         """The step of a trial as the planner predicts it."""

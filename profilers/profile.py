@@ -486,7 +486,12 @@ def _measure_pipeline(
     if sync is not None and sync.latency_seconds is not None and sync.bytes_per_second is not None:
         ring = Ring(sync.latency_seconds, sync.bytes_per_second)
     profiled = Profiled(
-        graph=tables[0], links=base.links, update_seconds=update, scale=scale, ring=ring
+        graph=tables[0],
+        links=base.links,
+        update_seconds=update,
+        scale=scale,
+        ring=ring,
+        update_workspace_bytes=base.update_workspace_bytes or 0,
     )
     return measure_pipeline(
         target,

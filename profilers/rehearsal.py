@@ -69,6 +69,7 @@ def rehearse(
     group: dict[str, Any] | None = None,
     beside: dict[str, Any] | None = None,
     measures_peak: bool = False,
+    measures_held: bool = False,
 ) -> dict[str, Any]:
     """Train ``warm_up_steps``, which are dropped, and then ``num_steps``.
 
@@ -86,11 +87,13 @@ def rehearse(
             train at the same time. They wait for each other in the last warm-up step, or in the
             first of all; later ones are made while all of them train.
         measures_peak: Start a new peak of memory before, which costs the first steps time.
+        measures_held: Return unused memory after the last step, which costs later steps time.
 
     Returns:
         ``steps``: a ``StepTimes`` each, as JSON; ``no_loading``: why loading is not in them, or
-        None; with ``measures_peak`` also ``peak_memory_bytes`` and ``beside_bytes``, while the
-        group is still there.
+        None. With ``measures_held`` also ``held_free_bytes``: what was free after the last step and
+        not the system's again. With ``measures_peak`` also ``peak_memory_bytes`` and
+        ``beside_bytes``, while the group is still there.
     """
     parsed = files.from_json(config, LaunchConfig, name="config")
     largest = max(node.batch_size for slot in parsed.workers for node in slot.virtual_nodes)
@@ -101,13 +104,11 @@ def rehearse(
     telling = line.told_of_failure() if line is not None else nullcontext()
     with telling, _meeting(bench, parsed, rank, group) as store:
         loop = _Loop(bench, _place(bench, parsed, rank, store), source, is_empty=is_empty)
-        steps = loop.run(warm_up_steps, num_steps, line)
-        peak: dict[str, Any] = {}
+        steps = loop.run(warm_up_steps, num_steps, line, measures_held=measures_held)
+        peak: dict[str, Any] = {"held_free_bytes": loop.held_free_bytes} if measures_held else {}
         if measures_peak:
-            peak = {
-                "peak_memory_bytes": bench.peak_memory_bytes(),
-                "beside_bytes": bench.beside_bytes(),
-            }
+            peak["peak_memory_bytes"] = bench.peak_memory_bytes()
+            peak["beside_bytes"] = bench.beside_bytes()
     return {"steps": steps, "no_loading": source.obstacle, **peak}
 
 
@@ -142,16 +143,27 @@ def _place(bench: Bench, config: LaunchConfig, rank: int, store: "SharedStore | 
 
 
 class _Loop:
-    """The script's loop over a job."""
+    """The script's loop over a job.
+
+    Attributes:
+        held_free_bytes: Memory that was free after the last step, and not the system's again; None
+            where nobody asked, or it is not known.
+    """
 
     def __init__(self, bench: Bench, place: "Place", source: "Source", *, is_empty: bool) -> None:
         self._bench, self._place, self._source = bench, place, source
         self._is_empty = is_empty
+        self.held_free_bytes: int | None = None
         trained = [p for p in bench.model.parameters() if p.requires_grad]
         self._smallest = min(trained, key=lambda parameter: parameter.numel())
 
     def run(
-        self, warm_up_steps: int, num_steps: int, line: StartingLine | None
+        self,
+        warm_up_steps: int,
+        num_steps: int,
+        line: StartingLine | None,
+        *,
+        measures_held: bool = False,
     ) -> list[dict[str, Any]]:
         """Train; the steps after the warm-up, as JSON."""
         from ..runtime.rehearsal import rehearsed
@@ -166,6 +178,8 @@ class _Loop:
                     line.wait("ready")
                 self._step(job, batch)
             steps = job.step_times[warm_up_steps:]
+            if measures_held:
+                self.held_free_bytes = self._bench.held_free_bytes()
             if line is not None:
                 self._accompany(job, loader, line)
         return [step.as_json() for step in steps]

@@ -78,6 +78,9 @@ class PipelineCosts:
             replicas, as far as workers wait for it at the end of a step.
         reduce_bytes_per_second: Rate of that ring's links. This and the latency are None if no
             stage with replicas was measured.
+        fragmentation_bytes: The most free memory that the allocator of a worker still held at a
+            step's end, beyond what a step takes for a while; None on a GPU, whose allocator tells
+            it for each batch size, and where it was not measured.
     """
 
     pass_seconds: MeasuredSeconds
@@ -87,6 +90,7 @@ class PipelineCosts:
     reduce_latency_seconds: MeasuredSeconds | None = None
     reduce_bytes_per_second: PositiveRate | None = None
     lone_pass_seconds: MeasuredSeconds | None = None
+    fragmentation_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         if (self.lone_pass_seconds or 0.0) > self.pass_seconds:

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from ...schema.errors import TargetError
-from .. import peers
 from .frames import Rooms
 from .messages import ALIGNMENT, Layout, Message, Value, describe, key_of, undescribe, write
-from .transport import Lines
+from .transport import Lines, Transfer
 
 # Message number, bytes of the description that follows (0: same layout), bytes of the payload.
 _NUMBERS = Struct("=3q")
@@ -57,7 +56,7 @@ class Outbox:
         self._key: tuple[Any, ...] | None = None
         self._layout = Layout(())
         self._number, self._rooms = 0, Rooms()
-        self._leaving: deque[tuple[list[tuple[peers.Transfer, Tensor]], _Frame]] = deque()
+        self._leaving: deque[tuple[list[tuple[Transfer, Tensor]], _Frame]] = deque()
         self._free: list[_Frame] = []
 
     def send(self, values: tuple[Value, ...], limit: int | None = None) -> None:
@@ -81,7 +80,8 @@ class Outbox:
         fits = size <= self._rooms.ahead[0]
         if fits:
             write(values, frame.values)
-        parts = [(self._lines.frames.send(frame.whole), frame.whole)]
+        parts: list[tuple[Transfer, Tensor]] = []
+        parts.append((self._lines.frames.send(frame.whole), frame.whole))
         if text:
             description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             parts.append((self._lines.aside.send(description), description))
@@ -91,6 +91,9 @@ class Outbox:
             parts.append((self._lines.payloads.send(payload), payload))
         self._number += 1
         self._rooms.passed(size if self._are_joined else 0)
+        if self._lines.copies:
+            self._free.append(frame)
+            return
         self._leaving.append((parts, frame))
         while limit is not None and len(self._leaving) > limit:
             self._let_go()
@@ -123,7 +126,7 @@ class Inbox:
         self._lines, self._are_joined = lines, lines.are_joined
         self._layout = Layout(())
         self._number, self._rooms = 0, Rooms()
-        self._posted: deque[tuple[peers.Transfer, _Frame]] = deque()
+        self._posted: deque[tuple[Transfer, _Frame]] = deque()
         self._post()
 
     def take(self) -> Message:

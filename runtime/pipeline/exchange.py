@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import peers
-from .transport import Line, Transport
+from .transport import AnyLine, Transfer, Transport
 
 _MOST_WORKERS = 16
 _TAG = 5
@@ -25,9 +25,9 @@ class Exchange:
 
     def __init__(self, transport: Transport | None, world_size: int, length: int) -> None:
         self._transport = transport
-        self._peers: list[tuple[Line, Line, Tensor]] = []
-        self._receiving: list[peers.Transfer] = []
-        self._sending: list[peers.Transfer] | None = None
+        self._peers: list[tuple[AnyLine, AnyLine, Tensor]] = []
+        self._receiving: list[Transfer] = []
+        self._sending: list[Transfer] | None = None
         by_messages = transport is not None and world_size <= _MOST_WORKERS
         self._all = torch.zeros((world_size if by_messages else 1, length), dtype=torch.float64)
         self.own = self._all[0]

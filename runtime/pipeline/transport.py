@@ -1,4 +1,4 @@
-"""The process groups for messages: gloo between hosts, NCCL between devices that support it.
+"""The ways of messages: memory within a host, gloo between hosts, NCCL between devices with it.
 
 There are two gloo groups: one for messages to higher ranks, one for messages to lower ranks. A
 group's thread spins while another thread holds the lock of a connection that has received data.
@@ -8,8 +8,8 @@ With NCCL, payloads go from device to device, over a group of two workers for ea
 has one queue, so two workers that send to each other over the same group would deadlock.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from ...devices.collectives import HOST_COLLECTIVE, payload_collective
 from ...devices.host import TORCH_DEVICE
 from .. import peers
 from ..group import Place, subgroup
+from ..neighbours import Arrival, Neighbour, Sent, meet_neighbours
 
 Channel = tuple[int, int, bool]
 """(source, destination, whether it carries activations)."""
@@ -42,6 +43,32 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class NearLine:
+    """One channel to a worker of the same host, as seen from one end."""
+
+    neighbour: Neighbour
+    tag: int
+
+    @property
+    def peer(self) -> int:
+        """The other worker's rank."""
+        return self.neighbour.rank
+
+    def send(self, part: Tensor) -> Sent:
+        """Send; the tensor may be changed at once."""
+        return self.neighbour.send(self.tag, part)
+
+    def receive(self, part: Tensor) -> Arrival:
+        """Ask for what is sent next, into a tensor of exactly its size."""
+        return self.neighbour.receive(self.tag, part)
+
+
+AnyLine = Line | NearLine
+Transfer = peers.Transfer | Sent | Arrival
+"""Something to wait for: a message that is sent, or one that is to come."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lines:
     """The lines of one channel, as seen from one end.
 
@@ -50,12 +77,14 @@ class Lines:
         aside: Carries gloo messages that are no frames; a group delivers one tag's in order.
         payloads: Carries the payloads that are not in frames.
         device: Device of the payloads.
+        copies: Whether what was sent may be changed at once.
     """
 
-    frames: Line
-    aside: Line
-    payloads: Line
+    frames: AnyLine
+    aside: AnyLine
+    payloads: AnyLine
     device: torch.device
+    copies: bool = False
 
     @property
     def are_joined(self) -> bool:
@@ -73,6 +102,7 @@ class Transport:
         down: All workers, on their CPUs; for messages to lower ranks.
         device: Device of the payloads.
         payloads: By channel, the group of its two ends; empty if payloads go through the hosts.
+        near: By rank, the connections to workers of this host.
     """
 
     rank: int
@@ -80,10 +110,13 @@ class Transport:
     down: dist.ProcessGroup
     device: torch.device
     payloads: dict[Channel, dist.ProcessGroup]
+    near: Mapping[int, Neighbour] = field(default_factory=dict)
 
-    def line(self, source: int, destination: int, tag: int) -> Line:
+    def line(self, source: int, destination: int, tag: int) -> AnyLine:
         """A line between this worker's host and another worker's."""
         peer = destination if source == self.rank else source
+        if peer in self.near:
+            return NearLine(self.near[peer], tag)
         return Line(self.up if source < destination else self.down, peer, tag)
 
     def lines(self, channel: Channel) -> Lines:
@@ -93,7 +126,8 @@ class Transport:
         frames, aside = (self.line(source, destination, tag + more) for more in (0, 2))
         group = self.payloads.get(channel)
         payloads = aside if group is None else Line(group, int(frames.peer > self.rank))
-        return Lines(frames, aside, payloads, self.device)
+        copies = group is None and frames.peer in self.near
+        return Lines(frames, aside, payloads, self.device, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +201,12 @@ def transport_of(place: Place, stages: Sequence[Sequence[Sequence[int]]]) -> Tra
     if not place.distributed:
         return None
     up, down = (subgroup(place, backend=HOST_COLLECTIVE) for _ in range(2))
+    near = meet_neighbours(place.rank, place.world_size, up, place.start.timeout_seconds)
     backend = payload_collective(place.device, dist.get_backend())
     if backend is None:
-        return Transport(place.rank, up, down, torch.device(TORCH_DEVICE), {})
+        return Transport(place.rank, up, down, torch.device(TORCH_DEVICE), {}, near)
     payloads = connect(place, channels_of(stages), backend)
-    return Transport(place.rank, up, down, place.device, payloads)
+    return Transport(place.rank, up, down, place.device, payloads, near)
 
 
 def connect(

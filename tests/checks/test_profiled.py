@@ -12,6 +12,7 @@ from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
+from hetflow.schema.step_costs import PipelineCosts
 from hetflow.solvers.split.solve import solve
 
 NODES = tuple(
@@ -137,6 +138,14 @@ def test_a_cpu_s_base_and_update_are_set_aside() -> None:
     assert pipeline_faults(pipeline_problem([among], POOL, 8), [among], POOL) == []
     said = "workspace_bytes is 720, the dearest layer with the update and the exchange needs 750"
     assert any(said in fault for fault in pipeline_faults(problem, [among], POOL))
+    for fragments, more in ((20, 30), (80, 80)):  # both measurements hold fragments
+        costs = PipelineCosts(
+            pass_seconds=0.0, message_seconds=0.0, fixed_seconds=0.0, fragmentation_bytes=fragments
+        )
+        pieces = dataclasses.replace(among, pipeline=costs)
+        problem = pipeline_problem([pieces], POOL, 8)
+        assert problem.pools[0].workspace_bytes == 220 + 500 + more
+        assert pipeline_faults(problem, [pieces], POOL) == []
     full = dataclasses.replace(told, device_memory_bytes=9_720)
     with pytest.raises(InfeasibleError, match="needs 720 bytes .* beside 9000 before there is a"):
         pipeline_problem([full], POOL, 8)

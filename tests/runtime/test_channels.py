@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hetflow.devices.collectives import payload_collective
+from hetflow.runtime.neighbours import Neighbour, meet_neighbours
 from hetflow.runtime.pipeline.channels import Inbox, Outbox
 from hetflow.runtime.pipeline.exchange import Exchange
 from hetflow.runtime.pipeline.transport import (
@@ -47,20 +48,31 @@ def gloo_pair(store: dist.Store, *, limit_seconds: float = 5.0) -> list[dist.Pro
         return list(pool.map(member, range(2)))
 
 
-@pytest.fixture(params=["inside", "apart"])
+@pytest.fixture(params=["inside", "apart", "near"])
 def channel(request):
-    """(outbox, inbox, its sending lines): payloads in the frames, or by a line of their own."""
+    """(outbox, inbox, its sending lines).
+
+    Payloads are in the frames, or have a line of their own; or both ends are on one host.
+    """
     store = dist.HashStore()
     hosts = gloo_pair(dist.PrefixStore("host", store))
     devices = gloo_pair(dist.PrefixStore("device", store)) if request.param == "apart" else None
+    near: list[dict[int, Neighbour]] = [{}, {}]
+    if request.param == "near":
+        with ThreadPoolExecutor(2) as pool:
+            near = list(pool.map(lambda end: meet_neighbours(end, 2, hosts[end], 5.0), range(2)))
 
     def lines(end: int) -> Lines:
-        frames, aside = (Counting(Line(hosts[end], 1 - end, tag)) for tag in (1, 3))
+        found = Transport(end, hosts[end], hosts[end], CPU, {}, near[end]).lines((0, 1, True))
+        frames, aside = Counting(found.frames), Counting(found.aside)
         payloads = Counting(Line(devices[end], 1 - end)) if devices else aside
-        return Lines(frames, aside, payloads, CPU)
+        return Lines(frames, aside, payloads, CPU, found.copies)
 
     sending = lines(0)
-    return Outbox(sending), Inbox(lines(1)), sending
+    yield Outbox(sending), Inbox(lines(1)), sending
+    for ends in near:
+        for neighbour in ends.values():
+            neighbour.close()
 
 
 MESSAGES = [
@@ -144,7 +156,7 @@ def test_messages_sent_ahead_stay_in_order_and_are_let_go(channel) -> None:
         outbox.send((torch.full((4,), float(number)),), limit=3)
         if number >= 2:
             assert inbox.take()[0][0][0] == number - 2
-    assert len(outbox._leaving) == 3
+    assert len(outbox._leaving) == (0 if channel[2].copies else 3)
     for number in (18, 19):
         assert inbox.take()[0][0][0] == number
     outbox.flush()

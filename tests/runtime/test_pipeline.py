@@ -34,7 +34,7 @@ WORLDS = {
     2: {
         "gpipe": ("chain:momentum:clip", "gpipe", CHAIN2, (1, 1), 6, False),
         "flush": ("chain:adam:clip", "1f1b", CHAIN2, (1, 1), 8, True),
-        "weighted": ("chain:momentum:weighted", "1f1b", CHAIN2, (1, 1), 6, False),
+        "weighted": ("chain:momentum:weighted-far", "1f1b", CHAIN2, (1, 1), 6, False),
         "interleaved": ("chain:momentum:whole", "interleaved", CHAIN4, (1, 1), 6, False),
         "zb": ("chain:adam:clip", "zb-h1", CHAIN2, (1, 1), 6, False),
         "branches": ("branches:momentum:clip", "1f1b", BRANCH2, (1, 1), 4, False),
