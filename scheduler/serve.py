@@ -16,8 +16,9 @@ from ..engines.registry import ENGINES
 from ..mechanisms.rounds.rules import RoundRules
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, ProblemError
-from ..schema.files import from_json, to_json
-from .loop import Scheduler, Settings
+from ..schema.files import from_json, to_json, to_plain
+from .history import entities_of
+from .loop import Scheduler, Settings, refuse_what_lacks
 from .store import Store, lock
 
 POLL_SECONDS = 0.1
@@ -51,6 +52,7 @@ def serve(
         HetflowError: Another scheduler is there, or the state cannot be read or written.
     """
     made = ENGINES.get(engine)(pool)
+    refuse_what_lacks(settings, made.devices())
     store = Store.create(folder)
     with lock(folder):
         steady = _Steady(partial(Scheduler, store, made, settings), say)  # before, it may refuse
@@ -154,6 +156,7 @@ def _described(pool: Cluster, engine: str, settings: Settings) -> dict[str, obje
         "policy": settings.policy,
         "round_seconds": rules.round_seconds,
         "grace_seconds": settings.grace_seconds,
+        "entities": [to_plain(entity) for entity in settings.entities],
     }
 
 
@@ -164,6 +167,8 @@ def _as_started(store: Store) -> tuple[Engine, Settings]:
         policy=known["policy"],
         rules=RoundRules(round_seconds=known["round_seconds"], reset_seconds=0.0),
         grace_seconds=known["grace_seconds"],
+        entities=entities_of(known),
+        dollars_per_hour=pool.dollars_per_hour,
     )
     return ENGINES.get(known["engine"])(pool), settings
 

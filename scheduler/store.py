@@ -66,6 +66,11 @@ CREATE TABLE leases (
 CREATE UNIQUE INDEX one_lease ON leases(job) WHERE state IN ('starting', 'running', 'stopping');
 CREATE INDEX leases_open ON leases(state) WHERE state != 'over';
 """
+# A table that earlier versions did not have.
+_MEASURED = (
+    "CREATE TABLE IF NOT EXISTS measured (kind TEXT NOT NULL, types TEXT NOT NULL, "
+    "ratios TEXT NOT NULL, PRIMARY KEY (kind, types))"
+)
 
 # Columns that earlier versions did not have.
 _LATER = (
@@ -101,7 +106,7 @@ class Store:
         store = cls(folder, _connected(folder / FILE))
         with store.transaction():
             if not store.rows("SELECT name FROM sqlite_master WHERE name = 'meta'"):
-                for statement in _TABLES.split(";\n"):
+                for statement in (*_TABLES.split(";\n"), _MEASURED):
                     store.run(statement)
                 store.set("format", FORMAT)
         store._refuse_others()
@@ -155,12 +160,14 @@ class Store:
         """Add what earlier versions did not note; it counts from now on."""
         if self._is_older():
             with self.transaction():
+                self.run(_MEASURED)
                 for table, column, kind in self._missing():  # nobody else has by now
                     self.run(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
                 self.set("format", FORMAT)
 
     def _is_older(self) -> bool:
-        return self.get("format") in _OLDER or bool(self._missing())
+        has_all = self.rows("SELECT name FROM sqlite_master WHERE name = 'measured'")
+        return self.get("format") in _OLDER or not has_all or bool(self._missing())
 
     def _missing(self) -> list[tuple[str, str, str]]:
         return [

@@ -29,6 +29,7 @@ def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked
     with sqlite3.connect(cluster.folder / FILE) as connection:
         connection.execute("ALTER TABLE jobs DROP COLUMN target_seconds")
         connection.execute("ALTER TABLE leases DROP COLUMN resizing_to")
+        connection.execute("DROP TABLE measured")
         connection.execute(
             "UPDATE meta SET value = '\"hetflow.cluster-state/1\"' WHERE key = 'format'"
         )
