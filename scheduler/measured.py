@@ -56,13 +56,17 @@ def ratios_of(store: Store, kind: str) -> Ratios:
 def ratio_on(ratios: Ratios, types: Iterable[str]) -> float:
     """Measured over predicted speed on some types; 1 where nothing is known.
 
-    On types that were not measured together the slowest part counts: a step ends with it.
+    A type that was not measured gets the median of those that were: a type is judged better than
+    another than by the profile only when both were measured. On types that were not measured
+    together the slowest one counts: a step ends with it.
     """
     names = sorted(set(types))
     known = ratios.get(_name(names))
-    if known is not None:
-        return known
-    return min((ratios[name] for name in names if name in ratios), default=1.0)
+    if known is not None or not ratios:
+        return 1.0 if known is None else known
+    alone = [ratio for name, ratio in ratios.items() if "," not in name]
+    usual = statistics.median(alone or [*ratios.values()])
+    return min(ratios.get(name, usual) for name in names)
 
 
 def corrected(rate: Rate, ratios: Ratios) -> Rate:

@@ -41,7 +41,7 @@ def rates(cluster: Cluster, number: int) -> list[float]:
 def test_a_job_that_is_slow_on_the_fast_type_goes_to_the_other_one(
     tmp_path: Path, asked: Asked, restarts: bool
 ) -> None:
-    """By its profile a job is twice as fast on the fast type; it turns out to be as slow again."""
+    """By its profile a job is twice as fast on the fast type; it turns out to be half as fast."""
     engine = FakeEngine(number=1)
     cluster = Cluster(tmp_path / "state", engine, "max_throughput")
     cluster.submit(asked("a", steps=1e6))
@@ -49,11 +49,14 @@ def test_a_job_that_is_slow_on_the_fast_type_goes_to_the_other_one(
     fast, slow = rates(cluster, 1)
     assert fast > slow
     assert [d.device_type for d in engine.running[engine.jobs()[1]].devices] == ["cpu:fast"]
+    cluster.submit(asked("its twin"))
     cluster.tick(ROUND)
     left = cluster.scheduler._state.active.left[0]
     assert left == pytest.approx(1e6 - ROUND * fast)
     measure(engine.jobs()[1], slower=4.0)
+    measure(engine.jobs()[2], slower=1.0)
     engine.end(engine.jobs()[1], 1)
+    engine.end(engine.jobs()[2], 0)
     cluster.tick(0.1)
     if restarts:
         cluster.restart()
@@ -63,7 +66,7 @@ def test_a_job_that_is_slow_on_the_fast_type_goes_to_the_other_one(
     assert rates(cluster, 1) == pytest.approx([fast / 4, slow])
     types = {job: engine.running[folder].devices[0].device_type
              for job, folder in engine.jobs().items()}  # fmt: skip
-    assert types == {1: "cpu:slow", 2: "cpu:fast"}
+    assert types == {1: "cpu:slow", 3: "cpu:fast"}
     left = cluster.scheduler._state.active.left[0]
     cluster.tick(2 * ROUND)
     steps = left - cluster.scheduler._state.active.left[0]
@@ -82,7 +85,7 @@ def test_proposals_are_made_by_what_was_measured(tmp_path: Path, asked: Asked) -
     cluster.tick(0.1)
     cluster.tick(ROUND)
     wish = cluster.scheduler._wish("1")
-    assert wish.rate((0, 2)) == pytest.approx(alone)  # type: ignore[union-attr]
+    assert wish.rate((0, 2)) == pytest.approx(alone / 2)  # type: ignore[union-attr]
     assert wish.rate((2, 2)) == pytest.approx(both / 2)  # type: ignore[union-attr]
 
 
@@ -100,9 +103,11 @@ def test_the_last_ratios_count_by_their_median_and_a_mix_by_its_slowest_part(
     assert known == {"a": 3.0, "a,b": 0.25}
     assert ratio_on(known, ["b", "a", "b"]) == 0.25
     assert ratio_on({"a": 3.0, "b": 2.0}, ["a", "b", "c"]) == 2.0
-    assert ratio_on(known, ["c"]) == 1.0
+    assert ratio_on(known, ["c"]) == 3.0  # as on the types that are known
+    assert ratio_on({"a,b": 0.25}, ["c"]) == 0.25
+    assert ratio_on({}, ["c"]) == 1.0
     alone = ModelThroughput(model="kind", scale_factor=2, steps_per_second={"a": 1.0, "b": 5.0})
-    assert corrected(alone, known).steps_per_second == {"a": 3.0, "b": 5.0}
+    assert corrected(alone, known).steps_per_second == {"a": 3.0, "b": 15.0}
     mix = MixThroughput(
         model="kind", scale_factor=3, devices={"a": 1, "b": 2}, steps_per_second=4.0
     )
