@@ -196,9 +196,7 @@ def _case(throughputs: Throughputs | Path | str, pool: Pool, options: Simulation
         num_devices=devices.num_devices,
         servers=devices.sizes,
         server_numbers=devices.server_numbers,
-        dollars_per_hour={
-            n: t.dollars_per_hour for n, t in devices.device_types.items() if t.dollars_per_hour
-        },
+        dollars_per_hour=devices.dollars_per_hour,
         **chosen,
     )
 

@@ -1,12 +1,15 @@
 """What a live cluster's scheduler costs: 2,000 jobs in the queue, 200 devices that do nothing.
 
-    python benchmarks/live_queue.py [--quick] [--json FILE]
+    python benchmarks/live_queue.py [--quick] [--policy NAME ...] [--json FILE]
 
 CPU seconds of a round (the decision, its transitions in the state, and asking the engine), of a
-tick between rounds, of ``hetflow queue`` in a process of its own, and of one answer of the
-dashboard; resident memory of the scheduler and the size of its state while 10,000 jobs come, run
-and end. Processor time is
-measured, not the disk's: ``fsync`` does nothing here.
+tick between rounds, of the tick after a job has ended, of ``hetflow queue`` in a process of its
+own, and of one answer of the dashboard; resident memory of the scheduler and the size of its state
+while 10,000 jobs come, run and end. Processor time is measured, not the disk's: ``fsync`` does
+nothing here.
+
+Under ``elastic`` and EasyScale's policies half of the jobs have a range of devices, and a job's end
+is followed by a decision at once. Under ``elastic`` all devices are of one type.
 """
 
 import argparse
@@ -29,12 +32,15 @@ from live_parts.models import NUM_MODELS, TYPES, prepare
 
 from hetflow.dashboard.snapshot import snapshot
 from hetflow.engines.protocol import EngineDevice, Fate, Work
+from hetflow.mechanisms import elastic
+from hetflow.mechanisms.easyscale import VARIANTS
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.scheduler.loop import Scheduler, Settings
 from hetflow.scheduler.store import FILE, Store
 from hetflow.scheduler.submission import Submission, submit
 
 ROUND_SECONDS = 360.0
+POLICIES = ("las_weighted", "finish_time_fairness", "easyscale", "easyscale-taking", "elastic")
 SERVER_SIZE = 4
 
 
@@ -43,6 +49,7 @@ class IdleEngine:
     """Devices that do nothing: a lease runs until somebody ends it."""
 
     each: int
+    types: tuple[str, ...] = tuple(kind for kind, _ in TYPES)
     running: set[Path] = field(default_factory=set)
     ended: dict[Path, int] = field(default_factory=dict)
     name: str = "idle"
@@ -51,7 +58,7 @@ class IdleEngine:
         """All of them, four on a server."""
         return tuple(
             EngineDevice(f"{kind}:{i}", kind, f"{kind}-{i // SERVER_SIZE}")
-            for kind, _ in TYPES
+            for kind in self.types
             for i in range(self.each)
         )
 
@@ -81,12 +88,17 @@ class IdleEngine:
         return Fate("ended", self.ended.pop(folder, 0))
 
 
-def asked(folder: Path, number: int) -> Submission:
-    """One of 24 kinds of jobs: 1, 2 or 4 devices, four models, two batch sizes."""
+def asked(folder: Path, number: int, *, grows: bool = False) -> Submission:
+    """One of 24 kinds of jobs: 1, 2 or 4 devices, four models, two batch sizes.
+
+    Every other one has a range up to that number of devices, where some grow.
+    """
+    most = (1, 1, 2, 4)[number // 8 % 4]
     return Submission(
         name=f"job {number}", script=str(folder / "train.py"), directory=str(folder),
         profiles=str(folder / f"model{number % NUM_MODELS}"), batch_size=(16, 32)[number // 4 % 2],
-        steps=1e6, devices=(1, 1, 2, 4)[number // 8 % 4], virtual_nodes=4,
+        steps=1e6, devices=most, virtual_nodes=4,
+        devices_at_most=most if grows and number // 32 % 2 else None,
         priority_weight=float(1 + number % 3),
     )  # fmt: skip
 
@@ -121,14 +133,17 @@ def one_answer(folder: Path, now: float) -> tuple[float, int]:
 
 def a_full_queue(folder: Path, jobs: int, each: int, policy: str, rounds: int) -> dict[str, object]:
     """Fill the queue, let some rounds pass, and time each."""
-    store, engine, now = state(folder / policy), IdleEngine(each), time.time() + 1.0
+    is_elastic = policy == elastic.NAME
+    grows = is_elastic or policy in VARIANTS
+    engine = IdleEngine(2 * each, (TYPES[0][0],)) if is_elastic else IdleEngine(each)
+    store, now = state(folder / policy), time.time() + 1.0
     os.environ["HETFLOW_STATE"] = str(folder / policy)
     rules = RoundRules(round_seconds=ROUND_SECONDS, reset_seconds=0.0)
     scheduler = Scheduler(store, engine, Settings(policy=policy, rules=rules))
     for number in range(jobs):
-        submit(store, asked(folder, number))
+        submit(store, asked(folder, number, grows=grows))
     first = cpu(scheduler.tick, now)
-    each_round, between, moves = [], [], []
+    each_round, between, moves, event = [], [], [], []
     for _ in range(rounds):
         before = len(engine.ended)
         now += ROUND_SECONDS
@@ -136,6 +151,8 @@ def a_full_queue(folder: Path, jobs: int, each: int, policy: str, rounds: int) -
         between.append(cpu(scheduler.tick, now + 0.1))  # settles who was asked to leave
         moves.append(len(engine.running) - before)
         idle = cpu(scheduler.tick, now + 0.2)
+        engine.end(min(engine.running), 0)
+        event.append(cpu(scheduler.tick, now + 0.3))
     queue = []
     for _ in range(5):
         start = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -150,12 +167,13 @@ def a_full_queue(folder: Path, jobs: int, each: int, policy: str, rounds: int) -
     return {
         "policy": policy,
         "jobs": jobs,
-        "devices": 2 * each,
+        "devices": len(engine.devices()),
         "running": len(engine.running),
         "admission_and_first_round_cpu_seconds": round(first, 3),
         "round_cpu_seconds": round(statistics.median(each_round), 3),
         "round_cpu_seconds_max": round(max(each_round), 3),
         "settling_cpu_seconds": round(statistics.median(between), 3),
+        "end_of_a_job_cpu_seconds": round(statistics.median(event), 3),
         "idle_tick_cpu_seconds": round(idle, 4),
         "queue_cpu_seconds": round(min(one for one, _ in queue), 3),
         "queue_wall_seconds": round(min(one for _, one in queue), 3),
@@ -197,6 +215,7 @@ def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the jobs and devices")
+    parser.add_argument("--policy", action="append", help="instead of those in the document")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     jobs, each, many = (200, 10, 1000) if arguments.quick else (2000, 100, 10_000)
@@ -207,9 +226,10 @@ def main() -> None:
         prepare(folder)
         found["full_queue"] = [
             a_full_queue(folder, jobs, each, policy, rounds=5)
-            for policy in ("las_weighted", "finish_time_fairness")
+            for policy in arguments.policy or POLICIES
         ]
-        found["many_jobs"] = many_jobs(folder, many, each)
+        if arguments.policy is None:
+            found["many_jobs"] = many_jobs(folder, many, each)
     print(json.dumps(found, indent=1))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

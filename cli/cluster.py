@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import asked_pool, emit
+from .common import ForceFlag, JsonFlag, asked_pool, emit
 
 StateOption = Annotated[
     Path, typer.Option("--state", envvar="HETFLOW_STATE", help="Folder of the cluster's state.")
@@ -38,6 +38,10 @@ def start(
         int,
         typer.Option(min=1, max=10**8, help="Seconds that a job has to save before it is killed."),
     ] = 30,
+    entities: Annotated[
+        Path | None,
+        typer.Option(help="The tree of entities that share the devices, for policy hierarchical."),
+    ] = None,
     state: StateOption = DEFAULT_STATE,
     dashboard: Annotated[
         str | None,
@@ -55,6 +59,7 @@ def start(
     hetflow cluster start --gpus 1xcpu:fast,2xcpu:slow --round 30
     hetflow cluster start --gpus 4xcpu:fast --policy elastic
     hetflow cluster start --gpus 1xcpu:fast,2xcpu:slow --policy easyscale
+    hetflow cluster start --gpus 4xcpu:fast --policy hierarchical --entities lab.toml
     hetflow submit train.toml
     hetflow queue
     """
@@ -62,10 +67,15 @@ def start(
     from ..planning.inputs import pool_of
     from ..scheduler.loop import Settings
     from ..scheduler.serve import serve
+    from ..scheduler.submission import read_entities
 
     pool = pool_of(asked_pool(gpus, cluster))
     rules = RoundRules(round_seconds=round_seconds, reset_seconds=0.0)
-    settings = Settings(policy=policy, rules=rules, grace_seconds=grace)
+    settings = Settings(
+        policy=policy, rules=rules, grace_seconds=grace,
+        entities=() if entities is None else read_entities(entities),
+        dollars_per_hour=pool.dollars_per_hour,
+    )  # fmt: skip
     if print_unit:
         emit(_unit(state))
         return
@@ -97,6 +107,32 @@ def drain(
     from ..scheduler.store import Store
 
     view.drain(Store.open(state), named, undo=undo)
+
+
+def correct(
+    job: Annotated[str, typer.Argument(help="The job's number, or its name.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the corrected profiles.")
+    ],
+    state: StateOption = DEFAULT_STATE,
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Correct a job's profiles by what finished jobs with the same profiles measured.
+
+    Counted are launches that trained to the end and were never resized, as by `hetflow profile
+    --from-run`, the last 20 of them. The profiles are written into a folder of their own.
+
+    \b
+    hetflow cluster correct train -o corrected
+    """
+    from ..scheduler import view
+    from ..scheduler.store import Store
+    from .profile import fold_runs
+
+    store = Store.open(state)
+    profiles, model, runs = view.finished_runs(store, view.job_number(store, job))
+    fold_runs(runs, profiles, model, output, force=force, json=json)
 
 
 def stop(state: StateOption = DEFAULT_STATE) -> None:

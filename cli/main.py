@@ -42,6 +42,7 @@ COMMANDS = {
     "simulate": Listed("simulate.simulate", "Simulate weeks of a cluster in seconds."),
     "cluster start": Listed("cluster.start", "Start a scheduler for a queue of jobs."),
     "cluster drain": Listed("cluster.drain", "Move jobs away from devices."),
+    "cluster correct": Listed("cluster.correct", "Turn what jobs measured into profiles."),
     "cluster replay": Listed("replay.replay", "Simulate a live cluster's jobs."),
     "cluster stop": Listed("cluster.stop", "Let jobs save, then stop the scheduler."),
     "submit": Listed("submit.submit", "Add a job to the queue.", _PASSED_ON),

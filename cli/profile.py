@@ -118,7 +118,11 @@ def profile(
     hetflow profile --from-run RUN --profiles profiles -o corrected
     """
     if from_run or profiles is not None:
-        _correct(target, from_run or [], profiles, name, output, force=force, json=json)
+        if target is not None:
+            raise ProblemError("--from-run measures nothing, so it takes no target", hint="drop it")
+        if not from_run or profiles is None:
+            raise ProblemError("--from-run RUN and --profiles DIR go together", hint="give both")
+        fold_runs(from_run, profiles, name, output, force=force, json=json)
         return
     if target is None:
         raise ProblemError("there is nothing to profile", hint="name a target, such as zoo:mlp")
@@ -169,10 +173,9 @@ def profile(
     note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")
 
 
-def _correct(
-    target: str | None,
+def fold_runs(
     run_folders: Sequence[Path],
-    folder: Path | None,
+    folder: Path,
     model: str | None,
     output: Path,
     *,
@@ -185,10 +188,6 @@ def _correct(
     from ..reports.corrections import corrections_table
     from ..schema import files
 
-    if target is not None:
-        raise ProblemError("--from-run measures nothing, so it takes no target", hint="drop it")
-    if not run_folders or folder is None:
-        raise ProblemError("--from-run RUN and --profiles DIR go together", hint="give both")
     runs = [read_run(path) for path in run_folders]
     before = profiles_of(folder, model or runs[0].record.plan.model)
     types = [profile.device_type for profile in before]

@@ -87,6 +87,8 @@ def replay(
     case = Case(
         throughputs=live.throughputs,
         num_devices=live.num_devices,
+        dollars_per_hour=live.dollars_per_hour,
+        entities=live.entities,
         policy=policy or live.policy,
         round_seconds=live.round_seconds,
         reset_seconds=0.0,

@@ -73,6 +73,10 @@ def submit(
     deadline: Annotated[
         float | None, typer.Option(help="Seconds from now until it should be done.")
     ] = None,
+    entity: Annotated[
+        str | None,
+        typer.Option(help="The node of `hetflow cluster start --entities` that it belongs to."),
+    ] = None,
     state: StateOption = DEFAULT_STATE,
     json: JsonFlag = False,
 ) -> None:
@@ -97,7 +101,7 @@ def submit(
         "virtual_nodes": virtual_nodes, "strategy": strategy,
         "microbatch_size": microbatch_size, "determinism": determinism,
         "checkpoint_every": checkpoint_every, "priority_weight": weight,
-        "deadline_seconds": deadline, "arguments": arguments or None,
+        "deadline_seconds": deadline, "entity": entity, "arguments": arguments or None,
     }  # fmt: skip
     given = {key: value for key, value in given.items() if value is not None}
     if script.suffix == ".toml":

@@ -3,12 +3,14 @@
 Devices that went down, were drained or rested are not in it, nor what held jobs up.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.files import from_json
-from ..schema.jobs import Job, Throughputs
+from ..schema.jobs import Entity, Job, Throughputs
 from .plans import as_job, rates_from, together
 from .store import STARTS, Store
 from .submission import Submission
@@ -47,6 +49,13 @@ class History:
     num_devices: dict[str, int]
     policy: str
     round_seconds: float
+    entities: tuple[Entity, ...] = ()
+    dollars_per_hour: dict[str, float] = field(default_factory=dict)
+
+
+def entities_of(started_with: Mapping[str, Any]) -> tuple[Entity, ...]:
+    """The tree of entities that a cluster was started with."""
+    return tuple(Entity(**one) for one in started_with.get("entities", ()))
 
 
 def history(store: Store) -> History:
@@ -66,6 +75,7 @@ def history(store: Store) -> History:
     rates_by_job = {row["number"]: rates_from(row["throughput"]) for row in rows}
     rates = {(one.model, one.scale_factor): one for own in rates_by_job.values() for one in own}
     known = store.get("started_with")
+    pool = from_json(known["pool"], Cluster, name="the pool")
     first = rows[0]["submitted"]
     jobs = []
     for row in rows:
@@ -87,7 +97,9 @@ def history(store: Store) -> History:
     return History(
         jobs=tuple(jobs),
         throughputs=together(rates.values()),
-        num_devices=dict(from_json(known["pool"], Cluster, name="the pool").num_devices),
+        num_devices=dict(pool.num_devices),
         policy=known["policy"],
         round_seconds=known["round_seconds"],
+        entities=entities_of(known),
+        dollars_per_hour=pool.dollars_per_hour,
     )

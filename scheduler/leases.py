@@ -48,6 +48,7 @@ class Lease:
     launch: int
     resizing_to: tuple[str, ...] = ()
     resize_asked: float | None = None
+    predicted_steps_per_second: float | None = None
 
     @property
     def holds_devices(self) -> bool:
@@ -94,6 +95,7 @@ def _lease(row: sqlite3.Row) -> Lease:
         row["job"], row["number"], tuple(json.loads(row["devices"])), row["state"],
         row["started"], row["stop_asked"], row["credited"], row["launch"] or row["number"],
         tuple(json.loads(row["resizing_to"] or "[]")), row["resize_asked"],
+        row["predicted_steps_per_second"],
     )  # fmt: skip
 
 

@@ -34,10 +34,12 @@ from ..mechanisms.rounds.decide import receive, round_end
 from ..mechanisms.rounds.rules import RoundRules
 from ..mechanisms.rounds.state import RoundState
 from ..mechanisms.rounds.stored import resumed, stored
-from ..schema.errors import FileError, HetflowError, ProblemError
+from ..schema.errors import FileError, HetflowError, InfeasibleError, ProblemError
 from ..schema.files import Plan, from_json
+from ..schema.jobs import Entity, Job, ModelThroughput
 from . import leases, resizes
 from .leases import Ended, Lease
+from .measured import Ratios, corrected, note, ratio_on, ratios_of
 from .plans import Rate, as_job, kind_of, plan_on, rates_from, rates_of, rates_to, together
 from .rests import Rests
 from .store import Store
@@ -60,21 +62,42 @@ _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
 class Settings:
     """How a live cluster is run. ``grace_seconds`` is what a job has to save in.
 
-    ``policy`` is one of allocation, ``elastic``, or one of ``easyscale.VARIANTS``.
+    ``policy`` is one of allocation, ``elastic``, or one of ``easyscale.VARIANTS``. ``entities`` are
+    the tree that jobs may name a node of, and ``dollars_per_hour`` the price of a device by type.
     """
 
     policy: str = "las"
     rules: RoundRules = field(default_factory=RoundRules)
     grace_seconds: int = 30
+    entities: tuple[Entity, ...] = ()
+    dollars_per_hour: Mapping[str, float] = field(default_factory=dict)
 
 
-def check_settings(engine: Engine, settings: Settings) -> None:
-    """Check that a policy can share the devices of an engine, before a state is made for it.
+def _pool_of(rates: Iterable[Rate], num_devices: dict[str, int], settings: Settings) -> Pool:
+    throughputs = together(rates)
+    return Pool(
+        throughputs=throughputs,
+        num_devices=num_devices,
+        dollars_per_hour=dict(settings.dollars_per_hour),
+        uses_mixes=bool(throughputs.mixes),
+    )
+
+
+def check_settings(settings: Settings, devices: Collection[EngineDevice]) -> None:
+    """Check that a policy can share the devices of a cluster, before a state is made for it.
 
     Raises:
-        ProblemError: There is no such policy, or it does not fit the devices.
+        ProblemError: There is no such policy, it does not fit the devices, or it needs prices or
+            entities that are not given.
     """
-    _policy_for(engine.devices(), settings)
+    if (policy := _policy_for(devices, settings)) is None:
+        return
+    # It shares the devices among one job, to see whether it can.
+    num_devices = dict(Counter(device.device_type for device in devices))
+    rate = ModelThroughput(model="any", steps_per_second=dict.fromkeys(num_devices, 1.0))
+    rounds = RoundState.empty(_pool_of([rate], num_devices, settings))
+    rounds.admit([Job(id="any", model="any", steps=1.0)], 0.0)
+    policy.alone.allocate(rounds.active, 0.0)
 
 
 class Scheduler:
@@ -97,11 +120,14 @@ class Scheduler:
         self._variant = easyscale.VARIANTS.get(settings.policy)
         self._most_devices = most_devices(settings.policy)
         self._places = _Places(tuple(self._devices.values()))
+        self._is_alone = settings.policy == elastic.NAME and self._places.servers is None
         self._rests = Rests(store)
         self._submissions: dict[int, Submission] = {}
         self._rates: dict[tuple[str, int], Rate] = {}
         self._numbers: dict[str, tuple[int, ...]] = {}  # of devices that each job can hold
         self._wishes: dict[str, easyscale.Wish] = {}
+        self._ratios: dict[str, Ratios] = {}  # of kinds of jobs, as they are asked for
+        self._has_measured = False  # what no decision has seen
         self._round_ends: float | None = store.get("round_ends")
         self._has_news = True  # since the last decision
         names = sorted(self._devices)
@@ -152,12 +178,33 @@ class Scheduler:
         return state
 
     def _pool(self) -> Pool:
-        throughputs = together(self._rates.values())
-        return Pool(
-            throughputs=throughputs,
-            num_devices=self._places.num_devices,
-            uses_mixes=bool(throughputs.mixes),
-        )
+        rates = (corrected(rate, self._ratios_of(rate.model)) for rate in self._rates.values())
+        return _pool_of(rates, self._places.num_devices, self._settings)
+
+    def _ratios_of(self, kind: str) -> Ratios:
+        if kind not in self._ratios:
+            self._ratios[kind] = ratios_of(self._store, kind)
+        return self._ratios[kind]
+
+    def _learn(self, ended: Ended) -> None:
+        """Let the next decision know how fast a job was."""
+        asked, lease = self._submission(ended.lease.job), ended.lease
+        types = {self._devices[name].device_type for name in lease.devices}
+        measured = ended.measured_steps_per_second
+        if note(self._store, kind_of(asked), types, lease.predicted_steps_per_second, measured):
+            self._has_measured = True
+
+    def _use_measured(self) -> None:
+        """Decide by what was measured from now on.
+
+        A policy sees it when it next shares the pool: if it shared anew for that alone, the time
+        that jobs received would be counted from the start again and again.
+        """
+        if self._has_measured:
+            self._has_measured = False
+            self._ratios.clear()
+            self._wishes.clear()
+            self._state = resumed(stored(self._state), self._pool())
 
     def _submission(self, job: int) -> Submission:
         if job not in self._submissions:
@@ -213,6 +260,7 @@ class Scheduler:
                 leases.end(
                     self._store, ended.lease, now, ended.exit_code, ended.measured_steps_per_second
                 )
+                self._learn(ended)
                 self._after(ended, now)
             self._save()
 
@@ -337,8 +385,11 @@ class Scheduler:
 
     def _rates_or_why(self, job: int) -> tuple[Rate, ...] | HetflowError:
         """How fast a job is with each number of devices, or why it can never run."""
+        asked, known = self._submission(job), [one.name for one in self._settings.entities]
+        if asked.entity is not None and known and asked.entity not in known:
+            return ProblemError(f"it belongs to {asked.entity!r}, which is none of the entities")
         try:
-            rates = self._rates_of(self._submission(job))
+            rates = self._rates_of(asked)
         except HetflowError as error:
             return error
         why = self._oversize(rates[-1].scale_factor)
@@ -397,9 +448,15 @@ class Scheduler:
 
     def _rates_of(self, asked: Submission) -> tuple[Rate, ...]:
         """How fast a new job is; HetflowError says why it can never run."""
-        if self._variant is None:
-            return rates_of(asked, self._places.num_devices, self._no_mixes)
         places = self._places
+        if self._policy is None and self._variant is None:
+            try:
+                return rates_of(asked, places.largest)
+            except InfeasibleError as error:
+                where = "" if self._is_alone else "; all devices of a job are on one server"
+                raise InfeasibleError(f"{error.message}{where}", hint=error.hint) from None
+        if self._variant is None:
+            return rates_of(asked, places.num_devices, self._no_mixes)
         return rates_and_wish(asked, places.num_devices, places.layout, self._variant)[0]
 
     def _hold_oversized(self, now: float) -> None:
@@ -450,7 +507,7 @@ class Scheduler:
     def _is_due(self, now: float) -> bool:
         if not len(self._state.active):
             return False
-        if self._policy is None and self._variant is None and self._rests.resting(now):
+        if self._is_alone and self._rests.resting(now):
             return False  # it is the only server: all its jobs would have to stop
         if self._round_ends is None:
             return True
@@ -543,6 +600,7 @@ class Scheduler:
         with store.transaction():
             self._aim(now)
             self._credit(open_, now)
+            self._use_measured()
             found = self._chosen(open_, now)
             self._plan_next(open_, {int(job): seat for job, seat in found.items()}, now)
             self._has_news = False
@@ -563,20 +621,23 @@ class Scheduler:
             )  # fmt: skip
         if self._policy is None:
             return elastic.next_shares(
-                self._state, self._numbers, now, sizes=sizes, down=down, held=held
-            )
+                self._state, self._numbers, now, sizes=sizes, down=down, held=held,
+                kept=self._kept(open_, now),
+            )  # fmt: skip
         allocator = self._policy.for_pool(self._state.pool)
-        found = next_round(
-            self._state, allocator, now, self._settings.rules, sizes=sizes, down=down, held=held
-        )
+        rules = replace(self._settings.rules, fills_idle=not allocator.leaves_idle)
+        found = next_round(self._state, allocator, now, rules, sizes=sizes, down=down, held=held)
         return {**found, **self._kept(open_, now)}
 
     def _wish(self, job: str) -> easyscale.Wish:
         if job not in self._wishes:
             asked = self._submission(int(job))
-            rates = [one for key in self._numbers[job]
+            ratios = self._ratios_of(kind_of(asked))
+            rates = [corrected(one, ratios) for key in self._numbers[job]
                      if (one := self._rates.get((kind_of(asked), key)))]  # fmt: skip
-            self._wishes[job] = wish_of(asked, rates, list(self._places.num_devices))
+            self._wishes[job] = wish_of(
+                asked, rates, list(self._places.num_devices), partial(ratio_on, ratios)
+            )
         return self._wishes[job]
 
     def _kept(self, open_: Sequence[Lease], now: float) -> dict[str, Seat]:
@@ -746,9 +807,9 @@ class _Policy:
     mixing: Allocator
 
     @classmethod
-    def named(cls, name: str) -> "_Policy":
-        alone = allocator_named(name, others=(elastic.NAME, *easyscale.VARIANTS))
-        mixing = allocator_named(name, columns=True)
+    def named(cls, name: str, entities: tuple[Entity, ...]) -> "_Policy":
+        alone = allocator_named(name, others=(elastic.NAME, *easyscale.VARIANTS), entities=entities)
+        mixing = allocator_named(name, columns=True, entities=entities)
         if alone.shares_space:
             raise ProblemError(f"{name} puts two jobs on a device, which a live cluster does not")
         # One of each class, which remembers what it saw.
@@ -765,23 +826,21 @@ def _policy_for(devices: Collection[EngineDevice], settings: Settings) -> _Polic
         ProblemError: As ``check_settings``.
     """
     if settings.policy == elastic.NAME:
-        _refuse_several(devices)
+        _refuse_several_types(devices)
         return None
-    return None if settings.policy in easyscale.VARIANTS else _Policy.named(settings.policy)
+    if settings.policy in easyscale.VARIANTS:
+        return None
+    return _Policy.named(settings.policy, settings.entities)
 
 
-def _refuse_several(devices: Collection[EngineDevice]) -> None:
+def _refuse_several_types(devices: Collection[EngineDevice]) -> None:
     """Weighted fair sharing counts devices alone."""
-    for what, names in (
-        ("device type", {device.device_type for device in devices}),
-        ("server", {device.server for device in devices}),
-    ):
-        if len(names) > 1:
-            raise ProblemError(
-                f"{elastic.NAME} shares devices of one {what}, the cluster has "
-                f"{', '.join(sorted(names))[:200]}",
-                hint=f"start with one {what}, or take easyscale or a policy of `hetflow allocate`",
-            )
+    types = sorted({device.device_type for device in devices})
+    if len(types) > 1:
+        raise ProblemError(
+            f"{elastic.NAME} shares devices of one type, the cluster has {', '.join(types)[:200]}",
+            hint="start with one type, or take easyscale or a policy of `hetflow allocate`",
+        )
 
 
 class _Places:
@@ -806,6 +865,11 @@ class _Places:
         self.layout = Layout(
             self.sizes, tuple(tuple(map(servers.index, row)) for row in rows.values())
         )
+
+    @property
+    def largest(self) -> dict[str, int]:
+        """Devices of each type on the server that has most of them."""
+        return {name: max(row) for name, row in zip(self.num_devices, self.sizes, strict=True)}
 
     @property
     def servers(self) -> tuple[tuple[int, ...], ...] | None:

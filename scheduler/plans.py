@@ -285,4 +285,5 @@ def as_job(number: int, asked: Submission, submitted: float, rates: Sequence[Rat
         arrival_seconds=submitted,
         priority_weight=asked.priority_weight,
         slo_seconds=asked.deadline_seconds,
+        entity=asked.entity,
     )

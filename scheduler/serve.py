@@ -16,7 +16,8 @@ from ..engines.registry import ENGINES
 from ..mechanisms.rounds.rules import RoundRules
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, ProblemError
-from ..schema.files import from_json, to_json
+from ..schema.files import from_json, to_json, to_plain
+from .history import entities_of
 from .loop import Scheduler, Settings, check_settings
 from .store import Store, lock
 
@@ -51,7 +52,7 @@ def serve(
         HetflowError: Another scheduler is there, or the state cannot be read or written.
     """
     made = ENGINES.get(engine)(pool)
-    check_settings(made, settings)  # else a new folder would hold the state of no cluster
+    check_settings(settings, made.devices())  # else a new folder would hold the state of no cluster
     store = Store.create(folder)
     with lock(folder):
         steady = _Steady(partial(Scheduler, store, made, settings), say)  # before, it may refuse
@@ -160,6 +161,7 @@ def _described(pool: Cluster, engine: str, settings: Settings) -> dict[str, obje
         "policy": settings.policy,
         "round_seconds": rules.round_seconds,
         "grace_seconds": settings.grace_seconds,
+        "entities": [to_plain(entity) for entity in settings.entities],
     }
 
 
@@ -170,6 +172,8 @@ def _as_started(store: Store) -> tuple[Engine, Settings]:
         policy=known["policy"],
         rules=RoundRules(round_seconds=known["round_seconds"], reset_seconds=0.0),
         grace_seconds=known["grace_seconds"],
+        entities=entities_of(known),
+        dollars_per_hour=pool.dollars_per_hour,
     )
     return ENGINES.get(known["engine"])(pool), settings
 

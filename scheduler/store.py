@@ -68,6 +68,11 @@ CREATE TABLE leases (
 CREATE UNIQUE INDEX one_lease ON leases(job) WHERE state IN ('starting', 'running', 'stopping');
 CREATE INDEX leases_open ON leases(state) WHERE state != 'over';
 """
+# A table that earlier versions did not have.
+_MEASURED = (
+    "CREATE TABLE IF NOT EXISTS measured (kind TEXT NOT NULL, types TEXT NOT NULL, "
+    "ratios TEXT NOT NULL, PRIMARY KEY (kind, types))"
+)
 
 # Columns that earlier versions did not have.
 _LATER = (
@@ -156,12 +161,14 @@ class Store:
         """Add what earlier versions did not note; it counts from now on."""
         if self._is_older():
             with self.transaction():
+                self.run(_MEASURED)
                 for table, column, kind in self._missing():  # nobody else has by now
                     self.run(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
                 self.set("format", FORMAT)
 
     def _is_older(self) -> bool:
-        return self.get("format") in _OLDER or bool(self._missing())
+        has_all = self.rows("SELECT name FROM sqlite_master WHERE name = 'measured'")
+        return self.get("format") in _OLDER or not has_all or bool(self._missing())
 
     def _missing(self) -> list[tuple[str, str, str]]:
         return [
@@ -289,7 +296,7 @@ def _begin(folder: Path) -> None:
         handle, made = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
         os.close(handle)
         with closing(sqlite3.connect(made)) as connection, connection:
-            connection.executescript(_TABLES)
+            connection.executescript(f"{_TABLES}{_MEASURED};")
             connection.execute("INSERT INTO meta VALUES (?, ?)", ("format", json.dumps(FORMAT)))
         os.replace(made, path)
     except OSError as error:

@@ -16,8 +16,10 @@ from ..protocol.lower import check_pipeline_level
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import from_json, to_json
+from ..schema.jobs import Entity, Jobs
 from ..schema.launch import Determinism
 from ..schema.records import Count, Index, Name, Positive, PositiveSeconds, record, register_keys
+from ..schema.spelling import nearest
 from .store import Store
 
 PATHS = ("script", "profiles", "directory")
@@ -38,7 +40,8 @@ class Submission:
     most. ``steps`` are those that it makes in all. ``virtual_nodes`` and ``determinism`` are those
     of ``hetflow solve`` and ``hetflow launch``: with ``elastic``, the default where virtual nodes
     are given, a job ends with the same parameters whatever devices it was moved to.
-    ``checkpoint_every`` counts steps; a job also saves whenever it has to leave.
+    ``checkpoint_every`` counts steps; a job also saves whenever it has to leave. ``entity`` is the
+    node of the cluster's tree that it belongs to.
 
     ``strategy`` says what the plan is; ``auto`` takes on each turn the fastest of the three kinds.
     All but splits need ``microbatch_size``: a checkpoint can be loaded under the plan of other
@@ -65,6 +68,7 @@ class Submission:
     checkpoint_every: Index = 0
     priority_weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     deadline_seconds: PositiveSeconds | None = None
+    entity: Name | None = None
 
     def __post_init__(self) -> None:
         self._check_range()
@@ -124,12 +128,7 @@ def read_submission(path: Path, given: Mapping[str, Any]) -> Submission:
     Raises:
         FileError: It is missing, not TOML, or has faults; all of them are named at once.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: not valid TOML: {error}") from None
+    values = _read_toml(path)
     for key in PATHS:
         if isinstance(values.get(key), str):
             values[key] = str(path.parent / values[key])
@@ -138,6 +137,22 @@ def read_submission(path: Path, given: Mapping[str, Any]) -> Submission:
             others = set[str]().union(*_FORMS) - form
             values = {key: value for key, value in values.items() if key not in others}
     return submission({**values, **given}, base=path.parent, name=str(path))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: not valid TOML: {error}") from None
+
+
+def _as_json(values: dict[str, Any], name: str) -> str:
+    try:
+        return json.dumps(values)
+    except (TypeError, ValueError):  # a date, or nan
+        raise FileError(f"{name}: dates and nan mean nothing here; write a number") from None
 
 
 def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
@@ -166,11 +181,7 @@ def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
     for key in PATHS:
         if isinstance(values.get(key), str):
             values[key] = str(Path(values[key]).absolute())
-    try:
-        text = json.dumps(values)
-    except (TypeError, ValueError):  # a date, or nan
-        raise FileError(f"{name}: dates and nan mean nothing here; write a number") from None
-    asked = from_json(text, Submission, name=name)
+    asked = from_json(_as_json(values, name), Submission, name=name)
     if not Path(asked.script).is_file():
         raise ProblemError(f"{name}: script {asked.script}: no such file")
     if not Path(asked.profiles).exists():
@@ -246,8 +257,40 @@ def _check_profiles(asked: Submission, name: str, microbatch_size: int) -> None:
         )
 
 
+def read_entities(path: Path) -> tuple[Entity, ...]:
+    """Read a cluster's tree of entities: a TOML file with a table ``[[entities]]`` for each.
+
+    Raises:
+        FileError: It is missing, not TOML, or has faults.
+        ProblemError: The tree makes no sense.
+    """
+    values = _read_toml(path)
+    if set(values) != {"entities"}:
+        raise FileError(f"{path}: holds no entities", hint="write a table [[entities]] for each")
+    for one in values["entities"] if isinstance(values["entities"], list) else ():
+        if isinstance(one, dict) and type(one.get("weight")) is int:
+            one["weight"] = float(one["weight"])
+    text = _as_json({"schema": "hetflow.jobs/1", "jobs": [], **values}, str(path))
+    return from_json(text, Jobs, name=str(path)).entities
+
+
 def submit(store: Store, asked: Submission) -> int:
-    """Add a job to the queue; its number."""
+    """Add a job to the queue; its number.
+
+    Raises:
+        ProblemError: The cluster was started with entities, and the job's is none of them.
+    """
+    known = (store.get("started_with") or {}).get("entities")
+    if asked.entity is not None and known is not None:
+        names = [one["name"] for one in known]
+        if asked.entity not in names:
+            guess = nearest(asked.entity, names)
+            raise ProblemError(
+                f"entity {asked.entity!r}: the cluster has none of that name",
+                hint=f"did you mean {guess!r}?" if guess
+                else f"it has {', '.join(names)[:200]}" if names
+                else "start it with --entities FILE",
+            )  # fmt: skip
     with store.transaction():
         return store.run(
             "INSERT INTO jobs (submission, submitted) VALUES (?, ?)", to_json(asked), time.time()

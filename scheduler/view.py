@@ -197,6 +197,40 @@ def outputs(store: Store, number: int) -> list[tuple[str, Path]]:
     return [(each, path) for each, path in paths if path.is_file()]
 
 
+def finished_runs(
+    store: Store, number: int, *, most: int = 20
+) -> tuple[Path, str | None, list[Path]]:
+    """A job's profiles and model, and the runs of jobs done with these, the last ones first.
+
+    Args:
+        store: The state.
+        number: The job.
+        most: How many runs; those that changed devices while they ran are left out.
+
+    Raises:
+        ProblemError: There is no such run.
+    """
+    from .leases import RUN  # and with it the planner, which the queue does not wait for
+
+    [row] = store.rows("SELECT submission FROM jobs WHERE number = ?", number)
+    asked = json.loads(row["submission"])
+    rows = store.rows(
+        "SELECT jobs.number, leases.number AS lease FROM jobs JOIN leases "
+        "ON leases.job = jobs.number AND leases.exit_code = 0 AND leases.launch IS NULL "
+        "WHERE jobs.state = 'done' AND json_extract(submission, '$.profiles') = ? "
+        "AND json_extract(submission, '$.model') IS ? ORDER BY leases.ended DESC LIMIT ?",
+        asked["profiles"], asked.get("model"), most,
+    )  # fmt: skip
+    folders = [store.lease_folder(row["number"], row["lease"]) / RUN for row in rows]
+    found = [folder for folder in folders if (folder / "run.json").is_file()]
+    if not found:
+        raise ProblemError(
+            f"no job with the profiles of job {number} has trained to its end yet",
+            hint="wait until `hetflow queue` shows one that is done",
+        )
+    return Path(asked["profiles"]), asked.get("model"), found
+
+
 def is_open(store: Store, number: int) -> bool:
     """Whether a job may still write something."""
     [row] = store.rows("SELECT state FROM jobs WHERE number = ?", number)

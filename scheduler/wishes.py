@@ -4,7 +4,7 @@ A job's database of plans (EasyScale 3.4, companion module) begins with its thro
 alone. Plans on several types are made when a decision first asks for them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..mechanisms.cluster.layout import Layout
 from ..mechanisms.easyscale import ByType, Elastic, Fixed, Variant, Wish, alone
@@ -48,13 +48,19 @@ def rates_and_wish(
     return rates, wish
 
 
-def wish_of(asked: Submission, rates: Sequence[Rate], types: Sequence[str]) -> Wish:
+def wish_of(
+    asked: Submission,
+    rates: Sequence[Rate],
+    types: Sequence[str],
+    ratio: Callable[[Iterable[str]], float] = lambda types: 1.0,
+) -> Wish:
     """What a job can run on.
 
     Args:
         asked: The job.
         rates: Those that are known.
         types: Of the cluster, in order.
+        ratio: Measured over predicted speed on some types, for rates that are made later.
     """
     known = dict[ByType, float]()
     for one in rates:
@@ -77,7 +83,8 @@ def wish_of(asked: Submission, rates: Sequence[Rate], types: Sequence[str]) -> W
         if counts not in known:
             used = {name: number for name, number in zip(types, counts, strict=True) if number}
             try:
-                known[counts] = rate_on(asked, used) if len(used) > 1 or not rates else 0.0
+                is_known = len(used) == 1 and bool(rates)
+                known[counts] = 0.0 if is_known else rate_on(asked, used) * ratio(used)
             except FileError:
                 return 0.0  # its profiles are gone
         return known[counts]

@@ -103,6 +103,12 @@ class Cluster:
             for name in self.num_devices
         )
 
+    @property
+    def dollars_per_hour(self) -> dict[str, float]:
+        """The price of a device of each type that has one."""
+        prices = {name: kind.dollars_per_hour for name, kind in self.device_types.items()}
+        return {name: dollars for name, dollars in prices.items() if dollars}
+
     def shares_servers(self, device_type: str) -> bool:
         """Whether some server with this type has several devices, of any types."""
         return any(

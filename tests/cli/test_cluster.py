@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.engines.protocol import OUTPUT
+from hetflow.engines.protocol import OUTPUT, EngineDevice
+from hetflow.scheduler.loop import Settings, check_settings
 from hetflow.scheduler.store import Store, lock
+from hetflow.scheduler.submission import read_entities
+from hetflow.schema.jobs import Entity
 
 
 @pytest.fixture
@@ -200,3 +203,72 @@ def test_a_unit_is_printed_with_what_systemd_would_expand_quoted(
     assert '"--state" "a \\"b\\" $$c %%d"' in unit
     assert "--print-unit" not in unit
     assert "KillMode=process" in unit
+
+
+TREE = """
+[[entities]]
+name = "vision"
+weight = 3
+
+[[entities]]
+name = "speech"
+policy = "fifo"
+"""
+
+
+def test_jobs_belong_to_entities_that_the_cluster_knows(
+    state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tree.toml").write_text(TREE)
+    tree = read_entities(tmp_path / "tree.toml")
+    assert tree == (Entity(name="vision", weight=3.0), Entity(name="speech", policy="fifo"))
+    assert run([*SUBMIT, "--entity", "vision", "train.py"]) == 0  # nobody knows yet
+    store = Store.open(state)
+    for names, words, hint in (
+        (["vision", "speech"], "vison", "did you mean 'vision'?"),
+        (["vision", "speech"], "xyz", "it has vision, speech"),
+        ([], "vision", "start it with --entities FILE"),
+    ):
+        with store.transaction():
+            store.set("started_with", {"entities": [{"name": name} for name in names]})
+        capsys.readouterr()
+        assert run([*SUBMIT, "--entity", words, "train.py"]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].endswith(hint)
+    assert len(rows(capsys)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no entities"),
+        ("entities = 3", "entities"),
+        ('[[entities]]\nname = "a"\nparent = "b"', "'b', which is not an entity"),
+        ('[[entities]]\nname = "a"\nparent = "a"', "cycle"),
+        ('[[entities]]\nname = "a"\nwait = 1', "wait"),
+        ('[[entities]]\nname = "a"\nweight = 1999-01-01', "dates"),
+        ("[[entities]", "not valid TOML"),
+    ],
+)
+def test_a_tree_with_faults_is_refused_in_a_line(
+    state: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    Path("tree.toml").write_text(text)
+    assert run(["cluster", "start", "--gpus", "1xcpu:fast", "--entities", "tree.toml"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert all(line.startswith("hint: ") for line in error.splitlines()[1:])
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"), [("hierarchical", "needs entities"), ("min_cost", "price")]
+)
+def test_a_policy_that_lacks_something_is_refused_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, message: str
+) -> None:
+    words = ["cluster", "start", "--gpus", "1xcpu:fast", "--policy", policy]
+    assert run([*words, "--state", str(tmp_path / "state")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()
+    tree = (Entity(name="a"),)
+    settings = Settings(policy=policy, entities=tree, dollars_per_hour={"cpu:fast": 1.0})
+    check_settings(settings, [EngineDevice("cpu:fast:0", "cpu:fast", "here")])

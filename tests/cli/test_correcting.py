@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hetflow.scheduler.store import Store
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import Profile
@@ -74,6 +75,37 @@ def runs(hetflow: Hetflow, profiles: Path, tmp_path: Path) -> Path:
 def correct(hetflow: Hetflow, runs: Path, profiles: Path, output: Path, *more: object) -> Any:
     from_run = ("profile", "--from-run", runs / "first", "--profiles", profiles)
     return hetflow(*from_run, "-o", output, *more)
+
+
+def test_jobs_that_a_live_cluster_has_done_correct_their_profiles(
+    hetflow: Hetflow, profiles: Path, runs: Path, tmp_path: Path
+) -> None:
+    """Once more: the same as from the run by hand."""
+    assert correct(hetflow, runs, profiles, tmp_path / "by hand").code == 0
+    (tmp_path / "train.py").write_text("")
+    (store := Store.create(tmp_path / "state")).set("drainable", [])
+    submit = ("submit", "--state", store.folder, "--profiles", profiles, "--batch-size", 256)
+    submit = (*submit, "--steps", 40, "--model", "resnet50")
+    for _ in range(4):
+        assert hetflow(*submit, "--name", "a", tmp_path / "train.py").code == 0
+    corrects = ("cluster", "correct", "--state", store.folder)
+    answer = hetflow(*corrects, 2, "-o", tmp_path / "new")
+    assert (answer.code, "has trained to its end yet" in answer.stderr) == (2, True)
+    rows = [(1, 1, 143, None), (1, 2, 0, None), (2, 1, 0, 1), (3, 1, 0, None)]
+    for job, lease, code, launch in rows:  # done, done after a resize, done without a record
+        store.run("INSERT INTO leases (job, number, devices, state, planned, exit_code, launch) "
+                  "VALUES (?, ?, '[]', 'over', 0, ?, ?)", job, lease, code, launch)  # fmt: skip
+        store.run("UPDATE jobs SET state = 'done' WHERE number = ?", job)
+    folder = store.lease_folder(1, 2) / "run"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_bytes((runs / "first" / "run.json").read_bytes())
+    answer = hetflow(*corrects, 4, "-o", tmp_path / "new", "--json")
+    assert answer.code == 0, answer.stderr
+    found = {p.device_type: p for p in files.read_profiles(tmp_path / "new")}
+    for expected in files.read_profiles(tmp_path / "by hand"):
+        own = found[expected.device_type]
+        assert replace(own, provenance=None) == replace(expected, provenance=None)
+    assert found["V100"].batch_curve[-1].step_seconds == NODE_SECONDS
 
 
 def test_a_run_makes_a_new_folder_of_profiles(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hetflow.mechanisms.cluster.pool import Pool
 from hetflow.mechanisms.cluster.seats import Seat
 from hetflow.mechanisms.elastic import next_shares
-from hetflow.mechanisms.fair_share import Claim, share_elastically
+from hetflow.mechanisms.fair_share import Claim, fair_shares, share_elastically
 from hetflow.mechanisms.rounds.state import RoundState
 from hetflow.mechanisms.rounds.stored import resumed, stored
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
@@ -123,3 +123,72 @@ def test_a_device_that_is_down_is_given_to_nobody() -> None:
     seats = next_shares(state, {"b": (2,)}, 1.0, sizes=SIZES, down=[first[0]], held=seats)
     assert seats == {"a": first[1:], "b": second}
     assert state.active.share.sum(axis=0) * state.active.scale == pytest.approx([1, 2])
+
+
+_EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from([1.0, 2.0, 5.0]), st.integers(1, NUMBER)),  # a job comes
+        st.integers(0, 6),  # one ends, of those that are there
+    ),
+    min_size=1, max_size=10,
+)  # fmt: skip
+
+
+@settings(max_examples=examples(80))
+@given(st.lists(st.integers(1, NUMBER), min_size=1, max_size=3), _EVENTS)
+def test_each_server_shares_its_devices_by_weight_among_the_jobs_on_it(
+    row: list[int], events: list[tuple[float, int] | int]
+) -> None:
+    state, seats, left = RoundState.empty(POOL, (tuple(row),)), dict[str, Seat](), dict[str, Job]()
+    for now, event in enumerate(events):
+        if isinstance(event, tuple):
+            weight, most = event
+            job = Job(id=f"{now}", model="m", steps=9.0, scale_factor=most,
+                      arrival_seconds=float(now), priority_weight=weight)  # fmt: skip
+            left[job.id] = job
+            state.admit([job], 5.0)
+        elif left:
+            gone = list(left)[event % len(left)]
+            del left[gone]
+            state.leave({gone})
+        before = {job: seat for job, seat in seats.items() if job in left}
+        seats = next_shares(state, {}, float(now), sizes=(tuple(row),), held=before)
+        home = {job: {place for _, place, _ in seat} for job, seat in seats.items()}
+        assert all(len(places) == 1 for places in home.values())
+        for job in before.keys() & home.keys():  # it moves only for twice as many devices
+            stays = home[job] == {before[job][0][1]}
+            assert stays or len(seats[job]) >= 2 * len(before[job]), (before, seats)
+        taken = [device for seat in seats.values() for device in seat]
+        assert len(taken) == len(set(taken))
+        for place, size in enumerate(row):
+            here = [left[job] for job, places in home.items() if place in places]
+            weights, most = [j.priority_weight for j in here], [j.scale_factor for j in here]
+            shares = zip(fair_shares(weights, most, size), weights, strict=True)
+            held = [(len(seats[j.id]), j.priority_weight) for j in here]
+            assert sorted(shares) == sorted(held)  # of equals either may have one more
+        if len(left) <= sum(row) and len({job.priority_weight for job in left.values()}) <= 1:
+            assert seats.keys() == left.keys()  # nobody waits while somebody could share
+
+
+def test_jobs_go_where_they_get_most_and_stay_where_a_server_rests() -> None:
+    sizes = ((2, 2),)
+    state = RoundState.empty(POOL, sizes)
+    jobs = [Job(id=name, model="m", steps=9.0, scale_factor=2) for name in "abc"]
+    state.admit(jobs[:1], 5.0)
+    first = next_shares(state, {}, 0.0, sizes=sizes)
+    state.admit(jobs[1:2], 5.0)
+    two = next_shares(state, {}, 1.0, sizes=sizes, held=first)
+    assert two == {"a": ((0, 0, 0), (0, 0, 1)), "b": ((0, 1, 0), (0, 1, 1))}
+    state.admit(jobs[2:], 5.0)
+    rests = [(0, 0, 0), (0, 0, 1)]
+    kept = {"a": two["a"]}
+    three = next_shares(state, {}, 2.0, sizes=sizes, held=two, down=rests, kept=kept)
+    assert three == {"a": two["a"], "b": ((0, 1, 0),), "c": ((0, 1, 1),)}
+    assert state.active.share.sum(axis=0) * state.active.scale == pytest.approx([2, 1, 1])
+    lost = next_shares(state, {}, 3.0, sizes=sizes, held=three, down=rests)
+    assert {place for seat in lost.values() for _, place, _ in seat} == {1}
+    back = next_shares(state, {}, 4.0, sizes=sizes, held=lost)
+    assert {job: len(seat) for job, seat in back.items()} == {"a": 2, "b": 1, "c": 1}
+    state.leave({"a"})
+    alone = next_shares(state, {}, 5.0, sizes=sizes, held={**back, "a": ()})
+    assert alone == {"b": ((0, 0, 0), (0, 0, 1)), "c": ((0, 1, 0), (0, 1, 1))}

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -116,21 +117,58 @@ def test_the_numbers_of_a_range_are_those_with_a_plan(tmp_path: Path, asked: Ask
     assert list(fake.running.values()) == [work]
 
 
-@pytest.mark.parametrize(
-    ("servers", "said"),
-    [({}, "one device type, the cluster has cpu:fast, cpu:slow"), (None, "one server")],
-)
-def test_fair_sharing_is_refused_where_devices_differ(
-    tmp_path: Path, servers: dict[str, str] | None, said: str
-) -> None:
-    engine = FakeEngine() if servers is not None else _Apart()
-    with pytest.raises(ProblemError, match=said):
-        Cluster(tmp_path / "state", engine, "elastic")
+def test_fair_sharing_is_refused_where_types_differ(tmp_path: Path) -> None:
+    with pytest.raises(ProblemError, match="devices of one type, the cluster has cpu:fast, cpu:sl"):
+        Cluster(tmp_path / "state", FakeEngine(), "elastic")
 
 
+@dataclass
 class _Apart(FakeEngine):
+    """Four fast devices on each of two servers, on which nothing is resized."""
+
     def devices(self) -> tuple[EngineDevice, ...]:
-        return tuple(EngineDevice(f"gpu:{i}", "gpu", f"server{i}", True) for i in range(2))
+        return tuple(
+            EngineDevice(f"{place}/cpu:fast:{i}", "cpu:fast", place)
+            for place in ("here", "there")
+            for i in range(4)
+        )
+
+    def held(self) -> dict[int, list[str]]:
+        return {job: [device.name for device in self.running[folder].devices]
+                for job, folder in sorted(self.jobs().items())}  # fmt: skip
+
+
+def test_each_of_several_servers_shares_its_devices_and_no_job_is_on_two(
+    tmp_path: Path, asked: Asked
+) -> None:
+    engine = _Apart()
+    cluster = Cluster(tmp_path / "state", engine, "elastic")
+
+    def settle() -> dict[int, tuple[str, int]]:
+        for _ in range(4):
+            cluster.tick(0.1)
+        found = {}
+        for job, names in engine.held().items():
+            [place] = {name.partition("/")[0] for name in names}
+            found[job] = (place, len(names))
+        return found
+
+    cluster.submit(ranged(asked, "a", 8), asked("too large", devices=5))
+    assert settle() == {1: ("here", 4)}
+    assert "5 are asked for" in str(cluster.job(2)["reason"])
+    assert "all devices of a job are on one server" in str(cluster.job(2)["reason"])
+    cluster.submit(ranged(asked, "b"), ranged(asked, "c", priority_weight=3.0))
+    assert settle() == {1: ("here", 2), 3: ("here", 2), 4: ("there", 4)}
+    engine.fail_to_begin(engine.jobs()[4])  # that server rests
+    assert settle() == {1: ("here", 1), 3: ("here", 1), 4: ("here", 2)}
+    cluster.tick(12.0)
+    assert settle() == {1: ("there", 4), 3: ("here", 1), 4: ("here", 3)}  # who gains most moves
+    engine.end(engine.jobs()[3], 0)
+    assert settle() == {1: ("there", 4), 4: ("here", 4)}
+    for job in (1, 4):
+        engine.end(engine.jobs()[job], 0)
+    cluster.tick(0.1)
+    assert cluster.states() == ["done", "held", "done", "done"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hetflow.scheduler.submission import Submission, submit
 from hetflow.scheduler.view import Wish, ask, queue
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.files import read_plan, write
+from hetflow.schema.jobs import Entity
 from hetflow.schema.run import RunRecord
 from hetflow.tests.profiles import examples
 
@@ -417,6 +418,49 @@ def test_a_policy_without_an_answer_moves_nobody_and_says_so(
         cluster.tick(ROUND)
     assert cluster.states() == ["queued"]
     assert "nobody moves in this round" in caplog.text
+
+
+def test_entities_share_by_weight_whatever_the_number_of_their_jobs(
+    tmp_path: Path, asked: Asked
+) -> None:
+    cluster = Cluster(tmp_path / "state", FakeEngine(number=2))
+    tree = (Entity(name="vision", weight=1.0), Entity(name="speech", weight=1.0))
+    cluster.settings = replace(cluster.settings, policy="hierarchical", entities=tree)
+    cluster.restart()
+    cluster.submit(*(asked(f"v{i}", entity="vision", devices=2) for i in range(3)))
+    cluster.submit(asked("s", entity="speech", devices=2), asked("lost", entity="nobody"))
+    for _ in range(12):
+        cluster.tick()
+        cluster.tick(0.1)  # who was asked to stop has
+        cluster.now += ROUND
+    [*vision, speech, _] = queue(cluster.store)
+    assert cluster.states()[-1] == "held"
+    assert "belongs to 'nobody', which is none of the entities" in str(cluster.job(5)["reason"])
+    had = sum(job.device_seconds for job in vision)
+    assert speech.target_seconds == pytest.approx(
+        sum(job.target_seconds for job in vision), rel=0.34
+    )
+    assert speech.target_seconds > 2 * max(job.target_seconds for job in vision)
+    assert had > 0
+
+
+def test_a_policy_of_prices_knows_those_of_the_pool(tmp_path: Path, asked: Asked) -> None:
+    """The slow type is half as fast; what a policy leaves idle to save money stays idle."""
+    engine = FakeEngine(number=1)
+    cluster = Cluster(tmp_path / "state", engine)
+    for dollars, kind in ((0.1, "cpu:slow"), (10.0, "cpu:fast")):
+        prices = {"cpu:fast": 1.0, "cpu:slow": dollars}
+        cluster.settings = replace(
+            cluster.settings, policy="min_cost_ratio", dollars_per_hour=prices
+        )
+        cluster.restart()
+        cluster.submit(asked("a"))
+        cluster.tick(ROUND)
+        cluster.tick(0.1)
+        [work] = engine.running.values()
+        assert [device.device_type for device in work.devices] == [kind]
+        engine.end(work.folder, 0)
+        cluster.tick(0.1)
 
 
 def test_a_state_of_other_devices_is_refused(cluster: Cluster, engine: FakeEngine) -> None:

@@ -29,6 +29,7 @@ def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked
     with sqlite3.connect(cluster.folder / FILE) as connection:
         connection.execute("ALTER TABLE jobs DROP COLUMN target_seconds")
         connection.execute("ALTER TABLE leases DROP COLUMN resizing_to")
+        connection.execute("DROP TABLE measured")
         connection.execute(
             "UPDATE meta SET value = '\"hetflow.cluster-state/1\"' WHERE key = 'format'"
         )
@@ -58,7 +59,7 @@ def test_a_start_that_is_refused_leaves_the_state_as_it_was(
     ("engine", "policy", "said"),
     [
         ("local", "no such policy", "no such policy"),
-        ("local", "elastic", "elastic shares devices of one device type"),
+        ("local", "elastic", "elastic shares devices of one type"),
         ("no such engine", "las", "no such engine"),
     ],
 )
