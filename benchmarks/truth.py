@@ -169,7 +169,8 @@ class Task:
                 plan, runs[name], peaks_of(profile, plan), name, is_solved=is_solved
             )
             paths = (self.folder / "runs" / file_name(name) / str(n) for n in range(rounds))
-            row["loads"] = [read_json(path / "load.json") for path in paths if path.exists()]
+            loads = (read_json(path / "load.json") for path in paths)  # none of a killed launch
+            row["loads"] = [load for load in loads if load is not None]
             rows.append(row)
             say_row(self.name, row)
         return rows
