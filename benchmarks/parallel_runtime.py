@@ -1,6 +1,7 @@
 """Training under plans of three dimensions: hetflow's runtime against torch's pieces.
 
-    python benchmarks/parallel_runtime.py [--quick] [--json PATH] [--only CASE,CASE] [--steps N]
+    python benchmarks/parallel_runtime.py [--quick] [--json PATH] [--only CASE,CASE] [--sizes SIZE]
+                                          [--steps N]
 
 The pieces are composed by hand as torchtitan does it: DTensor's ``parallelize_module``,
 ``PipelineStage`` with Schedule1F1B or ScheduleInterleaved1F1B, and DistributedDataParallel or
@@ -473,9 +474,10 @@ def main():
     parser.add_argument("--quick", action="store_true", help="the small decoder, fewer steps")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
     parser.add_argument("--only", default=",".join(CASES), help="which cases")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="which decoders, without --quick")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of each kind (25; quick 15)")
     arguments = parser.parse_args()
-    sizes, usual = (["small"], 15) if arguments.quick else (list(SIZES), 25)
+    sizes, usual = (["small"], 15) if arguments.quick else (arguments.sizes.split(","), 25)
     steps = arguments.steps or usual
     results = {}
     for size in sizes:

@@ -67,7 +67,8 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
     degrees = {size.tensor_parallel_size for size in problem.sizes}
     if degrees == {1} and request.strategy == "parallel":
         _log.info(
-            "the profiles hold no tensor_layers: tensor-parallel degrees above 1 are not tried"
+            f"the profiles hold no tensor_layers{_why_none(request)}: tensor-parallel degrees "
+            "above 1 are not tried"
         )
     return replace(
         plan,
@@ -85,6 +86,16 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
         cluster=request.pool,  # always stated: degrees depend on the servers
         provenance={"pool": request.pool_name},
     )
+
+
+def _why_none(request: SolveRequest) -> str:
+    """What estimated profiles say about why no layer can be shared, in brackets."""
+    said = {
+        str((profile.provenance or {}).get("tensor_layers", "")).removeprefix("none: ")
+        for profile in request.profiles
+        if profile.device_type in request.pool.num_devices
+    } - {""}
+    return f" ({'; '.join(sorted(said))})" if said else ""
 
 
 def _chunks(asked: int | None) -> tuple[int, ...]:

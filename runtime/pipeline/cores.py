@@ -13,7 +13,7 @@ be told where the core begins.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -196,7 +196,9 @@ class Between:
         return self._again.pop(number)
 
     def run_again(self) -> list[Tensor]:
-        """What autograd saves of the functions, which are run again.
+        """What autograd saves of the functions, which are run again until all of it is there.
+
+        So the last product is not computed: autograd saves its factors before.
 
         Raises:
             TargetError: A tensor that they read was written to since, or they do not do the same
@@ -204,6 +206,12 @@ class Between:
         """
         found: list[Tensor] = []
         values: dict[_Place, Tensor] = {}
+
+        def keep(tensor: Tensor) -> None:
+            found.append(tensor.detach())
+            if len(found) == len(self._shapes):
+                raise _AllMade
+
         for given in self.given:
             if given.value._version != given.version:
                 raise _refusal("reads a tensor that is written to before the backward pass")
@@ -216,7 +224,8 @@ class Between:
             for kind, is_on, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, is_on, cache_enabled=False))
             stack.enter_context(_same_random_states())
-            stack.enter_context(saved_tensors_hooks(lambda t: found.append(t.detach()), _unpack))
+            stack.enter_context(suppress(_AllMade))
+            stack.enter_context(saved_tensors_hooks(keep, _unpack))
             for number, call in enumerate(self._calls):
                 made = call.run(values)
                 values.update(zip(call.makes, made, strict=True))
@@ -226,6 +235,10 @@ class Between:
         if [tensor.shape for tensor in found] != self._shapes:
             raise _refusal("does something else when it is run again")
         return found
+
+
+class _AllMade(Exception):
+    """What autograd saves was made again; what follows is not needed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Plans of three dimensions on the command line: solve, check, show, and what is refused."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -309,6 +310,21 @@ def test_degrees_that_do_not_divide_a_server_are_named(hetflow: Hetflow, folder:
     assert answer.code == 0
     assert "V100: tensor-parallel degrees 2 do not divide servers of 3" in answer.stderr
     assert "planned: 1 (servers of 4 would take 2)" in answer.stderr
+
+
+def test_a_model_that_is_no_transformer_says_so(
+    hetflow: Hetflow, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reason = folder / "v100.json", "no layer has the name of a transformer's products"
+    known = files.read(path, Profile)
+    origin = {**(known.provenance or {}), "tensor_layers": f"none: {reason}"}
+    files.write(path, replace(known, tensor_layers=(), provenance=origin), force=True)
+    pool = ("--gpus", "4xV100", "--batch-size", 32, "--profiles", folder, *LINK)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    answer = hetflow("solve", "parallel", *pool)
+    assert answer.code == 0
+    said = f"no tensor_layers ({reason}): tensor-parallel degrees above 1 are not tried"
+    assert said in answer.stderr
 
 
 def test_a_batch_that_holds_no_microbatch(hetflow: Hetflow, folder: Path) -> None:

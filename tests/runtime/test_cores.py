@@ -165,6 +165,20 @@ def test_a_stage_recomputes_its_cores_and_repeats_them_once() -> None:
     assert kept[0] - kept[1] > 2 * DEPTH * weights
 
 
+def test_the_last_product_of_a_core_is_not_computed_again() -> None:
+    torch.manual_seed(3)
+    model, x = Attention(torch.sin), torch.randn(2, 5, 4)
+    products = []
+    for context in (nullcontext(), AttentionCores()):
+        with tallied() as tally:
+            with context:
+                answer = model(x)
+            answer.sum().backward()
+        products.append(sum(op.count for op in tally.operators if op.name == "bmm"))
+    # Forward, and of each product two gradients; with cores the scores again, not the context.
+    assert products == [6, 7]
+
+
 def weighed() -> GPT:
     """The zoo's GPT with attention from its weights: with each degree the same functions."""
     model = dropping()

@@ -74,6 +74,9 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
     "p2": (2, {
         "zoo": ("zoo:sgd:clip", [(FIRST, (1,)), (LAST, (1,))]),
         "zoo-cores": ("zoo:sgd:clip", [(FIRST, (1,)), (LAST, (1,))]),
+        "again": ("zoo:sgd:clip", [(FIRST, (1,)), (LAST, (1,))]),
+        "chunks": ("zoo:sgd:clip", [(part, (1,)) for part in CHUNKS]),
+        "chunks-again": ("zoo:sgd:clip", [(part, (1,)) for part in CHUNKS]),
     }),
     "p2-unlike": (3, {
         "zoo": ("zoo:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
@@ -94,14 +97,23 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-cores": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "apart-cores": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
+        "again": ("zoo:adam:clip", [(FIRST, (2,)), (LAST, (2,))]),
+        "chunks-again": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
+        "d2-again": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks-d2-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
     }),
-    "p2-t2-d2": (8, {"zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))])}),
+    "p2-t2-d2": (8, {
+        "zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))]),
+        "again": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))]),
+        "chunks": ("zoo:sgd:clip", [(part, (2, 2)) for part in CHUNKS]),
+        "chunks-again": ("zoo:sgd:clip", [(part, (2, 2)) for part in CHUNKS]),
+    }),
     "t2-d2": (4, {
         "zoo": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "zoo-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "tokens": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
+        "again": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "t4": ("zoo:sgd:clip", [(WHOLE, (4,))]),
         "llama": ("llama:sgd:clip-inf", [(WHOLE, (2, 2))]),
     }),
@@ -277,7 +289,7 @@ def test_a_checkpoint_loads_under_other_degrees(
     for number, save, load in ((0, (2,), (1, 1)), (1, (1, 1), (2,))):
         plans = {"save": (case, parallel_plan([(WHOLE, save)]))}
         run_world(folder_of(tmp_path, f"save{number}"), 2, plans)
-        plain = tensor_cases.zoo()
+        plain = tensor_cases.zoo().double()
         hf.load_weights(plain, saved)
         weights.append(plain.state_dict())
         for degrees in (load, (1,)):
