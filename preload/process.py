@@ -2,8 +2,10 @@
 
 import atexit
 import builtins
+import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib.util
 import io
 import os
@@ -26,6 +28,8 @@ _PR_SET_NAME = 15
 _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 _UNTOUCHABLE = {signal.SIGKILL, signal.SIGSTOP}
 _HIGH = 512
+BOUND_BY_NANOBIND = "triton._C.libtriton"
+"""Prints pages about what is alive when a process ends."""
 
 
 def dying_with(parent: int) -> Callable[[], None]:
@@ -82,6 +86,7 @@ def _take_over(request: ForkRequest) -> None:
     set_title(request.command)
     _set_signals(request)
     _leave_inherited_libraries()
+    _leave_inherited_modules()
 
 
 def _place(descriptors: list[int], numbers: list[int], kept: int) -> int:
@@ -109,6 +114,42 @@ def _leave_inherited_libraries() -> None:
         return
     libc.on_exit(libc._exit, None)  # with the exit code
     libc.on_exit(libc.fcloseall, None)  # the last one registered is the first to run
+
+
+class _Kept:
+    """Stands in for a module that outlives the interpreter; imports may still ask for it."""
+
+    def __init__(self, module: object) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _leave_inherited_modules() -> None:
+    """Let the process end without taking apart the modules that it was forked with.
+
+    It would copy each of their pages first, which takes longer than a short program. The program's
+    own modules, ``__main__`` first, are taken apart as ever.
+    """
+    if BOUND_BY_NANOBIND in sys.modules:
+        return
+    kept = {name: m for name, m in sys.modules.items() if name not in ("sys", "builtins")}
+    atexit.register(_keep, kept)
+
+
+def _keep(inherited: dict[str, ModuleType]) -> None:
+    """The last exit function. What is no module in ``sys.modules``, Python leaves alone."""
+    # An inherited module may hold what holds an open file of the program's.
+    for found in gc.get_objects():
+        if isinstance(found, (io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)):
+            with contextlib.suppress(OSError, ValueError):  # a broken pipe, or a closed file
+                found.flush()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
+    modules: dict[str, Any] = sys.modules
+    for name, module in inherited.items():
+        if modules.get(name) is module:
+            modules[name] = _Kept(module)
 
 
 def _set_signals(request: ForkRequest) -> None:

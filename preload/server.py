@@ -30,7 +30,7 @@ from ..devices import resident
 from ..devices.backend import initialized
 from ..schema.errors import LaunchError
 from .messages import ForkRequest, Message, peer_is_ours, receive, send
-from .process import become, dying_with, set_title
+from .process import BOUND_BY_NANOBIND, become, dying_with, set_title
 from .settings import identity, import_settings, without_import_settings
 
 MODULE = "hetflow.preload"
@@ -45,7 +45,6 @@ _MODULES = (
     "hetflow.runtime.start",
     "hetflow.runtime.pipeline.engine",
 )
-_BOUND_BY_NANOBIND = "triton._C.libtriton"
 _TITLE_ROOM = 240
 _HELLO_SECONDS = 5.0
 _MOST_PRELOADED = 6
@@ -149,7 +148,7 @@ def freeze() -> None:
     CUDA builds of torch from 2.15 on) comes with the imports: then the end pays for the collection.
     """
     gc.freeze()
-    if _BOUND_BY_NANOBIND in sys.modules:
+    if BOUND_BY_NANOBIND in sys.modules:
         atexit.register(gc.unfreeze)
 
 

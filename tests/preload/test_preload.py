@@ -10,11 +10,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from hetflow import preload
+from hetflow.preload.process import _keep
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
@@ -236,6 +239,44 @@ def test_what_a_forked_process_loads_itself_ends_in_full(here: Path) -> None:
         assert process.stdout.read() == b"handled"
         assert process.wait(30) == 1
     assert (here / "stream").read_text() == "buffered"
+
+
+def test_a_forked_programs_own_modules_are_taken_apart_and_its_files_are_written(
+    here: Path,
+) -> None:
+    (here / "own.py").write_text(
+        "class Last:\n"
+        "    def __init__(self, word):\n"
+        "        self.word = word\n"
+        "    def __del__(self):\n"
+        "        print(self.word, flush=True)\n"
+        "kept = Last('module')\n"
+    )
+    path = script(
+        here,
+        "import atexit, own, torch\n"
+        "atexit.register(print, 'handler', flush=True)\n"
+        "main = own.Last('main')\n"
+        "file, held = open('file', 'w'), open('held', 'w')\n"
+        "file.write('all'), held.write('all')\n"
+        "torch.holds_what_is_the_scripts = held\n",
+    )
+    first, *others = said(forked(path)).splitlines()
+    assert first == "handler"
+    assert sorted(others) == ["main", "module"]
+    assert (here / "file").read_text() == (here / "held").read_text() == "all"
+
+
+def test_what_outlives_the_interpreter_can_be_imported_to_the_end() -> None:
+    inherited = {name: sys.modules[name] for name in ("json", "json.decoder")}
+    with mock.patch.dict(sys.modules):
+        _keep(inherited)
+        assert not any(isinstance(sys.modules[name], ModuleType) for name in inherited)
+        import json.decoder
+        from json.decoder import JSONDecoder
+
+        assert json.decoder.JSONDecoder is JSONDecoder is inherited["json.decoder"].JSONDecoder
+    assert sys.modules["json"] is inherited["json"]
 
 
 def test_a_forked_process_answers_to_signals(here: Path) -> None:
