@@ -1,5 +1,6 @@
 """``hetflow submit``: add a job to a cluster's queue."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,8 +22,15 @@ def submit(
         str | None, typer.Option(help="The job's name [default: the script's].")
     ] = None,
     profiles: Annotated[Path | None, typer.Option(help="Profiles of its model.")] = None,
+    throughputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of profiles: throughputs (hetflow.throughputs/1, .csv, or Gavel's table) "
+            "with each number of devices that it may hold; its batch is split evenly."
+        ),
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model, where profiles hold several.")
+        str | None, typer.Option(help="The model, where profiles or throughputs hold several.")
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Global batch: samples of a step.")
@@ -88,14 +96,17 @@ def submit(
     hetflow submit train.toml
     hetflow submit --profiles profiles --batch-size 256 --steps 1000 train.py --epochs 3
     hetflow submit --devices-at-least 2 --devices-at-most 8 train.toml
+    hetflow submit --throughputs rates.json --model resnet50 --batch-size 256 --steps 1000 train.py
     """
+    from ..importers.jobs_files import read_throughputs
     from ..scheduler.store import Store
     from ..scheduler.submission import read_submission, submission
     from ..scheduler.submission import submit as add
 
-    store = Store.open(state)
+    store, read_table = Store.open(state), partial(read_throughputs, pairs=False)
     given: dict[str, Any] = {
-        "name": name, "profiles": None if profiles is None else str(profiles), "model": model,
+        "name": name, "profiles": None if profiles is None else str(profiles),
+        "throughputs": None if throughputs is None else str(throughputs), "model": model,
         "batch_size": batch_size, "steps": steps, "devices": devices,
         "devices_at_least": devices_at_least, "devices_at_most": devices_at_most, "gpus": gpus,
         "virtual_nodes": virtual_nodes, "strategy": strategy,
@@ -110,9 +121,11 @@ def submit(
                 f"{' '.join(arguments)}: comes after {script}",
                 hint="write hetflow's options before it, and the script's arguments in it",
             )
-        asked = read_submission(script, given)
+        asked = read_submission(script, given, read_table=read_table)
     else:
-        asked = submission({"script": str(script), **given}, base=Path.cwd(), name="submit")
+        asked = submission(
+            {"script": str(script), **given}, base=Path.cwd(), name="submit", read_table=read_table
+        )
     number = add(store, asked)
     if json:
         emit_json({"number": number, "name": asked.name})

@@ -89,6 +89,36 @@ def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...
     return tuple(profile for profile in found if profile.model == model)
 
 
+def model_of(throughputs: "Throughputs", model: str | None = None) -> str:
+    """Return the model that is meant among those of a table of throughputs.
+
+    Args:
+        throughputs: The table.
+        model: Name of the model; None if all throughputs are of one model.
+
+    Raises:
+        ProblemError: There is no throughput of the model, or there are several models and ``model``
+            is None.
+    """
+    alone, mixed = throughputs.models, throughputs.mixes
+    models = sorted({one.model for one in alone} | {one.model for one in mixed})
+    if not models:
+        raise ProblemError("the throughputs are of no model", hint="add an entry to models")
+    if model is None:
+        if len(models) > 1:
+            raise ProblemError(
+                f"the throughputs are of {len(models)} models: {', '.join(models)}",
+                hint=f"choose one, such as --model '{models[0]}'",
+            )
+        return models[0]
+    if model not in models:
+        guess = nearest(model, models) or models[0]
+        raise ProblemError(
+            f"no throughput is of the model {model!r}", hint=f"try --model '{guess}'"
+        )
+    return model
+
+
 def types_of(plan: "Plan") -> tuple[str, ...]:
     """List the device types that a plan uses."""
     return tuple(devices_of(plan))

@@ -19,9 +19,8 @@ from ..schema.jobs import ModelThroughput, Throughputs
 from ..schema.market import Market
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
-from ..schema.records import nearest
 from ..solvers.split.solve import solve
-from .inputs import devices_of
+from .inputs import devices_of, model_of
 from .market_prices import DevicePrice, all_prices
 from .plan_dollars import dollars_per_million_samples
 from .split_problem import split_problem
@@ -146,7 +145,7 @@ def measured_choices(
             number is not >= 1.
         InfeasibleError: No machines have just the devices of a throughput.
     """
-    speeds = list(_speeds(throughputs, _model_of(throughputs, model)))
+    speeds = list(_speeds(throughputs, model_of(throughputs, model)))
     largest = max((number for one in speeds for number in one.devices.values()), default=1)
     most = largest if most_devices is None else most_devices
     _check_numbers(steps, most)
@@ -175,26 +174,6 @@ def _check_numbers(steps: int, most_devices: int) -> None:
             f"{most_devices} devices of a type: at most {_MOST_DEVICES} are priced",
             hint=f"give --most-devices {_MOST_DEVICES} or fewer",
         )
-
-
-def _model_of(throughputs: Throughputs, model: str | None) -> str:
-    alone, mixed = throughputs.models, throughputs.mixes
-    models = sorted({one.model for one in alone} | {one.model for one in mixed})
-    if not models:
-        raise ProblemError("the throughputs are of no model", hint="add an entry to models")
-    if model is None:
-        if len(models) > 1:
-            raise ProblemError(
-                f"the throughputs are of {len(models)} models: {', '.join(models)}",
-                hint=f"choose one, such as --model '{models[0]}'",
-            )
-        return models[0]
-    if model not in models:
-        guess = nearest(model, models) or models[0]
-        raise ProblemError(
-            f"no throughput is of the model {model!r}", hint=f"try --model '{guess}'"
-        )
-    return model
 
 
 def _speeds(throughputs: Throughputs, model: str) -> Iterator[_Speed]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..planning.even_split import even_split, rate_of
 from ..planning.inputs import profiles_of
 from ..planning.request import PipelineOptions, SolveRequest, SplitOptions, Strategy
 from ..planning.solve import solve
@@ -26,11 +27,14 @@ Rate = ModelThroughput | MixThroughput
 def plan_on(asked: Submission, devices: Mapping[str, int]) -> Plan:
     """The plan of a job on so many devices of each type, by its profiles as they are at first.
 
-    A job that named its devices has one plan, for just these.
+    A job that named its devices has one plan, for just these. That of a job with throughputs is the
+    even split.
 
     Raises:
         HetflowError: There is none, or the profiles are gone.
     """
+    if asked.throughputs:
+        return _plan_by_table(asked, devices)
     return _plan(_kind(asked), asked.gpus or _pool(devices))
 
 
@@ -40,7 +44,25 @@ def rate_on(asked: Submission, devices: Mapping[str, int]) -> float:
     Raises:
         FileError: The profiles are gone.
     """
+    if asked.throughputs:
+        try:
+            return 1.0 / _plan_by_table(asked, devices).predicted.step_seconds
+        except (InfeasibleError, ProblemError):
+            return 0.0
     return _rate(_kind(asked), _pool(devices))
+
+
+def _plan_by_table(asked: Submission, devices: Mapping[str, int]) -> Plan:
+    used = {name: number for name, number in devices.items() if number}
+    if len(used) != 1:
+        raise InfeasibleError(
+            f"{_pool(used)}: several types at once need profiles, not throughputs"
+        )
+    [(name, number)] = used.items()
+    return even_split(
+        asked.throughputs, name, number,
+        batch_size=asked.batch_size, virtual_nodes=asked.virtual_nodes,
+    )  # fmt: skip
 
 
 def _pool(devices: Mapping[str, int]) -> str:
@@ -51,8 +73,10 @@ def may_mix(asked: Submission, types: Collection[str]) -> bool:
     """Whether its level of determinism lets a job hold several of these types at once.
 
     The levels static and elastic hold on one type (EasyScale 3.3); emulated types of one base are
-    one type.
+    one type. Throughputs are of one type alone.
     """
+    if asked.profiles is None:
+        return False
     if asked.level in ("none", "heterogeneous"):
         return True
     real = {
@@ -80,6 +104,7 @@ class _Kind(NamedTuple):
 
 
 def _kind(asked: Submission) -> _Kind:
+    assert asked.profiles is not None
     virtual_nodes = asked.virtual_nodes
     if asked.microbatch_size is not None:
         virtual_nodes = asked.batch_size // asked.microbatch_size
@@ -126,14 +151,16 @@ def _profiles(folder: str, model: str | None) -> tuple[Profile, ...]:
 
 def kind_of(asked: Submission) -> str:
     """One name for all jobs that reach the same throughputs."""
-    what = _kind(asked)
+    what: Sequence[object] = _kind(asked) if asked.profiles is not None else (
+        to_plain(asked.throughputs), asked.batch_size, asked.virtual_nodes, asked.gpus,
+    )  # fmt: skip
     return "job-" + hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 def throughput_of(
     asked: Submission, num_devices: Mapping[str, int], no_mixes: str | None = None
 ) -> Rate:
-    """Steps per second on each type that the job is profiled on and fits, or on those it named.
+    """Steps per second on each type that it has rates of and fits, or on those that it named.
 
     Args:
         asked: The job.
@@ -190,12 +217,12 @@ def _throughput_with(
     Raises:
         InfeasibleError: No type of the cluster can run it with so many.
     """
-    profiled = {profile.device_type for profile in _profiles(asked.profiles, asked.model)}
+    types = _types_of(asked, num_devices)
     rates: dict[str, float] = {}
     obstacles = []
     for name, there in num_devices.items():
-        if name not in profiled:
-            obstacles.append(f"{name}: no profile")
+        if name not in types.known:
+            obstacles.append(f"{name}: no {types.source}")
         elif number > there:
             obstacles.append(f"{name}: {number} are asked for, the cluster has {there}")
         else:
@@ -211,9 +238,27 @@ def _throughput_with(
     if not rates:
         raise InfeasibleError(
             f"no device type of the cluster can run it ({'; '.join(obstacles)})",
-            hint=f"profiles are of {', '.join(sorted(profiled))}",
+            hint=f"{types.source}s are of {types.everything}",
         )
     return ModelThroughput(model=kind_of(asked), scale_factor=number, steps_per_second=rates)
+
+
+class _Types(NamedTuple):
+    """Device types that a job can be planned on: those of the cluster, and what it knows of all."""
+
+    known: frozenset[str]
+    source: str
+    everything: str
+
+
+def _types_of(asked: Submission, types: Iterable[str]) -> _Types:
+    if asked.profiles is not None:
+        found = {profile.device_type for profile in _profiles(asked.profiles, asked.model)}
+        return _Types(frozenset(found), "profile", ", ".join(sorted(found)))
+    tables = [entry.steps_per_second for entry in asked.throughputs]
+    known = {name for name in types if any(rate_of(one, name) for one in tables)}
+    names = {name for one in tables for name, rate in one.items() if rate}
+    return _Types(frozenset(known), "throughput", ", ".join(sorted(names)))
 
 
 def _throughput_on(
@@ -224,7 +269,7 @@ def _throughput_on(
             raise InfeasibleError(
                 f"{number}x{name} are asked for, the cluster has {num_devices.get(name, 0)}"
             )
-    plan = _plan(_kind(asked), str(asked.gpus))
+    plan = plan_on(asked, named)
     rate, model = 1.0 / plan.predicted.step_seconds, kind_of(asked)
     if len(named) == 1:
         [name] = named

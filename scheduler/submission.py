@@ -1,22 +1,24 @@
-"""What a user asks for: a training script with its profiles, as a TOML file or by options."""
+"""What a user asks for: a script with its profiles or throughputs, as a TOML file or by options."""
 
 import json
 import re
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..planning.inputs import profiles_of
+from ..planning.even_split import entry_with
+from ..planning.inputs import model_of, profiles_of
 from ..planning.request import Strategy
 from ..protocol.lower import check_pipeline_level
 from ..schema.cluster import Cluster
-from ..schema.errors import FileError, ProblemError
-from ..schema.files import from_json, to_json
-from ..schema.jobs import Entity, Jobs
+from ..schema.errors import FileError, InfeasibleError, ProblemError
+from ..schema.files import from_json, read, to_json, to_plain
+from ..schema.jobs import Entity, Jobs, ModelThroughput, Throughputs
 from ..schema.launch import Determinism
 from ..schema.records import Count, Index, Name, Positive, PositiveSeconds, record, register_keys
 from ..schema.spelling import nearest
@@ -24,8 +26,17 @@ from .store import Store
 
 PATHS = ("script", "profiles", "directory")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_FORMS = ({"devices"}, {"devices_at_least", "devices_at_most"}, {"gpus"})
-"""Ways to say how many devices a job runs on."""
+_FORMS = (
+    ({"devices"}, {"devices_at_least", "devices_at_most"}, {"gpus"}),
+    ({"profiles"}, {"throughputs"}),
+)
+"""Ways to say how many devices a job runs on, and how fast it is."""
+TableReader = Callable[[Path], Throughputs]
+"""Reads a table of throughputs; FileError where it is missing or none."""
+
+
+def _read_table(path: Path) -> Throughputs:
+    return read(path, Throughputs)
 
 
 @record
@@ -33,8 +44,10 @@ class Submission:
     """One training job of a live cluster.
 
     ``script`` is run by ``hetflow launch`` with ``arguments``, from ``directory``, under a plan for
-    the ``devices`` (all of one type) that it is given, made from ``profiles``. ``gpus`` instead
-    names types and numbers (``1xV100,2xP100``): it gets just these, all at once.
+    the ``devices`` (all of one type) that it is given, made from ``profiles``. ``throughputs``
+    instead are those of its model as its user knows them, with each number of devices: it holds
+    these numbers alone, of one type at a time, and its plan is the even split. ``gpus`` instead of
+    ``devices`` names types and numbers (``1xV100,2xP100``): it gets just these, all at once.
     ``devices_at_least`` and ``devices_at_most`` instead state a range, within which weighted fair
     sharing and EasyScale's schedulers change the number while it runs; ``devices`` is then the
     most. ``steps`` are those that it makes in all. ``virtual_nodes`` and ``determinism`` are those
@@ -53,7 +66,8 @@ class Submission:
     script: str
     arguments: tuple[str, ...] = ()
     directory: str
-    profiles: str
+    profiles: str | None = None
+    throughputs: tuple[ModelThroughput, ...] = ()
     model: Name | None = None
     batch_size: Count
     steps: Positive
@@ -71,6 +85,9 @@ class Submission:
     entity: Name | None = None
 
     def __post_init__(self) -> None:
+        if (self.profiles is None) == (not self.throughputs):
+            given = "neither profiles nor" if self.profiles is None else "both profiles and"
+            raise ProblemError(f"{given} throughputs are given: give one of them")
         self._check_range()
         if self.gpus is None:
             return
@@ -109,6 +126,11 @@ class Submission:
         return self.devices if self.devices_at_most is None else self.devices_at_least or 1
 
     @property
+    def numbers(self) -> range:
+        """The numbers of devices that it asks for."""
+        return range(self.fewest_devices, self.devices + 1)
+
+    @property
     def level(self) -> Determinism:
         """The level of determinism that the launch is asked for."""
         return self.determinism or ("none" if self.virtual_nodes is None else "elastic")
@@ -117,26 +139,32 @@ class Submission:
 register_keys(Submission)
 
 
-def read_submission(path: Path, given: Mapping[str, Any]) -> Submission:
+def read_submission(
+    path: Path, given: Mapping[str, Any], *, read_table: TableReader = _read_table
+) -> Submission:
     """Read a job's TOML file; its paths are relative to the file.
 
     Args:
         path: The file.
         given: Values that count instead of the file's; one way to say how many devices replaces
-            another.
+            another, and so do profiles and throughputs.
+        read_table: As for ``submission``.
 
     Raises:
         FileError: It is missing, not TOML, or has faults; all of them are named at once.
     """
     values = _read_toml(path)
-    for key in PATHS:
+    for key in (*PATHS, "throughputs"):
         if isinstance(values.get(key), str):
             values[key] = str(path.parent / values[key])
-    for form in _FORMS:
-        if form & given.keys():
-            others = set[str]().union(*_FORMS) - form
-            values = {key: value for key, value in values.items() if key not in others}
-    return submission({**values, **given}, base=path.parent, name=str(path))
+    for forms in _FORMS:
+        if any(form & given.keys() for form in forms):
+            values = {
+                key: value
+                for key, value in values.items()
+                if not any(key in form and not form & given.keys() for form in forms)
+            }
+    return submission({**values, **given}, base=path.parent, name=str(path), read_table=read_table)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -155,19 +183,25 @@ def _as_json(values: dict[str, Any], name: str) -> str:
         raise FileError(f"{name}: dates and nan mean nothing here; write a number") from None
 
 
-def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
+def submission(
+    values: dict[str, Any], *, base: Path, name: str, read_table: TableReader = _read_table
+) -> Submission:
     """A job from its values; what is not given gets its default.
 
     Args:
-        values: As in a TOML file.
+        values: As in a TOML file; ``throughputs`` is the file of a table.
         base: The folder that the job runs in where none is given.
         name: What to call them in errors.
+        read_table: How to read that file; without it only hetflow's own format is read.
 
     Raises:
-        FileError: Values that make no sense.
-        ProblemError: The script or the profiles are not there.
+        FileError: Values that make no sense, or no table of throughputs.
+        ProblemError: The script or the profiles are not there, the table lacks the model, or no
+            plan can be what is asked for.
     """
     values = {"schema": "hetflow.submission/1", "directory": str(base), **values}
+    if "throughputs" in values:
+        values |= _from_table(values, name, read_table)
     if isinstance(values.get("script"), str):
         stem = Path(values["script"]).stem
         values.setdefault("name", _CONTROL.sub(" ", stem))  # it stands in lines of text
@@ -184,14 +218,70 @@ def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
     asked = from_json(_as_json(values, name), Submission, name=name)
     if not Path(asked.script).is_file():
         raise ProblemError(f"{name}: script {asked.script}: no such file")
-    if not Path(asked.profiles).exists():
+    if asked.profiles is not None and not Path(asked.profiles).exists():
         raise ProblemError(
             f"{name}: profiles {asked.profiles}: no such folder", hint="run `hetflow profile` first"
         )
     if not Path(asked.directory).is_dir():
         raise ProblemError(f"{name}: directory {asked.directory}: no such folder")
     _check_strategy(asked, name)
+    if asked.throughputs:
+        _check_numbers(asked, name)
     return asked
+
+
+def _from_table(values: Mapping[str, Any], name: str, read_table: TableReader) -> dict[str, Any]:
+    """The model, and its throughputs on devices of one type, as a record has them."""
+    path, model = values["throughputs"], values.get("model")
+    if not isinstance(path, str):
+        raise FileError(f"{name}: throughputs must be the name of a file")
+    table = read_table(Path(path))
+    try:
+        chosen = model_of(table, model if isinstance(model, str) else None)
+    except ProblemError as error:
+        raise ProblemError(
+            f"{name}: throughputs {path}: {error.message}", hint=error.hint
+        ) from None
+    alone = [
+        replace(entry, unconsolidated_steps_per_second=None)  # all devices are on one server
+        for entry in table.models
+        if entry.model == chosen and any(entry.steps_per_second.values())
+    ]
+    if not alone:
+        raise ProblemError(
+            f"{name}: throughputs {path}: none of {chosen!r} is on devices of one type",
+            hint="add an entry to models, or give profiles",
+        )
+    alone.sort(key=lambda entry: entry.scale_factor)
+    return {"model": chosen if model is None else model, "throughputs": to_plain(tuple(alone))}
+
+
+def _check_numbers(asked: Submission, name: str) -> None:
+    """Refuse what a table of throughputs says nothing of."""
+    if asked.strategy != "split":
+        raise ProblemError(
+            f"{name}: strategy {asked.strategy} needs profiles: throughputs know no layers",
+            hint="give profiles, or take strategy split",
+        )
+    if asked.gpus is not None and len(Cluster.parse(asked.gpus).num_devices) > 1:
+        raise ProblemError(
+            f"{name}: gpus {asked.gpus}: several types at once need profiles, not throughputs",
+            hint="give profiles, or devices of one type",
+        )
+    there = [entry.scale_factor for entry in asked.throughputs]
+    obstacle = None
+    for number in [n for n in there if n in asked.numbers] or [asked.devices]:
+        try:
+            entry_with(
+                asked.throughputs, number,
+                batch_size=asked.batch_size, virtual_nodes=asked.virtual_nodes,
+            )  # fmt: skip
+        except InfeasibleError as error:
+            obstacle = error
+        else:
+            return
+    assert obstacle is not None
+    raise ProblemError(f"{name}: {obstacle.message}")
 
 
 def _check_strategy(asked: Submission, name: str) -> None:
@@ -229,6 +319,8 @@ def _check_divides(asked: Submission, name: str, key: str, value: int) -> None:
 
 def _check_profiles(asked: Submission, name: str, microbatch_size: int) -> None:
     """Refuse a model whose profiles cannot give what the strategy needs on any device type."""
+    if asked.profiles is None:
+        return
     found = profiles_of(Path(asked.profiles), asked.model)
     tables = [table for profile in found for table in profile.layer_tables]
     sizes = {table.microbatch_size for table in tables}

@@ -208,12 +208,17 @@ def finished_runs(
         most: How many runs; those that changed devices while they ran are left out.
 
     Raises:
-        ProblemError: There is no such run.
+        ProblemError: There is no such run, or the job has throughputs instead of profiles.
     """
     from .leases import RUN  # and with it the planner, which the queue does not wait for
 
     [row] = store.rows("SELECT submission FROM jobs WHERE number = ?", number)
     asked = json.loads(row["submission"])
+    if "profiles" not in asked:
+        raise ProblemError(
+            f"job {number} has throughputs, and no profiles to correct",
+            hint="name a job that was submitted with --profiles",
+        )
     rows = store.rows(
         "SELECT jobs.number, leases.number AS lease FROM jobs JOIN leases "
         "ON leases.job = jobs.number AND leases.exit_code = 0 AND leases.launch IS NULL "

@@ -69,13 +69,14 @@ class FakeEngine:
     servers: dict[str, str] = field(default_factory=dict)
     """Of each type; ``here`` where it is not named."""
     name: str = "fake"
+    kinds: tuple[str, ...] = ("cpu:fast", "cpu:slow")
 
     def devices(self) -> tuple[EngineDevice, ...]:
         return tuple(
             EngineDevice(
                 f"{kind}:{i}", kind, self.servers.get(kind, "here"), f"{kind}:{i}" not in self.down
             )
-            for kind in ("cpu:fast", "cpu:slow")
+            for kind in self.kinds
             for i in range(self.number)
         )
 
