@@ -7,9 +7,8 @@ plans. The code is slow and simple on purpose.
 from dataclasses import replace
 from math import isclose, prod
 
-from ..schedules.of_plan import schedule_of, times_of
+from ..schedules.of_plan import schedule_faults, schedule_of, times_of
 from ..schedules.timing import time_schedule
-from ..schedules.validate import validate
 from ..schema.errors import ProblemError
 from ..schema.pipeline import (
     DevicePool,
@@ -214,11 +213,11 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
 def _schedule_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     """Validate the schedule that the plan would run, and its in-flight and version counts."""
     try:
-        schedule = schedule_of(plan)
+        faults = schedule_faults(plan)
     except ProblemError as error:
         # A plan that need not be launched may describe only the steady state.
         return [f"schedule: {error.message}"] if problem.launchable else []
-    return [f"schedule: {fault}" for fault in validate(schedule)]
+    return [f"schedule: {fault}" for fault in faults]
 
 
 def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:

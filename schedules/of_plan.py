@@ -1,12 +1,15 @@
 """The schedule of a pipeline plan, and the times that the plan predicts for it."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ..schema.errors import ProblemError
 from ..schema.pipeline import PipelinePlan
 from .operations import Schedule
-from .registry import generate
+from .registry import Generator, ScheduleSpec, requested
+from .shape import PipelineShape
 from .timing import StageTimes
+from .validate import validate
 
 # Schedules without a flush never end; this number of updates shows their steady state.
 _UPDATES_SHOWN = 3
@@ -18,9 +21,29 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
     Raises:
         ProblemError: The schedule does not support the plan's replicas or microbatches.
     """
+    spec, shape = _requested(plan)
+    return spec.generate(shape)
+
+
+def schedule_faults(plan: PipelinePlan) -> list[str]:
+    """What ``validate`` says of the plan's schedule; plans of one shape are validated once.
+
+    Raises:
+        ProblemError: The schedule does not support the plan's replicas or microbatches.
+    """
+    spec, shape = _requested(plan)
+    return list(_validated(spec.generate, shape))
+
+
+@lru_cache(maxsize=256)
+def _validated(generate: Generator, shape: PipelineShape) -> tuple[str, ...]:
+    return tuple(validate(generate(shape)))
+
+
+def _requested(plan: PipelinePlan) -> tuple[ScheduleSpec, PipelineShape]:
     replicas = plan.position_replicas
     microbatches = plan.microbatches
-    return generate(
+    return requested(
         plan.schedule,
         pipeline_parallel_size=len(replicas),
         num_microbatches=microbatches * _UPDATES_SHOWN if not flushes(plan) else microbatches,

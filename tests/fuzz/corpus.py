@@ -238,6 +238,8 @@ COMMANDS = (
             (CONFIG, "profiles/p100.json")),
 )  # fmt: skip
 
+WITH_TORCH = ("launch parallel",)  # commands that import it
+
 
 def make(folder: Path) -> None:
     """Write the corpus: every file by the package's own commands where one makes it."""
