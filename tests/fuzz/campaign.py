@@ -285,6 +285,8 @@ def campaign(
     good, own = folder / "good", folder / "case"
     good.mkdir()
     corpus.make(good)
+    for name in corpus.LIBRARIES:
+        importlib.import_module(name)
     gc.freeze()
     asked = [(corpus.COMMANDS[n], partial(undamaged, own, good, n))
              for n in range(len(corpus.COMMANDS) if with_undamaged else 0)]  # fmt: skip
@@ -293,6 +295,8 @@ def campaign(
     done = {}
     # Those with torch last: a process that has imported it takes twice as long to fork.
     for index in sorted(range(len(asked)), key=lambda i: asked[i][0].name in corpus.WITH_TORCH):
+        if asked[index][0].name in corpus.WITH_TORCH:
+            importlib.import_module("torch")
         case = asked[index][1]()
         done[index] = (case, perform(case, own))
         shutil.rmtree(own)

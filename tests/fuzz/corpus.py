@@ -239,6 +239,8 @@ COMMANDS = (
 )  # fmt: skip
 
 WITH_TORCH = ("launch parallel",)  # commands that import it
+LIBRARIES = ("pulp", "hetflow.reports.plots", "matplotlib.backends.backend_svg", "scipy.stats")
+"""What other commands import beside this package, and is long in coming."""
 
 
 def make(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """The released optimizer's stored answers, and the optima of two formulas on its profiles."""
 
+from functools import cache
+
 import pytest
 from partition_cases import published_cases, published_graph
 
@@ -13,8 +15,14 @@ from hetflow.solvers.pipeline.solve import solve
 MODELS = ["vgg16", "gnmt", "resnet18", "squeezenet1_0"]
 
 
+@cache
+def released(model: str):
+    """Layers, edges and order of a published graph, which many cases share."""
+    return layers_of_graph(published_graph(model))
+
+
 def problem_of(model: str, case: dict, **options) -> PipelineProblem:
-    layers, edges, order = layers_of_graph(published_graph(model))
+    layers, edges, order = released(model)
     pool = DevicePool(
         device_type="V100",
         levels=tuple(
