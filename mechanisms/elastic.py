@@ -6,7 +6,8 @@ queue is ordered by weight, then arrival.
 
 VirtualFlow counts the devices of a cluster; a live job has all of its devices on one server. So
 each server shares its own devices among the jobs on it, and the queue's head joins the server on
-which it gets most; of equals that with the least weight per device. A job that runs leaves its
+which it gets most; of equals that on which more of these idle, so that others keep theirs, then
+that with the least weight per device. A job that runs leaves its
 server, which costs a restart, only for idle devices that at least double what it has. On one server
 this is algorithm 1, and what the simulator does.
 """
@@ -140,8 +141,11 @@ class _Server:
 
 def _join(servers: Sequence[_Server], job: int, claim: Claim) -> bool:
     """Let a job join the server on which it gets most; whether there is one."""
-    offers = [(server.share_with(claim), -server.load, -k) for k, server in enumerate(servers)]
-    most, _, place = max(offers)
+    offers = [
+        (most := server.share_with(claim), min(most, server.idle), -server.load, -k)
+        for k, server in enumerate(servers)
+    ]
+    most, *_, place = max(offers)
     if most:
         servers[-place].take(job, claim)
     return most > 0
