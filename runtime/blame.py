@@ -26,6 +26,12 @@ def may_be_echo(error: BaseException) -> bool:
     return any(isinstance(e, PeerLostError) or _is_of_an_exchange(e) for e in _with_causes(error))
 
 
+def forget_frames(error: BaseException) -> None:
+    """Let go of what the functions held that an error came through, such as process groups."""
+    for one in _with_causes(error):
+        one.__traceback__ = None
+
+
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error, the errors that caused it, and those being handled when it was raised."""
     waiting, seen = [error], set[int]()

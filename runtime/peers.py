@@ -37,6 +37,25 @@ Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
 
+_LOOK = timedelta(seconds=1)  # how often a wait asks whether it is in vain
+
+
+class _Waits:
+    """Whether collectives between hosts' memories are in vain by now; None where nobody knows."""
+
+    are_in_vain: Callable[[], bool] | None = None
+
+
+def give_up_when(are_in_vain: Callable[[], bool] | None) -> None:
+    """Let waits for collectives of gloo end soon after they have become vain.
+
+    Most fail at once when their connections are shut down. But gloo may lose the error of a send
+    that met a broken connection while another of its threads closed it; that collective would
+    wait for the group's time limit, which is minutes.
+    """
+    _Waits.are_in_vain = are_in_vain
+
+
 class Transfer:
     """A collective or message that was started; its buffers are kept alive until it is done."""
 
@@ -51,10 +70,30 @@ class Transfer:
         Raises:
             PeerLostError: Another worker is gone, or did not come within the time limit.
         """
+        are_in_vain = _Waits.are_in_vain
+        if are_in_vain is not None and self._what not in _MESSAGES:
+            self._wait_unless(are_in_vain)
+            return
         try:
             self._work.wait()
         except RuntimeError as error:
             raise _lost(self._what, error) from error
+
+    def _wait_unless(self, are_in_vain: Callable[[], bool]) -> None:
+        while True:
+            try:
+                self._work.wait(_LOOK)
+            except RuntimeError as error:
+                if self._work.is_completed():  # else only the time of one look is over
+                    raise _lost(self._what, error) from error
+                if are_in_vain():
+                    raise PeerLostError(f"lost another worker in {self._what}") from error
+            else:
+                return
+
+
+# A wait for one of these ends it, if only its time limit does.
+_MESSAGES = frozenset({"isend", "irecv", "send", "receive"})
 
 
 def guarded(what: str, function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
@@ -80,6 +119,23 @@ def guarded(what: str, function: Callable[Arguments, Answer]) -> Callable[Argume
 
 def _starting(function: Callable[..., Any]) -> Callable[..., "Transfer | None"]:
     """Wrap a collective; with ``async_op`` it returns a Transfer to wait for later."""
+    what = function.__name__
+    call = guarded(what, function)
+
+    @wraps(function)
+    def start(*args: Any, async_op: bool = False, **kwargs: Any) -> Transfer | None:
+        work = call(*args, async_op=async_op or _Waits.are_in_vain is not None, **kwargs)
+        transfer = Transfer(work, what) if isinstance(work, dist.Work) else None
+        if async_op or transfer is None:
+            return transfer
+        transfer.wait()
+        return None
+
+    return start
+
+
+def _sending(function: Callable[..., Any]) -> Callable[..., "Transfer | None"]:
+    """Wrap the start of a message; it returns a Transfer to wait for later."""
     what = function.__name__
     call = guarded(what, function)
 
@@ -127,8 +183,8 @@ broadcast = _starting(dist.broadcast)
 # Newer releases of torch renamed it, and warn of the old name.
 all_gather = _starting(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
 all_to_all_single = _starting(dist.all_to_all_single)
-isend = _starting(dist.isend)
-irecv = _starting(dist.irecv)
+isend = _sending(dist.isend)
+irecv = _sending(dist.irecv)
 send = guarded("send", dist.send)
 receive = guarded("receive", cast("Callable[..., int | None]", dist.recv))
 init_process_group = guarded("init_process_group", dist.init_process_group)

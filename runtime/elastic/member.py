@@ -22,13 +22,13 @@ from ...devices.backend import backend_of
 from ...devices.collectives import is_on_devices
 from ...protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ...schema.errors import PeerLostError
-from ..blame import is_lost_peer, may_be_echo
+from ..blame import forget_frames, is_lost_peer, may_be_echo
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
 from ..engine import Step
 from ..epoch import Epochs
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups
-from ..peers import abort_groups
+from ..peers import abort_groups, give_up_when
 from ..places import holdings_of
 from ..progress import Progress, check_fits
 from ..session import Session
@@ -95,7 +95,9 @@ class Member:
         NCCL does not tell the host when a collective is complete, so the host must wait for it.
         """
         self._waits = False
-        if not (self._survives and is_on_devices()):
+        on_host = self._survives and not is_on_devices()
+        give_up_when((lambda: self._control.is_broken) if on_host else None)
+        if not self._survives or on_host:
             return
         needed = backend_of(self._session.device).abortable_with
         is_set = needed is not None and all(os.environ.get(n) == v for n, v in needed.items())
@@ -275,6 +277,7 @@ class Member:
             self._engine.undo()
             self.mirror.undo()
         while True:
+            forget_frames(error)
             if self._waits:
                 self._control.abort()
             self._control.connections.cut()

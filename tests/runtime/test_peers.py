@@ -49,6 +49,26 @@ def pair() -> list[dist.ProcessGroup]:
     return [groups[rank] for rank in range(2)]
 
 
+def test_a_wait_in_vain_ends_where_gloo_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(peers, "_LOOK", timedelta(milliseconds=20))
+    groups = pair()
+    peers.give_up_when(is_over.is_set)
+    try:
+        started = peers.all_reduce(torch.zeros(1), group=groups[0], async_op=True)
+        assert started is not None
+        threading.Timer(0.1, is_over.set).start()
+        with pytest.raises(PeerLostError, match="^lost another worker in all_reduce$"):
+            started.wait()
+        assert is_over.is_set()
+        is_over.clear()
+        peers.all_reduce(values := torch.ones(1), group=groups[1], async_op=True).wait()
+        started.wait()  # the other has come after all; some looks long
+        assert values == 1
+    finally:
+        peers.give_up_when(None)
+
+
 def test_a_peer_that_leaves_or_stays_away_is_lost() -> None:
     groups = pair()
     coming = peers.receive_over(groups[0], torch.zeros(1), 1, 0)
