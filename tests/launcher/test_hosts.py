@@ -113,6 +113,7 @@ def agents(
     return [(p.wait(), err) for p in processes for _, err in [p.communicate(timeout=120)]]
 
 
+@pytest.mark.slow
 def test_slots_go_to_the_host_of_the_type(tmp_path: Path) -> None:
     files.write(tmp_path / "plan.json", plan_of(("cpu:fast", 1, 8), ("cpu:slow", 2, 4)))
     (tmp_path / "script.py").write_text(TELLS)

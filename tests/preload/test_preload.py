@@ -504,6 +504,7 @@ def test_what_acts_before_the_imports_is_told_apart() -> None:
     assert preload.import_settings(early | late) == early
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_forked_process_counts_what_a_fresh_one_would(here: Path) -> None:
     """Libraries that only the preloaded process has touched are memory of a fresh one's."""
     file = script(here, PEAKS)

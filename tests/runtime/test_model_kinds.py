@@ -36,7 +36,7 @@ KINDS_FILE = Path(__file__).with_name("model_kinds.py")
 
 TRACED_AT, DROPOUT = 4, 0.3
 # Each takes seconds; of kinds that are alike one is enough between two commits.
-SLOW = {"plain_gpt", "hf_llama", "hf_bert", "hf_vit"}
+SLOW = {"plain_gpt", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit"}
 EVALUATED = SLOW | {"nano_gpt", "plain_vit"}
 EXPORTED = set(KINDS) - {"plain_vit", "resnet", "unet"}
 
