@@ -494,11 +494,12 @@ HOW
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
         ("", 2, "hetflow: {}/step-000000002: the checkpoint was not written: "),
-        pytest.param("raise ValueError('own')", 1, "ValueError: own", marks=pytest.mark.slow),
+        ("raise ValueError('own')", 1, "ValueError: own"),
     ],
 )
 def test_a_script_that_ends_without_its_last_checkpoint_has_an_exit_code(

@@ -86,7 +86,10 @@ def formulas_equal_stored(model: str) -> None:
             assert check(plan, problem) == []
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=[pytest.mark.slow] * (m not in ("gnmt", "vgg16"))) for m in MODELS],
+)
 def test_published_prices_give_the_released_answers(model):
     equals_stored(model)
 
