@@ -29,8 +29,9 @@ from hetflow import preload
 from hetflow.engines.local import LocalEngine
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.scheduler import leases
-from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler.loop import Scheduler
 from hetflow.scheduler.plans import plan_on
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import STARTS, Store
 from hetflow.scheduler.submission import Submission, submit
 from hetflow.schema import files

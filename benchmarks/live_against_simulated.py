@@ -29,8 +29,9 @@ from live_parts.models import NUM_MODELS, TYPES, prepare
 from hetflow.engines.protocol import EngineDevice, Fate, Work
 from hetflow.mechanisms.allocators.named import allocator_named
 from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler import loop
-from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler import sharing
+from hetflow.scheduler.loop import Scheduler
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, submit
 from hetflow.schema.cluster import Cluster
@@ -164,7 +165,7 @@ def main() -> None:
         for start_seconds in (0.0, 5.0):
             rows.append(run(name, jobs, gap, start_seconds))
             print(line_of(rows[-1]), flush=True)
-    with mock.patch.object(loop, "allocator_named", partial(allocator_named, warm=False)):
+    with mock.patch.object(sharing, "allocator_named", partial(allocator_named, warm=False)):
         rows.append(run("continuous, centre", jobs, 60.0, 5.0, "centre"))
     print(line_of(rows[-1]), flush=True)
     if arguments.json is not None:

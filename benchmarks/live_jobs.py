@@ -36,7 +36,8 @@ from hetflow import preload
 from hetflow.engines.local import LocalEngine
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.scheduler import view
-from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler.loop import Scheduler
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, submit
 from hetflow.schema.cluster import Cluster

@@ -35,7 +35,8 @@ from hetflow.engines.protocol import EngineDevice, Fate, Work
 from hetflow.mechanisms import elastic
 from hetflow.mechanisms.easyscale import VARIANTS
 from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler.loop import Scheduler
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import FILE, Store
 from hetflow.scheduler.submission import Submission, submit
 

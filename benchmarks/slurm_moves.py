@@ -28,7 +28,8 @@ from hetflow.engines.lease_folder import ENDED, STARTED
 from hetflow.engines.protocol import OUTPUT
 from hetflow.engines.slurm import SlurmEngine
 from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler.loop import Scheduler
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, submit
 from hetflow.schema.cluster import Cluster

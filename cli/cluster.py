@@ -65,8 +65,8 @@ def start(
     """
     from ..mechanisms.rounds.rules import RoundRules
     from ..planning.inputs import pool_of
-    from ..scheduler.loop import Settings
     from ..scheduler.serve import serve
+    from ..scheduler.settings import Settings
     from ..scheduler.submission import read_entities
 
     pool = pool_of(asked_pool(gpus, cluster))

@@ -56,6 +56,16 @@ class Lease:
         return self.state != "planned"
 
     @property
+    def goes_on(self) -> bool:
+        """Whether its launch starts or runs, and was not asked to stop."""
+        return self.state in ("starting", "running")
+
+    @property
+    def after_resize(self) -> tuple[str, ...]:
+        """Its devices once its launch has gone over to others, where it was asked to."""
+        return self.resizing_to or self.devices
+
+    @property
     def held(self) -> tuple[str, ...]:
         """The devices that its launch may be on; in a resize those before and those after."""
         if not self.holds_devices:

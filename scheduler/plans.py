@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..mechanisms.cluster.pool import Pool
 from ..planning.even_split import even_split, rate_of
 from ..planning.inputs import profiles_of
 from ..planning.request import PipelineOptions, SolveRequest, SplitOptions, Strategy
@@ -317,6 +318,19 @@ def together(rates: Iterable[Rate]) -> Throughputs:
             for rate in found
         ),
         mixes=mixes,
+    )
+
+
+def pool_from(
+    rates: Iterable[Rate], num_devices: Mapping[str, int], dollars_per_hour: Mapping[str, float]
+) -> Pool:
+    """A cluster's devices by type, with prices and the rates of jobs, as mechanisms take it."""
+    throughputs = together(rates)
+    return Pool(
+        throughputs=throughputs,
+        num_devices=dict(num_devices),
+        dollars_per_hour=dict(dollars_per_hour),
+        uses_mixes=bool(throughputs.mixes),
     )
 
 

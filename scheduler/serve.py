@@ -18,7 +18,9 @@ from ..schema.cluster import Cluster
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import from_json, to_json, to_plain
 from .history import entities_of
-from .loop import Scheduler, Settings, check_settings
+from .loop import Scheduler
+from .settings import Settings
+from .sharing import check_settings
 from .store import Store, lock
 
 POLL_SECONDS = 0.1

@@ -8,7 +8,8 @@ import pytest
 
 from hetflow.cli.main import run
 from hetflow.engines.protocol import OUTPUT, EngineDevice
-from hetflow.scheduler.loop import Settings, check_settings
+from hetflow.scheduler.settings import Settings
+from hetflow.scheduler.sharing import check_settings
 from hetflow.scheduler.store import Store, lock
 from hetflow.scheduler.submission import read_entities
 from hetflow.schema.jobs import Entity

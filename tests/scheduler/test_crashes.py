@@ -16,8 +16,9 @@ import pytest
 from hetflow.engines.protocol import Fate, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.scheduler.leases import folder_of, open_leases
-from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler.loop import Scheduler
 from hetflow.scheduler.serve import serve
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import submit
 from hetflow.scheduler.view import ask, drain

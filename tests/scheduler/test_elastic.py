@@ -11,8 +11,9 @@ import pytest
 from hetflow.cli.main import run
 from hetflow.engines.protocol import EngineDevice
 from hetflow.scheduler import view
-from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler.loop import Scheduler
 from hetflow.scheduler.plans import rates_of
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.submission import Submission, submission
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
 

@@ -15,7 +15,8 @@ from hetflow.engines.local import LocalEngine
 from hetflow.engines.protocol import OUTPUT
 from hetflow.mechanisms.cluster.seats import Seat
 from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler import leases, loop, view
+from hetflow.scheduler import leases, loop, sharing, view
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import submission, submit
 from hetflow.schema.cluster import Cluster
@@ -131,7 +132,7 @@ def test_a_job_that_grows_and_shrinks_while_it_runs_ends_as_the_same_job_alone(
     """The decisions are the test's; plans, requests, workers and records are those of a cluster."""
     seats: list[Seat] = [((1, 0, 0),), ((1, 0, 0), (1, 0, 1)), ((0, 0, 0),)]
     turn, epochs = 0, dict[int, int]()
-    monkeypatch.setattr(loop, "next_round", lambda *given, **more: {"1": seats[turn]})
+    monkeypatch.setattr(sharing, "next_round", lambda *given, **more: {"1": seats[turn]})
     (folder / "train.py").write_text(SLOW_AT_FIRST)
     store = Store.create(folder / "state")
     paths = {"script": str(folder / "train.py"), "profiles": str(folder / "profiles")}
@@ -139,7 +140,7 @@ def test_a_job_that_grows_and_shrinks_while_it_runs_ends_as_the_same_job_alone(
     submit(store, submission(job, base=folder, name="test"))
     engine = LocalEngine(Cluster.parse("1xcpu:fast,2xcpu:slow"))
     rules = RoundRules(round_seconds=1.0, reset_seconds=0.0)
-    settings = loop.Settings(rules=rules, grace_seconds=20)
+    settings = Settings(rules=rules, grace_seconds=20)
     scheduler = loop.Scheduler(store, engine, settings)
     end = time.monotonic() + LIMIT_SECONDS
     log = store.lease_folder(1, 1) / OUTPUT
@@ -193,7 +194,7 @@ def test_a_job_that_shrinks_for_another_and_grows_again_ends_as_the_same_job_alo
 
     engine = LocalEngine(Cluster.parse(pool))
     rules = RoundRules(round_seconds=600.0, reset_seconds=0.0)
-    settings = loop.Settings(policy=policy, rules=rules, grace_seconds=20)
+    settings = Settings(policy=policy, rules=rules, grace_seconds=20)
     scheduler = loop.Scheduler(store, engine, settings)
     end = time.monotonic() + LIMIT_SECONDS
     (folder / "hurry-second").touch()

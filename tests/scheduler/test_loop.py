@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from hetflow.cli.main import run
 from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler import leases, loop, plans
+from hetflow.scheduler import leases, plans, sharing
 from hetflow.scheduler.leases import PLAN, RUN
-from hetflow.scheduler.loop import MOST_FAILURES, Scheduler, Settings
+from hetflow.scheduler.loop import MOST_FAILURES, Scheduler
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, submit
 from hetflow.scheduler.view import Wish, ask, queue
@@ -337,7 +338,7 @@ def test_users_need_not_wait_for_the_state_while_a_job_is_planned(
         written.append(submit(others, asked("b")))
         return plans.rates_of(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loop, "rates_of", rates_of)
+    monkeypatch.setattr(sharing, "rates_of", rates_of)
     [number] = cluster.submit(asked("a", devices=9))
     cluster.tick()
     ask(cluster.store, number, "release")

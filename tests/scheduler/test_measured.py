@@ -78,13 +78,13 @@ def test_proposals_are_made_by_what_was_measured(tmp_path: Path, asked: Asked) -
     cluster = Cluster(tmp_path / "state", engine, "easyscale")
     cluster.submit(ranged(asked, "a"))
     cluster.tick()
-    wish = cluster.scheduler._wish("1")
+    wish = cluster.scheduler._known.wish("1")
     alone, both = wish.rate((0, 2)), wish.rate((2, 2))  # type: ignore[union-attr]
     measure(engine.jobs()[1], slower=2.0)  # on both types
     engine.end(engine.jobs()[1], 1)
     cluster.tick(0.1)
     cluster.tick(ROUND)
-    wish = cluster.scheduler._wish("1")
+    wish = cluster.scheduler._known.wish("1")
     assert wish.rate((0, 2)) == pytest.approx(alone / 2)  # type: ignore[union-attr]
     assert wish.rate((2, 2)) == pytest.approx(both / 2)  # type: ignore[union-attr]
 

@@ -10,8 +10,9 @@ import pytest
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.protocol.lower import lower
 from hetflow.scheduler.leases import PLAN
-from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler.loop import Scheduler
 from hetflow.scheduler.plans import kind_of, plan_on, throughput_of
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, read_submission, submission, submit
 from hetflow.schema import files

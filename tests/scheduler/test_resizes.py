@@ -14,7 +14,7 @@ from hetflow.cli.main import run
 from hetflow.dashboard.snapshot import snapshot
 from hetflow.mechanisms.cluster.seats import Seat
 from hetflow.protocol.control import FOLDER
-from hetflow.scheduler import loop, resizes, view
+from hetflow.scheduler import resizes, sharing, view
 from hetflow.scheduler.leases import PLAN, RUN, open_leases
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.parallel_plans import parallel_plan
@@ -41,7 +41,7 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Decide:
                 for name, devices in seats.items()
             }
 
-        monkeypatch.setattr(loop, "next_round", next_round)
+        monkeypatch.setattr(sharing, "next_round", next_round)
 
     return on
 

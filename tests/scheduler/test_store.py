@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.scheduler.loop import Settings
 from hetflow.scheduler.serve import request_stop, serve
+from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import FILE, FORMAT, Store
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import FileError, ProblemError

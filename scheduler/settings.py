@@ -1,0 +1,22 @@
+"""How a live cluster is run, as its user says it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..mechanisms.rounds.rules import RoundRules
+from ..schema.jobs import Entity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a live cluster is run. ``grace_seconds`` is what a job has to save in.
+
+    ``policy`` is one of allocation, ``elastic``, or one of ``easyscale.VARIANTS``. ``entities`` are
+    the tree that jobs may name a node of, and ``dollars_per_hour`` the price of a device by type.
+    """
+
+    policy: str = "las"
+    rules: RoundRules = field(default_factory=RoundRules)
+    grace_seconds: int = 30
+    entities: tuple[Entity, ...] = ()
+    dollars_per_hour: Mapping[str, float] = field(default_factory=dict)
