@@ -54,6 +54,8 @@ _PARALLEL = ("solve", "--strategy", "parallel", "--profiles", "layered", "--gpus
              "--batch-size", "32", "--link-bytes-per-second", "1e9")  # fmt: skip
 _ALLOCATE = ("allocate", "jobs.json", "--throughputs", "throughputs.json", *_POOL)
 _SIMULATE = ("simulate", "--throughputs", "throughputs.json", "--gpus", "2xV100,2xP100")
+_HOST = ("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:29500", "--devices",
+         "2xcpu")  # fmt: skip
 
 COMMANDS = (
     Command(
@@ -165,9 +167,10 @@ COMMANDS = (
              "trace.json"), ("pipeline.json",), ("--html", "--trace")),
     Command("show a picture", ("show", "profiles", "--plot", "curves.svg"),
             ("profiles/v100.json",), ("--plot",)),
-    Command("launch split", ("launch", "--dry-run", "--devices", "2xcpu", "-o", "run",
-                             "on_cpu.json", "train.py"), ("on_cpu.json",), ("--devices",)),
-    Command("launch pipeline", ("launch", "--dry-run", "--devices", "2xcpu", "stages_on_cpu.json",
+    Command("launch split", ("launch", "--dry-run", *_HOST, "-o", "run",
+                             "on_cpu.json", "train.py"), ("on_cpu.json",),
+            ("--devices", "--nnodes", "--rdzv-endpoint")),
+    Command("launch pipeline", ("launch", "--dry-run", *_HOST, "stages_on_cpu.json",
                                 "train.py", "--lr", "1"), ("stages_on_cpu.json",), ("--devices",)),
     Command("resize", ("resize", "running", "--gpus", "1xV100,1xP100", "--timeout", "0.1"),
             ("running/control/current.json", "running/plan.json"), ("--gpus",)),

@@ -269,6 +269,7 @@ def test_dry_run_prints_what_would_run(here: Path) -> None:
         (["--checkpoint-every", "2", "plan.json", "script.py"], "--checkpoint-every 2 needs a"),
         (["--checkpoint", "plan.json", "plan.json", "script.py"], "plan.json: is no folder"),
         (["--nnodes", "2", "plan.json", "script.py"], "need --node-rank and --rdzv-endpoint"),
+        (["--devices", "1xcpu", "plan.json", "script.py"], "--devices '1xcpu' is what this host"),
         (
             ["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "h:1", "plan.json", "x.py"],
             "--node-rank must be 0 to 1 with --nnodes 2, got 2",
