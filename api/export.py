@@ -59,7 +59,7 @@ class ExportOptions(TypedDict, total=False):
     at: str | None
 
 
-@names_arguments(to="target", name="names", directive="directives", gpus="hosts")
+@names_arguments(to="target", name="names", directive="directives")
 def export(
     plan: Path | str,
     target: str,
@@ -101,7 +101,7 @@ def export(
     return chosen.render(made, str(plan))
 
 
-@names_arguments(name="names", directive="directives", gpus="hosts")
+@names_arguments(name="names", directive="directives")
 def deployment_of(
     plan: Path | str, script: tuple[str, ...], **options: Unpack[ExportOptions]
 ) -> Deployment:
@@ -115,7 +115,8 @@ def deployment_of(
             f"--checkpoint-every {every} needs a folder", hint="give --checkpoint DIR too"
         )
     hosts = options.get("hosts")
-    groups = host_groups(config, found, None if hosts is None else pool_of(hosts))
+    pool = None if hosts is None else pool_of(hosts, flag="--hosts")
+    groups = host_groups(config, found, pool)
     if (market := options.get("market")) is not None:
         groups = _rented(groups, market, options.get("at"))
     elif options.get("at") is not None:

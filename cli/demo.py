@@ -27,11 +27,12 @@ def demo(
     hetflow demo -o demo --epochs 5
     """
     from ..schema.errors import FileError
-    from .demonstration import Demonstration
+    from .demonstration import Demonstration, check_installed
 
+    if output is not None and output.exists():
+        raise FileError(f"{output}: exists already", hint="name a new folder")
+    check_installed()
     if output is not None:
-        if output.exists():
-            raise FileError(f"{output}: exists already", hint="name a new folder")
         output.mkdir(parents=True)
         summary = Demonstration(output, epochs=epochs, talk=not json).run()
     else:

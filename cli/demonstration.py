@@ -1,5 +1,6 @@
 """The demo's steps. Each is a command of hetflow's own, shown before it runs."""
 
+import importlib.util
 import json
 import os
 import shlex
@@ -43,7 +44,6 @@ class Demonstration:
         Raises:
             HetflowError: A step failed, or the results differ.
         """
-        _require_dataset()
         devices, pool, is_emulated = _devices_and_pool()
         self._say(f"# devices: {pool}{'  (emulated)' if is_emulated else ''}")
         self._profile_and_solve(devices, pool)
@@ -97,14 +97,19 @@ class Demonstration:
             sys.stdout.flush()
 
 
-def _require_dataset() -> None:
-    try:
-        import sklearn  # noqa: F401
-    except ImportError:
+def check_installed() -> None:
+    """Refuse to start where a library that the demo needs is missing. Imports torch.
+
+    Raises:
+        ModuleNotFoundError: It is torch, which the command line says in its own words.
+        HetflowError: It is scikit-learn.
+    """
+    importlib.import_module("torch")
+    if importlib.util.find_spec("sklearn") is None:
         raise HetflowError(
             "the demo's dataset ships with scikit-learn, which is not installed",
             hint="pip install 'hetflow[examples]'",
-        ) from None
+        )
 
 
 def _devices_and_pool() -> tuple[list[str], str, bool]:

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ..schema.errors import ProblemError
 from .common import ForceFlag, JsonFlag, Settings, emit, emit_json
 
 if TYPE_CHECKING:
     from ..api.launch import LaunchOptions
+    from ..launcher.request import Rendezvous
     from ..launcher.spawn import WorkerCommand
     from ..schema.run import RunRecord
 
@@ -38,7 +40,9 @@ def launch(
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(help="What this host contributes, e.g. 2xV100 [default: its CUDA devices]."),
+        typer.Option(
+            help="Several hosts: what this one gives, e.g. 2xV100 [default: its CUDA devices]."
+        ),
     ] = None,
     determinism: Annotated[
         str,
@@ -107,13 +111,9 @@ def launch(
     from .. import dry_run as show
     from .. import launch as run
     from ..api.files import plan_of
-    from ..launcher.request import Rendezvous, default_folder
-    from ..schema.cluster import Cluster
+    from ..launcher.request import default_folder
 
     found = plan_of(plan)
-    several = nnodes > 1 or node_rank is not None or rdzv_endpoint is not None
-    if devices is not None:
-        Cluster.parse(devices)  # counts between hosts, and is checked on one host too
     folder = output or default_folder(found.model)
     options: LaunchOptions = {
         "folder": folder,
@@ -128,15 +128,30 @@ def launch(
         "grace_seconds": float(grace),
         "timeout_seconds": float(timeout),
         "heartbeat_seconds": heartbeat,
-        "rendezvous": (
-            Rendezvous.parse(nnodes, node_rank, rdzv_endpoint, devices) if several else None
-        ),
+        "rendezvous": _rendezvous(nnodes, node_rank, rdzv_endpoint, devices),
         "stdout_to_stderr": json,
     }
     if dry_run:
         _show_commands(folder, show(found, script, arguments or (), **options), json)
         return
     _report(folder, run(found, script, arguments or (), **options), json)
+
+
+def _rendezvous(
+    nnodes: int, node_rank: int | None, endpoint: str | None, devices: str | None
+) -> "Rendezvous | None":
+    """Where the hosts meet; None for a launch on one host, which has all devices of the plan."""
+    from ..launcher.request import Rendezvous
+
+    if nnodes > 1 or node_rank is not None or endpoint is not None:
+        return Rendezvous.parse(nnodes, node_rank, endpoint, devices)
+    if devices is not None:
+        raise ProblemError(
+            f"--devices {devices!r} is what this host gives to a launch over several hosts; "
+            "a launch on one host takes the devices of its plan",
+            hint="leave --devices out, or add --nnodes, --node-rank and --rdzv-endpoint",
+        )
+    return None
 
 
 def _show_commands(folder: Path, commands: "list[WorkerCommand]", json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What finished runs measured of the terms of a plan's step."""
+"""What runs measured of the terms of a plan's step, finished or interrupted."""
 
 import math
 import statistics
@@ -146,8 +146,10 @@ def _older_terms(device: DeviceRun) -> StepTerms | None:
 def why_not(run: RunRecord, profiles: Sequence[Profile]) -> str | None:
     """Why a run cannot correct these profiles, as the end of a sentence; None if it can."""
     plan = run.plan
-    if run.status != "done":
+    if run.status == "failed":
         return f"it is {run.status}"
+    if run.status == "interrupted" and len(run.devices) < run.world_size:
+        return "it was interrupted before all of its workers had told what they measured"
     if not isinstance(plan, SplitPlan | PipelinePlan):
         return f"a {plan.kind} plan's run does not tell what its layers took at degree 1"
     if run.generations:

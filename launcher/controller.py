@@ -117,8 +117,9 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
             preload=preload,
         )
         end = _Run(request, supervision, workers, signals, warn).train()
-        succeeded = end.failure is None
-        reports = hosts.reports(end.last) if succeeded and hosts.is_first else []
+        reports: list[WorkerReport] = []
+        if hosts.is_first and (end.failure is None or end.failure.interrupted):
+            reports = hosts.reports(end.last, wait=end.failure is None)
         hosts.leave()
     failure = end.failure
     record = _record(request, failure, reports, time.monotonic() - began, end.generations)
@@ -178,6 +179,8 @@ class _Run:
                 raise
             if failure is not None:
                 failure = hosts.tell_failure(failure)
+                if failure.interrupted:
+                    workers.let_report(self._signals)
             workers.stop(self._signals)
         if supervisor is None:
             last = LastGeneration(world_size=self._request.config.world_size)

@@ -90,8 +90,13 @@ class Hosts(Protocol):
     def leave(self) -> None:
         """The launch is over for this host."""
 
-    def reports(self, last: LastGeneration) -> list[WorkerReport]:
-        """What the workers of the last generation measured; for the first host."""
+    def reports(self, last: LastGeneration, *, wait: bool) -> list[WorkerReport]:
+        """What the workers of the last generation measured; for the first host.
+
+        Args:
+            last: Where they report.
+            wait: Whether to wait for a store that is still being made; else nobody has reported.
+        """
 
 
 class Alone:
@@ -158,10 +163,11 @@ class Alone:
         if self._thread.ident is None:
             self._socket.close()
 
-    def reports(self, last: LastGeneration) -> list[WorkerReport]:
+    def reports(self, last: LastGeneration, *, wait: bool) -> list[WorkerReport]:
         """What the workers of the last generation measured."""
-        self._thread.join()
-        return read_reports(self._store, last)
+        if wait:
+            self._thread.join()
+        return [] if self._store is None else read_reports(self._store, last)
 
 
 class Together:
@@ -509,10 +515,9 @@ class Together:
                     return
                 time.sleep(0.05)
 
-    def reports(self, last: LastGeneration) -> list[WorkerReport]:
+    def reports(self, last: LastGeneration, *, wait: bool) -> list[WorkerReport]:
         """What the workers of the last generation measured; for node 0."""
-        assert self._all is not None
-        return read_reports(self._all.whole, last)
+        return [] if self._all is None else read_reports(self._all.whole, last)
 
 
 def dealt(config: LaunchConfig, agents: Sequence[Greeting]) -> Dealt:

@@ -28,6 +28,11 @@ class Line:
         self.moved_at = 0.0
         self.operation, self.is_waiting = -1, False
 
+    @property
+    def trains(self) -> bool:
+        """Whether the worker has prepared a model, and has not finished."""
+        return self.is_open and self.is_prepared and not self.is_finished
+
     def started(self) -> None:
         """The worker has its end now."""
         self.theirs.close()

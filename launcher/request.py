@@ -55,12 +55,13 @@ class Rendezvous:
         match = re.fullmatch(r"\[?([^\s\[\]]+?)\]?:(\d{1,5})", endpoint)
         if not match or not 0 < int(match[2]) < 65536:
             raise TargetError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}")
+        offered = None if devices is None else Cluster.parse(devices, flag="--devices")
         return cls(
             num_nodes=num_nodes,
             node_rank=node_rank,
             host=match[1],
             port=int(match[2]),
-            devices=Cluster.parse(devices).num_devices if devices else None,
+            devices=None if offered is None else offered.num_devices,
         )
 
 

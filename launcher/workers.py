@@ -13,7 +13,7 @@ from typing import IO, Any
 from ..preload import Preload
 from ..protocol.environment import Channel
 from ..protocol.handover import STOPPED_EXIT_CODE
-from ..protocol.messages import FromWorker, Unreadable
+from ..protocol.messages import FromWorker, Report, Reported, Unreadable
 from ..schema.errors import ProblemError
 from .failures import Failure, failure_of, first_cause
 from .line import Line
@@ -21,6 +21,8 @@ from .output import follow, tee
 from .spawn import Process, WorkerCommand, failure_path, signal_group, start
 
 GRACE_SECONDS = 5.0
+REPORT_SECONDS = 1.0
+"""How long workers that are about to be ended may take to report what they have measured."""
 
 
 class Signals:
@@ -255,6 +257,24 @@ class Workers:
             if time.monotonic() > deadline or signals.count > asked:
                 return
             time.sleep(0.02)
+
+    def let_report(self, signals: Signals) -> None:
+        """Ask the workers that train what they have measured so far.
+
+        Waits until they have reported or are gone, the time is over, or another signal comes. A
+        worker answers in milliseconds, in the middle of a step too.
+        """
+        asked, deadline = signals.count, time.monotonic() + REPORT_SECONDS
+        waiting = {name for name, line in self._lines.items() if line.trains and self._runs(name)}
+        for name in waiting:
+            self._lines[name].send(Report())
+        while waiting and time.monotonic() < deadline and signals.count == asked:
+            time.sleep(0.01)
+            heard = {name for name, message in self.hear() if isinstance(message, Reported)}
+            waiting = {name for name in waiting - heard if self._runs(name)}
+
+    def _runs(self, name: str) -> bool:
+        return self._processes[name].poll() is None and not self.is_stopped(name)
 
     def left_badly(self) -> str | None:
         """What kept a worker from saving and leaving, where something did."""

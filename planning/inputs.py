@@ -26,8 +26,12 @@ Pool = Cluster | Path | str
 """A cluster; its file, as a path; or a specification such as ``2xV100,8xP100``, as a string."""
 
 
-def pool_of(given: Pool) -> Cluster:
+def pool_of(given: Pool, *, flag: str = "--gpus") -> Cluster:
     """Return a pool as a ``Cluster``; see ``Pool`` for the forms.
+
+    Args:
+        given: The pool.
+        flag: The option that names it, for errors.
 
     Raises:
         ProblemError: The text does not follow the grammar of ``--gpus``.
@@ -38,11 +42,12 @@ def pool_of(given: Pool) -> Cluster:
     if isinstance(given, Path):
         return files.read(given, Cluster)
     if given.endswith(".json"):
+        option = "--cluster FILE" if flag == "--gpus" else "devices, such as 1x(2xV100),2x(4xP100)"
         raise ProblemError(
-            f"--gpus {given!r} is the name of a file, not of devices",
-            hint="give --cluster FILE (from Python, a Path)",
+            f"{flag} {given!r} is the name of a file, not of devices",
+            hint=f"give {option} (from Python, a Path)",
         )
-    return Cluster.parse(given)
+    return Cluster.parse(given, flag=flag)
 
 
 def name_of(given: Pool) -> str:

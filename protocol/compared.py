@@ -61,7 +61,7 @@ def _of_split(plan: SplitPlan, devices: Sequence[DeviceRun]) -> Iterator[TermCom
         if slowest is None or _own_seconds(worker) > _own_seconds(slowest[0]):
             slowest = (worker, group.virtual_nodes)
     if slowest is not None:
-        yield from _of_step(plan, *slowest, is_alone=len(devices) == 1)
+        yield from _of_step(plan, *slowest, is_alone=plan.num_devices == 1)
 
 
 def _own_seconds(device: DeviceRun) -> float:

@@ -97,6 +97,13 @@ class Finished:
 
 
 @record
+class Reported:
+    """This worker has answered ``Report``: its measurements are in the store, if it has any."""
+
+    kind: Literal["reported"] = "reported"
+
+
+@record
 class Unreadable:
     """This worker cannot read a message of its controller."""
 
@@ -104,7 +111,9 @@ class Unreadable:
     kind: Literal["unreadable"] = "unreadable"
 
 
-FromWorker = Beat | Ready | Joined | Paused | Lost | Closed | Fragile | Finished | Unreadable
+FromWorker = (
+    Beat | Ready | Joined | Paused | Lost | Closed | Fragile | Finished | Reported | Unreadable
+)
 
 
 # From the controller to a worker
@@ -163,7 +172,14 @@ class Leave:
     kind: Literal["leave"] = "leave"
 
 
-FromController = Resize | Recover | Abort | Leave
+@record
+class Report:
+    """The launch was told to end: report the measurements so far, before the workers are ended."""
+
+    kind: Literal["report"] = "report"
+
+
+FromController = Resize | Recover | Abort | Report | Leave
 _FROM_WORKER = Annotated[FromWorker, Field(discriminator="kind")]
 _FROM_CONTROLLER = Annotated[FromController, Field(discriminator="kind")]
 

@@ -4,10 +4,16 @@ from collections.abc import Sequence
 
 
 def grid(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A plain-text table; numbers are printed as given."""
+    """A plain-text table; numbers are printed as given. A column without a name has no rule."""
     from tabulate import tabulate
 
-    return str(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
+    table = str(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
+    head, rule, *body = table.split("\n")
+    rules = [
+        dashes if name else " " * len(dashes)
+        for name, dashes in zip(headers, rule.split("  "), strict=True)
+    ]
+    return "\n".join([head, "  ".join(rules).rstrip(), *body])
 
 
 def milliseconds(seconds: float | None) -> str:

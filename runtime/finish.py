@@ -1,6 +1,7 @@
 """End a worker: report, leave the group, and neither hang nor crash on exit."""
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from ..protocol.messages import Finished
 from ..protocol.record import WorkerReport, assemble, parse_report, report_text
 from ..schema import files
-from ..schema.errors import FileError, TargetError
+from ..schema.errors import FileError, HetflowError, TargetError
 from .group import Place, leave
 from .measurements import peak_memory_bytes
 from .runner import Runner
@@ -106,6 +107,38 @@ def report(session: Session, digest: Callable[[], str]) -> None:
         _publish(session.place, _report_of(session, digest()))
 
 
+def report_stopped(session: Session) -> None:
+    """Report the measurements of a worker that was asked to save and leave, after its last step.
+
+    There is no digest, because training is not over. A worker that cannot report leaves as well.
+    """
+    place = session.place
+    if place.start.config is not None and place.store is not None:
+        with contextlib.suppress(HetflowError):  # the launcher may be gone
+            place.store.set(f"report/{place.rank}", report_text(_report_of(session, None)))
+
+
+def report_when_asked(session: Session) -> None:
+    """Let the control channel report this job's measurements so far, in the middle of training.
+
+    The launcher asks when it ends its workers without letting them save. They may be anywhere,
+    also in a collective that never ends. So the channel's thread reports, and waits for no device.
+    """
+    control = session.place.control
+    if control is None or control.num_jobs > 1:  # the launcher reads the reports of the first job
+        return
+
+    def report_now() -> None:
+        place = session.place
+        if place.store is None or session.is_finished:  # not joined yet; or it reports by itself
+            return
+        with contextlib.suppress(Exception):  # of any kind: the launcher ends this worker anyway
+            found = _report_of(session, None, at_rest=False)
+            place.store.set(f"report/{place.rank}", report_text(found))
+
+    control.report = report_now
+
+
 def part(session: Session) -> None:
     """Leave the other workers; the last job of this process also closes the process group."""
     place = session.place
@@ -127,15 +160,17 @@ def _meet(place: Place) -> None:
     place.store.wait(signs, timedelta(seconds=place.start.timeout_seconds))
 
 
-def _report_of(session: Session, digest: str) -> WorkerReport:
-    timings, place, holder = session.clock.timings(), session.place, session.holder
+def _report_of(session: Session, digest: str | None, *, at_rest: bool = True) -> WorkerReport:
+    """This worker's report; unless it is ``at_rest``, nothing waits for the device."""
+    timings, place, holder = session.clock.timings(wait=at_rest), session.place, session.holder
+    num_steps, num_samples = session.clock.done
     assert place.slot is not None
     return WorkerReport(
         rank=place.rank,
         device_type=place.slot.device_type,
         host=socket.gethostname(),
-        num_samples=session.clock.num_samples,
-        num_steps=session.clock.num_steps,
+        num_samples=num_samples,
+        num_steps=num_steps,
         pass_seconds=timings.passes,
         compute_seconds=timings.compute,
         sync_seconds=timings.sync,
@@ -143,7 +178,7 @@ def _report_of(session: Session, digest: str) -> WorkerReport:
         step_seconds=timings.step,
         step_seconds_spread=timings.spread,
         peak_memory_bytes=peak_memory_bytes(place.device),
-        final_loss=_finite(session.last_loss),
+        final_loss=_finite(session.last_loss) if at_rest else None,
         parameters_digest=digest,
         emulated_passes=holder.num_passes if holder else 0,
         emulated_overruns=holder.num_overruns if holder else 0,

@@ -1,6 +1,7 @@
 """Measure each part of a step without slowing it: by perf_counter, or by events read later."""
 
 import statistics
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +56,10 @@ class _StepMarks:
 
 
 class StepClock:
-    """Mark the parts of each step, and reduce the marks to medians."""
+    """Mark the parts of each step, and reduce the marks to medians.
+
+    The script's thread marks; any thread may ask for what has been measured so far.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._backend = backend_of(device)
@@ -65,6 +69,7 @@ class StepClock:
         self._first: Mark | None = None
         self._pending: deque[_StepMarks] = deque()
         self._times: deque[StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
+        self._harvesting = threading.Lock()
         self.num_steps = 0
         self.num_samples = 0
         self._samples_before = 0
@@ -88,6 +93,14 @@ class StepClock:
             self._open = None
             self.num_steps -= 1
             self.num_samples = self._samples_before
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """The steps, and their samples, whose gradients this worker has."""
+        step = self._open
+        if step is None or step.synchronised is not None:
+            return self.num_steps, self.num_samples
+        return self.num_steps - 1, self._samples_before
 
     def begin_pass(self) -> Mark:
         """Mark the start of a pass; give the mark to ``end_pass``."""
@@ -127,12 +140,16 @@ class StepClock:
             if len(self._pending) > MAX_STEPS_KEPT:
                 self._pending.popleft()
         elif len(self._pending) >= _HARVESTED_AT_ONCE:
-            self._harvest(wait=False)
+            with self._harvesting:
+                self._harvest(wait=False)
 
-    def timings(self) -> Timings:
-        """Medians so far, without the first steps. Waits for the device."""
-        self._harvest(wait=True)
-        times = list(self._times)
+    def timings(self, *, wait: bool = True) -> Timings:
+        """Medians so far, without the first steps.
+
+        Args:
+            wait: Whether to wait for the device; else the steps count that it has done.
+        """
+        times = self._ended(wait=wait)
         # Drop at most half of the steps, so that a short run keeps some.
         times = times[min(WARMUP_STEPS, len(times) // 2) :]
         if not times:
@@ -152,8 +169,12 @@ class StepClock:
     @property
     def steps(self) -> tuple[StepTimes, ...]:
         """The newest MAX_STEPS_KEPT full steps that have ended. Waits for the device."""
-        self._harvest(wait=True)
-        return tuple(self._times)
+        return tuple(self._ended(wait=True))
+
+    def _ended(self, *, wait: bool) -> list[StepTimes]:
+        with self._harvesting:
+            self._harvest(wait=wait)
+            return list(self._times)
 
     def _harvest(self, *, wait: bool) -> None:
         while self._pending:

@@ -20,7 +20,7 @@ from .determinism import apply_level, check_level
 from .elastic.member import Member
 from .engine import StepEngine
 from .epoch import Epochs
-from .finish import at_exit
+from .finish import at_exit, report_when_asked
 from .group import Place, join
 from .initial_values import settle
 from .job import Job
@@ -154,6 +154,7 @@ def assemble(
         progress = Progress(session, engine.state, engine.buffers)
         runner = _runner_of(session, engine, epochs, progress)
     agreement = Agreement(_subject_of(session, engine, runner), watch)
+    report_when_asked(session)
     try:
         checkpoints = Checkpoints(session, engine, progress, runner, agreement)
     except BaseException:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 
 from ..protocol import handover
 from ..protocol.handover import STOPPED_EXIT_CODE
+from .finish import report_stopped
 from .group import complete
 from .session import Session
 
@@ -82,8 +83,9 @@ class StopRequests:
 
 
 def leave(session: Session) -> NoReturn:
-    """Stop as asked, after the script's own handlers of the signal have run."""
+    """Report and stop as asked, after the script's own handlers of the signal have run."""
     complete(session.place.device)
+    report_stopped(session)
     session.is_finished = True  # the exit of the interpreter has nothing left to do
     StopRequests.pass_on()
     sys.exit(STOPPED_EXIT_CODE)

@@ -26,6 +26,8 @@ RUN = "run"
 CHECKPOINT = "checkpoint"
 KILL_AFTER_SECONDS = 10.0
 """After the grace time of a launch has passed: then its workers have not obeyed it."""
+FEWEST_STEPS = 10
+"""Full steps after the warm-up by which a lease is measured; the first ones are slower."""
 _LONGEST_REASON = 300
 
 
@@ -277,8 +279,11 @@ def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
     with suppress(HetflowError):
         record = files.read(folder / RUN / "run.json", RunRecord)
         digest, step_seconds = record.parameters_digest, record.measured_step_seconds
-        if record.generations:
-            step_seconds = None  # of several sets of devices
+        terms = [device.terms for device in record.devices if device.terms is not None]
+        if record.generations:  # of several sets of devices
+            step_seconds = None
+        if any(one.num_steps < FEWEST_STEPS for one in terms):
+            step_seconds = None
     code = fate.exit_code
     reason = None if code == 0 else last_words(folder / OUTPUT, code)
     has_begun = fate.has_begun and fate.state != "absent"

@@ -150,12 +150,16 @@ class Cluster:
         )
 
     @classmethod
-    def parse(cls, text: str) -> "Cluster":
+    def parse(cls, text: str, *, flag: str = "--gpus") -> "Cluster":
         """Parse a ``--gpus`` specification.
 
         ``2xV100,8xP100`` is a flat pool. ``2xV100`` may also be written ``V100:2``, or with the
         device's memory ``V100:2:16GB``. ``4x(4xV100)`` is four servers. A device name may contain
         one colon followed by a letter (``cpu:slow``).
+
+        Args:
+            text: The specification.
+            flag: The option that it was given by, for errors.
 
         Raises:
             ProblemError: The text does not follow the grammar, or a count is zero.
@@ -165,17 +169,18 @@ class Cluster:
         types: dict[str, DeviceType] = {}
         flat: Counter[str] = Counter()
         servers: list[ServerGroup] = []
-        for part in _split_outside_brackets(text):
+        named = f"{flag} {text!r}"
+        for part in _split_outside_brackets(text, named):
             match = _SERVERS.match(part)
             if match:
                 inside: Counter[str] = Counter()
                 for item in match["inside"].split(","):
-                    _add_item(item.strip(), text, types, inside)
+                    _add_item(item.strip(), named, types, inside)
                 servers.append(
                     ServerGroup(count=_positive(match["times"], part), devices=dict(inside))
                 )
             else:
-                _add_item(part, text, types, flat)
+                _add_item(part, named, types, flat)
         if flat:
             servers.insert(0, ServerGroup(count=1, devices=dict(flat)))
         return cls(device_types=types, servers=tuple(servers))
@@ -195,23 +200,21 @@ def parse_memory(text: str) -> int | None:
     return _bytes_of(text) if re.fullmatch(_MEMORY, text) else None
 
 
-def _split_outside_brackets(text: str) -> list[str]:
+def _split_outside_brackets(text: str, named: str) -> list[str]:
     parts = [part.strip() for part in re.split(r",(?![^()]*\))", text)]
     if not all(parts):
-        raise ProblemError(f"--gpus {text!r}: an entry is empty", hint=_GRAMMAR_HINT)
+        raise ProblemError(f"{named}: an entry is empty", hint=_GRAMMAR_HINT)
     return parts
 
 
-def _add_item(item: str, text: str, types: dict[str, DeviceType], into: Counter[str]) -> None:
+def _add_item(item: str, named: str, types: dict[str, DeviceType], into: Counter[str]) -> None:
     match = _ITEM.match(item)
     if not match or (match["times"] and match["count"]):
-        raise ProblemError(f"--gpus {text!r}: cannot read {item!r}", hint=_GRAMMAR_HINT)
+        raise ProblemError(f"{named}: cannot read {item!r}", hint=_GRAMMAR_HINT)
     memory = _bytes_of(match["memory"])
     known = types.get(match["name"])
     if known and memory and known.memory_bytes not in (None, memory):
-        raise ProblemError(
-            f"--gpus {text!r}: {match['name']} is given two memories; name them apart"
-        )
+        raise ProblemError(f"{named}: {match['name']} is given two memories; name them apart")
     if memory or not known:
         types[match["name"]] = DeviceType(memory_bytes=memory)
     into[match["name"]] += _positive(match["times"] or match["count"] or "1", item)

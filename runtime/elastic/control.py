@@ -22,6 +22,8 @@ from ...protocol.messages import (
     FromWorker,
     Leave,
     Recover,
+    Report,
+    Reported,
     Resize,
     Unreadable,
     encode,
@@ -42,6 +44,10 @@ class Control:
         channel: What the channel is used for: ``changes`` says whether workers may join and leave,
             ``survives`` whether the job continues when other workers die, and
             ``survives_on_devices`` whether also where collectives go from device to device.
+
+    Attributes:
+        abort: Called, by the channel's thread, when this worker's generation has failed.
+        report: Called, by the channel's thread, when the launch ends and asks for measurements.
     """
 
     _of_process: ClassVar["Control | None"] = None
@@ -52,6 +58,7 @@ class Control:
         self.survives = channel in ("losses", "device-losses")
         self.survives_on_devices = channel == "device-losses"
         self.abort: Callable[[], None] = lambda: None
+        self.report: Callable[[], None] = lambda: None
         self.num_jobs = 0
         self.is_closed = False
         self._changed = threading.Condition()
@@ -169,6 +176,9 @@ class Control:
         if isinstance(message, Abort):
             self.abort()
             self.connections.cut()
+        elif isinstance(message, Report):
+            self.report()
+            self.send(Reported())
 
 
 def _channel(name: str | None) -> Channel:

@@ -83,7 +83,7 @@ def test_only_runs_are_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "a.csv").exists()
 
 
-@pytest.mark.parametrize("command", [["devices"], ["profile", "zoo:mlp"], ["demo"]])
+@pytest.mark.parametrize("command", [["devices"], ["profile", "zoo:mlp"], ["demo", "-o", "kept"]])
 def test_what_needs_torch_says_so(command: list[str], tmp_path: Path) -> None:
     missing = """raise ModuleNotFoundError("No module named 'torch'", name="torch")"""
     (tmp_path / "torch.py").write_text(missing, encoding="utf-8")
@@ -97,6 +97,16 @@ def test_what_needs_torch_says_so(command: list[str], tmp_path: Path) -> None:
     assert ended.stderr == (
         "hetflow: this needs torch, which is not installed\nhint: pip install torch\n"
     )
+    assert not (tmp_path / "kept").exists()
+
+
+def test_the_demo_says_that_its_dataset_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert run(["demo", "-o", str(tmp_path / "kept")]) == 2
+    assert "scikit-learn, which is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "kept").exists()
 
 
 def test_a_run_without_its_jobs_is_no_table(

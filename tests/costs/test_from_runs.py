@@ -326,6 +326,16 @@ def test_what_cannot_correct_is_left_out_with_a_reason(run: Run, why: str) -> No
     assert why in found.remarks[0]
 
 
+def test_an_interrupted_run_corrects_like_one_that_is_done_if_all_its_workers_told() -> None:
+    split, devices = plan(("A", 2, 3, 8)), [device(n, "A", 3, 0.9, fixed=0.4) for n in range(2)]
+    stopped = run_of(split, *devices, status="interrupted", exit_code=143)
+    assert corrected(profile(), stopped) == corrected(profile(), run_of(split, *devices))
+    untold = Run(name="r", record=replace(stopped.record, devices=(devices[0],)))
+    found = corrected(profile(), untold)
+    assert found.used == ()
+    assert "before all of its workers" in found.remarks[0]
+
+
 seconds = st.floats(min_value=1e-3, max_value=5.0)
 maybe = st.none() | st.floats(min_value=1e-3, max_value=1.0)
 

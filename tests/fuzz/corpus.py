@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 from hetflow.cli.main import run
+from hetflow.scheduler.store import Store
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
@@ -29,6 +30,7 @@ from hetflow.schema.run import (
 
 HELD = "running/control/lock"  # whoever runs a case holds it: the run is alive then
 CONFIG = "hetflow.toml"  # removed where a command is not about it
+STATE = "state"  # of a live cluster: what a command that ends well may change
 OUTPUT = "out.json"  # the name every command writes to, where it writes
 SCRIPT = "print('never run: --dry-run')\n"
 
@@ -52,6 +54,8 @@ _PIPELINE = ("solve", "--strategy", "pipeline", "--profiles", "layered", "--gpus
              "--batch-size", "32", "--link-bytes-per-second", "1e9")  # fmt: skip
 _PARALLEL = ("solve", "--strategy", "parallel", "--profiles", "layered", "--gpus", "4xV100",
              "--batch-size", "32", "--link-bytes-per-second", "1e9")  # fmt: skip
+_HOST = ("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:29500", "--devices",
+         "2xcpu")  # fmt: skip
 _ALLOCATE = ("allocate", "jobs.json", "--throughputs", "throughputs.json", *_POOL)
 _SIMULATE = ("simulate", "--throughputs", "throughputs.json", "--gpus", "2xV100,2xP100")
 
@@ -165,10 +169,17 @@ COMMANDS = (
              "trace.json"), ("pipeline.json",), ("--html", "--trace")),
     Command("show a picture", ("show", "profiles", "--plot", "curves.svg"),
             ("profiles/v100.json",), ("--plot",)),
-    Command("launch split", ("launch", "--dry-run", "--devices", "2xcpu", "-o", "run",
-                             "on_cpu.json", "train.py"), ("on_cpu.json",), ("--devices",)),
-    Command("launch pipeline", ("launch", "--dry-run", "--devices", "2xcpu", "stages_on_cpu.json",
+    Command("launch split", ("launch", "--dry-run", *_HOST, "-o", "run",
+                             "on_cpu.json", "train.py"), ("on_cpu.json",),
+            ("--devices", "--nnodes", "--rdzv-endpoint")),
+    Command("launch pipeline", ("launch", "--dry-run", *_HOST, "stages_on_cpu.json",
                                 "train.py", "--lr", "1"), ("stages_on_cpu.json",), ("--devices",)),
+    Command("submit", ("submit", "--state", STATE, "--devices", "2", "train.toml"),
+            ("train.toml", "cpus/cpu.json"), ("--state", "--devices")),
+    Command("submit a script",
+            ("submit", "--state", STATE, "--throughputs", "throughputs.json", "--model", "conv",
+             "--batch-size", "64", "--steps", "100", "--json", "train.py", "3"),
+            ("throughputs.json",), ("--throughputs", "--model", "--batch-size", "--steps")),
     Command("resize", ("resize", "running", "--gpus", "1xV100,1xP100", "--timeout", "0.1"),
             ("running/control/current.json", "running/plan.json"), ("--gpus",)),
     Command("resize to a plan", ("resize", "running", "--plan", "split.json", "--no-wait"),
@@ -294,8 +305,19 @@ def make(folder: Path) -> None:
     (folder / "runs" / "first").mkdir(parents=True)
     files.write(folder / "runs/first/run.json", _run_of_split(folder))
     _make_running(folder)
+    Store.create(folder / STATE).close()
+    (folder / "train.toml").write_text(_SUBMISSION)
 
 
+_SUBMISSION = """script = "train.py"
+arguments = ["--epochs", "3"]
+profiles = "cpus"
+batch_size = 64
+steps = 100
+virtual_nodes = 4
+checkpoint_every = 10
+priority_weight = 2.0
+"""
 _MADE = {
     "split.json": (
         "solve", "--profiles", "profiles", "--gpus", "2xV100,4xP100", "--batch-size", "256"),

@@ -53,6 +53,19 @@ if job.rank == 1:
     while not (here / "go").exists():
         time.sleep(0.02)
 """
+TRAINS = """
+import os, pathlib, torch
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+model = torch.nn.Linear(2, 1)
+job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loader = DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=8)
+for epoch in range(10**6):
+    for batch in job.batches(loader):
+        job.backward(lambda x: model(x).pow(2).mean(), batch)
+    if epoch == 5:
+        pathlib.Path(os.environ["HERE"], f"trained{job.rank}").touch()
+"""
 TELLS = """
 import json, os, pathlib, sys
 pathlib.Path(os.environ["HERE"], "told" + os.environ["RANK"]).write_text(
@@ -205,6 +218,29 @@ def test_no_worker_outlives_the_launch(here: Path, number: int, code: int) -> No
         assert record.events[0].kind == "stop"
 
 
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_records_what_it_measured(here: Path) -> None:
+    write_script(here, TRAINS)
+    with programs.start(
+        [*LAUNCH, "-o", "run", "plan.json", "script.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        wait_until(lambda: all((here / f"trained{rank}").exists() for rank in range(2)))
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stderr == "hetflow: interrupted by SIGINT; all workers are stopped\n"
+    record = files.read(here / "run" / "run.json", RunRecord)
+    assert (record.status, record.parameters_digest) == ("interrupted", None)
+    assert record.num_steps >= 18
+    assert [device.rank for device in record.devices] == [0, 1]
+    for device in record.devices:
+        assert device.terms is not None
+        assert device.terms.num_steps >= 10
+    assert record.terms
+
+
 def test_dry_run_prints_what_would_run(here: Path) -> None:
     write_script(here, TELLS)
     shown = run("--dry-run", "plan.json", "script.py", "a b", "$(touch marker)")
@@ -233,6 +269,7 @@ def test_dry_run_prints_what_would_run(here: Path) -> None:
         (["--checkpoint-every", "2", "plan.json", "script.py"], "--checkpoint-every 2 needs a"),
         (["--checkpoint", "plan.json", "plan.json", "script.py"], "plan.json: is no folder"),
         (["--nnodes", "2", "plan.json", "script.py"], "need --node-rank and --rdzv-endpoint"),
+        (["--devices", "1xcpu", "plan.json", "script.py"], "--devices '1xcpu' is what this host"),
         (
             ["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "h:1", "plan.json", "x.py"],
             "--node-rank must be 0 to 1 with --nnodes 2, got 2",

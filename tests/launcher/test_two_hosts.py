@@ -14,7 +14,7 @@ import pytest
 
 from hetflow.launcher.request import LaunchRequest, Rendezvous
 from hetflow.protocol.lower import lower
-from hetflow.schema.errors import TargetError
+from hetflow.schema.errors import ProblemError, TargetError
 
 from .elastic_runs import Launch, plan_of
 from .two_hosts import Hosts
@@ -96,6 +96,8 @@ def test_what_several_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
     assert replace(asked, checkpoint=tmp_path).policy == "replace"
     with pytest.raises(TargetError, match="several hosts cannot go on without a worker that dies"):
         replace(asked, on_failure="shrink", checkpoint=tmp_path)
+    with pytest.raises(ProblemError, match="--devices '2x': cannot read"):
+        Rendezvous.parse(2, 0, "127.0.0.1:29400", "2x")
     with pytest.raises(TargetError, match="several hosts starts again from a checkpoint, and has"):
         replace(asked, on_failure="replace")
 

@@ -6,10 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from hetflow.launcher import workers as held
 from hetflow.launcher.spawn import WorkerCommand
-from hetflow.launcher.workers import Workers
+from hetflow.launcher.workers import Signals, Workers
 from hetflow.preload.client import Preload
-from hetflow.protocol.messages import Beat, FromWorker, Joined, Unreadable, encode
+from hetflow.protocol.messages import Beat, FromWorker, Joined, Report, Reported, Unreadable, encode
 
 SAYS = """
 import os, socket, time
@@ -85,3 +88,39 @@ def test_a_worker_of_another_installation_is_ended_with_the_reason(tmp_path: Pat
         f"worker 1 (cpu) sent its launcher what that cannot read: $.joined.zz9: {key} {ended}",
         f"worker 2 (cpu) cannot read what its launcher sends: $.abort.zz9: {key} {ended}",
     ]
+
+
+ANSWERS = """
+import os, pathlib, socket, time
+line = socket.socket(fileno=int(os.environ["HETFLOW_CONTROL"]))
+line.sendall(%r)
+asked = line.recv(1 << 16)
+pathlib.Path(%r).write_bytes(asked)
+line.sendall(%r)
+time.sleep(60)
+"""
+
+
+def test_workers_that_train_are_asked_what_they_measured_and_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains = encode(Beat(prepared=True, operation=2, waiting=False))
+    prepares = encode(Beat(prepared=False, operation=0, waiting=False))
+    asked = [str(tmp_path / f"asked{rank}") for rank in range(3)]
+    says = [
+        ANSWERS % (trains, asked[0], encode(Reported())),
+        ANSWERS % (trains, asked[1], b""),  # and is silent
+        ANSWERS % (prepares, asked[2], b""),
+    ]
+    with Preload("off") as preload, Signals() as signals:
+        workers = started(tmp_path, preload, *says)
+        deadline = time.monotonic() + 60
+        while any(line.heard_at is None for line in workers.lines().values()):
+            assert time.monotonic() < deadline
+            workers.hear()
+            time.sleep(0.01)
+        monkeypatch.setattr(held, "REPORT_SECONDS", 0.3)
+        workers.let_report(signals)
+        workers.stop(signals)
+    assert [Path(path).exists() for path in asked] == [True, True, False]
+    assert Path(asked[0]).read_bytes() == encode(Report())

@@ -20,6 +20,8 @@ from hetflow.protocol.messages import (
     Paused,
     Ready,
     Recover,
+    Report,
+    Reported,
     Resize,
     Unreadable,
     encode,
@@ -50,6 +52,7 @@ TO_CONTROLLER: tuple[FromWorker, ...] = (
     Closed(why="the script prepares several models"),
     Fragile(),
     Finished(),
+    Reported(),
     Unreadable(why="$: must be an object"),
 )
 TO_WORKER: tuple[FromController, ...] = (
@@ -58,6 +61,7 @@ TO_WORKER: tuple[FromController, ...] = (
     Recover(generation=1, config=CONFIG, ranks={"0": 0, "1": 1}, behind=("1",), donor="0"),
     Abort(generation=0),
     Leave(),
+    Report(),
 )
 
 

@@ -20,7 +20,9 @@ from hetflow import runtime as hf
 from hetflow.protocol.environment import FAILURE
 from hetflow.runtime import checkpoint, saving, worker
 from hetflow.runtime.job import Job
+from hetflow.schema import files
 from hetflow.schema.errors import FileError, TargetError
+from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
 
 from . import digests
@@ -528,7 +530,11 @@ def test_sigterm_saves_and_another_mapping_ends_with_the_same_digest(tmp_path: P
     saving = ["--checkpoint", str(tmp_path / "saved")]
     stopped = digests.stopped("2 workers", "elastic", tmp_path / "a", 4, *saving)
     assert stopped.returncode == 143, stopped.stderr
-    assert "asked to stop; saved" in stopped.stderr
+    [saved_step] = re.findall(r"asked to stop; saved .*, step (\d+)\n", stopped.stderr)
+    record = files.read(tmp_path / "a" / "run" / "run.json", RunRecord)
+    assert (record.status, record.parameters_digest) == ("interrupted", None)
+    assert [device.num_steps for device in record.devices] == [int(saved_step)] * 2
+    assert record.measured_step_seconds is not None
     assert not list((tmp_path / "saved").glob(".making*"))
     resumed = digests.run("2 types", "elastic", tmp_path / "b", *saving)
     assert resumed.returncode == 0, resumed.stderr

@@ -17,6 +17,8 @@ from hetflow.protocol.messages import (
     Beat,
     Lost,
     Recover,
+    Report,
+    Reported,
     Unreadable,
     encode,
     from_worker,
@@ -170,12 +172,17 @@ def test_messages_arrive_while_the_main_thread_is_busy() -> None:
     control.generation = 1
     assert not control.is_broken
     control.send(Lost(generation=0, operation=0, why="a test"))
+    told_by: list[str] = []
+    control.report = lambda: told_by.append(threading.current_thread().name)
+    far.sendall(encode(Report()))
     far.sendall(b'{"kind": "abort", "generation": "one"}\n')
     said = b""
     while b"unreadable" not in said or not said.endswith(b"\n"):
         said += far.recv(1 << 16)
     told = [from_worker(line) for line in said.splitlines()]
-    assert {type(message) for message in told} == {Beat, Lost, Unreadable}
+    assert {type(message) for message in told} == {Beat, Lost, Reported, Unreadable}
+    assert len(told_by) == 1
+    assert told_by != [threading.main_thread().name]
     why = "$.abort.generation: must be a whole number, got 'one'"
     assert Unreadable(why=why) in told
     far.close()

@@ -109,3 +109,20 @@ def test_a_clock_keeps_the_wait_before_each_pass(monkeypatch: pytest.MonkeyPatch
     assert terms.load is not None
     assert (terms.virtual_node.seconds, terms.load.seconds) == (3.0, 1.0)
     assert (terms.step.seconds, terms.sync.seconds, terms.update.seconds) == (7.0, 0.0, 0.5)
+
+
+def test_a_step_in_progress_is_not_done_and_not_measured() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(2):
+        clock.begin_step(is_full=True)
+        clock.end_pass(clock.begin_pass(), num_samples=4, is_full=True)
+        clock.synchronised()
+    assert clock.done == (2, 8)
+    clock.begin_step(is_full=True)
+    clock.end_pass(clock.begin_pass(), num_samples=4, is_full=True)
+    assert clock.done == (2, 8)
+    terms = clock.timings(wait=False).terms
+    assert terms is not None
+    assert terms.num_steps == 1  # of two, the first is the warm-up
+    clock.synchronised()
+    assert clock.done == (3, 12)

@@ -20,7 +20,7 @@ from hetflow.scheduler.view import Wish, ask, queue
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.files import read_plan, write
 from hetflow.schema.jobs import Entity
-from hetflow.schema.run import RunRecord
+from hetflow.schema.run import DeviceRun, MeasuredTerm, RunRecord, StepTerms
 from hetflow.tests.profiles import examples
 
 from .conftest import FakeEngine
@@ -106,6 +106,34 @@ def test_what_a_lease_measured_stands_beside_what_was_predicted_for_it(
     assert job.measured.devices == ("cpu:fast:0",)
     assert run(["queue", "--state", str(cluster.folder)]) == 0
     assert f"{job.measured.steps_per_second:.3g} (-50.0 %)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("steps", "is_measured"), [(9, False), (10, True)])
+def test_a_lease_of_few_steps_measures_nothing(
+    cluster: Cluster, asked: Asked, steps: int, is_measured: bool
+) -> None:
+    cluster.submit(asked("a"))
+    cluster.tick()
+    [folder] = cluster.engine.running
+    plan, term = read_plan(folder / PLAN), MeasuredTerm(seconds=0.1)
+    device = DeviceRun(
+        rank=0, device_type="cpu:fast", host="h", num_samples=8, num_steps=steps + 3,
+        predicted_compute_seconds=None, pass_seconds=None, compute_seconds=None, sync_seconds=None,
+        update_seconds=None, step_seconds=0.1, step_seconds_spread=None, peak_memory_bytes=None,
+        terms=StepTerms(num_steps=steps, step=term, sync=term, update=term),
+    )  # fmt: skip
+    record = RunRecord(
+        plan=plan, status="interrupted", exit_code=143, world_size=1, wall_seconds=9.0,
+        num_steps=steps + 3, predicted_step_seconds=plan.predicted.step_seconds,
+        measured_step_seconds=0.1, step_seconds_error=None, final_loss=None,
+        parameters_digest=None, devices=(device,),
+    )  # fmt: skip
+    (folder / RUN).mkdir()
+    write(folder / RUN / "run.json", record)
+    cluster.engine.end(folder, 143)
+    cluster.tick(1.0)
+    [job] = queue(cluster.store)
+    assert (job.measured is not None) == is_measured
 
 
 def test_a_job_of_more_devices_than_the_policy_gives_is_held(tmp_path: Path, asked: Asked) -> None:
