@@ -70,30 +70,31 @@ class Transfer:
         Raises:
             PeerLostError: Another worker is gone, or did not come within the time limit.
         """
-        are_in_vain = _Waits.are_in_vain
-        if are_in_vain is not None and self._what not in _MESSAGES:
-            self._wait_unless(are_in_vain)
-            return
         try:
             self._work.wait()
         except RuntimeError as error:
             raise _lost(self._what, error) from error
 
-    def _wait_unless(self, are_in_vain: Callable[[], bool]) -> None:
-        while True:
+
+class Collective(Transfer):
+    """A collective; unlike a message, it goes on after a wait for it that ended early."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """As ``Transfer``; also ends where the wait has become vain (``give_up_when``)."""
+        are_in_vain = _Waits.are_in_vain
+        while are_in_vain is not None:
             try:
                 self._work.wait(_LOOK)
+                return
             except RuntimeError as error:
-                if self._work.is_completed():  # else only the time of one look is over
-                    raise _lost(self._what, error) from error
+                # It failed, or has come just after the look; the wait below tells which.
+                if self._work.is_completed():
+                    break
                 if are_in_vain():
                     raise PeerLostError(f"lost another worker in {self._what}") from error
-            else:
-                return
-
-
-# A wait for one of these ends it, if only its time limit does.
-_MESSAGES = frozenset({"isend", "irecv", "send", "receive"})
+        super().wait()
 
 
 def guarded(what: str, function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
@@ -117,34 +118,34 @@ def guarded(what: str, function: Callable[Arguments, Answer]) -> Callable[Argume
     return call
 
 
-def _starting(function: Callable[..., Any]) -> Callable[..., "Transfer | None"]:
-    """Wrap a collective; with ``async_op`` it returns a Transfer to wait for later."""
-    what = function.__name__
-    call = guarded(what, function)
-
-    @wraps(function)
-    def start(*args: Any, async_op: bool = False, **kwargs: Any) -> Transfer | None:
-        work = call(*args, async_op=async_op or _Waits.are_in_vain is not None, **kwargs)
-        transfer = Transfer(work, what) if isinstance(work, dist.Work) else None
-        if async_op or transfer is None:
-            return transfer
-        transfer.wait()
-        return None
-
-    return start
-
-
-def _sending(function: Callable[..., Any]) -> Callable[..., "Transfer | None"]:
-    """Wrap the start of a message; it returns a Transfer to wait for later."""
+def _starting(
+    function: Callable[..., Any], made: type[Transfer] = Transfer
+) -> Callable[..., Transfer | None]:
+    """Wrap the start of a message or collective; what it returns is to be waited for later."""
     what = function.__name__
     call = guarded(what, function)
 
     @wraps(function)
     def start(*args: Any, **kwargs: Any) -> Transfer | None:
         work = call(*args, **kwargs)
-        return Transfer(work, what) if isinstance(work, dist.Work) else None
+        return made(work, what) if isinstance(work, dist.Work) else None
 
     return start
+
+
+def _collective(function: Callable[..., Any]) -> Callable[..., Transfer | None]:
+    """Wrap a collective; with ``async_op`` it returns a Transfer to wait for later."""
+    start = _starting(function, Collective)
+
+    @wraps(function)
+    def run(*args: Any, async_op: bool = False, **kwargs: Any) -> Transfer | None:
+        started = start(*args, async_op=async_op or _Waits.are_in_vain is not None, **kwargs)
+        if async_op or started is None:
+            return started
+        started.wait()
+        return None
+
+    return run
 
 
 def all_reduce(
@@ -163,7 +164,7 @@ def all_reduce(
     if not is_usual or not isinstance(asked, dist.ProcessGroup):
         return _any_all_reduce(tensor, op=op, group=group, async_op=async_op)
     try:
-        return Transfer(asked.allreduce([tensor], _SUM), "all_reduce")
+        return Collective(asked.allreduce([tensor], _SUM), "all_reduce")
     except RuntimeError as error:
         raise _lost("all_reduce", error) from error
 
@@ -177,14 +178,14 @@ def _started_sum() -> dist.AllreduceOptions:
 
 
 _SUM = _started_sum()
-_any_all_reduce = _starting(dist.all_reduce)
+_any_all_reduce = _collective(dist.all_reduce)
 # Like torch.distributed's functions of these names; with ``async_op`` they return a Transfer.
-broadcast = _starting(dist.broadcast)
+broadcast = _collective(dist.broadcast)
 # Newer releases of torch renamed it, and warn of the old name.
-all_gather = _starting(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
-all_to_all_single = _starting(dist.all_to_all_single)
-isend = _sending(dist.isend)
-irecv = _sending(dist.irecv)
+all_gather = _collective(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
+all_to_all_single = _collective(dist.all_to_all_single)
+isend = _starting(dist.isend)
+irecv = _starting(dist.irecv)
 send = guarded("send", dist.send)
 receive = guarded("receive", cast("Callable[..., int | None]", dist.recv))
 init_process_group = guarded("init_process_group", dist.init_process_group)

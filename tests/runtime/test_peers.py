@@ -69,6 +69,32 @@ def test_a_wait_in_vain_ends_where_gloo_does_not_end_it(monkeypatch: pytest.Monk
         peers.give_up_when(None)
 
 
+class JustAfterALook:
+    """A sum that comes between the end of a look and the question whether it is there."""
+
+    def __init__(self) -> None:
+        self.waits: list[timedelta | None] = []
+
+    def wait(self, limit: timedelta | None = None) -> bool:
+        self.waits.append(limit)
+        if limit is not None:
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_what_comes_just_after_a_look_is_no_loss() -> None:
+    work = JustAfterALook()
+    peers.give_up_when(lambda: True)
+    try:
+        peers.Collective(work, "all_reduce").wait()  # type: ignore[arg-type]
+    finally:
+        peers.give_up_when(None)
+    assert work.waits == [peers._LOOK, None]
+
+
 def test_a_peer_that_leaves_or_stays_away_is_lost() -> None:
     groups = pair()
     coming = peers.receive_over(groups[0], torch.zeros(1), 1, 0)
