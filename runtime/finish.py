@@ -115,7 +115,7 @@ def report_stopped(session: Session) -> None:
     place = session.place
     if place.start.config is not None and place.store is not None:
         with contextlib.suppress(HetflowError):  # the launcher may be gone
-            place.store.set(f"report/{place.rank}", report_text(_report_of(session, None)))
+            _write_report(place, _report_of(session, None))
 
 
 def report_when_asked(session: Session) -> None:
@@ -133,8 +133,7 @@ def report_when_asked(session: Session) -> None:
         if place.store is None or session.is_finished:  # not joined yet; or it reports by itself
             return
         with contextlib.suppress(Exception):  # of any kind: the launcher ends this worker anyway
-            found = _report_of(session, None, at_rest=False)
-            place.store.set(f"report/{place.rank}", report_text(found))
+            _write_report(place, _report_of(session, None, at_rest=False))
 
     control.report = report_now
 
@@ -194,10 +193,15 @@ def _finite(loss: torch.Tensor | None) -> float | None:
     return value if value is not None and abs(value) < float("inf") else None
 
 
+def _write_report(place: Place, own: WorkerReport) -> None:
+    assert place.store is not None
+    place.store.set(f"report/{place.rank}", report_text(own))
+
+
 def _publish(place: Place, own: WorkerReport) -> None:
     """Give the report to the controller; without a controller, rank 0 writes the run record."""
     if place.store is not None:
-        place.store.set(f"report/{place.rank}", report_text(own))
+        _write_report(place, own)
     if place.start.run_folder is None or place.rank != 0 or place.start.plan is None:
         return
     reports = [own, *(_read_report(place, rank) for rank in range(1, place.world_size))]
