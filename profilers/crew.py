@@ -82,7 +82,7 @@ class Crew:
         """
         config, folder = config_of([sizes]), self._meeting_place()
         folder.mkdir()
-        return self._rehearse(
+        answers = self._rehearse(
             config,
             [
                 {"beside": {"folder": str(folder), "index": index, "number": self.num_workers}}
@@ -91,10 +91,11 @@ class Crew:
             num_steps=num_steps,
             is_empty=is_empty,
         )
+        return _steps_of(answers)
 
     def together(self, config: LaunchConfig, *, num_steps: int) -> list[list[StepTimes]]:
         """Train one config on all devices, which synchronise; raises as ``beside``."""
-        return self._rehearse(config, self._in_group(config), num_steps=num_steps)
+        return _steps_of(self._rehearse(config, self._in_group(config), num_steps=num_steps))
 
     def together_with_held(
         self, config: LaunchConfig, *, num_steps: int
@@ -103,25 +104,15 @@ class Crew:
 
         They are the system's again then, which costs the next steps time.
         """
-        answers = self._ask(
-            "rehearse",
-            self._in_group(config),
-            config=files.to_json(config),
-            warm_up_steps=0,
-            num_steps=num_steps,
-            measures_held=True,
+        answers = self._rehearse(
+            config, self._in_group(config), num_steps=num_steps, measures_held=True
         )
         return _steps_of(answers), [answer["held_free_bytes"] for answer in answers]
 
     def peak_together(self, config: LaunchConfig, *, num_steps: int) -> GroupPeak:
         """The most memory of any worker in such a training; raises as ``beside``."""
-        answers = self._ask(
-            "rehearse",
-            self._in_group(config),
-            config=files.to_json(config),
-            warm_up_steps=0,
-            num_steps=num_steps,
-            measures_peak=True,
+        answers = self._rehearse(
+            config, self._in_group(config), num_steps=num_steps, measures_peak=True
         )
         beside = [a["beside_bytes"] for a in answers if a["beside_bytes"] is not None]
         return GroupPeak(
@@ -153,10 +144,9 @@ class Crew:
 
     def _rehearse(
         self, config: LaunchConfig, asked: list[dict[str, Any]], **named: Any
-    ) -> list[list[StepTimes]]:
+    ) -> list[dict[str, Any]]:
         text = files.to_json(config)
-        answers = self._ask("rehearse", asked, config=text, warm_up_steps=0, **named)
-        return _steps_of(answers)
+        return self._ask("rehearse", asked, config=text, warm_up_steps=0, **named)
 
     def _ask(
         self, operation: str, asked: list[dict[str, Any]], **named: Any
