@@ -6,7 +6,7 @@ from functools import lru_cache
 from ..schema.errors import ProblemError
 from ..schema.pipeline import PipelinePlan
 from .operations import Schedule
-from .registry import Generator, ScheduleSpec, requested
+from .registry import Generator, spec_named
 from .shape import PipelineShape
 from .timing import StageTimes
 from .validate import validate
@@ -21,8 +21,7 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
     Raises:
         ProblemError: The schedule does not support the plan's replicas or microbatches.
     """
-    spec, shape = _requested(plan)
-    return spec.generate(shape)
+    return spec_named(plan.schedule).generate(_shape_of(plan))
 
 
 def schedule_faults(plan: PipelinePlan) -> list[str]:
@@ -31,8 +30,7 @@ def schedule_faults(plan: PipelinePlan) -> list[str]:
     Raises:
         ProblemError: The schedule does not support the plan's replicas or microbatches.
     """
-    spec, shape = _requested(plan)
-    return list(_validated(spec.generate, shape))
+    return list(_validated(spec_named(plan.schedule).generate, _shape_of(plan)))
 
 
 @lru_cache(maxsize=256)
@@ -40,15 +38,14 @@ def _validated(generate: Generator, shape: PipelineShape) -> tuple[str, ...]:
     return tuple(validate(generate(shape)))
 
 
-def _requested(plan: PipelinePlan) -> tuple[ScheduleSpec, PipelineShape]:
+def _shape_of(plan: PipelinePlan) -> PipelineShape:
     replicas = plan.position_replicas
     microbatches = plan.microbatches
-    return requested(
-        plan.schedule,
+    return PipelineShape(
         pipeline_parallel_size=len(replicas),
         num_microbatches=microbatches * _UPDATES_SHOWN if not flushes(plan) else microbatches,
         num_model_chunks=plan.num_model_chunks,
-        replicas=replicas,
+        replicas=tuple(replicas),
         microbatches_per_update=microbatches if plan.traits.is_double_buffered else None,
     )
 

@@ -83,31 +83,6 @@ def generate(
         ProblemError: The name is unknown, or the schedule does not support the shape; the message
             states the rule.
     """
-    spec, shape = requested(
-        name,
-        pipeline_parallel_size=pipeline_parallel_size,
-        num_microbatches=num_microbatches,
-        num_model_chunks=num_model_chunks,
-        replicas=replicas,
-        microbatches_per_update=microbatches_per_update,
-    )
-    return spec.generate(shape)
-
-
-def requested(
-    name: str,
-    *,
-    pipeline_parallel_size: int,
-    num_microbatches: int,
-    num_model_chunks: int = 1,
-    replicas: Sequence[int] | None = None,
-    microbatches_per_update: int | None = None,
-) -> tuple[ScheduleSpec, PipelineShape]:
-    """What ``generate`` with the same arguments makes a schedule of: the schedule and the shape.
-
-    Raises:
-        ProblemError: As ``generate``, but for shapes that only the schedule refuses.
-    """
     spec = spec_named(name)
     shape = PipelineShape(
         pipeline_parallel_size=pipeline_parallel_size,
@@ -120,4 +95,4 @@ def requested(
         raise ProblemError(
             f"{name} fixes when it updates; leave microbatches_per_update out", hint="or use 2bw"
         )
-    return spec, shape
+    return spec.generate(shape)
