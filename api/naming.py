@@ -26,6 +26,15 @@ _FOR_TYPES = {
     "Rendezvous": "launcher.request",
 }
 
+RENTED_JOB = {
+    "work_hours": "work_seconds",
+    "deadline_hours": "deadline_seconds",
+    "on_demand": "on_demand_dollars_per_hour",
+    "spot": "spot_dollars_per_hour",
+    "policy": "policies",
+}
+"""Flags of a job with a deadline, in every command of ``hetflow rent`` -> their arguments."""
+
 _flags_are_meant: ContextVar[bool] = ContextVar("flags_are_meant", default=False)
 _QUOTED = re.compile(r"(`[^`]*`)")  # a command to type, which keeps its flags
 _FLAG = re.compile(

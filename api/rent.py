@@ -9,18 +9,12 @@ from ..schema.market import Availability, RentReport
 from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
-from .naming import names_arguments
+from .naming import RENTED_JOB, names_arguments
 
 Windows = Sequence[Availability | Path | str]
 
 
-@names_arguments(
-    work_hours="work_seconds",
-    deadline_hours="deadline_seconds",
-    on_demand="on_demand_dollars_per_hour",
-    spot="spot_dollars_per_hour",
-    policy="policies",
-)
+@names_arguments(**RENTED_JOB)
 def rent(
     windows: Windows,
     *,

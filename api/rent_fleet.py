@@ -9,21 +9,12 @@ from ..schema.market import Capacity, FleetReport, Market
 from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..simulator.market.fleet_compare import compare
 from ..solvers.market.fleet.job import FleetJob
-from .naming import names_arguments
+from .naming import RENTED_JOB, names_arguments
 
 Traces = Sequence[Capacity | Path | str]
 
 
-@names_arguments(
-    machines="num_machines",
-    speed="speeds",
-    every_hours="every_seconds",
-    work_hours="work_seconds",
-    deadline_hours="deadline_seconds",
-    on_demand="on_demand_dollars_per_hour",
-    spot="spot_dollars_per_hour",
-    policy="policies",
-)
+@names_arguments(machines="num_machines", speed="speeds", every_hours="every_seconds", **RENTED_JOB)
 def rent_fleet(
     traces: Traces,
     *,

@@ -11,19 +11,12 @@ from ..schema.spelling import nearest
 from ..simulator.market.zones_compare import Traces, compare, traces_of
 from ..solvers.market.deadline import DeadlineJob
 from ..solvers.market.zones.job import ZonesJob
-from .naming import names_arguments
+from .naming import RENTED_JOB, names_arguments
 
 Windows = Sequence[Availability | Path | str]
 
 
-@names_arguments(
-    every_hours="every_seconds",
-    work_hours="work_seconds",
-    deadline_hours="deadline_seconds",
-    on_demand="on_demand_dollars_per_hour",
-    spot="spot_dollars_per_hour",
-    policy="policies",
-)
+@names_arguments(every_hours="every_seconds", **RENTED_JOB)
 def rent_zones(
     windows: Windows,
     *,
