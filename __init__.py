@@ -11,7 +11,8 @@ first used, so planning starts without torch::
 
 and in the training script ``job = hetflow.prepare(model, optimizer)``. What a person should know
 beside a result goes to the logger ``hetflow`` of ``logging``. What a plug-in is written with is in
-``hetflow.plugins``.
+``hetflow.plugins``; what rents machines in ``hetflow.rent``, what looks after a live cluster's jobs
+in ``hetflow.cluster``.
 
 The repository root is this package: every folder beside this file imports as
 ``hetflow.<folder>``. See docs/ for the file formats and the design decisions.
@@ -24,19 +25,19 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False  # as type checkers know it; typing takes longer to import than all of this
 if TYPE_CHECKING:
     from . import plugins
+    from .api import cluster
+    from .api import renting as rent
     from .api.allocate import allocate
     from .api.check import check
     from .api.export import export
     from .api.files import read, write
     from .api.launch import dry_run, launch
-    from .api.odds import odds
     from .api.profile import profile
-    from .api.rent import rent
-    from .api.rent_machines import rent_machines
-    from .api.rent_prices import rent_prices
     from .api.resize import resize
+    from .api.show import show
     from .api.simulate import simulate, sweep
     from .api.solve import solve
+    from .api.throughputs import throughputs
     from .runtime import prepare
     from .schema.cluster import Cluster
     from .schema.errors import (
@@ -60,21 +61,21 @@ if TYPE_CHECKING:
 _WHERE = {
     "allocate": ".api.allocate",
     "check": ".api.check",
+    "cluster": ".api.cluster:",
     "dry_run": ".api.launch",
     "export": ".api.export",
     "launch": ".api.launch",
-    "odds": ".api.odds",
-    "plugins": ".plugins",
+    "plugins": ".plugins:",
     "prepare": ".runtime",
     "profile": ".api.profile",
     "read": ".api.files",
-    "rent": ".api.rent",
-    "rent_machines": ".api.rent_machines",
-    "rent_prices": ".api.rent_prices",
+    "rent": ".api.renting:",
     "resize": ".api.resize",
+    "show": ".api.show",
     "simulate": ".api.simulate",
     "solve": ".api.solve",
     "sweep": ".api.simulate",
+    "throughputs": ".api.throughputs",
     "write": ".api.files",
     "Allocation": ".schema.jobs",
     "BatchPoint": ".schema.profile",
@@ -125,21 +126,21 @@ __all__ = [
     "Throughputs",
     "allocate",
     "check",
+    "cluster",
     "dry_run",
     "export",
     "launch",
-    "odds",
     "plugins",
     "prepare",
     "profile",
     "read",
     "rent",
-    "rent_machines",
-    "rent_prices",
     "resize",
+    "show",
     "simulate",
     "solve",
     "sweep",
+    "throughputs",
     "write",
 ]
 

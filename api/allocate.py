@@ -1,14 +1,13 @@
 """``hetflow.allocate``."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..planning.allocate import allocate as allocate_problem
 from ..planning.allocate import allocation_problem
 from ..planning.inputs import Pool, pool_of
-from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
+from ..schema.jobs import Allocation, Placement
 from ..schema.records import Dollars
-from .files import jobs_of, throughputs_of
+from .files import JobsTable, ThroughputsTable, jobs_of, throughputs_of
 from .naming import names_arguments
 
 if TYPE_CHECKING:
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 @names_arguments(gpus="pool", cluster="pool", budget="budget_dollars")
 def allocate(
-    jobs: Jobs | Path | str,
-    throughputs: Throughputs | Path | str,
+    jobs: JobsTable,
+    throughputs: ThroughputsTable,
     pool: Pool,
     *,
     policy: str = "las",
@@ -33,9 +32,11 @@ def allocate(
     """Share a pool among jobs according to a policy (thesis 5.3); the allocation carries its proof.
 
     Args:
-        jobs: Jobs, or their file (hetflow.jobs/1, .csv, or a Gavel .trace).
-        throughputs: Throughputs, or their file (hetflow.throughputs/1, .csv, or Gavel's table).
-        pool: ``"36xV100,36xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
+        jobs: Jobs, their DataFrame, or their file (hetflow.jobs/1, .csv, or a Gavel .trace).
+        throughputs: Throughputs, their DataFrame, or their file (hetflow.throughputs/1, .csv, or
+            Gavel's table).
+        pool: ``"36xV100,36xP100"``, ``{"V100": 36, "P100": 36}``, a ``Cluster``, or the ``Path`` of
+            a cluster's file.
         policy: Name of the policy (docs/policies.md).
         space_sharing: Whether pairs of jobs may share devices.
         agnostic: Whether to ignore differences between device types.

@@ -14,10 +14,10 @@ from ..planning.inputs import (
 from ..planning.judging import faults_of_plan
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
-from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
+from ..schema.jobs import Allocation, Placement
 from ..schema.optimizer import OptimizerState, named_optimizer
 from ..schema.records import Bytes, Dollars, PositiveRate
-from .files import claim_of, jobs_of, throughputs_of
+from .files import JobsTable, ThroughputsTable, claim_of, jobs_of, throughputs_of
 from .naming import names_arguments
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def check(
     link_bytes_per_second: PositiveRate | None = None,
     optimizer: OptimizerState | str | None = None,
     memory_reserve_bytes: Bytes | None = None,
-    jobs: Jobs | Path | str | None = None,
-    throughputs: Throughputs | Path | str | None = None,
+    jobs: JobsTable | None = None,
+    throughputs: ThroughputsTable | None = None,
     space_sharing: bool | None = None,
     placement: Placement | None = None,
     budget_dollars: Dollars | None = None,
@@ -63,8 +63,8 @@ def check(
         optimizer: For a plan: the optimizer that will train, by name or by its state.
         memory_reserve_bytes: For a plan: bytes of each device that must stay free; None takes the
             plan's.
-        jobs: For an allocation: its jobs, or their file.
-        throughputs: For an allocation: its throughputs, or their file.
+        jobs: For an allocation: its jobs, their DataFrame or file.
+        throughputs: For an allocation: its throughputs, their DataFrame or file.
         space_sharing: For an allocation: whether pairs of jobs may share devices.
         placement: For an allocation: which throughputs count (see ``allocate``).
         budget_dollars: For an allocation: its budget.

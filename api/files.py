@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..importers.csv_tables import read_jobs_table, read_throughputs_csv
 from ..importers.jobs_files import read_jobs, read_throughputs
 from ..schema import files
 from ..schema.errors import FileError
+from ..schema.foreign import Table
 from ..schema.jobs import Allocation, Jobs, Throughputs
 from .naming import names_arguments
 
@@ -84,25 +86,35 @@ def claim_of(given: "Plan | Allocation | Path | str") -> "Plan | Allocation":
     return found
 
 
-def jobs_of(given: Jobs | Path | str) -> Jobs:
-    """Return jobs, reading them from a file of any supported format if needed.
+JobsTable = Jobs | Table | Path | str
+"""Jobs; a DataFrame with the columns of a CSV file of jobs; or the file of jobs."""
+ThroughputsTable = Throughputs | Table | Path | str
+"""Throughputs; a DataFrame with the columns of a CSV file of throughputs; or their file."""
+
+
+def jobs_of(given: JobsTable) -> Jobs:
+    """Return jobs, reading them from a table, or from a file of any supported format, if needed.
 
     Raises:
-        FileError: The file is missing or has faults.
+        FileError: The file is missing, or the file or table has faults.
     """
-    return given if isinstance(given, Jobs) else read_jobs(Path(given))
+    if isinstance(given, Jobs):
+        return given
+    return read_jobs(Path(given)) if isinstance(given, Path | str) else read_jobs_table(given)
 
 
-def throughputs_of(given: Throughputs | Path | str, *, pairs: bool) -> Throughputs:
-    """Return throughputs, reading them from a file of any supported format if needed.
+def throughputs_of(given: ThroughputsTable, *, pairs: bool) -> Throughputs:
+    """Return throughputs, reading them from a table or a file of any supported format if needed.
 
     Args:
-        given: Throughputs or their file.
+        given: Throughputs, their table, or their file.
         pairs: Whether to read the throughputs of pairs of models too.
 
     Raises:
-        FileError: The file is missing or has faults.
+        FileError: The file is missing, or the file or table has faults.
     """
     if isinstance(given, Throughputs):
         return given
-    return read_throughputs(Path(given), pairs=pairs)
+    if isinstance(given, Path | str):
+        return read_throughputs(Path(given), pairs=pairs)
+    return read_throughputs_csv(given)

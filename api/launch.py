@@ -49,6 +49,8 @@ class LaunchOptions(TypedDict, total=False):
         heartbeat_seconds: A worker that sends no heartbeat for so many seconds is killed.
         rendezvous: Where the launchers of several hosts meet.
         stdout_to_stderr: Whether to send the script's output to stderr, to keep stdout free.
+        ends_process: Whether this process ends with the launch. Signals that come after the
+            launch's end are then ignored, so they do not change the exit code.
     """
 
     folder: Path | str | None
@@ -65,6 +67,7 @@ class LaunchOptions(TypedDict, total=False):
     heartbeat_seconds: WaitSeconds
     rendezvous: "Rendezvous | None"
     stdout_to_stderr: bool
+    ends_process: bool
 
 
 @_names_arguments
@@ -101,9 +104,13 @@ def launch(
     """
     from ..devices.torch_version import check_installed_torch
     from ..launcher.controller import launch as run
+    from ..launcher.request import run_folder
 
     check_installed_torch()
-    return run(_request(plan, script, arguments, options), warn=_log.warning)
+    found, given = plan_of(plan), options.get("folder")
+    with run_folder(None if given is None else Path(given), found.model) as folder:
+        options["folder"] = folder
+        return run(_request(found, script, arguments, options), warn=_log.warning)
 
 
 @_names_arguments

@@ -82,9 +82,9 @@ def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            arguments.check(args, kwargs, spelled)
+            plain_args, plain_kwargs = arguments.checked(args, kwargs, spelled)
             try:
-                return function(*args, **kwargs)
+                return function(*plain_args, **plain_kwargs)
             except HetflowError as error:
                 if not _flags_are_meant.get():
                     if not isinstance(error, LaunchError):  # that quotes the script's error

@@ -1,4 +1,4 @@
-"""``hetflow.odds``."""
+"""``hetflow.rent.odds``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ def odds(
         >>> import hetflow
         >>> from hetflow.schema.market import Availability, Market
         >>> seen = Availability(zone="a", tick_seconds=600, available=(0, 1, 1, 1, 0, 1, 0))
-        >>> report = hetflow.odds([Market(availability=(seen,))], checkpoint_seconds=60)
+        >>> report = hetflow.rent.odds([Market(availability=(seen,))], checkpoint_seconds=60)
         >>> report.zones[0].rate.mean_seconds, round(report.zones[0].young_seconds)
         (1200.0, 379)
     """

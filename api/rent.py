@@ -1,4 +1,4 @@
-"""``hetflow.rent``."""
+"""``hetflow.rent.deadline``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from ..schema.market import Availability, RentReport
 from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
+from ..solvers.market.windows import fewest_parts, shorter_ticks
 from .naming import RENTED_JOB, names_arguments
 
 Windows = Sequence[Availability | Path | str]
@@ -32,7 +33,8 @@ def rent(
     possible cost of each window, which needs to know the window in advance.
 
     Args:
-        windows: Availability to replay on: records, files, or folders of files.
+        windows: Availability to replay on: records, files, or folders of files. One that is
+            several deadlines long counts as so many windows.
         work_seconds: Duration of the job on a machine that is never preempted.
         deadline_seconds: Time from the start by which the job must be done.
         on_demand_dollars_per_hour: Price of an on-demand machine.
@@ -55,7 +57,7 @@ def rent(
         >>> import hetflow
         >>> from hetflow.schema.market import Availability
         >>> there = Availability(zone="a", tick_seconds=600, available=(1, 1, 0, 1, 1, 1))
-        >>> report = hetflow.rent(
+        >>> report = hetflow.rent.deadline(
         ...     [there], work_seconds=1800, deadline_seconds=3600, restart_seconds=0,
         ...     on_demand_dollars_per_hour=3, spot_dollars_per_hour=1,
         ... )
@@ -65,6 +67,9 @@ def rent(
     read = _read(windows)
     if not read:
         raise ProblemError("there is no window of availability to replay on")
+    # A job whose end falls between two looks at the market is in time all the same.
+    parts = fewest_parts(read[0].tick_seconds, work_seconds + restart_seconds, deadline_seconds)
+    read, learned = shorter_ticks(read, parts), shorter_ticks(_read(history), parts)
     job = DeadlineJob(
         work_seconds=work_seconds,
         deadline_seconds=deadline_seconds,
@@ -73,7 +78,7 @@ def rent(
         on_demand_dollars_per_hour=on_demand_dollars_per_hour,
         spot_dollars_per_hour=spot_dollars_per_hour,
     )
-    return compare(job, read, history=_read(history), policies=policies)
+    return compare(job, read, history=learned, policies=policies)
 
 
 def _read(windows: Windows) -> list[Availability]:

@@ -9,6 +9,7 @@ from ..schema.market import Capacity, FleetReport, Market
 from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..simulator.market.fleet_compare import compare
 from ..solvers.market.fleet.job import FleetJob
+from ..solvers.market.windows import fewest_parts, shorter_ticks
 from .naming import RENTED_JOB, names_arguments
 
 Traces = Sequence[Capacity | Path | str]
@@ -72,18 +73,23 @@ def rent_fleet(
     read = _read(traces)
     if not read:
         raise ProblemError("there is no trace of capacity to replay on")
+    each = _speeds(num_machines, speeds)
+    parts, learned = 1, _read(history)
+    if max(each, default=0.0) > 0:
+        # A job whose end falls between two looks at the market is in time all the same.
+        needed = work_seconds / max(each) + resize_seconds
+        parts = fewest_parts(read[0].tick_seconds, needed, deadline_seconds)
+    read, learned = shorter_ticks(read, parts), shorter_ticks(learned, parts)
     job = FleetJob(
         work_seconds=work_seconds,
-        speeds=_speeds(num_machines, speeds),
+        speeds=each,
         deadline_seconds=deadline_seconds,
         resize_seconds=resize_seconds,
         tick_seconds=read[0].tick_seconds,
         on_demand_dollars_per_hour=on_demand_dollars_per_hour,
         spot_dollars_per_hour=spot_dollars_per_hour,
     )
-    return compare(
-        job, read, history=_read(history), policies=policies, every_seconds=every_seconds
-    )
+    return compare(job, read, history=learned, policies=policies, every_seconds=every_seconds)
 
 
 def _speeds(num_machines: int | None, speeds: Sequence[float] | None) -> tuple[float, ...]:

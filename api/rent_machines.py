@@ -1,14 +1,11 @@
-"""``hetflow.rent_machines``."""
-
-from pathlib import Path
+"""``hetflow.rent.machines``."""
 
 from ..planning.inputs import Profiles, profiles_of
 from ..planning.market_prices import Markets, markets_of
 from ..planning.static_choice import StaticChoice, measured_choices, static_choices
 from ..schema.errors import ProblemError
-from ..schema.jobs import Throughputs
 from ..schema.records import Count
-from .files import throughputs_of
+from .files import ThroughputsTable, throughputs_of
 from .naming import names_arguments
 
 
@@ -19,7 +16,7 @@ def rent_machines(
     *,
     steps: Count,
     batch_size: Count | None = None,
-    throughputs: Throughputs | Path | str | None = None,
+    throughputs: ThroughputsTable | None = None,
     most_devices: Count | None = None,
     model: str | None = None,
     at: str | None = None,
@@ -36,7 +33,7 @@ def rent_machines(
         steps: Steps of the whole training.
         batch_size: Global batch, samples per step. Throughputs need none; without it they give no
             price per sample.
-        throughputs: Throughputs, or their file, instead of profiles.
+        throughputs: Throughputs, their DataFrame, or their file, instead of profiles.
         most_devices: Most devices of each type; None takes 8 of each profiled type, or all that the
             throughputs list.
         model: Name of the model; None if all profiles or throughputs are of one model.
@@ -58,7 +55,7 @@ def rent_machines(
         >>> profile = hetflow.Profile(model="m", device_type="V100", device_memory_bytes=2,
         ...     weight_bytes=1, update_seconds=0.0, batch_curve=(point,))
         >>> machine = InstanceType(name="p3", device_type="V100", on_demand_dollars_per_hour=3.6)
-        >>> choices = hetflow.rent_machines(
+        >>> choices = hetflow.rent.machines(
         ...     Market(instance_types=(machine,)), [profile], batch_size=8, steps=1000)
         >>> round(choices[0].dollars, 6), choices[0].machines
         (0.5, {'p3 on demand': 1})

@@ -1,4 +1,4 @@
-"""``hetflow.rent_prices``."""
+"""``hetflow.rent.prices``."""
 
 from collections.abc import Mapping
 
@@ -28,6 +28,8 @@ def rent_prices(
     """Replay strategies for one job on price histories, beside a lower bound on the cost.
 
     The job uses one device at a time and may move when a price changes (thesis section 6.3).
+    Machines on demand, and spot machines at a price without a history, count beside the histories,
+    for as long as these last.
 
     Args:
         market: Markets with price histories, or their files.
@@ -58,7 +60,7 @@ def rent_prices(
         ...     cloud="aws", zone="us-east-1d", instance_type="p3.2xlarge", known_until=
         ...     "2020-03-09T00:00:00Z", times=("2020-03-07T00:00:00Z", "2020-03-08T00:00:00Z"),
         ...     dollars_per_hour=(1.0, 2.0))
-        >>> report = hetflow.rent_prices(
+        >>> report = hetflow.rent.prices(
         ...     Market(instance_types=(machine,), prices=(history,)), rates={"V100": 1.0},
         ...     work_hours=30, restart_seconds=0)
         >>> report.outcomes["dynamic"].dollars
@@ -68,6 +70,8 @@ def rent_prices(
         raise ProblemError("no device type has a speed: give --rate V100=9.6")
     first = next(iter(rates))
     read = markets_of(market)
+    history = history_of(read, rates, fixed=True)
+    clouds = [offer.cloud for offer in history.offers if offer.cloud]
     job = MovingJob(
         work=work_hours * 3600 * rates[first],
         work_per_second=dict(rates),
@@ -75,9 +79,8 @@ def rent_prices(
         cloud_move_dollars=cloud_move_dollars,
         egress_dollars={}
         if checkpoint_gigabytes is None
-        else egress_dollars(read, checkpoint_gigabytes),
+        else egress_dollars(read, checkpoint_gigabytes, clouds),
     )
-    history = history_of(read, rates)
     only = _cloud_of(history, cloud)
     begin = history.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
     compared = compare_from(job, history, begin, cloud=only, device_type=first)

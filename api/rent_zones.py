@@ -10,6 +10,7 @@ from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..schema.spelling import nearest
 from ..simulator.market.zones_compare import Traces, compare, traces_of
 from ..solvers.market.deadline import DeadlineJob
+from ..solvers.market.windows import fewest_parts, shorter_ticks
 from ..solvers.market.zones.job import ZonesJob
 from .naming import RENTED_JOB, names_arguments
 
@@ -76,8 +77,15 @@ def rent_zones(
         >>> report.choice, [round(dollars, 4) for dollars in report.bound_dollars]
         ('greedy', [0.4])
     """
-    traces = traces_of(_read(windows))
-    learned: Traces | None = traces_of(_read(history)) if history else None
+    read = _read(windows)
+    parts = 1
+    if read:  # a job whose end falls between two looks at the market is in time all the same
+        needed = work_seconds + restart_seconds
+        parts = fewest_parts(read[0].tick_seconds, needed, deadline_seconds)
+    traces = traces_of(shorter_ticks(read, parts))
+    learned: Traces | None = None
+    if history:
+        learned = traces_of(shorter_ticks(_read(history), parts))
     if learn_until is not None:
         if learned is not None:
             raise ProblemError("say what to learn from: give --history or --learn-until, not both")

@@ -11,13 +11,13 @@ from ..mechanisms.allocators.named import always_pairs
 from ..planning.inputs import Pool, pool_of, spelled_as
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
-from ..schema.jobs import Entity, Job, Jobs, Throughputs
+from ..schema.jobs import Entity, Job, Jobs
 from ..schema.records import Count, Index, nearest
 from ..schema.simulation import SimulationRun
 from ..simulator import Case, TraceOptions
 from ..simulator.market.many_jobs import MarketOptions
 from ..simulator.traces.draws import TraceKind
-from .files import throughputs_of
+from .files import JobsTable, ThroughputsTable, jobs_of, throughputs_of
 from .naming import names_arguments
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ _OF_MARKETS = ("start", "preemption_seconds", "checkpoint_seconds", "cloud_move_
 
 @names_arguments(gpus="pool", cluster="pool", loads="jobs_per_hour", **_HOURS)
 def simulate(
-    trace: Jobs | Path | str,
-    throughputs: Throughputs | Path | str,
+    trace: JobsTable,
+    throughputs: ThroughputsTable,
     pool: Pool,
     *,
     jobs_per_hour: float | None = None,
@@ -100,10 +100,11 @@ def simulate(
     """Simulate a cluster in virtual time; the same seed gives exactly the same results.
 
     Args:
-        trace: Jobs, their file, or a kind of random trace: ``continuous-single``,
+        trace: Jobs, their DataFrame or file, or a kind of random trace: ``continuous-single``,
             ``continuous-multiple``, ``static-single`` or ``static-multiple``.
-        throughputs: Throughputs, or their file.
-        pool: ``"36xV100,36xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
+        throughputs: Throughputs, their DataFrame, or their file.
+        pool: ``"36xV100,36xP100"``, ``{"V100": 36, "P100": 36}``, a ``Cluster``, or the ``Path`` of
+            a cluster's file.
         jobs_per_hour: Load of a random trace.
         with_jobs: Whether to keep the outcome of every job.
         with_spans: Whether to keep which job held which devices when; takes longer.
@@ -125,6 +126,8 @@ def simulate(
         >>> run.metrics.makespan_seconds
         3600.0
     """
+    if not isinstance(trace, Path | str):
+        trace = jobs_of(trace)
     case = _case(throughputs, pool, options)
     loads = () if jobs_per_hour is None else (jobs_per_hour,)
     (case,) = _drawn(case, trace, 1, loads, options.get("num_jobs", 1000))
@@ -144,7 +147,7 @@ def simulate(
 @names_arguments(gpus="pool", cluster="pool", **_HOURS)
 def sweep(
     trace: str,
-    throughputs: Throughputs | Path | str,
+    throughputs: ThroughputsTable,
     pool: Pool,
     *,
     loads: Sequence[float] = (),
@@ -156,7 +159,7 @@ def sweep(
 
     Args:
         trace: A kind of random trace; see ``simulate``.
-        throughputs: Throughputs, or their file.
+        throughputs: Throughputs, their DataFrame, or their file.
         pool: The devices, in any form that ``simulate`` takes.
         loads: Loads in jobs per hour.
         seeds: Number of seeds for each load, counted from the option ``seed``.
@@ -184,7 +187,7 @@ def sweep(
     return simulator.sweep(cases, processes)
 
 
-def _case(throughputs: Throughputs | Path | str, pool: Pool, options: SimulationOptions) -> Case:
+def _case(throughputs: ThroughputsTable, pool: Pool, options: SimulationOptions) -> Case:
     needs_pairs = options.get("space_sharing", False) or always_pairs(options.get("policy", "las"))
     table = throughputs_of(throughputs, pairs=needs_pairs)
     devices = spelled_as(pool_of(pool), table)

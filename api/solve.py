@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 from ..planning.inputs import Pool, Profiles, name_of, pool_of, profiles_of, under_todays_names
-from ..planning.limits import Limits
+from ..planning.limits import Clock, Limits
 from ..planning.request import (
     AnyObjective,
     CostModelName,
@@ -19,7 +19,9 @@ from ..planning.request import (
 from ..planning.solve import solve as solve_request
 from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState, named_optimizer
-from ..schema.pipeline import StageCost
+from ..schema.parallel import ParallelPlan
+from ..schema.pipeline import PipelinePlan, StageCost
+from ..schema.plan import SplitPlan
 from ..schema.records import Bytes, Count, Fraction, PositiveRate, PositiveSeconds
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from .naming import names_arguments
@@ -28,6 +30,74 @@ if TYPE_CHECKING:
     from ..planning.market_prices import DevicePrice, Markets
 
 
+class SolveOptions(TypedDict, total=False):
+    """The options of ``solve`` besides its batch and strategy, for type checkers; see there."""
+
+    model: str | None
+    objective: AnyObjective
+    optimizer: OptimizerState | str | None
+    memory_reserve_bytes: Bytes
+    fastest: bool
+    time_limit_seconds: PositiveSeconds | None
+    gap: Fraction | None
+    runs: Path | str | None
+    virtual_nodes: Count | None
+    interpolate: bool
+    method: Method
+    top: Count
+    schedule: str
+    microbatch_size: Count | None
+    num_stages: Count | None
+    replication: bool
+    num_model_chunks: Count | None
+    link_bytes_per_second: PositiveRate | None
+    stage_cost: StageCost
+    repetitive: bool
+    cost_model: CostModelName
+    recompute: bool
+    sequence_parallel: bool | None
+    shard_optimizer: bool
+    market: "Markets | None"
+    at: str | None
+    spot: bool | None
+
+
+@overload
+def solve(
+    profiles: Profiles,
+    pool: Pool,
+    *,
+    batch_size: Count,
+    strategy: Literal["split"],
+    **options: Unpack[SolveOptions],
+) -> SplitPlan: ...
+@overload
+def solve(
+    profiles: Profiles,
+    pool: Pool,
+    *,
+    batch_size: Count,
+    strategy: Literal["pipeline"],
+    **options: Unpack[SolveOptions],
+) -> PipelinePlan: ...
+@overload
+def solve(
+    profiles: Profiles,
+    pool: Pool,
+    *,
+    batch_size: Count,
+    strategy: Literal["parallel"],
+    **options: Unpack[SolveOptions],
+) -> ParallelPlan: ...
+@overload
+def solve(
+    profiles: Profiles,
+    pool: Pool,
+    *,
+    batch_size: Count,
+    strategy: Strategy = "auto",
+    **options: Unpack[SolveOptions],
+) -> Plan: ...
 @names_arguments(
     gpus="pool",
     cluster="pool",
@@ -35,6 +105,9 @@ if TYPE_CHECKING:
     state_bytes_per_weight_byte="optimizer=OptimizerState(...)",
     memory_reserve="memory_reserve_bytes",
     no_spot="spot=False",
+    no_replication="replication=False",
+    no_recompute="recompute=False",
+    no_sequence_parallel="sequence_parallel=False",
     chunks_per_device="num_model_chunks",
 )
 def solve(
@@ -75,7 +148,8 @@ def solve(
 
     Args:
         profiles: Profiles, or the folder that ``hetflow profile`` wrote.
-        pool: ``"2xV100,8xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
+        pool: ``"2xV100,8xP100"``, ``{"V100": 2, "P100": 8}``, a ``Cluster``, or the ``Path`` of a
+            cluster's file.
         batch_size: Global batch, samples of one optimizer step over all devices.
         model: Name of the model; None if all profiles are of one model.
         strategy: Kind of plan; ``auto`` compares splits and, if the profiles have layers,
@@ -138,6 +212,8 @@ def solve(
         >>> plan.groups[0].virtual_nodes, plan.predicted.step_seconds, plan.proof.gap
         (2, 0.2, 0.0)
     """
+    limits = Limits(time_limit_seconds, gap)
+    clock = Clock(limits)
     devices = pool_of(pool)
     offers: dict[str, DevicePrice] = {}
     if market is not None or at is not None or spot is not None:
@@ -157,30 +233,29 @@ def solve(
         pool_name=name_of(pool),
         batch_size=batch_size,
         strategy=strategy,
-        split=SplitOptions(
-            objective, method, virtual_nodes, 1 if strategy == "parallel" else top, interpolate
-        ),
+        objective=objective,
+        top=top,
+        split=SplitOptions(method, virtual_nodes, interpolate),
         pipeline=PipelineOptions(
             schedule=schedule,
             stage_cost=stage_cost,
             num_stages=num_stages,
             replication=replication,
             link_bytes_per_second=link_bytes_per_second,
-            objective="bottleneck" if objective == "bottleneck" else None,
             microbatch_size=microbatch_size,
             num_model_chunks=num_model_chunks,
             repetitive=repetitive,
             cost_model=cost_model,
             runs=Path(runs) if measures and runs is not None else None,
         ),
-        parallel=ParallelOptions(recompute, top, sequence_parallel, shard_optimizer),
+        parallel=ParallelOptions(recompute, sequence_parallel, shard_optimizer),
         optimizer=named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
         memory_reserve_bytes=memory_reserve_bytes,
         fastest=fastest,
-        limits=Limits(time_limit_seconds, gap),
+        limits=limits,
         corrected_by=used,
     )
-    plan = solve_request(request)
+    plan = solve_request(request, clock)
     if not offers:
         return plan
     prices = {

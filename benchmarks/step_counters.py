@@ -199,7 +199,7 @@ def work(name: str, variant: str, folder: str) -> None:
 
     def loss_of(*batch: Any) -> Any:
         found = loss(model, batch if len(batch) > 1 else batch[0])
-        return (found, float(len(batch[0]))) if weighted else found
+        return hf.Weighted(found, float(len(batch[0]))) if weighted else found
 
     def own_step(batch: Any) -> None:
         job.backward(loss_of, batch)

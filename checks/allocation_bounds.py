@@ -6,8 +6,10 @@ jobs' time together. Every bound below applies this inequality to a policy's obj
 
 from math import fsum, inf
 
+import numpy as np
+
 from ..schema.jobs import Allocation, Certificate, LevelPrices
-from .allocation_policies import Pool, inverse
+from .allocation_policies import Floats, Pool, inverse
 from .judges import Judge, judge_of
 
 
@@ -76,23 +78,25 @@ def priced_capacity(
     """
     worth = worth or {}
     y = {name: prices.job_prices.get(name, 0.0) for name in pool.jobs}
-    rent = {
-        (m, c): fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.holds(m, c).items())
-        + (charge * pool.dollars(m, c) if charge else 0.0)
-        for m in pool.jobs
-        for c in pool.columns
+    rents = pool.rents(prices.resource_prices)
+    if charge:
+        rents = rents + charge * np.array(
+            [[pool.dollars(m, c) for c in pool.columns] for m in pool.jobs]
+        )
+    value = np.array([list(y.values())]).T
+    if worth:
+        value = value + np.array(
+            [[worth.get((m, c), 0.0) for c in pool.columns] for m in pool.jobs]
+        )
+    runs = pool.rates > 0
+    profits = np.where(runs, value * pool.rates - rents, -inf).max(axis=1)
+    time = {
+        m: max(0.0, prices.time_prices.get(m, 0.0), profit)
+        for m, profit in zip(pool.jobs, profits.tolist(), strict=True)
     }
-    time: dict[str, float] = {}
-    for m in pool.jobs:
-        profits = [
-            (worth.get((m, c), 0.0) + y[m]) * pool.rate(m, c) - rent[m, c]
-            for c in pool.columns
-            if pool.rate(m, c) > 0
-        ]
-        time[m] = max(0.0, prices.time_prices.get(m, 0.0), *profits)
     loss = 0.0
     if pool.problem.space_sharing:
-        loss = max(0.0, _largest_pair_profit(pool, y, worth, rent, time)) / 2 * len(time)
+        loss = max(0.0, _largest_pair_profit(pool, y, worth, rents, time)) / 2 * len(time)
     paid = fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.capacity.items())
     return paid + fsum(time.values()) + loss
 
@@ -101,7 +105,7 @@ def _largest_pair_profit(
     pool: Pool,
     y: dict[str, float],
     worth: dict[tuple[str, str], float],
-    rent: dict[tuple[str, str], float],
+    rents: Floats,
     time: dict[str, float],
 ) -> float:
     """Find the largest profit of a pair: worth of its throughputs minus rent and time prices.
@@ -113,12 +117,13 @@ def _largest_pair_profit(
     for name, job in pool.jobs.items():
         kinds.setdefault((job.model, job.scale_factor), []).append(name)
     largest, groups = 0.0, list(kinds.values())
+    row = {name: place for place, name in enumerate(pool.jobs)}
     for i, first in enumerate(groups):
         for second in groups[i:]:
             a, b = first[0], second[-1]
             if a == b or pool.jobs[a].scale_factor != pool.jobs[b].scale_factor:
                 continue
-            for c in pool.columns:
+            for k, c in enumerate(pool.columns):
                 rates = pool.pair_rates((a, b), c)
                 if max(rates) > 0 and pool.rate(a, c) > 0 and pool.rate(b, c) > 0:
                     left = [
@@ -128,5 +133,5 @@ def _largest_pair_profit(
                     own = (
                         left[0][-1] + left[0][-2] if first is second else left[0][-1] + left[1][-1]
                     )
-                    largest = max(largest, own - rent[a, c])
+                    largest = max(largest, own - rents[row[a], k])
     return largest

@@ -8,8 +8,10 @@ device type, the one that uses most idle devices of the type counts.
 
 from math import fsum, inf
 
-from ..schema.jobs import Allocation, PairShare
-from .allocation_policies import Pool
+import numpy as np
+
+from ..schema.jobs import Allocation
+from .allocation_policies import Floats, Pool
 from .judges import judge_of
 
 # Smaller fractions of a job's time, and of the devices of a type, are rounding errors.
@@ -68,47 +70,44 @@ def idle_devices(allocation: Allocation, pool: Pool) -> dict[str, float]:
 
 def usable_devices(allocation: Allocation, pool: Pool, idle: dict[str, float]) -> dict[str, float]:
     """Count the idle devices of each type that jobs could use, each type considered alone."""
-    answer = {}
-    shared: dict[str, list[tuple[str, PairShare]]] = {name: [] for name in pool.jobs}
-    for pair in allocation.pairs:
-        shared[pair.jobs[0]].append((pair.jobs[1], pair))
-        shared[pair.jobs[1]].append((pair.jobs[0], pair))
-    moves = {
-        (name, column): _movable(allocation, pool, name, column, shared[name])
-        for name in pool.jobs
-        for column in pool.columns
+    moves = _movable(allocation, pool)
+    held = {resource: pool.held(resource) for resource in pool.capacity}
+    room = np.full_like(moves, inf)
+    for resource, number in held.items():
+        left = np.full_like(moves, inf)
+        np.divide(idle[resource], number, out=left, where=number > 0)
+        room = np.minimum(room, left)
+    moves = np.where(moves > NEGLIGIBLE_TIME, np.minimum(moves, room), 0.0)
+    return {
+        device: min(idle[device], fsum((held[device] * moves).max(axis=1)))
+        for device in pool.problem.num_devices
     }
-    for device in pool.problem.num_devices:
-        wanted = []
-        for name in pool.jobs:
-            most = 0.0
-            for column in pool.columns:
-                held = pool.holds(name, column)
-                if device in held and moves[name, column] > NEGLIGIBLE_TIME:
-                    room = min((idle[r] / number for r, number in held.items()), default=inf)
-                    most = max(most, held[device] * min(moves[name, column], room))
-            wanted.append(most)
-        answer[device] = min(idle[device], fsum(wanted))
-    return answer
 
 
-def _movable(
-    allocation: Allocation,
-    pool: Pool,
-    name: str,
-    column: str,
-    shared: list[tuple[str, PairShare]],
-) -> float:
-    """Return the fraction of its time that a job could move to a column and run faster."""
-    rate = pool.rate(name, column)
-    if rate <= NEGLIGIBLE_RATE * max(pool.rate(name, c) for c in pool.columns):
-        return 0.0
-    spent = list(allocation.x[name].values())
-    slower = [t for c, t in allocation.x[name].items() if pool.rate(name, c) < rate]
-    for other, pair in shared:
-        for c, time in pair.shares.items():
-            spent.append(time)
-            own, beside = pool.pair_rates((name, other), c)
-            if own < rate and pool.rate(other, c) >= beside:
-                slower.append(time)
-    return fsum(slower) + max(0.0, 1.0 - fsum(spent))
+def _movable(allocation: Allocation, pool: Pool) -> Floats:
+    """Return the fraction of its time that each job could move to each column and run faster.
+
+    Returns:
+        Fractions [jobs, columns]; 0 where the job does not run.
+    """
+    rates = pool.rates
+    place = {name: row for row, name in enumerate(pool.jobs)}
+    column = {name: number for number, name in enumerate(pool.columns)}
+    times = np.zeros_like(rates)
+    for name, shares in allocation.x.items():
+        for c, time in shares.items():
+            times[place[name], column[c]] = time
+    slower, spent = np.zeros_like(rates), times.sum(axis=1)
+    for own_rate, time_there in zip(rates.T, times.T, strict=True):
+        slower += np.where(own_rate[:, None] < rates, time_there[:, None], 0.0)
+    for pair in allocation.pairs:
+        for name, other in (pair.jobs, pair.jobs[::-1]):
+            row = place[name]
+            for c, time in pair.shares.items():
+                spent[row] += time
+                own, beside = pool.pair_rates((name, other), c)
+                if pool.rate(other, c) >= beside:
+                    slower[row] += np.where(own < rates[row], time, 0.0)
+    useful = rates > NEGLIGIBLE_RATE * rates.max(axis=1, keepdims=True)
+    unused = np.maximum(1.0 - spent, 0.0)
+    return np.where(useful, slower + unused[:, None], 0.0)

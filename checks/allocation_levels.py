@@ -6,14 +6,17 @@ this job and of the jobs that stopped before it. More for this job would then ha
 from one of them.
 """
 
-from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import fsum, inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..schema.jobs import Allocation, LevelPrices
 from .allocation_bounds import priced_capacity
-from .allocation_policies import Pool
+from .allocation_policies import Floats, Pool
 from .judges import has_levels, judge_of, rising
 
 # No job could have risen by more than this fraction of its throughput, or than twice this fraction
@@ -43,78 +46,81 @@ def unproved_levels(allocation: Allocation, pool: Pool, reached: dict[str, float
         return []
     unit, tree = known
     has, stops = tree.times({name: reached[name] / unit[name] for name in pool.jobs})
-    loose = [m for m in pool.jobs if reached[m] < pool.best_in_company(m) * (1 - TOLERANCE)]
-    slack = max(SLACK, 2 * (allocation.certificate.gap or 0.0))
+    final = _Final(
+        pool=pool,
+        reached=_by_job(reached, pool),
+        has=_by_job(has, pool),
+        stops=_by_job(stops, pool),
+        slack=max(SLACK, 2 * (allocation.certificate.gap or 0.0)),
+    )
+    best = np.array([pool.best_in_company(name) for name in pool.jobs])
+    loose = final.reached < best * (1 - TOLERANCE)
     for prices in allocation.certificate.levels:
-        proof = _Proof.of(prices, pool, reached, has, slack)
-        loose = [name for name in loose if not proof.stops(name, reached[name], stops[name])]
-    return [f"job {name!r}: nothing shows that {reached[name]} steps/s is all it can have"
-            for name in loose]  # fmt: skip
+        loose &= ~final.proved(prices)
+    return [
+        f"job {name!r}: nothing shows that {reached[name]} steps/s is all it can have"
+        for name, is_loose in zip(pool.jobs, loose, strict=True)
+        if is_loose
+    ]
 
 
-@dataclass(frozen=True)
-class _Proof:
-    """The pool's ``worth`` at one level's prices, and what jobs pay for their throughputs.
+@dataclass(frozen=True, kw_only=True)
+class _Final:
+    """What jobs have in the end [jobs]: throughputs, and the volumes of ``Tree.times``."""
 
-    ``times`` are the volumes at which jobs reach their levels, ascending; ``paid_by[i]`` is what
-    the first i of these jobs pay together.
-    """
-
-    prices: LevelPrices
     pool: Pool
-    worth: float
-    pays: dict[str, float]
-    times: list[float]
-    paid_by: list[float]
+    reached: Floats
+    has: Floats
+    stops: Floats
     slack: float
 
-    @classmethod
-    def of(
-        cls,
-        prices: LevelPrices,
-        pool: Pool,
-        reached: dict[str, float],
-        has: dict[str, float],
-        slack: float,
-    ) -> "_Proof":
+    def proved(self, prices: LevelPrices) -> NDArray[np.bool_]:
+        """Whether slightly more throughput costs more than the other jobs leave over [jobs]."""
+        pool = self.pool
+        # For a job with almost no throughput, the increase is relative to its best one.
+        best = pool.rates.max(axis=1)
+        more = np.maximum(self.reached * (1 + TOLERANCE), 2 * TOLERANCE * best)
         if pool.problem.space_sharing:
             worth = priced_capacity(prices, pool)
-            pays = {m: prices.job_prices.get(m, 0.0) * reached[m] for m in pool.jobs}
+            price = _by_job(prices.job_prices, pool)
+            pays, wanted = price * self.reached, price * more
         else:
             worth = fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.capacity.items())
-            pays = {m: least_cost(pool, m, prices, reached[m]) for m in pool.jobs}
-        order = sorted(pool.jobs, key=lambda name: has[name])
-        paid_by = [0.0, *accumulate(pays[name] for name in order)]
-        return cls(prices, pool, worth, pays, [has[name] for name in order], paid_by, slack)
-
-    def stops(self, name: str, throughput: float, time: float) -> bool:
-        """Whether slightly more throughput costs more than the other jobs leave over."""
-        before = self.paid_by[bisect_right(self.times, time * (1 + TOGETHER))]
-        # For a job with almost no throughput, the increase is relative to its best one.
-        more = max(throughput * (1 + TOLERANCE), 2 * TOLERANCE * self.pool.best(name))
-        if self.pool.problem.space_sharing:
-            wanted = self.prices.job_prices.get(name, 0.0) * more
-        else:
-            wanted = least_cost(self.pool, name, self.prices, more)
-        return wanted > self.pays[name] and before - self.pays[name] + wanted >= self.worth * (
-            1 - self.slack
-        )
+            rents = pool.rents(prices.resource_prices)
+            pays = least_cost(pool.rates, rents, self.reached)
+            wanted = least_cost(pool.rates, rents, more)
+        order = np.argsort(self.has, kind="stable")
+        paid_by = np.array([0.0, *accumulate(pays[order].tolist())])
+        stopped = np.searchsorted(self.has[order], self.stops * (1 + TOGETHER), side="right")
+        # What cannot be reached at all costs infinitely much; then nothing is proved.
+        with np.errstate(invalid="ignore"):
+            enough = paid_by[stopped] - pays + wanted >= worth * (1 - self.slack)
+        stops: NDArray[np.bool_] = (wanted > pays) & enough
+        return stops
 
 
-def least_cost(pool: Pool, name: str, prices: LevelPrices, throughput: float) -> float:
-    """Return the lowest cost of a throughput at the prices.
+def _by_job(values: Mapping[str, float], pool: Pool) -> Floats:
+    return np.array([values.get(name, 0.0) for name in pool.jobs])
+
+
+def least_cost(rates: Floats, rents: Floats, throughput: Floats) -> Floats:
+    """Return the lowest cost of each job's throughput; infinite where it cannot be reached.
 
     A cheapest way splits the job's time over at most two columns, or a column and idling.
+
+    Args:
+        rates: Steps per second [jobs, columns].
+        rents: What all of a job's time on a column costs [jobs, columns].
+        throughput: Steps per second [jobs].
     """
-    points = [(0.0, 0.0)]
-    for column in pool.columns:
-        held = pool.holds(name, column).items()
-        cost = fsum(number * prices.resource_prices.get(r, 0.0) for r, number in held)
-        points.append((pool.rate(name, column), cost))
-    least = inf
-    for slow, low in points:
-        for fast, high in points:
-            if slow <= throughput <= fast:
-                part = (throughput - slow) / (fast - slow) if fast > slow else 0.0
-                least = min(least, low + part * (high - low))
+    idle = np.zeros((len(rates), 1))
+    speeds, costs = np.hstack((idle, rates)).T, np.hstack((idle, rents)).T
+    least = np.full(len(rates), inf)
+    for slow, low in zip(speeds, costs, strict=True):
+        for fast, high in zip(speeds, costs, strict=True):
+            part = np.zeros(len(rates))
+            np.divide(throughput - slow, fast - slow, out=part, where=fast > slow)
+            cost = low + part * (high - low)
+            fits = (slow <= throughput) & (throughput <= fast)
+            least = np.minimum(least, np.where(fits, cost, inf))
     return least

@@ -1,13 +1,22 @@
 """The quantities of an allocation problem by definition, for the judges of policies.
 
 Each function follows the thesis's formula for a single job. Nothing is shared with the solvers.
+Tables hold what many jobs or many calls have in common, so a thousand jobs are checked in a second.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum, inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..schema.jobs import Allocation, AllocationProblem, Job
+
+Floats = NDArray[np.float64]
+Kind = tuple[str, int]
+"""Model and scale factor: jobs of one kind have the same throughputs."""
 
 _APART, _TOGETHER = "/unconsolidated", "/consolidated"
 
@@ -47,7 +56,11 @@ class Pool:
         return self._all_jobs.keys() - self.jobs.keys()
 
     def _fits(self, name: str) -> bool:
-        return any(self.true_rate(name, column) > 0 for column in self.columns)
+        return any(rate > 0 for rate in self._true_rates[self._kinds[name]].values())
+
+    @cached_property
+    def _kinds(self) -> dict[str, Kind]:
+        return {name: (job.model, job.scale_factor) for name, job in self._all_jobs.items()}
 
     @cached_property
     def _mixes(self) -> dict[str, dict[str, int]]:
@@ -96,9 +109,20 @@ class Pool:
 
     def holds(self, name: str, column: str) -> dict[str, float]:
         """Return the devices of each resource that a job holds while it runs on a column."""
+        return self._held[self._all_jobs[name].scale_factor][column]
+
+    @cached_property
+    def _held(self) -> dict[int, dict[str, dict[str, float]]]:
+        scales = {job.scale_factor for job in self.problem.jobs.jobs}
+        return {
+            scale: {column: self._held_on(scale, column) for column in self.columns}
+            for scale in scales
+        }
+
+    def _held_on(self, scale_factor: int, column: str) -> dict[str, float]:
         if column in self._mixes:
             return {device: float(number) for device, number in self._mixes[column].items()}
-        scale = float(self._all_jobs[name].scale_factor)
+        scale = float(scale_factor)
         if column.endswith(_APART):
             return {column.removesuffix(_APART): scale}
         together = {column + _TOGETHER} & self.capacity.keys()
@@ -106,18 +130,29 @@ class Pool:
 
     def true_rate(self, name: str, column: str) -> float:
         """Return T_mj in steps per second; 0 where the job does not run or does not fit."""
-        job = self._all_jobs[name]
-        if any(number > self.capacity[r] for r, number in self.holds(name, column).items()):
+        return self._true_rates[self._kinds[name]][column]
+
+    @cached_property
+    def _true_rates(self) -> dict[Kind, dict[str, float]]:
+        return {
+            kind: {column: self._true_rate(kind, column) for column in self.columns}
+            for kind in set(self._kinds.values())
+        }
+
+    def _true_rate(self, kind: Kind, column: str) -> float:
+        _, scale_factor = kind
+        held = self._held[scale_factor][column]
+        if any(number > self.capacity[r] for r, number in held.items()):
             return 0.0
         if column in self._mixes:
-            return self._mix_rates.get((job.model, job.scale_factor, column), 0.0)
-        alone, apart = self._entries.get((job.model, job.scale_factor), ({}, {}))
+            return self._mix_rates.get((*kind, column), 0.0)
+        alone, apart = self._entries.get(kind, ({}, {}))
         if column.endswith(_APART):
             device = column.removesuffix(_APART)
-            if job.scale_factor == 1:  # always consolidated, so no limit applies
+            if scale_factor == 1:  # always consolidated, so no limit applies
                 return alone.get(device, 0.0) if device + _TOGETHER in self.capacity else 0.0
             return apart.get(device, 0.0)
-        only_apart = self.problem.placement == "unconsolidated" and job.scale_factor > 1
+        only_apart = self.problem.placement == "unconsolidated" and scale_factor > 1
         return (apart if only_apart else alone).get(column, 0.0)
 
     def rate(self, name: str, column: str) -> float:
@@ -125,6 +160,30 @@ class Pool:
         true = self.true_rate(name, column)
         seen = self.equal(name) if self.is_flat and true > 0 else true
         return 0.0 if self.is_cheapest and column not in self._cheapest[name] else seen
+
+    @cached_property
+    def rates(self) -> Floats:
+        """``rate`` of every job and column [jobs, columns]."""
+        return np.array([[self.rate(name, c) for c in self.columns] for name in self.jobs])
+
+    def held(self, resource: str) -> Floats:
+        """Devices of a resource that each job holds on each column [jobs, columns]."""
+        rows = {
+            scale: [held[column].get(resource, 0.0) for column in self.columns]
+            for scale, held in self._held.items()
+        }
+        return np.array([rows[job.scale_factor] for job in self.jobs.values()])
+
+    def rents(self, prices: Mapping[str, float]) -> Floats:
+        """What a job's whole time on a column costs at prices of resources [jobs, columns]."""
+        rows = {
+            scale: [
+                fsum(number * prices.get(r, 0.0) for r, number in held[column].items())
+                for column in self.columns
+            ]
+            for scale, held in self._held.items()
+        }
+        return np.array([rows[job.scale_factor] for job in self.jobs.values()])
 
     @cached_property
     def _cheapest(self) -> dict[str, set[str]]:
@@ -177,10 +236,20 @@ class Pool:
 
     def equal(self, name: str) -> float:
         """Return throughput(m, X^equal): the same share of time on every device (thesis 5.4.1)."""
+        return self._equals[self._kinds[name]]
+
+    @cached_property
+    def _equals(self) -> dict[Kind, float]:
         types = self.problem.num_devices
         total = sum(types.values())
-        value = fsum(self.true_rate(name, c) * number / total for c, number in types.items())
-        return value if value > 0 else max(self.true_rate(name, c) for c in self.columns)
+        shared = {
+            kind: fsum(rates[c] * number / total for c, number in types.items())
+            for kind, rates in self._true_rates.items()
+        }
+        return {
+            kind: value if value > 0 else max(self._true_rates[kind].values())
+            for kind, value in shared.items()
+        }
 
     def isolated(self, name: str) -> float:
         """Return throughput(m, X^isolated) (thesis 5.4.2), in steps per second.

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from ..schema.plan import DeviceGroup, Prediction, SplitPlan
 from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint
-from . import definitions
+from . import definitions, split_bound
 from .est_mapping import est_faults
+from .proofs import proof_faults
 
 TOLERANCE = 1e-9
 
@@ -64,6 +65,8 @@ def _own_faults(plan: SplitPlan) -> Iterator[str]:
             f"predicted: {predicted.samples_per_second} samples/s in {predicted.step_seconds} s "
             f"is not the global batch of {plan.global_batch_size}"
         )
+    if predicted.transfer_seconds is not None:
+        yield f"predicted: transfer_seconds is {predicted.transfer_seconds}, a split sends nothing"
     yield from _uniform_faults(plan)
     if plan.num_devices == 1 and any(group.exposed_seconds for group in plan.groups):
         yield "groups[0]: one device has nothing to synchronise, but exposed_seconds"
@@ -104,25 +107,12 @@ def _uniform_faults(plan: SplitPlan) -> Iterator[str]:
 
 def _proof_faults(plan: SplitPlan) -> Iterator[str]:
     proof = plan.proof
-    optimal = proof.termination == "optimal"
     if plan.objective == "step_seconds" and differ(proof.objective, plan.predicted.step_seconds):
         yield (
             f"proof: objective {proof.objective} s is not the predicted step time "
             f"{plan.predicted.step_seconds} s"
         )
-    if proof.lower_bound is None:
-        if optimal:
-            yield "proof: optimal without a lower_bound"
-        return
-    if proof.lower_bound > proof.objective * (1 + TOLERANCE):
-        yield f"proof: lower_bound {proof.lower_bound} is above the objective {proof.objective}"
-    gap = (proof.objective - proof.lower_bound) / proof.objective if proof.objective else 0.0
-    if proof.gap is None or abs(gap - proof.gap) > TOLERANCE:
-        yield f"proof: gap is {proof.gap}, but the bound leaves {gap}"
-    allowed = proof.lower_bound * (1 + (proof.tolerance or 0.0))
-    if optimal and gap > TOLERANCE and proof.objective > allowed * (1 + TOLERANCE):
-        beyond = "" if proof.tolerance is None else f", beyond its tolerance of {proof.tolerance}"
-        yield f"proof: optimal, but the bound leaves a gap of {gap}{beyond}"
+    yield from proof_faults(proof, TOLERANCE)
 
 
 def _against_problem(plan: SplitPlan, problem: SplitProblem) -> list[str]:
@@ -134,6 +124,13 @@ def _against_problem(plan: SplitPlan, problem: SplitProblem) -> list[str]:
             for fault in _group_faults(
                 group, options.get(group.device_type), problem, plan.num_devices
             )
+        ]
+    for number, other in enumerate(plan.alternatives):
+        in_use = sum(group.num_devices for group in other.groups)
+        faults += [
+            f"alternatives[{number}].groups[{index}]: {fault}"
+            for index, group in enumerate(other.groups)
+            for fault in _group_faults(group, options.get(group.device_type), problem, in_use)
         ]
     faults += _count_faults(plan, options)
     if not faults:  # the next checks need known types and sizes
@@ -301,6 +298,8 @@ def _bound_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
             f"proof: lower_bound {proof.lower_bound} s is refuted by {fast.what}, "
             f"{fast.step_seconds} s"
         )
+    elif (devices := split_bound.faster(problem, proof.lower_bound)) is not None:
+        yield f"proof: lower_bound {proof.lower_bound} s is refuted: {devices} take less"
     if proof.tolerance is not None:
         yield from _tolerance_faults(plan, problem, obvious)
 

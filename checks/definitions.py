@@ -13,7 +13,7 @@ from ..schema.pipeline import (
     TopologyLevel,
 )
 from ..schema.problem import AloneDevice, DeviceOption
-from ..schema.profile import BatchPoint, Sync
+from ..schema.profile import BatchPoint, Sync, SyncPoint
 from ..schema.schedule_traits import traits
 
 
@@ -53,7 +53,15 @@ def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
 
 def _least_sync_seconds(sync: Sync) -> float:
     """The measured seconds; if measured per batch size, the least over the sizes."""
-    return min([point.sync_seconds for point in sync.by_batch_size] or [sync.sync_seconds])
+    return min(map(_sync_or_bound, sync.by_batch_size or [sync]))
+
+
+def _sync_or_bound(measured: Sync | SyncPoint) -> float:
+    """The measured seconds, or the most that they can be where zero was not excluded."""
+    for seconds in (measured.sync_seconds, measured.at_most_seconds):
+        if seconds is not None:
+            return seconds
+    raise AssertionError("a record has one of them")
 
 
 def exposed_seconds(option: DeviceOption, num_devices: int, size: int) -> float | None:
@@ -68,7 +76,8 @@ def exposed_seconds(option: DeviceOption, num_devices: int, size: int) -> float 
         A linear interpolation between the nearest measured sizes; None if synchronisation was not
         measured per size, or there is only one device.
     """
-    known = {p.batch_size: p.sync_seconds for p in option.sync.by_batch_size} if option.sync else {}
+    points = option.sync.by_batch_size if option.sync else ()
+    known = {point.batch_size: _sync_or_bound(point) for point in points}
     if num_devices == 1 or not known:
         return None
     below = max((s for s in known if s <= size), default=min(known))

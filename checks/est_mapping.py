@@ -26,6 +26,9 @@ def est_faults(plan: SplitPlan, problem: SplitProblem | None) -> Iterator[str]:
     ranked = [(plan.groups, plan.est), *((a.groups, a.est) for a in plan.alternatives)]
     for index, (groups, est) in enumerate(ranked):
         where = "est" if index == 0 else f"alternatives[{index - 1}].est"
+        if not groups:
+            yield f"{where}: no groups"
+            continue
         total = sum(group.num_devices * group.device_batch_size for group in groups)
         if total != plan.global_batch_size:
             yield f"{where}: its groups hold {total} samples, not {plan.global_batch_size}"

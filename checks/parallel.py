@@ -6,10 +6,11 @@ message and all-reduce is recomputed, and the step follows from them (docs/paral
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, isclose
 
-from ..schedules.operations import Kind
 from ..schedules.registry import generate
+from ..schema.errors import ProblemError
 from ..schema.parallel import (
     ParallelPlan,
     ParallelPool,
@@ -19,6 +20,8 @@ from ..schema.parallel import (
     ShardTimes,
     parallel_schedule,
 )
+from . import plan_dollars
+from .proofs import proof_faults
 
 _NEAR = 1e-9
 
@@ -33,10 +36,18 @@ def check(plan: ParallelPlan, problem: ParallelProblem) -> list[str]:
     Returns:
         One sentence per fault.
     """
+    faults = _plan_faults(plan, problem)
+    if faults:
+        return faults
+    return [*_proof_faults(plan), *_alternative_faults(plan, problem)]
+
+
+def _plan_faults(plan: ParallelPlan, problem: ParallelProblem) -> list[str]:
+    """List the faults of a plan, or of an alternative written as one, without its proof."""
     faults = [*_shape_faults(plan, problem), *_device_faults(plan, problem)]
     if faults:
         return faults  # costs need layers and degrees that were timed
-    return [*_memory_faults(plan, problem), *_time_faults(plan, problem), *_proof_faults(plan)]
+    return [*_memory_faults(plan, problem), *_time_faults(plan, problem)]
 
 
 def counted_step(plan: ParallelPlan, problem: ParallelProblem) -> float:
@@ -128,10 +139,10 @@ def _most_in_flight(plan: ParallelPlan, kept: dict[int, float]) -> float:
     )
     most = now = 0.0
     for operation in schedule.ranks[min(kept)]:
-        if operation.kind is Kind.FORWARD:
+        if operation.kind == "forward":
             now += kept[operation.stage]
             most = max(most, now)
-        elif operation.kind is Kind.BACKWARD:
+        elif operation.kind == "backward":
             now -= kept[operation.stage]
     return most
 
@@ -268,6 +279,17 @@ def _time_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]:
             claimed = getattr(stage, name)
             if claimed is not None and not _same(claimed, seconds):
                 yield f"stage {number}: {name} is {claimed:.6g}, counted {seconds:.6g}"
+    got = plan.predicted
+    held = [_held_with(plan, number) for number in range(plan.num_positions)]
+    for name, claimed, seconds in (
+        ("sync_seconds", got.sync_seconds,
+         max(sum(_reduce(plan, problem, number) for number in own) for own in held)),
+        ("update_seconds", got.update_seconds,
+         max(sum(_update(plan, problem, number) for number in own) for own in held)),
+        ("bubble_fraction", got.bubble_fraction, _bubble(plan, problem)),
+    ):  # fmt: skip
+        if claimed is not None and not _same(claimed, seconds):
+            yield f"predicted.{name} is {claimed:.6g}, counted {seconds:.6g}"
     step = counted_step(plan, problem)
     if not _same(plan.predicted.step_seconds, step):
         yield f"step_seconds is {plan.predicted.step_seconds:.6g}, counted {step:.6g}"
@@ -276,20 +298,71 @@ def _time_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]:
         yield f"samples_per_second is {plan.predicted.samples_per_second:.6g}, counted {rate:.6g}"
 
 
+def _bubble(plan: ParallelPlan, problem: ParallelProblem) -> float:
+    """Time to fill and drain the pipeline, over the time of the slowest stage's passes.
+
+    With equal chunks this is (p - 1) / (v m) (4.2.2), which interleaved plans state.
+    """
+    if plan.num_model_chunks > 1:
+        return (plan.num_positions - 1) / (plan.num_model_chunks * plan.num_microbatches)
+    stages = [
+        _compute(plan, problem, number) + _transfer(plan, problem, number)
+        for number in range(len(plan.stages))
+    ]
+    slowest = max(stages)
+    filling = sum(stages) - slowest
+    return filling / (plan.num_microbatches * slowest) if slowest else 0.0
+
+
 def _proof_faults(plan: ParallelPlan) -> Iterator[str]:
     proof = plan.proof
     if not _same(proof.objective, plan.predicted.step_seconds):
-        yield f"the proof's objective is {proof.objective:.6g}, not the step"
-    if proof.lower_bound is None or proof.gap is None:
-        yield "the proof has no bound"
-        return
-    if proof.lower_bound > proof.objective * (1 + _NEAR):
-        yield f"the bound {proof.lower_bound:.6g} is above the objective {proof.objective:.6g}"
-    gap = (proof.objective - proof.lower_bound) / proof.objective if proof.objective else 0.0
-    if abs(gap - proof.gap) > _NEAR:
-        yield f"the gap is {proof.gap:.3g}, not {gap:.3g}"
-    if proof.termination == "optimal" and gap > _NEAR:
-        yield f"optimal with a gap of {gap:.3g}"
+        yield f"proof: objective {proof.objective:.6g} is not the step"
+    if proof.lower_bound is None:
+        yield "proof: no lower_bound"
+    if proof.tolerance is not None:
+        yield f"proof: tolerance {proof.tolerance}, but nothing tells how accurate a step is"
+    yield from proof_faults(proof, _NEAR)
+
+
+def _alternative_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]:
+    """Judge each alternative as a plan, and that no other is better in every figure at once."""
+    steps = [other.predicted.step_seconds for other in plan.alternatives]
+    if steps != sorted(steps):
+        yield "alternatives: the fastest must come first"
+    figures = [_figures(plan)]
+    for number, other in enumerate(plan.alternatives):
+        try:
+            as_plan = replace(
+                plan,
+                stages=other.stages,
+                microbatch_size=other.microbatch_size,
+                num_microbatches=other.num_microbatches,
+                num_model_chunks=other.num_model_chunks,
+                schedule=parallel_schedule(is_chunked=other.num_model_chunks > 1),
+                predicted=other.predicted,
+                alternatives=(),
+            )
+        except ProblemError as error:
+            yield f"alternatives[{number}]: {error.message}"
+            continue
+        faults = _plan_faults(as_plan, problem) or plan_dollars.check(as_plan)
+        yield from (f"alternatives[{number}]: {fault}" for fault in faults)
+        mine = _figures(as_plan)
+        if any(all(a <= b for a, b in zip(known, mine, strict=True)) for known in figures):
+            yield f"alternatives[{number}]: another plan is as good in every figure"
+        figures.append(mine)
+
+
+def _figures(plan: ParallelPlan) -> tuple[float, ...]:
+    """Seconds, devices, bytes of the fullest device, and dollars an hour where they are known."""
+    got = plan.predicted
+    return (
+        got.step_seconds,
+        plan.num_devices,
+        max(got.memory_bytes.values(), default=0),
+        got.dollars_per_hour or 0.0,
+    )
 
 
 def _same(claimed: float, counted: float) -> bool:

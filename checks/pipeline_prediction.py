@@ -3,21 +3,13 @@
 from collections.abc import Iterator
 from math import isclose
 
-from ..schedules.terms import step_terms
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.plan import Prediction
-from . import definitions
+from . import definitions, schedule
 from .pipeline_recount import pool_of
+from .proofs import proof_faults
 
 TOLERANCE = 1e-6
-_PARTS = (
-    "compute_seconds",
-    "virtual_node_seconds",
-    "transfer_seconds",
-    "sync_seconds",
-    "update_seconds",
-    "fixed_seconds",
-)
 
 
 def prediction_faults(
@@ -31,11 +23,21 @@ def prediction_faults(
         problem: The problem that the plan claims to answer.
     """
     return [
+        *_rate_faults(plan, problem),
         *_own_faults(plan, problem),
         *_part_faults(plan.predicted, expected),
         *_interval_faults(plan.predicted, problem),
         *_proof_faults(plan, problem),
     ]
+
+
+def _rate_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
+    got = plan.predicted
+    rate = problem.global_batch_size / got.step_seconds if got.step_seconds else 0.0
+    if differ(got.samples_per_second, rate):
+        yield f"predicted.samples_per_second is {got.samples_per_second}, the step gives {rate}"
+    if got.load_seconds is not None:
+        yield f"predicted.load_seconds is {got.load_seconds}, pipelines have no such part"
 
 
 def _own_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
@@ -45,11 +47,15 @@ def _own_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
         assert pool is not None
         own, _ = definitions.own_seconds(problem, pool, len(plan.stages))
         message = definitions.message_seconds(problem) if index < last else 0.0
+        latency = None
+        if definitions.counts_overheads(problem) and pool.reduce_bytes_per_second is not None:
+            latency = pool.reduce_latency_seconds
         for name, got, want in (
             ("pass_seconds", stage.pass_seconds, own),
             ("message_seconds", stage.message_seconds, message),
+            ("reduce_latency_seconds", stage.reduce_latency_seconds, latency),
         ):
-            if got is not None and not isclose(got, want, rel_tol=TOLERANCE):
+            if got is not None and (want is None or differ(got, want)):
                 yield f"stage {index}: {name} is {got}, the problem says {want}"
 
 
@@ -58,22 +64,13 @@ def _part_faults(got: Prediction, expected: PipelinePlan) -> Iterator[str]:
 
     If the stages' times do not determine the parts, the step must be compute and fixed cost only.
     """
-    if all(getattr(got, name) is None for name in _PARTS):
+    if all(getattr(got, name) is None for name in schedule.PARTS):
         return  # the plan states no parts
     fixed = expected.predicted.fixed_seconds or 0.0
     step = expected.predicted.step_seconds
-    wanted = {name: 0.0 for name in _PARTS}
+    wanted = {name: 0.0 for name in schedule.PARTS}
     wanted |= {"fixed_seconds": fixed, "compute_seconds": step - fixed}
-    terms = step_terms(expected)
-    if terms is not None:
-        wanted = {
-            "fixed_seconds": fixed,
-            "compute_seconds": terms.layer_seconds + terms.waiting_seconds,
-            "virtual_node_seconds": terms.pass_seconds,
-            "transfer_seconds": terms.message_seconds + terms.byte_seconds,
-            "sync_seconds": terms.reduce_seconds,
-            "update_seconds": terms.update_seconds,
-        }
+    wanted = schedule.parts_of(expected) or wanted
     for name, want in wanted.items():
         part = getattr(got, name)
         if abs((part or 0.0) - want) > TOLERANCE * step + 1e-15:
@@ -95,17 +92,17 @@ def _interval_faults(got: Prediction, problem: PipelineProblem) -> Iterator[str]
 
 
 def _proof_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
-    """Check that an optimal plan meets its bound, within the tolerance of the measurements."""
+    """Check the proof against itself, and its tolerance against the measurements."""
     proof, error = plan.proof, problem.step_error
     if proof.tolerance is not None and (error is None or proof.tolerance > error):
         yield f"proof.tolerance is {proof.tolerance}, the problem's steps are off by {error}"
         return
-    bound = proof.lower_bound
-    if proof.termination != "optimal" or bound is None:
-        return
-    most = bound * (1 + (proof.tolerance or 0.0))
-    if proof.objective > most * (1 + TOLERANCE) + 1e-15:
-        yield f"proof: {proof.objective} is no optimum, as {bound} is the bound"
+    yield from proof_faults(proof, TOLERANCE)
+
+
+def differ(left: float, right: float) -> bool:
+    """Whether two numbers differ by more than 1e-6 of the larger one."""
+    return not isclose(left, right, rel_tol=TOLERANCE, abs_tol=1e-15)
 
 
 __all__ = ["prediction_faults"]

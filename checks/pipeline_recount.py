@@ -5,8 +5,6 @@ from dataclasses import replace
 from itertools import combinations
 from math import prod
 
-from ..schedules.counting import held_by_stage
-from ..schedules.of_plan import schedule_of
 from ..schema.pipeline import (
     DevicePool,
     PipelinePlan,
@@ -14,6 +12,7 @@ from ..schema.pipeline import (
     StagePlan,
 )
 from . import definitions
+from .schedule import held_by_stage
 
 
 def pool_of(problem: PipelineProblem, stage: StagePlan) -> DevicePool | None:
@@ -39,7 +38,7 @@ def planned_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
 def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Bytes of memory of one replica of a stage under the plan's schedule."""
     stage = plan.stages[index]
-    in_flight, versions = _held(plan, problem, index)
+    in_flight, versions = held(plan, problem, index)
     inside = set(stage.layers)
     mine = [layer for layer in problem.layers if layer.id in inside]
     copied, _ = definitions.tied_bytes(problem.layers, inside)
@@ -53,10 +52,10 @@ def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> fl
     )
 
 
-def _held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int, int]:
+def held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int, int]:
     """Microbatches in flight and weight versions of one replica of a stage."""
     if plan.traits.is_uniform:
-        return held_by_stage(schedule_of(plan))[index]
+        return held_by_stage(plan)[index]
     replicas = plan.stages[index].num_replicas
     workers = sum(entry.num_replicas for entry in plan.stages[index:])
     count = problem.num_microbatches
@@ -103,22 +102,27 @@ def _released_crossing(problem: PipelineProblem, before: set[str]) -> float:
 
 
 def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> StagePlan:
-    """Return a stage with its times recomputed from its layers, links and pool."""
+    """Return a stage with its numbers counted again from its layers, links and pool.
+
+    All-reduces and updates are those of flat plans; None in nested ones, which do not count them.
+    """
     stage = plan.stages[index]
     pool = pool_of(problem, stage)
     assert pool is not None
     compute, weights = _sums(plan, problem, [index])
     names = set(stage.layers)
     total = sum(layer.weight_bytes for layer in problem.layers)
+    in_flight, versions = held(plan, problem, index)
     sent = 0.0
     if index + 1 < len(plan.stages):
-        sent = definitions.boundary_seconds(
-            crossing_bytes(plan, problem, index + 1),
-            _boundary_link(plan, problem, index + 1),
-            definitions.message_seconds(problem),
-        )
+        sent = _boundary_at(plan, problem, index + 1, _boundary_link(plan, problem, index + 1))
+    flat = plan.solved == "flat"
+    own = _flat_price if flat else _nested_price
     return replace(
         stage,
+        num_in_flight=in_flight,
+        weight_versions=versions,
+        seconds_per_input=own(plan, problem, index),
         compute_seconds=compute,
         forward_seconds=definitions.own_seconds(problem, pool, len(plan.stages))[0]
         + sum(
@@ -129,12 +133,31 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
         output_seconds=sent,
         reduce_seconds=definitions.reduce_seconds(
             problem, pool, weights, stage.num_replicas, _span(plan, problem, index)
-        ),
-        update_seconds=pool.update_seconds * (weights / max(total, 1)),
-        tied_seconds=_tied_seconds(problem, stage),
+        )
+        if flat
+        else None,
+        update_seconds=pool.update_seconds * (weights / max(total, 1)) if flat else None,
+        tied_seconds=_tied_seconds(problem, stage) if flat else None,
         pass_seconds=definitions.own_seconds(problem, pool, len(plan.stages))[0],
         message_seconds=definitions.message_seconds(problem) if sent else 0.0,
     )
+
+
+def _flat_price(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+    """Seconds per input of a stage and its boundaries, over the link between its own replicas."""
+    ends = [cut for cut in (index, index + 1) if 0 < cut < len(plan.stages)]
+    bandwidth = _span(plan, problem, index)
+    boundaries = [_weighed_boundary(plan, problem, cut, bandwidth) for cut in ends]
+    return max([_flat_stage(plan, problem, index), *boundaries])
+
+
+def _nested_price(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+    """Seconds per input of a stage at its lowest level, shared by the replicas of those above."""
+    stage = plan.stages[index]
+    compute, weights = _sums(plan, problem, [index])
+    lowest = stage.nesting[-1].num_replicas
+    alone = _block(problem, 0, index, compute, weights, lowest)
+    return alone * lowest / stage.num_replicas
 
 
 def _tied_seconds(problem: PipelineProblem, stage: StagePlan) -> float | None:
@@ -210,6 +233,8 @@ def _boundary_link(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
     Every pair of their replicas counts.
     """
     before, after = plan.stages[index - 1], plan.stages[index]
+    if plan.solved == "nested":
+        return _nested_link(problem, before, after)
     if before.device_type == after.device_type:
         pool = pool_of(problem, after)
         assert pool is not None
@@ -218,17 +243,45 @@ def _boundary_link(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
     return min(*spans, problem.inter_bytes_per_second or 0.0)
 
 
+def _nested_link(problem: PipelineProblem, before: StagePlan, after: StagePlan) -> float:
+    """Bytes per second at the highest level at which two stages lie in different blocks."""
+    levels = problem.pools[0].levels
+    depth = next(
+        (
+            depth
+            for depth, (one, other) in enumerate(zip(before.nesting, after.nesting, strict=True))
+            if one.index != other.index
+        ),
+        len(levels) - 1,
+    )
+    return min(level.bytes_per_second for level in levels[: len(levels) - depth])
+
+
 def _flat_boundary(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Seconds per input of the boundary before stage ``index``, in a flat plan's bottleneck."""
+    return _weighed_boundary(plan, problem, index, _boundary_link(plan, problem, index))
+
+
+def _weighed_boundary(
+    plan: PipelinePlan, problem: PipelineProblem, index: int, bytes_per_second: float
+) -> float:
     if not problem.count_boundaries:
         return 0.0
-    bandwidth = _boundary_link(plan, problem, index)
-    seconds = definitions.boundary_seconds(
-        crossing_bytes(plan, problem, index), bandwidth, definitions.message_seconds(problem)
-    )
+    seconds = _boundary_at(plan, problem, index, bytes_per_second)
     count = problem.num_microbatches
     flushes = problem.traits.flushes and problem.stage_cost == "ring"
     return seconds * (count - 1) / count if flushes else seconds
+
+
+def _boundary_at(
+    plan: PipelinePlan, problem: PipelineProblem, index: int, bytes_per_second: float
+) -> float:
+    """Seconds of a microbatch's messages over the boundary before stage ``index``."""
+    return definitions.boundary_seconds(
+        crossing_bytes(plan, problem, index),
+        bytes_per_second,
+        definitions.message_seconds(problem),
+    )
 
 
 def _nested_seconds(

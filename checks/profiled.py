@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil, isclose
 
 from ..schema.cluster import Cluster
+from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState
 from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import DevicePool, PipelineProblem
@@ -40,7 +41,7 @@ def split_faults(
         One sentence per fault.
     """
     by_type = {profile.device_type: profile for profile in profiles}
-    faults = []
+    faults = [*_sync_bound_faults(plan, by_type)]
     for index, group in enumerate(plan.groups):
         profile = by_type.get(group.device_type)
         if profile is None or group.device_type not in cluster.device_types:
@@ -72,6 +73,76 @@ def split_faults(
                 f"bytes on a {group.device_type} of {has}: {needs - has} too many"
             )
     return faults
+
+
+def _sync_bound_faults(plan: SplitPlan, by_type: dict[str, Profile]) -> Iterator[str]:
+    """A plan says of which types it counts a bound for synchronisation, and no others."""
+    expected = {}
+    for name in {group.device_type for group in plan.groups} & by_type.keys():
+        sync = by_type[name].sync
+        if sync is None or plan.num_devices == 1:
+            continue
+        counted = sync.by_batch_size or (sync,)
+        bounds = [entry.at_most_seconds for entry in counted if entry.sync_seconds is None]
+        if bounds:
+            expected[name] = max(bound for bound in bounds if bound is not None)
+    stated = {bound.device_type: bound.at_most_seconds for bound in plan.sync_bounds}
+    if stated != expected:
+        yield f"sync_bounds are {stated}, those of the profiles are {expected}"
+
+
+def stated_faults(plan: Plan, profiles: Sequence[Profile]) -> list[str]:
+    """List what a plan repeats of its profiles, and what they do not say.
+
+    Args:
+        plan: A plan of any kind.
+        profiles: Profiles of its model.
+
+    Returns:
+        One sentence per fault.
+    """
+    used = [profile for profile in profiles if profile.device_type in plan.devices_by_type]
+    faults = []
+    estimated = [profile.estimate for profile in used if profile.estimate is not None]
+    if sorted(map(repr, plan.estimates)) != sorted(map(repr, estimated)):
+        names = [estimate.device_type for estimate in estimated]
+        faults.append(
+            f"estimates do not repeat the profiles, of which {', '.join(names) or 'none'} are "
+            "estimated"
+        )
+    if isinstance(plan, SplitPlan):
+        return faults + _emulation_faults(plan, used)
+    traces = [profile.layers.trace for profile in profiles if profile.layers is not None]
+    if plan.trace is not None and plan.trace not in traces:
+        faults.append("trace is not how the profiles found the layers")
+    return faults
+
+
+def _emulation_faults(plan: SplitPlan, used: Sequence[Profile]) -> list[str]:
+    """List emulated types whose base, speed or times are not those of their profile."""
+    stated = {
+        device.device_type: (
+            device.base_device_type,
+            device.speed,
+            [(each.batch_size, each.step_seconds) for each in device.passes],
+        )
+        for device in plan.emulated
+    }
+    emulated = {
+        profile.device_type: (
+            profile.emulation.base_device_type,
+            profile.emulation.speed,
+            [(point.batch_size, point.step_seconds) for point in profile.batch_curve],
+        )
+        for profile in used
+        if profile.emulation is not None
+    }
+    names = sorted(stated.keys() | emulated.keys())
+    return [
+        f"emulated: {name} is not as in the profiles"
+        for name in names
+        if stated.get(name) != emulated.get(name)
+    ]
 
 
 def _held(point: BatchPoint) -> int:

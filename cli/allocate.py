@@ -35,7 +35,8 @@ def allocate(
     ] = "las",
     gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 36xv100,36xp100.")] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="A cluster file instead of --gpus; holds prices.")
+        Path | None,
+        typer.Option(help="Instead: a cluster file with prices, or `nvidia-smi -L`."),
     ] = None,
     space_sharing: Annotated[
         bool, typer.Option("--space-sharing", help="Let pairs of jobs share devices.")

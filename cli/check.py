@@ -22,7 +22,7 @@ def check(
         str | None,
         typer.Option(autocompletion=completing.pools, help="The pool, e.g. 2xV100,8xP100."),
     ] = None,
-    cluster: Annotated[Path | None, typer.Option(help="A cluster file instead of --gpus.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="A file, or `nvidia-smi -L`.")] = None,
     model: Annotated[
         str | None, typer.Option(help="The model, where profiles hold several.")
     ] = None,
@@ -74,7 +74,10 @@ def check(
     at: Annotated[str | None, typer.Option(help="Allocation: the time of those prices.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Verify a plan or an allocation, with code that shares nothing with the solvers.
+    """Verify a plan or an allocation, with equations that share nothing with the solvers.
+
+    A pipeline's list of passes is made by the code that solvers and launches use too; it is
+    validated, and what it needs and takes is counted apart.
 
     Plans and allocations say what they were made for (links, optimizer, placement, ...); a flag
     replaces what the file says. Without profiles only a split plan's inner consistency is judged.
@@ -84,9 +87,11 @@ def check(
     hetflow check allocation.json --jobs jobs.json --throughputs t.json --gpus 8xV100
     """
     from .. import check as faults_of
+    from ..planning.inputs import pool_of
     from ..schema import files
     from ..schema.jobs import Allocation
     from ..schema.optimizer import asked_optimizer
+    from ..schema.plans import claim_of
 
     found = files.read_any(plan)
     pool = None if gpus is None and cluster is None else asked_pool(gpus, cluster)
@@ -113,7 +118,7 @@ def check(
             optimizer=asked_optimizer(optimizer, state_bytes_per_weight_byte),
             memory_reserve_bytes=asked_reserve(memory_reserve),
         )
-        termination = found.proof.termination
+        termination = claim_of(found, None if pool is None else pool_of(pool))
     else:
         raise HetflowError(f"{plan}: a {found.schema} file holds nothing that can be checked")
     if json:

@@ -7,12 +7,19 @@ from typing import Annotated
 
 import typer
 
-from .common import ForceFlag, JsonFlag, asked_pool, emit
+from ..schema.errors import ProblemError
+from .common import ForceFlag, JsonFlag, asked_pool, emit, emit_json
 
 StateOption = Annotated[
-    Path, typer.Option("--state", envvar="HETFLOW_STATE", help="Folder of the cluster's state.")
+    Path,
+    typer.Option(
+        "--state",
+        envvar="HETFLOW_STATE",
+        help="Folder of the cluster's state.",
+        readable=False,  # that of a group is not, and its scheduler answers all the same
+    ),
 ]
-DEFAULT_STATE = Path("hetflow-cluster")
+DEFAULT_STATE = Path("hetflow-cluster")  # as in api/cluster.py, which commands load when they run
 
 
 def start(
@@ -47,6 +54,21 @@ def start(
         str | None,
         typer.Option(metavar="ADDRESS:PORT", help="Serve a web page too, e.g. 127.0.0.1:8080."),
     ] = None,
+    on_change: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROGRAM|URL",
+            help="Tell this program (on its stdin), or this http(s) address, when a job's state "
+            "changes. No shell runs it.",
+        ),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            help="Let this Unix group's users submit, too, and look after their own jobs, which "
+            "run as them. Needs root and the engine local."
+        ),
+    ] = None,
     print_unit: Annotated[
         bool, typer.Option("--print-unit", help="Print a systemd unit that runs this; stop.")
     ] = False,
@@ -74,7 +96,7 @@ def start(
     settings = Settings(
         policy=policy, rules=rules, grace_seconds=grace,
         entities=() if entities is None else read_entities(entities),
-        dollars_per_hour=pool.dollars_per_hour,
+        dollars_per_hour=pool.dollars_per_hour, on_change=on_change, group=group,
     )  # fmt: skip
     if print_unit:
         emit(_unit(state))
@@ -107,6 +129,63 @@ def drain(
     from ..scheduler.store import Store
 
     view.drain(Store.open(state), named, undo=undo)
+
+
+def recover(state: StateOption = DEFAULT_STATE) -> None:
+    """Put the last good copy in the place of a broken state, which the scheduler keeps.
+
+    Launches that began after the copy are asked to save and end when the cluster is started again.
+
+    \b
+    hetflow cluster recover
+    """
+    from ..scheduler import copies
+
+    emit(copies.recover(state))
+
+
+def usage(
+    per: Annotated[
+        str, typer.Option(help="Periods of the calendar, in UTC: hour, day, month, or all.")
+    ] = "day",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file instead of stdout.")
+    ] = None,
+    state: StateOption = DEFAULT_STATE,
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Print what users and entities used of each device type, over time, as CSV.
+
+    \b
+    hetflow cluster usage --per month
+    hetflow cluster usage -o usage.csv
+    """
+    import csv
+    import io
+    import time
+    from typing import cast, get_args
+
+    from ..scheduler.store import Store
+    from ..scheduler.usage import COLUMNS, Period
+    from ..scheduler.usage import usage as used
+    from ..schema.files import write_text
+
+    if per not in get_args(Period):
+        raise ProblemError(f"--per {per}: is none of {', '.join(get_args(Period))}")
+    period = cast("Period", per)
+    rows = [row.to_plain() for row in used(Store.open(state), period=period, now=time.time())]
+    if json:
+        emit_json({"usage": rows})
+        return
+    text = io.StringIO()
+    table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    if output is None:
+        emit(text.getvalue().rstrip("\n"))
+    else:
+        write_text(output, text.getvalue(), force=force)
 
 
 def correct(

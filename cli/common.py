@@ -5,10 +5,11 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..api.naming import flags_are_meant
+from ..reports.grid import fitted_to
 from ..schema.errors import FileError, ProblemError
 from ..schema.spelling import nearest
 
@@ -49,16 +51,22 @@ def one_line(text: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}... (cut)"
 
 
+def say(text: str) -> None:
+    """Write on stderr; a full disk or a closed pipe behind it does not end the work."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{text}\n")
+
+
 def note(message: str) -> None:
     """Tell a person something on stderr; silent in a pipe and under --quiet."""
     if sys.stderr.isatty() and not Settings.quiet:
-        sys.stderr.write(f"{message}\n")
+        say(message)
 
 
 def warn(message: str) -> None:
     """Warn on stderr, also in a pipe: a result that needs the warning must not lose it."""
     if not Settings.quiet:
-        sys.stderr.write(f"hetflow: warning: {one_line(message)}\n")
+        say(f"hetflow: warning: {one_line(message)}")
 
 
 class _Lines(logging.Handler):
@@ -66,8 +74,8 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write warnings as ``warn`` does, what is below them as ``note`` does."""
-        say = warn if record.levelno >= logging.WARNING else note
-        say(record.getMessage())
+        tell = warn if record.levelno >= logging.WARNING else note
+        tell(record.getMessage())
 
 
 @contextmanager
@@ -198,7 +206,7 @@ def asked_pool(gpus: str | None, cluster: Path | None) -> str | Path:
     named = gpus if gpus is not None else cluster
     if named is None:
         raise ProblemError("no pool is given", hint="add --gpus 2xV100,8xP100 or --cluster FILE")
-    return named
+    return Path("/dev/stdin") if cluster == Path("-") else named
 
 
 def price_text(dollars_per_hour: float, machine: str) -> str:
@@ -272,7 +280,7 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
         if values.pop("show_config"):
             emit(_shown_config(context, values))
             return
-        with flags_are_meant():
+        with flags_are_meant(), fitted_to(_most_characters()):
             function(**values)
 
     signature = inspect.signature(function)
@@ -294,6 +302,12 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def _most_characters() -> int | None:
+    """Width of the terminal that tables are for, or as $COLUMNS says; None in a pipe or a file."""
+    is_asked = "COLUMNS" in os.environ or getattr(sys.stdout, "isatty", bool)()
+    return shutil.get_terminal_size((0, 0)).columns or None if is_asked else None
 
 
 def _shown_config(context: typer.Context, values: dict[str, Any]) -> str:

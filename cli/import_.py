@@ -82,6 +82,13 @@ def import_(
             "that the windows were cut from. Else times are not known."
         ),
     ] = None,
+    values: Annotated[
+        str | None,
+        typer.Option(
+            help="cant-be-late: what a file of 0 and 1 means: instances (that there were) or "
+            "preempted [default: where the file tells it]."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it here, else to stdout.")
     ] = None,
@@ -124,7 +131,7 @@ def import_(
             note(f"{len(market.prices)} price histories written to {output}; next: hetflow show")
         return
     if TRACE_IMPORTERS.find(source) is not None:
-        traces = _traces(source, file, tick_seconds, time_unit, trace_start)
+        traces = _traces(source, file, tick_seconds, time_unit, trace_start, values)
         emit_file(traces, output, force=force, json=json)
         if output is not None:
             number = len(traces.availability) + len(traces.capacity)
@@ -205,7 +212,12 @@ def _jobs(
 
 
 def _traces(
-    source: str, path: Path, tick_seconds: float, time_unit: str, trace_start: str | None
+    source: str,
+    path: Path,
+    tick_seconds: float,
+    time_unit: str,
+    trace_start: str | None,
+    values: str | None,
 ) -> "Market":
     """Availability or capacity over time."""
     from ..importers.registry import TRACE_IMPORTERS, TraceOptions
@@ -214,8 +226,13 @@ def _traces(
     units = {"seconds": 1.0, "hours": 3600.0}
     if time_unit not in units:
         raise ProblemError(f"--time-unit must be seconds or hours, got {time_unit[:60]!r}")
+    if values not in (None, "instances", "preempted"):
+        raise ProblemError(f"--values must be instances or preempted, got {values[:60]!r}")
     options = TraceOptions(
-        tick_seconds=tick_seconds, time_unit_seconds=units[time_unit], trace_start=trace_start
+        tick_seconds=tick_seconds,
+        time_unit_seconds=units[time_unit],
+        trace_start=trace_start,
+        values=values,  # type: ignore[arg-type]  # one of them
     )
     return TRACE_IMPORTERS.get(source).read(path, options)
 

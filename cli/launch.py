@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..schema.errors import ProblemError
-from .common import ForceFlag, JsonFlag, Settings, emit, emit_json
+from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, say
 
 if TYPE_CHECKING:
     from ..api.launch import LaunchOptions
@@ -111,12 +111,10 @@ def launch(
     from .. import dry_run as show
     from .. import launch as run
     from ..api.files import plan_of
-    from ..launcher.request import default_folder
+    from ..launcher.request import default_folder, run_folder
 
     found = plan_of(plan)
-    folder = output or default_folder(found.model)
     options: LaunchOptions = {
-        "folder": folder,
         "force": force,
         "seed": seed,
         "determinism": determinism,
@@ -130,11 +128,15 @@ def launch(
         "heartbeat_seconds": heartbeat,
         "rendezvous": _rendezvous(nnodes, node_rank, rdzv_endpoint, devices),
         "stdout_to_stderr": json,
+        "ends_process": True,
     }
     if dry_run:
+        folder = options["folder"] = output or default_folder(found.model)
         _show_commands(folder, show(found, script, arguments or (), **options), json)
         return
-    _report(folder, run(found, script, arguments or (), **options), json)
+    with run_folder(output, found.model) as folder:
+        options["folder"] = folder
+        _report(folder, run(found, script, arguments or (), **options), json)
 
 
 def _rendezvous(
@@ -182,7 +184,7 @@ def _report(folder: Path, record: "RunRecord | None", json: bool) -> None:
     if record.step_seconds_error is not None:
         parts.append(f"error {record.step_seconds_error:+.1%}")
     emulated = " (emulated)" if any(device.emulated for device in record.devices) else ""
-    typer.echo(f"{', '.join(parts)}{emulated}; record: {folder / 'run.json'}", err=True)
+    say(f"{', '.join(parts)}{emulated}; record: {folder / 'run.json'}")
     if record.terms:
         _say_terms(folder, record)
 
@@ -193,8 +195,8 @@ def _say_terms(folder: Path, record: "RunRecord") -> None:
 
     from ..reports.terms import terms_table
 
-    typer.echo(terms_table(record), err=True)
+    say(terms_table(record))
     if any(entry.is_off for entry in record.terms):
         quoted = shlex.quote(str(folder))
         command = f"hetflow profile --from-run {quoted} --profiles PROFILES -o NEW"
-        typer.echo(f"to correct the profiles by this run: {command}", err=True)
+        say(f"to correct the profiles by this run: {command}")

@@ -7,7 +7,6 @@ not proved optimal; ``launch`` passes on the failing worker's code; 130 and 143 
 import os
 import sys
 import traceback
-from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any
 
@@ -15,7 +14,8 @@ import typer
 
 from .. import __version__
 from ..schema.errors import HetflowError
-from .common import ENVIRONMENT_PREFIX, Settings, config_values, library_speaks, one_line
+from ..schema.plugins import plug_in_of
+from .common import ENVIRONMENT_PREFIX, Settings, config_values, library_speaks, one_line, say
 from .listing import Listed, ListedGroup
 from .usage import plain_message
 
@@ -42,6 +42,8 @@ COMMANDS = {
     "simulate": Listed("simulate.simulate", "Simulate weeks of a cluster in seconds."),
     "cluster start": Listed("cluster.start", "Start a scheduler for a queue of jobs."),
     "cluster drain": Listed("cluster.drain", "Move jobs away from devices."),
+    "cluster usage": Listed("cluster.usage", "Print who used which devices when, as CSV."),
+    "cluster recover": Listed("cluster.recover", "Go on from the last good copy of a state."),
     "cluster correct": Listed("cluster.correct", "Turn what jobs measured into profiles."),
     "cluster replay": Listed("replay.replay", "Simulate a live cluster's jobs."),
     "cluster stop": Listed("cluster.stop", "Let jobs save, then stop the scheduler."),
@@ -158,7 +160,11 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # the parser's own errors: bad usage
             return _report_usage(error)
-        return _report_bug()
+        plug_in = plug_in_of(error)
+        if plug_in is None:
+            return _report_bug()
+        message = f"the plug-in of {plug_in} failed: {type(error).__name__}: {error}"
+        return _report(message, "--debug shows the traceback", 2)
     if answer == INTERRUPTED:  # typer saw it first
         return _report("interrupted", None, INTERRUPTED)
     return answer if isinstance(answer, int) else 0
@@ -181,11 +187,7 @@ def _report_usage(error: Exception) -> int:
 def _report(message: str, hint: str | None, code: int) -> int:
     if Settings.debug:
         traceback.print_exc()
-    lines = [f"hetflow: {one_line(message)}\n"]
-    if hint:
-        lines.append(f"hint: {one_line(hint)}\n")
-    with suppress(BrokenPipeError):  # whoever read has seen enough; the code stays the error's
-        sys.stderr.write("".join(lines))
+    say(f"hetflow: {one_line(message)}" + (f"\nhint: {one_line(hint)}" if hint else ""))
     return code
 
 

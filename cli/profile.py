@@ -303,6 +303,11 @@ def _table(measured: "Profile") -> str:
     ending = f"ended: {(measured.provenance or {}).get('curve_stopped', '')}"
     if measured.out_of_memory_batch_size:
         ending += f" at batch size {measured.out_of_memory_batch_size}"
+    if measured.only_batch_size is not None:
+        ending += (
+            f"; only batch size {measured.only_batch_size} was measured, and plans can use no "
+            "other: state some (--batch-sizes 1,8,32), or measure longer with --thorough"
+        )
     return "\n".join(
         [_head(measured), table, ending, *_step_lines(measured), *_layer_lines(measured)]
     )
@@ -390,7 +395,10 @@ def _head(measured: "Profile") -> str:
     if sync is None:
         facts.append(f"sync not measured ({how.get('sync', {}).get('skipped', 'unknown')})")
     else:
-        facts.append(f"sync {sync.sync_seconds * 1e3:.2f} ms over {sync.num_devices} devices")
+        at_most = "" if sync.sync_seconds is not None else "unknown, at most "
+        facts.append(
+            f"sync {at_most}{sync.counted_seconds * 1e3:.2f} ms over {sync.num_devices} devices"
+        )
     if measured.links is not None:
         rate = measured.links.bytes_per_second / 1e9
         facts.append(f"links {measured.links.latency_seconds * 1e6:.0f} us + {rate:.2f} GB/s")

@@ -11,7 +11,7 @@ from .cluster import DEFAULT_STATE, StateOption
 from .common import JsonFlag, emit, emit_bytes, emit_json, note
 
 if TYPE_CHECKING:
-    from ..scheduler.view import QueuedJob, Wish
+    from ..scheduler.view import QueuedJob
 
 JobArgument = Annotated[str, typer.Argument(help="Its number, or its name.")]
 _REFRESH_SECONDS = 1.0
@@ -31,12 +31,11 @@ def queue(
     hetflow queue --json
     """
     from ..reports.grid import grid
-    from ..scheduler import view
-    from ..scheduler.store import Store
+    from ..scheduler.requests import Request, send
+    from ..scheduler.view import rows_from
 
-    store = Store.open(state)
     while True:
-        rows = view.queue(store, finished=finished)
+        rows = rows_from(send(state, Request(wish="queue", finished=finished)))
         if json:
             is_read = emit_json({"jobs": [row.to_plain() for row in rows]})
         else:
@@ -85,15 +84,14 @@ def logs(
     hetflow logs 3
     hetflow logs -f train
     """
-    from ..scheduler import view
-    from ..scheduler.store import Store
+    from ..scheduler.requests import Request, send
 
-    store = Store.open(state)
-    number = view.job_number(store, job)
     read: dict[Path, int] = {}
     while True:
-        is_open = view.is_open(store, number)
-        for devices, path in view.outputs(store, number):
+        found = send(state, Request(wish="outputs", job=job))
+        job = str(found["number"])
+        for devices, name in found["outputs"]:
+            path = state / name
             if path not in read:
                 note(f"==> on {devices}")
             with path.open("rb") as stream:
@@ -101,7 +99,7 @@ def logs(
                 if not emit_bytes(stream.read()):
                     return
                 read[path] = stream.tell()
-        if not (follow and is_open):
+        if not (follow and found["is_open"]):
             return
         time.sleep(_FOLLOW_SECONDS)
 
@@ -112,7 +110,9 @@ def cancel(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
     \b
     hetflow cancel 3
     """
-    _ask(job, state, "cancel")
+    from ..api import cluster
+
+    cluster.cancel(job, state=state)
 
 
 def hold(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
@@ -121,7 +121,9 @@ def hold(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
     \b
     hetflow hold 3
     """
-    _ask(job, state, "hold")
+    from ..api import cluster
+
+    cluster.hold(job, state=state)
 
 
 def release(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
@@ -130,12 +132,6 @@ def release(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
     \b
     hetflow release 3
     """
-    _ask(job, state, "release")
+    from ..api import cluster
 
-
-def _ask(job: str, state: Path, wish: "Wish") -> None:
-    from ..scheduler import view
-    from ..scheduler.store import Store
-
-    store = Store.open(state)
-    view.ask(store, view.job_number(store, job), wish)
+    cluster.release(job, state=state)

@@ -47,7 +47,7 @@ def rent(
     \b
     hetflow rent windows/ --history older/ --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97
     """  # noqa: E501
-    from .. import rent as replay
+    from ..api.rent import rent as replay
     from ..schema.files import check_writable
 
     if output is not None:

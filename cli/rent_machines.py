@@ -75,7 +75,7 @@ def rent_machines(
     """  # noqa: E501
     from dataclasses import asdict
 
-    from .. import rent_machines as choices_of
+    from ..api.rent_machines import rent_machines as choices_of
     from ..planning.inputs import profiles_of
     from ..planning.market_prices import markets_of
     from ..planning.static_choice import chosen, plan_of_choice

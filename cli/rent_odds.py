@@ -33,7 +33,7 @@ def rent_odds(
     \b
     hetflow rent odds us-west-2a us-west-2b --checkpoint-seconds 30
     """
-    from .. import odds
+    from ..api.odds import odds
     from ..schema.files import check_writable, to_plain
 
     if output is not None:

@@ -59,7 +59,7 @@ def rent_prices(
     \b
     hetflow rent prices aws.json azure.json --rate V100=9.6 --rate K80=1 --work-hours 96
     """
-    from .. import rent_prices as replay
+    from ..api.rent_prices import rent_prices as replay
     from ..reports.market_tables import strategies_table
     from ..schema.files import check_writable, to_plain
 

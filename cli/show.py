@@ -1,7 +1,7 @@
 """``hetflow show``: any hetflow file as a table, a picture or a timeline."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,12 +9,16 @@ from ..schema.errors import HetflowError
 from .common import ForceFlag, JsonFlag, check_outputs, emit, emit_json, emit_table, note
 
 if TYPE_CHECKING:
-    from ..schedules.timing import Timing
     from ..schema.pipeline import PipelinePlan
+    from ..schema.plan import SplitPlan
+    from ..schema.run import RunRecord
+    from ..schema.simulation import SimulationRun
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="Any hetflow file, or a folder of profiles.")],
+    file: Annotated[
+        Path, typer.Argument(help="Any hetflow file, or the folder of profiles or of a run.")
+    ],
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -61,60 +65,103 @@ def show(
     hetflow show plan.json --explain
     hetflow show market.json --plot prices.svg
     hetflow show profiles --plot curves.svg
+    hetflow show hetflow-runs/a
     hetflow show hetflow-runs/a/run.json --csv devices.csv
     hetflow show pipeline.json --timeline --html timeline.html --trace trace.json
     """
+    from ..api.show import holds_profiles, picture, records_of
     from ..reports.tables import table_of
-    from ..schema import files
     from ..schema.files import to_plain
 
-    records = files.read_profiles(file) if file.is_dir() else (files.read_any(file),)
+    records = records_of(file)
+    ways = {"--per-device": per_device, "--by-cloud": by_cloud, "--presence": presence}
+    files_asked = {"--plot": plot, "--html": html, "--trace": trace, "--csv": csv}
+    pages = {"--timeline": timeline, "--explain": explain, "--json": json}
+    record: Any = records[0]  # its type is judged by the options that were given
+    given = [flag for flag, value in {**ways, **files_asked, **pages}.items() if value]
+    way = _way(given)
+    _refuse_unread(record, given)
     if plot is not None:
-        ways = {"--per-device": per_device, "--by-cloud": by_cloud, "--presence": presence}
-        asked = [flag for flag, is_asked in ways.items() if is_asked]
-        if len(asked) > 1:
-            raise HetflowError(f"{' and '.join(asked)} are different pictures; ask for one")
-        way = asked[0] if asked else ""
-        _write(plot, _picture(records, plot, way), force=force)
-    text = _timelines(records[0], html, trace, force=force) if timeline or html or trace else ""
+        _write(plot, picture(records, plot, way), force=force)
+    text = _timelines(record, html, trace, force=force) if timeline or html or trace else ""
     if csv is not None:
-        _table(records[0], csv, force=force)
+        _table(record, csv, force=force)
     if explain:
-        _explain(records[0], json=json)
+        _explain(record, json=json)
         return
     if json:
         documents = [to_plain(record) for record in records]
-        emit_json(documents if file.is_dir() else documents[0])
+        emit_json(documents if holds_profiles(file) else documents[0])
         return
     emit("\n\n".join(table_of(record) for record in records))
     if timeline:
         emit(f"\n{text}")
 
 
-def _table(record: object, path: Path, *, force: bool) -> None:
+def _way(given: list[str]) -> str:
+    """The way to draw prices that was asked for, or nothing; refuse options that exclude others."""
+    ways = [flag for flag in given if flag in ("--per-device", "--by-cloud", "--presence")]
+    if len(ways) > 1:
+        raise HetflowError(f"{' and '.join(ways)} are different pictures; ask for one")
+    if ways and "--plot" not in given:
+        raise HetflowError(f"{ways[0]} says how prices are drawn", hint="add --plot FILE.svg")
+    instead = [flag for flag in given if flag in ("--json", "--explain")]
+    if "--timeline" in given and instead:
+        raise HetflowError(
+            f"{instead[0]} shows something else in the terminal than --timeline",
+            hint="leave one out, or write the timeline with --html FILE",
+        )
+    return ways[0] if ways else ""
+
+
+def _refuse_unread(record: object, flags: list[str]) -> None:
+    """Refuse an option that does nothing for this kind of file."""
+    from ..schema.market import Market
+    from ..schema.pipeline import PipelinePlan
+    from ..schema.plan import SplitPlan
+    from ..schema.profile import Profile
     from ..schema.run import RunRecord
     from ..schema.simulation import SimulationRun
 
-    if not isinstance(record, RunRecord | SimulationRun):
-        raise HetflowError("only runs are written as tables", hint="leave --csv out, or use --json")
+    pipelines = ("pipeline plans", (PipelinePlan,))
+    markets = ("markets", (Market,))
+    drawn = (Profile, SplitPlan, PipelinePlan, SimulationRun, Market)
+    shown_of: dict[str, tuple[str, tuple[type, ...]]] = {
+        "--plot": ("profiles, split and pipeline plans, simulated runs and markets", drawn),
+        "--per-device": markets,
+        "--by-cloud": markets,
+        "--presence": markets,
+        "--timeline": pipelines,
+        "--html": pipelines,
+        "--trace": pipelines,
+        "--explain": ("split and pipeline plans", (SplitPlan, PipelinePlan)),
+        "--csv": ("runs, launched or simulated", (RunRecord, SimulationRun)),
+    }
+    for flag in flags:
+        words, kinds = shown_of.get(flag, ("", (object,)))
+        if not isinstance(record, kinds):
+            schema = getattr(record, "schema", "")
+            found = " ".join(filter(None, (schema, getattr(record, "kind", ""))))
+            raise HetflowError(
+                f"{flag} is for {words}: it has no effect on this file ({found})",
+                hint=f"leave {flag} out",
+            )
+
+
+def _table(record: "RunRecord | SimulationRun", path: Path, *, force: bool) -> None:
     emit_table(record.to_frame(), path, force=force)
 
 
-def _explain(record: object, *, json: bool) -> None:
+def _explain(record: "SplitPlan | PipelinePlan", *, json: bool) -> None:
     from ..reports.explain import explanation_document, explanation_table
     from ..reports.explain_pipeline import explain_pipeline
     from ..reports.explain_split import explain_split
-    from ..schema.pipeline import PipelinePlan
     from ..schema.plan import SplitPlan
 
     if isinstance(record, SplitPlan):
         explanation = explain_split(record)
-    elif isinstance(record, PipelinePlan):
-        explanation = explain_pipeline(record)
     else:
-        raise HetflowError(
-            "only split and pipeline plans are explained", hint="leave --explain out"
-        )
+        explanation = explain_pipeline(record)
     if json:
         emit_json(explanation_document(explanation))
     else:
@@ -128,67 +175,18 @@ def _write(path: Path, content: bytes, *, force: bool) -> None:
     note(f"{path} written")
 
 
-def _picture(records: tuple[object, ...], target: Path, way: str) -> bytes:
-    from ..schema.market import Market
-    from ..schema.pipeline import PipelinePlan
-    from ..schema.plan import SplitPlan
-    from ..schema.profile import Profile
-    from ..schema.simulation import SimulationRun
-
-    file_format = target.suffix.lower().lstrip(".")
-    if file_format not in ("png", "svg"):
-        raise HetflowError(f"--plot {target}: must end in .png or .svg", hint="rename the output")
-    first = records[0]
-    if isinstance(first, PipelinePlan):
-        from ..reports.timeline import svg_timeline
-
-        if file_format != "svg":
-            raise HetflowError(f"--plot {target}: a timeline is drawn as .svg", hint="rename it")
-        return svg_timeline(_timing(first)).encode()
-    if isinstance(first, SimulationRun):
-        from ..reports.gantt import simulation_image
-
-        return simulation_image(first, file_format)
-    if isinstance(first, Market):
-        from ..reports.market_plots import presence_image, prices_image, spread_image
-
-        if way == "--by-cloud":
-            return spread_image(first, file_format)
-        if way == "--presence" or not first.prices:
-            return presence_image(first, file_format)
-        return prices_image(first, file_format, per_device=way == "--per-device")
-    from ..reports.plots import curves_image, split_image
-
-    if isinstance(first, SplitPlan):
-        return split_image(first, file_format)
-    profiles = [record for record in records if isinstance(record, Profile)]
-    if not profiles:
-        raise HetflowError(
-            "only profiles, plans, simulated runs and prices can be plotted",
-            hint="leave --plot out",
-        )
-    return curves_image(profiles, file_format)
-
-
-def _timelines(record: object, html: Path | None, trace: Path | None, *, force: bool) -> str:
+def _timelines(
+    record: "PipelinePlan", html: Path | None, trace: Path | None, *, force: bool
+) -> str:
+    from ..api.show import timing_of
     from ..reports.timeline import html_timeline, terminal_timeline
     from ..reports.trace import trace_json
-    from ..schema.pipeline import PipelinePlan
 
-    if not isinstance(record, PipelinePlan):
-        raise HetflowError("only pipeline plans have a timeline", hint="leave --timeline out")
     check_outputs(html, trace, force=force)
-    timing = _timing(record)
+    timing = timing_of(record)
     if html is not None:
         title = f"{record.model}, {record.schedule}, {record.config}"
         _write(html, html_timeline(timing, title=title).encode(), force=force)
     if trace is not None:
         _write(trace, trace_json(timing).encode(), force=force)
     return terminal_timeline(timing)
-
-
-def _timing(plan: "PipelinePlan") -> "Timing":
-    from ..schedules.of_plan import schedule_of, times_of
-    from ..schedules.timing import time_schedule
-
-    return time_schedule(schedule_of(plan), times_of(plan))

@@ -42,7 +42,8 @@ def simulate(
     ],
     gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 36xv100,36xp100.")] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="A cluster file instead of --gpus; holds prices.")
+        Path | None,
+        typer.Option(help="Instead: a cluster file with prices, or `nvidia-smi -L`."),
     ] = None,
     policy: Annotated[
         str,

@@ -38,7 +38,7 @@ def solve(
             help="The pool: 2xV100,8xP100, V100:2:16GB, 4x(4xV100).",
         ),
     ] = None,
-    cluster: Annotated[Path | None, typer.Option(help="A cluster file instead of --gpus.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="A file, or `nvidia-smi -L`.")] = None,
     model: Annotated[
         str | None, typer.Option(help="The model, where profiles hold several.")
     ] = None,

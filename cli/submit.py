@@ -1,6 +1,6 @@
 """``hetflow submit``: add a job to a cluster's queue."""
 
-from functools import partial
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,6 +85,32 @@ def submit(
         str | None,
         typer.Option(help="The node of `hetflow cluster start --entities` that it belongs to."),
     ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="A variable of the job's environment; without a value, yours. It gets no other of "
+            "yours, but those of the scheduler.",
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(help="Seconds that it may hold devices, over all its turns; it is held then."),
+    ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="JOB[:ok]", help="Begin when this job is over; with :ok, when it is done."
+        ),
+    ] = None,
+    array: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INDICES",
+            help="A job for each index, such as 0-9 or 1,3,5-7; each has its own in the variable "
+            "HETFLOW_ARRAY_INDEX.",
+        ),
+    ] = None,
     state: StateOption = DEFAULT_STATE,
     json: JsonFlag = False,
 ) -> None:
@@ -97,13 +123,13 @@ def submit(
     hetflow submit --profiles profiles --batch-size 256 --steps 1000 train.py --epochs 3
     hetflow submit --devices-at-least 2 --devices-at-most 8 train.toml
     hetflow submit --throughputs rates.json --model resnet50 --batch-size 256 --steps 1000 train.py
+    hetflow submit --env WANDB_API_KEY --env SEED=3 --time-limit 3600 train.toml
+    hetflow submit --array 0-9 --after prepare:ok train.toml
     """
-    from ..importers.jobs_files import read_throughputs
-    from ..scheduler.store import Store
-    from ..scheduler.submission import read_submission, submission
-    from ..scheduler.submission import submit as add
+    from ..api.cluster import submission_of
+    from ..scheduler.requests import Request, send
+    from ..scheduler.submission import array_indices
 
-    store, read_table = Store.open(state), partial(read_throughputs, pairs=False)
     given: dict[str, Any] = {
         "name": name, "profiles": None if profiles is None else str(profiles),
         "throughputs": None if throughputs is None else str(throughputs), "model": model,
@@ -113,21 +139,27 @@ def submit(
         "microbatch_size": microbatch_size, "determinism": determinism,
         "checkpoint_every": checkpoint_every, "priority_weight": weight,
         "deadline_seconds": deadline, "entity": entity, "arguments": arguments or None,
+        "time_limit_seconds": time_limit, "after": after or None,
     }  # fmt: skip
+    indices = None if array is None else array_indices(array)
+    if env:
+        given["environment"] = dict(_variable(one) for one in env)
     given = {key: value for key, value in given.items() if value is not None}
-    if script.suffix == ".toml":
-        if arguments:
-            raise ProblemError(
-                f"{' '.join(arguments)}: comes after {script}",
-                hint="write hetflow's options before it, and the script's arguments in it",
-            )
-        asked = read_submission(script, given, read_table=read_table)
+    asked = submission_of(script, given)
+    numbers = send(state, Request(wish="submit", submission=asked, indices=indices))
+    if not json:
+        emit("\n".join(map(str, numbers)))
+    elif indices is None:
+        emit_json({"number": numbers[0], "name": asked.name})
     else:
-        asked = submission(
-            {"script": str(script), **given}, base=Path.cwd(), name="submit", read_table=read_table
-        )
-    number = add(store, asked)
-    if json:
-        emit_json({"number": number, "name": asked.name})
-    else:
-        emit(str(number))
+        emit_json({"numbers": numbers, "name": asked.name})
+
+
+def _variable(text: str) -> tuple[str, str]:
+    """A variable's name and value; that of this process where none is given."""
+    name, equals, value = text.partition("=")
+    if equals:
+        return name, value
+    if name not in os.environ:
+        raise ProblemError(f"--env {name}: is not set here", hint=f"give --env {name}=VALUE")
+    return name, os.environ[name]

@@ -1,18 +1,13 @@
 """``hetflow throughputs``: what jobs reach on each device type, from profiles."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ..schema.errors import InfeasibleError, ProblemError
+from ..schema.errors import ProblemError
 from ..schema.spelling import whole_number
-from .common import ForceFlag, JsonFlag, asked_reserve, emit_file, note, warn
-
-if TYPE_CHECKING:
-    from ..schema.jobs import MixThroughput, ModelThroughput
-    from ..schema.profile import Profile
+from .common import ForceFlag, JsonFlag, asked_reserve, emit_file, note
 
 
 def throughputs(
@@ -45,100 +40,35 @@ def throughputs(
     \b
     hetflow throughputs profiles --batch-size 256 --scale-factors 1,2,4 -o throughputs.json
     """
+    from .. import throughputs as rates_of
     from ..schema import files
-    from ..schema.jobs import Throughputs
 
     if output is not None:
         files.check_writable(output, force=force)
-    measured = files.read_profiles(profiles)
-    models = sorted({profile.model for profile in measured})
-    batches = _batches(batch_size, models)
-    scales = _scales(scale_factors)
-    reserve = asked_reserve(memory_reserve) or 0
-    rates: list[ModelThroughput] = []
-    mixed: list[MixThroughput] = []
-    for model in models:
-        own = [profile for profile in measured if profile.model == model]
-        for scale in scales:
-            alone, together = _rates(own, batches[model], scale, max(scales), reserve)
-            rates.append(alone)
-            mixed += together if mixes else ()
-    table = Throughputs(
-        models=tuple(rates),
-        mixes=tuple(mixed),
-        provenance={"batch_sizes": batches, "profiles": str(profiles)}
-        | ({"memory_reserve_bytes": reserve} if reserve else {}),
+    scales = [_positive(part, "--scale-factors") for part in scale_factors.split(",")]
+    table = rates_of(
+        profiles,
+        batch_size=_batches(batch_size),
+        scale_factors=scales,
+        mixes=mixes,
+        memory_reserve_bytes=asked_reserve(memory_reserve) or 0,
     )
     emit_file(table, output, force=force, json=json)
     if output is not None:
-        note(f"{len(rates)} rows written to {output}; next: hetflow allocate JOBS --throughputs")
+        rows = len(table.models)
+        note(f"{rows} rows written to {output}; next: hetflow allocate JOBS --throughputs")
 
 
-def _rates(
-    profiles: "Sequence[Profile]", batch_size: int, scale: int, most: int, reserve: int
-) -> "tuple[ModelThroughput, tuple[MixThroughput, ...]]":
-    """The rates of one model and scale factor; types that cannot run it are left out.
-
-    Raises:
-        InfeasibleError: The batch fits no profiled type.
-    """
-    from dataclasses import replace
-
-    from ..planning.split_problem import split_problem
-    from ..schema.cluster import Cluster
-    from ..simulator.mixes import split_throughput
-
-    model = profiles[0].model
-    pool = Cluster.parse(",".join(f"{most}x{profile.device_type}" for profile in profiles))
-    problem = split_problem(profiles, pool, batch_size, memory_reserve_bytes=reserve)
-    alone, together = split_throughput(model, batch_size, problem.devices, scale)
-    rates = {name: rate for name, rate in alone.steps_per_second.items() if rate > 0}
-    if not rates:
-        raise InfeasibleError(
-            f"{model}: no {scale} device(s) of one type can run a batch of {batch_size}",
-            hint="give a batch that profiled sizes add up to (--batch-size)",
-        )
-    for profile in profiles:
-        if profile.device_type not in rates:
-            warn(f"{model} x{scale}: no rate on {profile.device_type}, a batch of {batch_size} "
-                 "does not fit it")  # fmt: skip
-    if scale > 1 and any(profile.sync is None for profile in profiles):
-        warn(f"{model} x{scale}: the profiles hold no synchronisation, so it counts as nothing")
-    return replace(alone, steps_per_second=rates), together
-
-
-def _batches(text: str, models: list[str]) -> dict[str, int]:
-    """The batch of each model.
+def _batches(text: str) -> int | dict[str, int]:
+    """The batch of all models, or of each.
 
     Raises:
-        ProblemError: Not a number, a model without profiles, or one without a batch.
+        ProblemError: Not a number.
     """
-    from ..schema.records import nearest
-
     if "=" not in text:
-        return dict.fromkeys(models, _positive(text, "--batch-size"))
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        if name.strip() not in models:
-            guess = nearest(name, models)
-            raise ProblemError(
-                f"--batch-size {part!r}: no profile of model {name!r}"
-                + (f"; did you mean {guess!r}?" if guess else ""),
-                hint=f"profiled models: {', '.join(models)}",
-            )
-        found[name.strip()] = _positive(number, "--batch-size")
-    missing = [model for model in models if model not in found]
-    if missing:
-        raise ProblemError(f"--batch-size: says nothing of {', '.join(missing)}")
-    return found
-
-
-def _scales(text: str) -> list[int]:
-    scales = [_positive(part, "--scale-factors") for part in text.split(",")]
-    if len(set(scales)) < len(scales):
-        raise ProblemError(f"--scale-factors {text}: a number appears twice")
-    return scales
+        return _positive(text, "--batch-size")
+    parts = [part.partition("=") for part in text.split(",")]
+    return {name.strip(): _positive(number, "--batch-size") for name, _, number in parts}
 
 
 def _positive(text: str, option: str) -> int:

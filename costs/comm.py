@@ -28,7 +28,8 @@ def ring_seconds(
 def sync_seconds(option: DeviceOption, num_devices: int) -> float:
     """Predict the synchronisation time when ``num_devices`` devices take part.
 
-    Nothing for one device, and nothing where the profile did not measure it. Without a link
+    Nothing for one device, and nothing where the profile did not measure it. A time that could not
+    be told from zero counts as its bound. Without a link
     model the measured time stands for every number of devices, unless the cluster's link alone
     would take longer. With one, the ring's time is anchored to the measurement, so that what
     the model does not know (software overhead, overlap) is kept. The anchor subtracts the
@@ -60,8 +61,8 @@ def sync_seconds(option: DeviceOption, num_devices: int) -> float:
 
 def least_seconds(sync: Sync) -> float:
     """What synchronisation adds to a step at the size of virtual nodes that hides most of it."""
-    known = [point.sync_seconds for point in sync.by_batch_size]
-    return min(known, default=sync.sync_seconds)
+    known = [point.counted_seconds for point in sync.by_batch_size]
+    return min(known, default=sync.counted_seconds)
 
 
 def exposed_seconds(sync: Sync | None, batch_size: int) -> float | None:
@@ -78,7 +79,8 @@ def exposed_seconds(sync: Sync | None, batch_size: int) -> float | None:
     for low, high in pairwise(points):
         if low.batch_size < batch_size < high.batch_size:
             share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
-            seconds = low.sync_seconds + share * (high.sync_seconds - low.sync_seconds)
+            more = high.counted_seconds - low.counted_seconds
+            seconds = low.counted_seconds + share * more
             return max(0.0, seconds - least_seconds(sync))
     nearest = min(points, key=lambda point: abs(point.batch_size - batch_size))
-    return nearest.sync_seconds - least_seconds(sync)
+    return nearest.counted_seconds - least_seconds(sync)

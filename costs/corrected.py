@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..schema.plan import SplitPlan
 from ..schema.problem import DeviceOption
-from ..schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profile, Sync
+from ..schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profile, Sync, SyncPoint
 from .comm import exposed_seconds, least_seconds, sync_seconds
 from .compute import point_at
 from .observed import Measured, Run, Worker, together, workers_of
@@ -285,11 +285,13 @@ def _with_sync(
     left = max(0.0, left)
     more = left - least_seconds(sync)
     points = tuple(
-        replace(point, sync_seconds=max(0.0, point.sync_seconds + more))
+        SyncPoint(batch_size=point.batch_size, sync_seconds=max(0.0, point.counted_seconds + more))
         for point in sync.by_batch_size
     )
-    whole = max(0.0, sync.sync_seconds + more) if points else left
-    sync = replace(sync, num_devices=number, sync_seconds=whole, by_batch_size=points)
+    whole = max(0.0, sync.counted_seconds + more) if points else left
+    sync = replace(
+        sync, num_devices=number, sync_seconds=whole, at_most_seconds=None, by_batch_size=points
+    )
     return replace(profile, sync=sync)
 
 

@@ -1,8 +1,10 @@
 """Serve the page and its data over HTTP, on one address, to those who know the token.
 
 Only GET and HEAD are answered. The token is the first part of each path and is compared in constant
-time. A request whose Host is a name that is not ours is refused, so that no other site can point
-its own name at this address and read the answers (DNS rebinding). No answer allows another origin.
+time. A connection that has not shown it is closed after some seconds, and sooner for a newer one
+where there are too many, so slow strangers do not keep the owner out. A request whose Host is a
+name that is not ours is refused, so that no other site can point its own name at this address and
+read the answers (DNS rebinding). No answer allows another origin.
 """
 
 import hmac
@@ -16,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
@@ -53,6 +55,7 @@ _HEADERS = {
 _HOST = re.compile(r"(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[0-9a-z.-]+))(?::[0-9]*)?")
 _FRESH_SECONDS = 0.5
 _IDLE_SECONDS = 15.0
+_END_SECONDS = 1.0  # for the thread of a connection that was closed; it takes milliseconds
 _MOST_CONNECTIONS = 32
 _log = logging.getLogger("hetflow")
 
@@ -192,12 +195,15 @@ class _States:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128
 
     def __init__(self, address: Address, token: str, states: _States) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.names = {address.host, "localhost"}
         self.token, self.states = token, states
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._strangers: dict[Any, float] = {}  # their sockets, and when they came: oldest first
         super().__init__((address.host, address.port), _Handler)
 
     def server_bind(self) -> None:
@@ -208,18 +214,46 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; connections beyond the limit are closed."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        """Answer in a thread. Beyond the limit the oldest stranger is closed, else who comes."""
+        is_free = self._free.acquire(blocking=False) or (
+            self._close_strangers(1) and self._free.acquire(timeout=_END_SECONDS)
+        )
+        if not is_free:
             self.shutdown_request(request)
+            return
+        with self._lock:
+            self._strangers[request] = time.monotonic()
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.know(request)
             self._free.release()
+
+    def know(self, request: Any) -> None:
+        """This connection has shown the token, or is over: it is no stranger's."""
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Several times a second: close strangers that are slow, also those that send bytes."""
+        before = time.monotonic() - _IDLE_SECONDS
+        with self._lock:
+            slow = sum(came < before for came in self._strangers.values())
+        self._close_strangers(slow)
+
+    def _close_strangers(self, number: int) -> int:
+        """Close the oldest ones, so that their threads end; how many there were."""
+        with self._lock:
+            oldest = list(self._strangers)[:number]
+            for request in oldest:
+                del self._strangers[request]
+                with suppress(OSError):  # it is over already
+                    request.shutdown(socket.SHUT_RDWR)
+        return len(oldest)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader who goes away is no error; anything else is said in one line."""
@@ -242,7 +276,9 @@ class _Handler(BaseHTTPRequestHandler):
         token, _, name = path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "the token is missing or wrong")
-        elif name == _STATE:
+            return
+        self.server.know(self.request)
+        if name == _STATE:
             self._answer_state(parse_qs(query).get("window", ["3600"])[-1])
         elif name in _PAGE:
             file, kind = _PAGE[name]

@@ -49,6 +49,11 @@ class ShownLease:
     started: float
     ended: float | None
     is_resized: bool = False
+    trained: float | None = None
+
+    def trained_seconds(self, now: float) -> float:
+        """For how long it has trained: what it is charged."""
+        return 0.0 if self.trained is None else max(0.0, now - self.trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +177,7 @@ def _turns(store: Store, since: float) -> tuple[list[Row], int]:
     """
     what = "FROM leases WHERE started IS NOT NULL AND (ended IS NULL OR ended > ?)"
     rows = store.rows(
-        f"SELECT job, number, devices, state, started, ended, launch {what} "  # noqa: S608
+        f"SELECT job, number, devices, state, started, trained, ended, launch {what} "  # noqa: S608
         "ORDER BY ended IS NOT NULL, ended DESC LIMIT ?", since, MOST_LEASES + 1,
     )  # fmt: skip
     if len(rows) <= MOST_LEASES or rows[-1]["ended"] is None:
@@ -221,6 +226,7 @@ def _leases(store: Store, rows: Iterable[Row]) -> tuple[ShownLease, ...]:
             started=row["started"],
             ended=row["ended"],
             is_resized=row["launch"] is not None,
+            trained=row["trained"],
             devices=tuple(
                 sorted(place[name] for name in json.loads(row["devices"]) if name in place)
             ),
@@ -268,7 +274,7 @@ def _jobs(store: Store, now: float, held: Mapping[int, ShownLease]) -> tuple[Sho
         received, target = queued.device_seconds, queued.target_seconds
         lease, share = held.get(queued.number), shares.get(queued.number)
         if lease is not None:
-            received += len(lease.devices) * max(0.0, now - lease.started)
+            received += len(lease.devices) * lease.trained_seconds(now)
         if share is not None and since is not None:
             target += share * max(0.0, now - since)
         found.append(

@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from ..schema.errors import ProblemError
+from .accounts import Account, account
 from .lease_folder import ENDED, STARTED, WORK, write_atomically
 from .protocol import OUTPUT
 
@@ -61,18 +64,22 @@ def keep(folder: Path, lock: int | None) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {ASK})
     with (folder / OUTPUT).open("ab") as output:
         try:
+            user = None if work.get("user") is None else account(work["user"])
+            if user is not None:
+                os.fchmod(output.fileno(), 0o600)
+                os.fchown(output.fileno(), user.uid, user.gid)
             process = subprocess.Popen(
                 work["command"],
-                cwd=work["directory"],
-                env={**os.environ, **work["environment"]},
+                env={**_inherited(user), **work["environment"]},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=() if lock is None else (lock,),
-                preexec_fn=stopped_with_parent(),
+                preexec_fn=_begins_in(work["directory"]),
+                **_identity(user),
             )
-        except OSError as error:
-            output.write(f"hetflow: {error.filename}: {error.strerror}\n".encode())
+        except (OSError, ValueError, subprocess.SubprocessError, ProblemError) as error:
+            output.write(f"hetflow: {_why(error, work)}\n".encode())
             write_atomically(folder / STARTED, {"pid": None})
             write_atomically(folder / ENDED, {"exit_code": 127})
             return 127
@@ -84,6 +91,34 @@ def keep(folder: Path, lock: int | None) -> int:
     code = code if code >= 0 else 128 - code
     write_atomically(folder / ENDED, {"exit_code": code})
     return code
+
+
+def _inherited(user: Account | None) -> dict[str, str]:
+    return dict(os.environ) if user is None else user.environment(os.environ)
+
+
+def _identity(user: Account | None) -> dict[str, Any]:
+    """What lets a new process be a user's before its program starts."""
+    if user is None:
+        return {}
+    return {"user": user.uid, "group": user.gid, "extra_groups": user.groups, "umask": 0o077}
+
+
+def _begins_in(directory: str) -> Callable[[], None]:
+    """What a new process calls when it has its user's rights: by these it enters the directory."""
+    bind = stopped_with_parent()
+
+    def begin() -> None:
+        bind()
+        os.chdir(directory)
+
+    return begin
+
+
+def _why(error: Exception, work: dict[str, Any]) -> str:
+    if isinstance(error, subprocess.SubprocessError):  # it says nothing else
+        return f"{work['directory']}: cannot be entered"
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
 def _leave_alone(number: int, frame: FrameType | None) -> None:

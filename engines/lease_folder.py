@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .protocol import Fate, Work
+from .protocol import FIRST_STEP, Fate, Work
 
 WORK = "work.json"
 SUBMITTED = "submitted.json"
@@ -27,10 +27,20 @@ STOPPED = 143
 """A launch's exit code after SIGTERM: also of one that was asked to end before it began."""
 
 
+def private(path: str, flags: int) -> int:
+    """Open a file that no other user can (``opener``): who can open a lock can hold it."""
+    return os.open(path, flags, 0o600)
+
+
 def write_atomically(path: Path, document: Any) -> None:
-    """Write JSON so that a reader, or a crash, never sees half of it."""
+    """Write JSON so that a reader, or a crash, never sees half of it, and its owner alone reads it.
+
+    A job's environment is in it.
+    """
     making = path.with_name(f".{path.name}.{os.getpid()}")
-    with making.open("w", encoding="utf-8") as stream:
+    making.unlink(missing_ok=True)
+    handle = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(handle, "w", encoding="utf-8") as stream:
         json.dump(document, stream)
         stream.flush()
         os.fsync(stream.fileno())
@@ -53,6 +63,7 @@ def document_of(work: Work) -> dict[str, object]:
         "directory": str(work.directory),
         "environment": dict(work.environment),
         "devices": [device.name for device in work.devices],
+        "user": work.user,
     }
 
 
@@ -82,6 +93,13 @@ def revoke(folder: Path) -> bool:
         return False
     write_atomically(folder / ENDED, {"exit_code": STOPPED})
     return True
+
+
+def progress(folder: Path) -> Fate:
+    """The fate of a lease that an engine has, and that is not over, by how far its launch is."""
+    if os.path.lexists(folder / FIRST_STEP):  # another user's link is not followed
+        return Fate("training")
+    return Fate("running" if (folder / STARTED).exists() else "waiting")
 
 
 def fate_of_lost(folder: Path) -> Fate:

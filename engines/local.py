@@ -1,6 +1,7 @@
 """Leases as processes on this host, on real or emulated devices."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,10 @@ class LocalEngine:
     def can_resize(self, held: Sequence[EngineDevice], wanted: Sequence[EngineDevice]) -> bool:
         """Whether no accelerator is among them: a launch sees only those that it was started on."""
         return not any(device.name in self._accelerators for device in (*held, *wanted))
+
+    def may_run_as(self, uid: int) -> bool:
+        """Whether it is this process's user, or this process is root's."""
+        return os.geteuid() in (0, uid)
 
     def _document(self, work: Work) -> dict[str, object]:
         held = [self._accelerators[device.name] for device in work.devices

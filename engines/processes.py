@@ -15,7 +15,17 @@ from pathlib import Path
 
 from ..schema.errors import FileError
 from .keeper import start_ticks
-from .lease_folder import ASKED, ENDED, LOCK, STARTED, WORK, read_json, write_atomically
+from .lease_folder import (
+    ASKED,
+    ENDED,
+    LOCK,
+    STARTED,
+    WORK,
+    private,
+    progress,
+    read_json,
+    write_atomically,
+)
 from .protocol import Fate
 
 _KEEPER = "hetflow.engines.keeper"
@@ -54,7 +64,7 @@ class HostLeases:
             raise FileError(f"{folder}: {error.strerror}") from None
 
     def _start(self, folder: Path, document: object, environment: Mapping[str, str]) -> None:
-        with (folder / LOCK).open("w") as lock:
+        with open(folder / LOCK, "w", opener=private) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -88,7 +98,7 @@ class HostLeases:
     def fate(self, folder: Path) -> Fate:
         """What became of a lease, by its lock and what its keeper wrote."""
         if is_locked(folder):
-            return Fate("running")
+            return progress(folder)
         keeper = self.keepers.pop(folder, None)
         if keeper is not None:
             keeper.wait()  # it held the lock to its end

@@ -14,6 +14,11 @@ from ..schema.errors import ProblemError
 
 OUTPUT = "output.log"
 """In a lease's folder: what the launch wrote to stdout and stderr."""
+FIRST_STEP = "run/first-step"
+"""In a lease's folder: an empty file, made when the launch has completed its first step.
+
+It is in the folder of the run, the only one there that the launch of another user may write to.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class Work:
         environment: Variables set besides those of the scheduler.
         after: Folders of leases, such as the job's last one, that must be over before this one
             begins, by what the engine knows besides their fate. Some may never have started.
+        user: The number of the user whom the command runs as; None: this process's.
     """
 
     folder: Path
@@ -46,6 +52,7 @@ class Work:
     devices: tuple[EngineDevice, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     after: tuple[Path, ...] = ()
+    user: int | None = None
 
     @property
     def server(self) -> str:
@@ -67,15 +74,21 @@ class Work:
 class Fate:
     """What became of a lease.
 
-    ``absent``: it was never started; ``running``: it may still compute or write; ``ended``: it is
-    over for good. ``exit_code`` is None where nobody saw it end (its host went down, say).
-    ``has_begun`` is False where the launch certainly never ran, because the engine failed to start
-    it: no fault of the job's.
+    ``absent``: it was never started; ``waiting``: a batch system has it, and has not begun it;
+    ``running``: it may compute or write, and has made no step yet; ``training``: it has made its
+    first step (the file ``FIRST_STEP`` is there); ``ended``: it is over for good. ``exit_code`` is
+    None where nobody saw it end (its host went down, say). ``has_begun`` is False where the launch
+    certainly never ran, because the engine failed to start it: no fault of the job's.
     """
 
-    state: Literal["absent", "running", "ended"]
+    state: Literal["absent", "waiting", "running", "training", "ended"]
     exit_code: int | None = None
     has_begun: bool = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the lease may still compute or write, or begin to."""
+        return self.state in ("waiting", "running", "training")
 
 
 class UnsuitableDevicesError(ProblemError):
@@ -120,3 +133,11 @@ class ResizingEngine(Engine, Protocol):
 
         Its processes must be able to use the new ones, beside those that they hold.
         """
+
+
+@runtime_checkable
+class EngineForUsers(Engine, Protocol):
+    """An engine that runs a lease as the user whom ``Work.user`` names, where it may."""
+
+    def may_run_as(self, uid: int) -> bool:
+        """Whether it may."""

@@ -25,6 +25,7 @@ from .lease_folder import (
     digest_of,
     document_of,
     fate_of_lost,
+    progress,
     read_json,
     revoke,
     write_atomically,
@@ -198,7 +199,7 @@ class RayEngine:
         if ended is not None:
             return Fate("ended", ended["exit_code"])
         if not is_over:
-            return Fate("running")
+            return progress(folder)
         if not (folder / SUBMITTED).exists() and not (folder / CLAIM).exists():
             return Fate("absent")
         return fate_of_lost(folder)

@@ -7,6 +7,7 @@ given to them.
 """
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -30,9 +31,11 @@ from .lease_folder import (
     SUBMITTED,
     WORK,
     claim,
+    claimed_by,
     digest_of,
     document_of,
     fate_of_lost,
+    progress,
     read_json,
     revoke,
     write_atomically,
@@ -40,6 +43,7 @@ from .lease_folder import (
 from .protocol import OUTPUT, EngineDevice, Fate, Work
 from .registry import engine
 
+_log = logging.getLogger("hetflow")
 _KEEPER = "hetflow.engines.slurm_keeper"
 _SCRIPT = "job.sh"
 _COMMAND_SECONDS = 30.0
@@ -54,6 +58,10 @@ _OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "REVOKED", "TIMEOUT",
 }  # fmt: skip
+_REQUEUED = {
+    "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+}  # fmt: skip
+"""States of a job that Slurm may begin later; of one that has run: an administrator requeued it."""
 _UNREACHABLE = re.compile(
     "unable to contact|socket timed out|communication|connection|try again|timed out", re.IGNORECASE
 )
@@ -180,6 +188,7 @@ class SlurmEngine:
             ProblemError: Slurm's commands are not here, do not answer, or know too few devices.
         """
         self._num_devices = dict(pool.num_devices)
+        self._is_away = False
         self._looked = -1.0
         self._queue: dict[str, list[tuple[str, str]]] = {}
         self._tried: dict[Path, float] = {}
@@ -212,7 +221,7 @@ class SlurmEngine:
         return tuple(found)
 
     def _nodes(self) -> list[NodeGpus]:
-        return parse_nodes(_slurm("sinfo", "--Node", "--noheader", "--format", NODE_FORMAT))
+        return parse_nodes(self._ask("sinfo", "--Node", "--noheader", "--format", NODE_FORMAT))
 
     def start(self, work: Work) -> None:
         """Submit a lease's job; where Slurm does not answer, ``fate`` goes on trying.
@@ -257,7 +266,7 @@ class SlurmEngine:
             earlier = (_number_of(self._queue, Path(one)) for one in work["after"])
             after = [one for one in earlier if one is not None]
             command = submission(folder, gpus, len(work["devices"]), after, folder / _SCRIPT)
-            number = _slurm(*command).strip().partition(";")[0]
+            number = self._ask(*command).strip().partition(";")[0]
         write_atomically(folder / SUBMITTED, {"number": number})
         self._looked = -1.0  # what was seen is older than the job
 
@@ -285,7 +294,7 @@ class SlurmEngine:
         try:
             number = _number_of(self._look(), folder)
             if number is not None:
-                _slurm("scancel", "--quiet", *options, number)
+                self._ask("scancel", "--quiet", *options, number)
         except SlurmUnreachableError:
             return False
         except HetflowError:
@@ -312,17 +321,47 @@ class SlurmEngine:
                 with (folder / OUTPUT).open("a", encoding="utf-8") as output:
                     output.write(f"hetflow: {error.message}\n")
                 write_atomically(folder / ENDED, {"exit_code": 1})
-        return Fate("running")
+        return progress(folder)
 
     def _fate_in_queue(self, folder: Path) -> Fate:
         jobs = self._look().get(job_name(folder), [])
-        if any(state not in _OVER for _, state in jobs):
-            return Fate("running")
+        live = {state for _, state in jobs} - _OVER
+        if live and live <= _REQUEUED and _has_run(folder):
+            # By a look after the claim: before, it may just have begun.
+            jobs = self._look(fresh=True).get(job_name(folder), [])
+            live = {state for _, state in jobs} - _OVER
+            if live and live <= _REQUEUED:  # a lease runs once, so there is nothing to wait for
+                self.kill(folder)
+        if live:
+            return progress(folder)
         ended = read_json(folder / ENDED)  # written before the job left the queue
         if ended is not None:
             return Fate("ended", int(ended["exit_code"]))
         self._forget(folder)
         return fate_of_lost(folder)
+
+    def _ask(self, *command: str) -> str:
+        """As ``_slurm``; says when the controller goes away, and when it is back."""
+        try:
+            answer = _slurm(*command)
+        except SlurmUnreachableError as error:
+            if not self._is_away:
+                self._is_away = True
+                _log.warning(
+                    f"Slurm does not answer ({error.message}): what runs goes on, nothing begins "
+                    "or is stopped until it does"
+                )
+            raise
+        except HetflowError:
+            self._note_answer()
+            raise
+        self._note_answer()
+        return answer
+
+    def _note_answer(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            _log.warning("Slurm answers again")
 
     def _forget(self, folder: Path) -> None:
         self._tried.pop(folder, None)
@@ -336,9 +375,16 @@ class SlurmEngine:
         """This user's jobs, as they were at most half a second ago."""
         now = time.monotonic()
         if fresh or self._looked < 0 or now - self._looked > _LOOK_EVERY_SECONDS:
-            text = _slurm("squeue", "--me", "--noheader", "--states=all", "--format", QUEUE_FORMAT)
+            text = self._ask(
+                "squeue", "--me", "--noheader", "--states=all", "--format", QUEUE_FORMAT
+            )
             self._queue, self._looked = parse_queue(text), now
         return self._queue
+
+
+def _has_run(folder: Path) -> bool:
+    """Whether a step has claimed a lease."""
+    return (folder / CLAIM).exists() and claimed_by(folder) != ENGINE
 
 
 def _number_of(queue: Mapping[str, list[tuple[str, str]]], folder: Path) -> str | None:

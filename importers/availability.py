@@ -1,8 +1,11 @@
 """Read when spot machines were available: hetflow.market/1, or Can't Be Late's files (NSDI 2024).
 
-The latter are JSON objects with ``metadata.gap_seconds`` (seconds of a tick) and ``data``, a list
-in which 1 means NOT available. They were cut from longer traces: ``original_trace`` names the
-trace, and ``metadata.start_time`` is the trace's tick with which the window begins.
+The latter are JSON objects with ``metadata.gap_seconds`` (seconds of a tick) and ``data``. In
+windows that were cut from longer traces, 1 means NOT available: ``original_trace`` names the trace,
+and ``metadata.start_time`` is the trace's tick with which the window begins. In the traces that the
+authors publish, a value is the number of instances that there were. Values above 1 tell these; a
+file of 0 and 1 alone that names no original trace may be either, and is refused until the user says
+which.
 """
 
 import json
@@ -11,7 +14,7 @@ from typing import Any
 
 from ..schema import files
 from ..schema.errors import FileError, HetflowError
-from ..schema.market import Availability, Market, utc_seconds, utc_text
+from ..schema.market import Availability, Capacity, Market, utc_seconds, utc_text
 from .registry import TraceOptions, trace_importer
 
 
@@ -25,7 +28,11 @@ def read_windows(path: Path, options: TraceOptions) -> Market:
     Raises:
         FileError: As ``read_availability``; or a file does not say where in its trace it begins.
     """
-    return Market(availability=read_availability(path, trace_start=options.trace_start))
+    found = [_read(one, options) for one in _files(path)]
+    return Market(
+        availability=tuple(window for market in found for window in market.availability),
+        capacity=tuple(fleet for market in found for fleet in market.capacity),
+    )
 
 
 def read_availability(path: Path, *, trace_start: str | None = None) -> tuple[Availability, ...]:
@@ -36,15 +43,22 @@ def read_availability(path: Path, *, trace_start: str | None = None) -> tuple[Av
         trace_start: UTC time of the first tick of the traces that Can't Be Late's windows are of.
 
     Raises:
-        FileError: A file is missing, unreadable, or of neither form; or the folder has none.
+        FileError: A file is missing, unreadable, of neither form, or does not say what its values
+            mean; or the folder has none.
     """
-    if path.is_dir():
-        found = sorted(path.glob("*.json"))
-        if not found:
-            raise FileError(f"{path}: holds no .json file")
-        return tuple(
-            window for one in found for window in read_availability(one, trace_start=trace_start)
-        )
+    return read_windows(path, TraceOptions(trace_start=trace_start)).availability
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.json"))
+    if not found:
+        raise FileError(f"{path}: holds no .json file")
+    return found
+
+
+def _read(path: Path, options: TraceOptions) -> Market:
     text = files.read_text(path)
     try:
         data = json.loads(text)
@@ -54,11 +68,11 @@ def read_availability(path: Path, *, trace_start: str | None = None) -> tuple[Av
         market = files.from_json(text, Market, name=str(path))
         if not market.availability:
             raise FileError(f"{path}: $.availability: holds no windows")
-        return market.availability
-    return (_published(data, path, trace_start),)
+        return market
+    return _published(data, path, options)
 
 
-def _published(data: Any, path: Path, trace_start: str | None) -> Availability:
+def _published(data: Any, path: Path, options: TraceOptions) -> Market:
     metadata = data.get("metadata") if isinstance(data, dict) else None
     if not isinstance(metadata, dict) or not isinstance(data.get("data"), list):
         raise FileError(
@@ -69,17 +83,57 @@ def _published(data: Any, path: Path, trace_start: str | None) -> Availability:
     except (KeyError, TypeError, ValueError):
         raise FileError(f"{path}: metadata.gap_seconds must be a number of seconds") from None
     zone, start = path.stem, None
-    if trace_start is not None:
-        zone, start = _place(data, path, trace_start, tick_seconds)
+    counts = _are_counts(data, path, options)
+    if counts and "original_trace" not in data:
+        start = options.trace_start  # the file is the whole trace
+    elif options.trace_start is not None:
+        zone, start = _place(data, path, options.trace_start, tick_seconds)
     try:
-        return Availability(
+        window = Availability(
             zone=zone,
             start=start,
             tick_seconds=tick_seconds,
-            available=tuple(_turned(tick) for tick in data["data"]),
+            available=tuple((_some if counts else _turned)(tick) for tick in data["data"]),
         )
+        if not counts:
+            return Market(availability=(window,))
+        fleet = Capacity(
+            zone=zone,
+            start=start,
+            tick_seconds=tick_seconds,
+            num_machines=tuple(data["data"]),
+        )
+        return Market(availability=(window,), capacity=(fleet,))
     except HetflowError as error:
         raise FileError(f"{path}: {error.message}", hint=error.hint) from None
+
+
+def _are_counts(data: dict[str, Any], path: Path, options: TraceOptions) -> bool:
+    """Whether values are numbers of instances, and not 1 where machines are preempted.
+
+    Raises:
+        FileError: They may be either, and nobody says which; or the statement cannot be so.
+    """
+    is_cut = "original_trace" in data
+    if not is_cut and any(isinstance(tick, int) and tick > 1 for tick in data["data"]):
+        if options.values == "preempted":
+            raise FileError(
+                f"{path}: a value is above 1, so values are numbers of instances",
+                hint="give --values instances",
+            )
+        return True
+    if options.values is None and not is_cut:
+        raise FileError(
+            f"{path}: 1 may mean that an instance was there, as in the traces that Can't Be Late's "
+            "authors publish, or that it was preempted, as in windows cut from them",
+            hint="say which: hetflow import FILE --format cant-be-late --values instances (or "
+            "preempted) -o market.json, and give the market",
+        )
+    return options.values == "instances"
+
+
+def _some(tick: object) -> Any:
+    return min(tick, 1) if isinstance(tick, int) and not isinstance(tick, bool) else tick
 
 
 def _place(

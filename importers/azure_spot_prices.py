@@ -5,14 +5,12 @@ tables do not say in which time zone a day begins; we assume UTC. An empty cell 
 so does a day without a line.
 """
 
-import csv
 from datetime import UTC, datetime, timedelta
-from io import StringIO
 from pathlib import Path
 
 from ..schema.errors import FileError, ProblemError
-from ..schema.files import read_text
 from ..schema.market import PriceHistory, utc_text
+from .csv_lines import csv_lines, row_of
 from .price_cells import dollars_of, files_of
 from .registry import price_importer
 
@@ -35,35 +33,27 @@ def read_azure_spot_prices(path: Path) -> tuple[PriceHistory, ...]:
 
 
 def _region(path: Path) -> list[PriceHistory]:
-    reader = csv.reader(StringIO(read_text(path).removeprefix("\ufeff")), strict=True)
+    names, lines = csv_lines(path)
+    if names[:1] != ["Date"] or len(names) < 2 or len(set(names)) < len(names):
+        raise FileError(f"{path}: line 1: must be Date, then the name of each machine once")
     columns: dict[str, dict[datetime, float | None]] = {}
     days: list[datetime] = []
-    try:
-        names = [name.strip() for name in next(reader, [])]
-        if names[:1] != ["Date"] or len(names) < 2 or len(set(names)) < len(names):
-            raise FileError(f"{path}: line 1: must be Date, then the name of each machine once")
-        for cells in reader:
-            if not any(cell.strip() for cell in cells):
-                continue
-            try:
-                if len(cells) != len(names):
-                    raise ProblemError(f"has {len(cells)} cells, the first line has {len(names)}")
-                day = _day(cells[0].strip())
-                if days and day <= days[-1]:
-                    raise ProblemError(
-                        f"{cells[0]} does not come after the day before it; sort the lines"
-                    )
-                if days and day > days[-1] + _DAY:
-                    for name in names[1:]:
-                        columns[name][days[-1] + _DAY] = None
-                days.append(day)
-                for name, cell in zip(names[1:], cells[1:], strict=True):
-                    price = dollars_of(cell) if cell.strip() else None
-                    columns.setdefault(name, {})[day] = price
-            except ProblemError as error:
-                raise FileError(f"{path}: line {reader.line_num}: {error.message}") from None
-    except csv.Error as error:
-        raise FileError(f"{path}: line {reader.line_num}: not valid CSV: {error}") from None
+    for number, cells in lines:
+        try:
+            prices = row_of(names, cells)
+            day = _day(prices.pop("Date"))
+            if days and day <= days[-1]:
+                raise ProblemError(
+                    f"{cells[0]} does not come after the day before it; sort the lines"
+                )
+            if days and day > days[-1] + _DAY:
+                for name in prices:
+                    columns[name][days[-1] + _DAY] = None
+            days.append(day)
+            for name, cell in prices.items():
+                columns.setdefault(name, {})[day] = dollars_of(cell) if cell else None
+        except ProblemError as error:
+            raise FileError(f"{path}: line {number}: {error.message}") from None
     return [
         _history(path.stem, name, told, days[-1] + _DAY)
         for name, told in columns.items()

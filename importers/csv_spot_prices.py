@@ -6,14 +6,12 @@ the same machine and place, the last ones until the last time in the file. An em
 the price is unknown from then on.
 """
 
-import csv
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 
 from ..schema.errors import FileError, ProblemError
-from ..schema.files import read_text
 from ..schema.market import PriceHistory, utc_seconds, utc_text
+from .csv_lines import csv_lines, row_of
 from .price_cells import dollars_of, files_of
 from .registry import price_importer
 
@@ -56,24 +54,19 @@ def read_csv_spot_prices(path: Path) -> tuple[PriceHistory, ...]:
 
 
 def _read(path: Path) -> dict[_Key, _Changes]:
-    reader = csv.DictReader(StringIO(read_text(path).removeprefix("\ufeff")), strict=True)
+    names, lines = csv_lines(path)
+    missing = [name for name in _NEEDED if name not in names]
+    if missing or not set(names) & set(_PLACES) or set(names) - set(_COLUMNS):
+        raise FileError(
+            f"{path}: line 1: must name the columns {', '.join(_NEEDED)} and Zone or Region",
+            hint="for example: Time,Cloud,Zone,Instance,$/h",
+        )
     found: dict[_Key, _Changes] = {}
-    try:
-        names = [name.strip() for name in reader.fieldnames or ()]
-        reader.fieldnames = names
-        missing = [name for name in _NEEDED if name not in names]
-        if missing or not set(names) & set(_PLACES) or set(names) - set(_COLUMNS):
-            raise FileError(
-                f"{path}: line 1: must name the columns {', '.join(_NEEDED)} and Zone or Region",
-                hint="for example: Time,Cloud,Zone,Instance,$/h",
-            )
-        for row in reader:
-            if None in row or None in row.values():
-                raise ProblemError("has another number of cells than the first line")
-            _add(found, {name: cell.strip() for name, cell in row.items()})
-    except (ProblemError, csv.Error) as error:
-        message = error.message if isinstance(error, ProblemError) else str(error)
-        raise FileError(f"{path}: line {reader.line_num}: {message}") from None
+    for number, cells in lines:
+        try:
+            _add(found, row_of(names, cells))
+        except ProblemError as error:
+            raise FileError(f"{path}: line {number}: {error.message}") from None
     until = max((changes.seconds[-1] for changes in found.values()), default=0.0)
     for changes in found.values():
         changes.until = until

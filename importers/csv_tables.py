@@ -1,22 +1,28 @@
-"""Read jobs and throughputs from CSV files, as a spreadsheet or a scheduler's log exports them.
+"""Read jobs and throughputs from DataFrames and CSV files.
 
-The first line names the columns, in any order; docs/formats.md lists them. All faults of a file
-are reported at once, each with its line and column.
+A spreadsheet or a scheduler's log exports such files. The first line names the columns, in any
+order; docs/formats.md lists them. All faults of a table are reported at once, each with its line
+and column. In a DataFrame, the names of the columns are line 1.
 """
 
-import csv
 from collections.abc import Callable, Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..schema.errors import FileError, HetflowError, ProblemError
-from ..schema.files import read_text
+from ..schema.foreign import Table, lines_of
 from ..schema.jobs import Entity, Job, Jobs, ModelThroughput, PairThroughput, Throughputs
 from ..schema.records import nearest
+from .csv_lines import csv_lines, row_of
 from .registry import jobs_importer
 
 MOST_FAULTS = 10
+
+
+def _whole(text: str) -> int:
+    """Read ``2`` or ``2.0``, as pandas writes whole numbers of a column with an empty cell."""
+    return int(text.removesuffix(".0"))
+
 
 Row = dict[str, Any]
 Column = Callable[[str], object]
@@ -26,7 +32,7 @@ _JOB_COLUMNS: dict[str, Column] = {
     "id": str,
     "model": str,
     "steps": float,
-    "scale_factor": int,
+    "scale_factor": _whole,
     "arrival_seconds": float,
     "priority_weight": float,
     "slo_seconds": float,
@@ -36,7 +42,7 @@ _RATE_COLUMNS: dict[str, Column] = {
     "model": str,
     "device_type": str,
     "steps_per_second": float,
-    "scale_factor": int,
+    "scale_factor": _whole,
     "unconsolidated_steps_per_second": float,
     "shared_with": str,
     "shared_with_steps_per_second": float,
@@ -45,6 +51,11 @@ _RATE_COLUMNS: dict[str, Column] = {
 
 @jobs_importer(".csv")
 def read_jobs_csv(path: Path) -> Jobs:
+    """Read jobs from a CSV file; see ``read_jobs_table``."""
+    return read_jobs_table(path)
+
+
+def read_jobs_table(path: Path | Table) -> Jobs:
     """Read jobs, one per line: ``model``, ``steps`` and any optional columns.
 
     Without an ``id`` column, a job's id is its line number. Every name in ``entity`` becomes an
@@ -53,6 +64,7 @@ def read_jobs_csv(path: Path) -> Jobs:
     Raises:
         FileError: The file cannot be read, a column is missing or unknown, or a value is invalid.
     """
+    name = _name_of(path)
     jobs: list[Job] = []
     faults: list[str] = []
     for line, row in _rows(path, _JOB_COLUMNS, required=("model", "steps"), faults=faults):
@@ -60,14 +72,14 @@ def read_jobs_csv(path: Path) -> Jobs:
             jobs.append(Job(**{"id": f"line {line}", **row}))
         except ProblemError as error:
             faults.append(f"line {line}: {error.message}")
-    _refuse(path, faults)
+    _refuse(name, faults)
     ordered = sorted(jobs, key=lambda job: job.arrival_seconds)
-    names = dict.fromkeys(job.entity for job in ordered if job.entity is not None)
-    entities = tuple(Entity(name=name) for name in names)
-    return _made(path, lambda: Jobs(jobs=tuple(ordered), entities=entities))
+    owners = dict.fromkeys(job.entity for job in ordered if job.entity is not None)
+    entities = tuple(Entity(name=owner) for owner in owners)
+    return _made(name, lambda: Jobs(jobs=tuple(ordered), entities=entities))
 
 
-def read_throughputs_csv(path: Path) -> Throughputs:
+def read_throughputs_csv(path: Path | Table) -> Throughputs:
     """Read throughputs, one per line: ``model``, ``device_type`` and ``steps_per_second``.
 
     A line with ``shared_with`` gives the throughputs of two models that share a device:
@@ -81,6 +93,7 @@ def read_throughputs_csv(path: Path) -> Throughputs:
     shared: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = {}
     required = ("model", "device_type", "steps_per_second")
     faults: list[str] = []
+    name = _name_of(path)
     for line, row in _rows(path, _RATE_COLUMNS, required=required, faults=faults):
         model, device, scale = row["model"], row["device_type"], row.get("scale_factor", 1)
         rate, other = row["steps_per_second"], row.get("shared_with")
@@ -101,10 +114,10 @@ def read_throughputs_csv(path: Path) -> Throughputs:
         if device in known:
             faults.append(f"line {line}: {model} x{scale} on {device} is given twice; keep one")
         known[device] = entry
-    _refuse(path, faults)
+    _refuse(name, faults)
     if not alone:
-        raise FileError(f"{path}: holds no throughputs of models alone")
-    return _made(path, lambda: _throughputs(alone, apart, shared))
+        raise FileError(f"{name}: holds no throughputs of models alone")
+    return _made(name, lambda: _throughputs(alone, apart, shared))
 
 
 def _throughputs(
@@ -128,27 +141,27 @@ def _throughputs(
     return Throughputs(models=models, pairs=pairs)
 
 
-def _made(path: Path, make: Callable[[], T]) -> T:
+def _made(name: str, make: Callable[[], T]) -> T:
     try:
         return make()
     except HetflowError as error:
-        raise FileError(f"{path}: {error.message}") from None
+        raise FileError(f"{name}: {error.message}") from None
 
 
-def _refuse(path: Path, faults: list[str]) -> None:
+def _refuse(name: str, faults: list[str]) -> None:
     if faults:
         more = len(faults) - MOST_FAULTS
         said = faults[:MOST_FAULTS] + ([f"and {more} more faults"] if more > 0 else [])
-        raise FileError(f"{path}: {'; '.join(said)}")
+        raise FileError(f"{name}: {'; '.join(said)}")
 
 
 def _rows(
-    path: Path, columns: dict[str, Column], *, required: tuple[str, ...], faults: list[str]
+    path: Path | Table, columns: dict[str, Column], *, required: tuple[str, ...], faults: list[str]
 ) -> Iterator[tuple[int, Row]]:
     """Yield the lines of a table, numbered, as typed values; empty cells are left out.
 
     Args:
-        path: The CSV file; a byte order mark is skipped.
+        path: The CSV file, or the table.
         columns: Name and type of every allowed column.
         required: Names of the columns that must have a value in each line.
         faults: Faults of lines are appended here; such a line is not yielded.
@@ -156,39 +169,38 @@ def _rows(
     Raises:
         FileError: The file is no CSV, or its first line does not name these columns.
     """
-    reader = csv.reader(StringIO(read_text(path).removeprefix("\ufeff")), strict=True)
-    try:
-        names = [name.strip() for name in next(reader, [])]
-        _check_header(path, names, columns, required)
-        for cells in reader:
-            if not any(cell.strip() for cell in cells):
-                continue
-            try:
-                yield reader.line_num, _row(names, cells, columns, required)
-            except ProblemError as error:
-                faults.append(f"line {reader.line_num}: {error.message}")
-    except csv.Error as error:
-        raise FileError(f"{path}: line {reader.line_num}: not valid CSV: {error}") from None
+    name = _name_of(path)
+    names, lines = csv_lines(path) if isinstance(path, Path) else lines_of(path)
+    _check_header(name, names, columns, required)
+    for number, cells in lines:
+        try:
+            yield number, _row(names, cells, columns, required)
+        except ProblemError as error:
+            faults.append(f"line {number}: {error.message}")
+
+
+def _name_of(path: Path | Table) -> str:
+    return str(path) if isinstance(path, Path) else "the table"
 
 
 def _check_header(
-    path: Path, names: list[str], columns: dict[str, Column], required: tuple[str, ...]
+    table: str, names: list[str], columns: dict[str, Column], required: tuple[str, ...]
 ) -> None:
     wanted = ", ".join(columns)
     for name in names:
         if name not in columns:
             guess = nearest(name, list(columns))
             raise FileError(
-                f"{path}: line 1: unknown column {name[:60]!r}"
+                f"{table}: line 1: unknown column {name[:60]!r}"
                 + (f"; did you mean {guess!r}?" if guess else ""),
                 hint=f"columns are {wanted}",
             )
         if names.count(name) > 1:
-            raise FileError(f"{path}: line 1: column {name!r} is there twice; keep one")
+            raise FileError(f"{table}: line 1: column {name!r} is there twice; keep one")
     missing = [name for name in required if name not in names]
     if missing:
         raise FileError(
-            f"{path}: line 1: the first line must name the columns; {', '.join(missing)} missing",
+            f"{table}: line 1: the first line must name the columns; {', '.join(missing)} missing",
             hint=f"columns are {wanted}",
         )
 
@@ -196,13 +208,10 @@ def _check_header(
 def _row(
     names: list[str], cells: list[str], columns: dict[str, Column], required: tuple[str, ...]
 ) -> Row:
-    if len(cells) != len(names):
-        raise ProblemError(f"has {len(cells)} cells, the first line has {len(names)}")
     row: Row = {}
-    for name, cell in zip(names, cells, strict=True):
-        text = cell.strip()
-        if text:
-            row[name] = _value(name, text, columns[name])
+    for name, cell in row_of(names, cells).items():
+        if cell:
+            row[name] = _value(name, cell, columns[name])
         elif name in required:
             raise ProblemError(f"{name}: must have a value")
     return row
@@ -212,5 +221,5 @@ def _value(name: str, text: str, kind: Column) -> object:
     try:
         return kind(text)
     except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
+        wanted = "a whole number" if kind is _whole else "a number"
         raise ProblemError(f"{name}: must be {wanted}, got {text[:60]!r}") from None

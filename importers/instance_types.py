@@ -1,12 +1,10 @@
 """Read machines and their devices from a table such as ``Instance,GPU type,# GPUs``."""
 
-import csv
-from io import StringIO
 from pathlib import Path
 
 from ..schema.errors import FileError, ProblemError
-from ..schema.files import read_text
 from ..schema.market import InstanceType
+from .csv_lines import csv_lines, row_of
 from .price_cells import dollars_of
 
 _NEEDED = ("Instance", "GPU type", "# GPUs")
@@ -19,8 +17,7 @@ def read_instance_types(path: Path) -> tuple[InstanceType, ...]:
     Raises:
         FileError: The file is no such table, or a value in it is invalid.
     """
-    reader = csv.DictReader(StringIO(read_text(path).removeprefix("\ufeff")), strict=True)
-    names = reader.fieldnames or ()
+    names, lines = csv_lines(path)
     unknown = [name for name in names if name not in (*_NEEDED, *_MORE)]
     missing = [name for name in _NEEDED if name not in names]
     if unknown or missing:
@@ -30,19 +27,15 @@ def read_instance_types(path: Path) -> tuple[InstanceType, ...]:
             hint=f"columns are {', '.join(_NEEDED)}, and any of {', '.join(_MORE)}",
         )
     found: list[InstanceType] = []
-    try:
-        for row in reader:
-            if None in row or None in row.values():
-                raise ProblemError("has another number of cells than the first line")
-            found.append(_instance_type(row))
-    except (ProblemError, csv.Error) as error:
-        message = error.message if isinstance(error, ProblemError) else str(error)
-        raise FileError(f"{path}: line {reader.line_num}: {message}") from None
+    for number, cells in lines:
+        try:
+            found.append(_instance_type(row_of(names, cells)))
+        except ProblemError as error:
+            raise FileError(f"{path}: line {number}: {error.message}") from None
     return tuple(found)
 
 
-def _instance_type(row: dict[str, str]) -> InstanceType:
-    cells = {name: cell.strip() for name, cell in row.items()}
+def _instance_type(cells: dict[str, str]) -> InstanceType:
     if not cells["# GPUs"].isdecimal():
         raise ProblemError(f"# GPUs must be a whole number, got {cells['# GPUs'][:60]!r}")
     on_demand, spot = cells.get("On demand $/h"), cells.get("Spot $/h")

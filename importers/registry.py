@@ -7,7 +7,7 @@ import``), or jobs. Commands that take jobs recognise a format by the ending of 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ..schema.errors import ProblemError
 from ..schema.jobs import Jobs
@@ -43,6 +43,8 @@ class TraceOptions:
         tick_seconds: Length of the ticks to make of a trace that has times instead.
         time_unit_seconds: Seconds of the unit of its times.
         trace_start: UTC time of the trace's first tick, for a format that does not hold it.
+        values: What numbers of a format that does not say it mean: ``instances`` that there are,
+            or 1 where machines are ``preempted``.
 
     Raises:
         ProblemError: An option is out of range.
@@ -51,6 +53,7 @@ class TraceOptions:
     tick_seconds: float = 300.0
     time_unit_seconds: float = 1.0
     trace_start: str | None = None
+    values: Literal["instances", "preempted"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tick_seconds", "time_unit_seconds"):

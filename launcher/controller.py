@@ -16,12 +16,14 @@ from ..protocol.pins import pins
 from ..protocol.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.errors import TargetError
+from ..schema.launch import WorkerSlot
 from ..schema.masking import mask
 from ..schema.run import Generation, RunEvent, RunRecord
 from .devices import imagined_seats, remarks, seat_workers
 from .failures import Failure, interruption, tail_of
+from .fence import Fence
 from .history import LastGeneration
-from .hosts import Alone, Hosts, Together
+from .hosts import Alone, Hosts, Together, expected_slots
 from .inbox import Inbox
 from .output import Lines
 from .request import (
@@ -65,7 +67,10 @@ def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
         port=place.port if place else 0,
         interface="lo",
     )
-    slots = request.config.workers
+    slots: Sequence[WorkerSlot] = request.config.workers
+    if place is not None:
+        slots = expected_slots(request.config, place)
+        _log.warning("shown as if the other hosts gave the rest of the plan's devices")
     try:
         seats = seat_workers(slots, request.config)
     except TargetError as error:
@@ -99,8 +104,24 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     if request.rendezvous is None:
         check_idle(request.folder)
         seat_workers(request.config.workers, request.config)
+    with Signals(ends_process=request.ends_process) as signals:
+        record, failure = _train(request, signals, warn)
+        if failure is not None:
+            _show_tail(failure)
+            raise failure.as_error()
+    return record
+
+
+def _train(
+    request: LaunchRequest, signals: Signals, warn: Warn
+) -> tuple[RunRecord | None, Failure | None]:
+    """Train, and write the record; both are done when this returns, whatever signal comes."""
     began = time.monotonic()
-    with Signals() as signals, Preload(os.environ.get(VARIABLE, "")) as preload:
+    node_rank = 0 if request.rendezvous is None else request.rendezvous.node_rank
+    with (
+        Fence(request.checkpoint, node_rank) as fence,
+        Preload(os.environ.get(VARIABLE, "")) as preload,
+    ):
         inherited = dict(os.environ)  # the store's thread changes ours for a while
         if request.rendezvous is None:
             for command in plan_commands(request):
@@ -115,8 +136,9 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
             token=hosts.token,
             inherited=inherited,
             preload=preload,
+            fence=fence,
         )
-        end = _Run(request, supervision, workers, signals, warn).train()
+        end = _Run(request, supervision, workers, fence, signals, warn).train()
         reports: list[WorkerReport] = []
         if hosts.is_first and (end.failure is None or end.failure.interrupted):
             reports = hosts.reports(end.last, wait=end.failure is None)
@@ -125,12 +147,9 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     record = _record(request, failure, reports, time.monotonic() - began, end.generations)
     if hosts.is_first and request.folder.is_dir():
         files.write(request.folder / "run.json", record, force=True)
-    if failure is not None:
-        _show_tail(failure)
-        raise failure.as_error()
-    if hosts.is_first:
+    if hosts.is_first and failure is None:
         _warn_about(record, warn)
-    return record if hosts.is_first else None
+    return (record if hosts.is_first else None), failure
 
 
 def _fill_folder(request: LaunchRequest) -> None:
@@ -156,9 +175,12 @@ class _Run:
         request: LaunchRequest,
         supervision: Supervision[Alone] | Supervision[Together],
         workers: Workers,
+        fence: Fence,
         signals: Signals,
         warn: Warn,
     ) -> None:
+        self._fence = fence
+        self._ended_after: float | None = None
         self._request, self._supervision, self._workers = request, supervision, workers
         self._hosts: Hosts = supervision.hosts
         self._signals, self._warn = signals, warn
@@ -170,7 +192,7 @@ class _Run:
         with ExitStack() as opened:
             try:
                 supervisor = self._start(opened)
-                failure = self._see_through(supervisor) or hosts.wait_for_others(self._watch)
+                failure = self._see_through(supervisor) or hosts.wait_for_others(self._watch_end)
             except _Interrupted:
                 failure = interruption(self._signals.received or 2)
             except BaseException:
@@ -191,6 +213,7 @@ class _Run:
     def _start(self, opened: ExitStack) -> Supervisor:
         """Meet the other hosts and start this one's workers; ``opened`` closes the inbox."""
         request, hosts = self._request, self._hosts
+        self._fence.close_behind(request.timeout_seconds, self._watch, self._warn)
         slots, meeting = hosts.join(self._watch)
         seats = seat_workers(slots, request.config)
         environment = os.environ | pins(request.config.determinism)
@@ -218,11 +241,29 @@ class _Run:
         if self._signals.received is not None:
             raise _Interrupted
 
+    def _watch_end(self) -> None:
+        """The scripts of this host have ended: a signal asks the other hosts, and is over here.
+
+        But the end itself may hang; so after a signal it has the grace time, too.
+        """
+        if self._signals.received is None:
+            return
+        if self._ended_after is None:
+            self._ended_after = time.monotonic()
+            self._hosts.tell_stop(self._signals.received)
+        if time.monotonic() - self._ended_after > self._request.grace_seconds:
+            raise _Interrupted
+
     def _see_through(self, supervisor: Supervisor) -> Failure | None:
         while not self._workers.all_done():
             number = self._signals.received or self._hosts.stop_elsewhere()
-            if number is not None:
-                return self._stop(number)
+            if self._workers.have_ended():
+                self._watch_end()
+            elif number is not None:
+                stopped = self._stop(number)
+                if stopped is not None:
+                    return stopped
+                continue
             failure = supervisor.tick(POLL_SECONDS)
             if failure is not None:
                 asked = self._hosts.stop_behind(failure)
@@ -230,14 +271,19 @@ class _Run:
         supervisor.finish()
         return None
 
-    def _stop(self, number: int) -> Failure:
-        """End for a signal, here or on another host; after a checkpoint, if it leaves the time."""
+    def _stop(self, number: int) -> Failure | None:
+        """End for a signal, here or on another host; after a checkpoint, if it leaves the time.
+
+        None where the scripts have ended before they could obey: the launch is done, then.
+        """
         request, signals = self._request, self._signals
         if number == signal.SIGTERM and request.checkpoint is not None:
             if signals.received is not None:
                 self._hosts.tell_stop(number)
             count, until = signals.count, time.monotonic() + request.grace_seconds
             self._workers.let_save(signals, request.grace_seconds)
+            if self._workers.have_ended():
+                return None
             detail = self._workers.left_badly()
             self._hosts.wait_until_saved(lambda: signals.count == count, until)
             return interruption(number, detail)
@@ -280,7 +326,10 @@ def _show_tail(failure: Failure) -> None:
 
 def _warn_about(record: RunRecord, warn: Warn) -> None:
     if not record.devices:
-        warn("the script never called hf.prepare, so each worker ran it alone")
+        warn(
+            "the script never called hf.prepare: every worker ran all of it, and nothing was "
+            "trained under the plan"
+        )
     for event in record.events:
         warn(event.detail)
     overruns = ((record.provenance or {}).get("emulation") or {}).get("overruns", 0)

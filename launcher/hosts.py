@@ -2,14 +2,18 @@
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import socket
 import threading
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 from .. import __version__
@@ -26,7 +30,7 @@ from .devices import inventory
 from .failures import Failure
 from .history import LastGeneration
 from .patience import Part, PatientStore, Unreachable
-from .request import OnFailure, Rendezvous
+from .request import LaunchRequest, Rendezvous
 from .spawn import Meeting
 from .store import (
     behind,
@@ -46,6 +50,8 @@ SILENCE_AFTER_A_LOSS_SECONDS = 8.0
 # How long a host whose worker only lost another waits for the cause: a lost host is known by then.
 CAUSE_SECONDS = SILENCE_SECONDS + 5.0
 FAREWELL_SECONDS = 10.0
+TOLD_AFTER_SECONDS = 1.0  # a host that waits for another says so then
+_log = logging.getLogger("hetflow")
 
 Watch = Callable[[], None]
 
@@ -174,15 +180,13 @@ class Together:
     """One of several hosts. Node 0 runs the store, assigns the slots, and collects reports.
 
     Args:
-        config: The launch.
+        request: The launch; its time limit is that of every wait for another host.
         rendezvous: Where the hosts meet.
-        policy: What to do when a worker dies, the same on every host.
     """
 
-    def __init__(
-        self, config: LaunchConfig, rendezvous: Rendezvous, policy: OnFailure = "stop"
-    ) -> None:
-        self._config, self._place, self._policy = config, rendezvous, policy
+    def __init__(self, request: LaunchRequest, rendezvous: Rendezvous) -> None:
+        self._request, self._config, self._place = request, request.config, rendezvous
+        self._limit_seconds = request.timeout_seconds
         self.token = shared_token(os.environ)
         self._generation = 0
         self._names: dict[int, str] = {}
@@ -197,7 +201,8 @@ class Together:
         """Meet the other hosts; learn which slots are this host's.
 
         Raises:
-            LaunchError: A host stays away, has another plan, or the devices do not suffice.
+            LaunchError: A host stays away, was started otherwise than host 0, or the devices do
+                not suffice.
         """
         place = self._place
         store = self._hold() if self.is_first else self._connect(watch)
@@ -205,18 +210,22 @@ class Together:
         self._store = self._all.under("launcher")
         self._open = PatientStore(store, SILENCE_SECONDS).under("hetflow")
         self._check_token(watch)
+        self._check_alone()
         threading.Thread(target=self._beat, daemon=True).start()
         own = Greeting(
             host=socket.gethostname() or "unknown",
             hetflow=__version__,
-            plan=_digest(self._config),
-            policy=self._policy,
+            plan=_digest(to_json(replace(self._config, seed=0, determinism="none")).encode()),
+            seed=self._config.seed,
+            determinism=self._config.determinism,
+            script=_digest(_script(self._request.script)),
+            policy=self._request.policy,
             devices=place.devices if place.devices is not None else inventory(),
         )
         self._store.set(f"agent/{place.node_rank}", text_of(own))
         if self.is_first:
             self._store.set("slots", text_of(self._deal(watch)))
-        answer = answer_of(self._get("slots", "node 0's answer", watch))
+        answer = answer_of(self._get("slots", "host 0's answer", watch))
         if isinstance(answer, Refused):
             raise LaunchError(answer.error)
         self._names = dict(enumerate(answer.hosts))
@@ -229,21 +238,65 @@ class Together:
         return hold_store(listen(self._place.host, self._place.port))
 
     def _connect(self, watch: Watch) -> Any:
-        """Wait for node 0 by plain connections, which Ctrl-C can end; then join its store."""
-        place = self._place
-        deadline = time.monotonic() + place.timeout_seconds
-        while True:
-            watch()
-            with contextlib.suppress(OSError):
-                socket.create_connection((place.host, place.port), timeout=2).close()
-                break
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"node 0 does not answer on {place.host}:{place.port}",
-                    hint="start it first, with the same --rdzv-endpoint",
-                )
-            time.sleep(0.2)
-        return join_store(place.host, place.port, place.timeout_seconds)
+        """Join node 0's store.
+
+        Another thread does it: torch cannot be interrupted while it waits for an answer, which
+        never comes where another program listens on the port.
+
+        Raises:
+            LaunchError: The name is unknown, or no rendezvous answered in time.
+        """
+        place, said = self._place, [f"nothing listens on {self._endpoint}"]
+        found: list[Any] = []
+        _check_name(place.host, place.port)
+        wait = self._wait_of(f"host 0 of {place.num_nodes} at {self._endpoint}")
+        is_over = threading.Event()
+
+        def join() -> None:
+            while not found and not is_over.is_set():
+                try:
+                    socket.create_connection((place.host, place.port), timeout=2).close()
+                    said[0] = f"what answers on {self._endpoint} is no rendezvous of a launch"
+                    found.append(join_store(place.host, place.port, self._limit_seconds))
+                except (OSError, RuntimeError):
+                    is_over.wait(0.2)
+
+        threading.Thread(target=join, daemon=True).start()
+        try:
+            while not found:
+                watch()
+                if not wait.goes_on():
+                    raise LaunchError(
+                        f"host 0 did not come within {self._limit_seconds:g} s: {said[0]}",
+                        hint="start it with the same --rdzv-endpoint, on a port of its own",
+                    )
+                time.sleep(0.02)
+        finally:
+            is_over.set()
+        return found[0]
+
+    @property
+    def _endpoint(self) -> str:
+        return f"{self._place.host}:{self._place.port}"
+
+    def _wait_of(self, what: str) -> "_Wait":
+        return _Wait(what, self._limit_seconds)
+
+    def _check_alone(self) -> None:
+        """Refuse to be a second host of one rank.
+
+        Raises:
+            LaunchError: Another host has it.
+        """
+        rank = self._place.node_rank
+        own = f"{socket.gethostname()}, process {os.getpid()}"
+        first = self._store.compare_set(f"rank/{rank}", "", own).decode()
+        if first != own:
+            self._store = None  # nothing that this host says must pass for the other's words
+            raise LaunchError(
+                f"--node-rank {rank} is taken by {first}; this is {own}",
+                hint=f"give each of the {self._place.num_nodes} hosts a rank of its own",
+            )
 
     def _check_token(self, watch: Watch) -> None:
         """Refuse to meet hosts with another token: the keys of theirs would never come.
@@ -255,7 +308,7 @@ class Together:
         if self.is_first:
             self._open.set("token", own)
             return
-        if self._wait_for(self._open, "token", "node 0's greeting", watch) != own.encode():
+        if self._wait_for(self._open, "token", "host 0's greeting", watch) != own.encode():
             self._open.set("refused", str(self._place.node_rank))
             raise self._other_token(self._place.node_rank)
 
@@ -276,7 +329,12 @@ class Together:
 
         for node in range(self._place.num_nodes):
             try:
-                agents.append(greeting_of(self._get(f"agent/{node}", f"node {node}", look), node))
+                agents.append(
+                    greeting_of(
+                        self._get(f"agent/{node}", f"host {node} of {self._place.num_nodes}", look),
+                        node,
+                    )
+                )
             except LaunchError as error:
                 return Refused(error=error.message)
         try:
@@ -288,11 +346,11 @@ class Together:
         return self._wait_for(self._store, key, what, watch)
 
     def _wait_for(self, store: Part, key: str, what: str, watch: Watch) -> bytes:
-        deadline = time.monotonic() + self._place.timeout_seconds
+        wait = self._wait_of(what)
         while not self._has(store, key):
             watch()
-            if time.monotonic() > deadline:
-                raise LaunchError(f"{what} did not come within {self._place.timeout_seconds:g} s")
+            if not wait.goes_on():
+                raise LaunchError(f"{what} did not come within {self._limit_seconds:g} s")
             time.sleep(0.05)
         return store.get(key)
 
@@ -454,6 +512,8 @@ class Together:
 
     def tell_failure(self, failure: Failure) -> Failure:
         """Stop every host. The first to tell wins, save that a cause outranks its echo."""
+        if self._store is None:  # the hosts have not met
+            return failure
         try:
             told = Failure.from_text(self._store.compare_set(self._failure, "", failure.to_text()))
             if failure.precedence < told.precedence:
@@ -520,6 +580,42 @@ class Together:
         return [] if self._all is None else read_reports(self._all.whole, last)
 
 
+class _Wait:
+    """A wait for another host: it is told once it is long, and has a limit."""
+
+    def __init__(self, what: str, limit_seconds: float) -> None:
+        self._what, self._limit_seconds = what, limit_seconds
+        self._began, self._has_told = time.monotonic(), False
+
+    def goes_on(self) -> bool:
+        """Whether there is time left."""
+        waited = time.monotonic() - self._began
+        if waited > TOLD_AFTER_SECONDS and not self._has_told:
+            self._has_told = True
+            _log.warning(f"waiting for {self._what}, at most {self._limit_seconds:g} s")
+        return waited <= self._limit_seconds
+
+
+def _check_name(host: str, port: int) -> None:
+    """Refuse a host name that nobody knows.
+
+    Raises:
+        LaunchError: It has no address. A name server that is away may come back; then none.
+    """
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_AGAIN:
+            raise LaunchError(
+                f"--rdzv-endpoint names {host}, which has no address: {error.strerror}"
+            ) from None
+
+
+def _script(script: Sequence[str]) -> bytes:
+    """The script's file, or the module's name; hosts may give other arguments."""
+    return script[1].encode() if script[0] == "-m" else Path(script[0]).read_bytes()
+
+
 def dealt(config: LaunchConfig, agents: Sequence[Greeting]) -> Dealt:
     """The slots of each host, where all hosts were started alike. Pure.
 
@@ -534,12 +630,51 @@ def dealt(config: LaunchConfig, agents: Sequence[Greeting]) -> Dealt:
             )
     if len({agent.plan for agent in agents}) > 1:
         raise LaunchError("the hosts were given different plans; give all the same file")
+    for name in ("seed", "determinism"):
+        given = [getattr(agent, name) for agent in agents]
+        for node, value in enumerate(given):
+            if value != given[0]:
+                raise LaunchError(
+                    f"host 0 was given --{name} {given[0]}, host {node} --{name} {value}; give "
+                    "all the same"
+                )
+    for node, agent in enumerate(agents):
+        if agent.script != agents[0].script:
+            raise LaunchError(
+                f"host {node} ({agent.host}) has another script than host 0 ({agents[0].host}); "
+                "copy the same file to all"
+            )
     if len({agent.policy for agent in agents}) > 1:
         raise LaunchError("give every host the same --on-failure and --checkpoint")
     slots = deal_slots(config, [agent.devices for agent in agents])
     return Dealt(
         slots=tuple(tuple(ranks) for ranks in slots), hosts=tuple(agent.host for agent in agents)
     )
+
+
+def expected_slots(config: LaunchConfig, place: Rendezvous) -> Sequence[WorkerSlot]:
+    """This host's slots, if the other hosts give just what is left of the plan's devices.
+
+    They stand in order of hosts: what is left is host 0's; to host 0, it is host 1's.
+
+    Raises:
+        LaunchError: The plan has no work for the devices of this host.
+    """
+    own = dict(place.devices if place.devices is not None else inventory())
+    left, rest = dict(own), Counter[str]()
+    for slot in config.workers_by_device:
+        names = (slot.device_type, base_type(slot.device_type, config))
+        name = next((name for name in names if left.get(name)), None)
+        if name is None:
+            rest[slot.device_type] += 1
+        else:
+            left[name] -= 1
+    is_first = place.node_rank == 0
+    devices = [own, dict(rest)] if is_first else [dict(rest), own]
+    mine = assigned_slots(config, devices)[0][0 if is_first else 1]
+    if not mine:
+        raise LaunchError(f"the plan has no work for the devices of this host, {own}")
+    return [config.workers[rank] for rank in mine]
 
 
 def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:
@@ -610,5 +745,5 @@ def _shortage(config: LaunchConfig, devices: Sequence[Mapping[str, int]], name: 
     return f"the plan needs {needed} x {name}, the {len(devices)} hosts have {present}"
 
 
-def _digest(config: LaunchConfig) -> str:
-    return hashlib.sha256(to_json(config).encode()).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -3,6 +3,8 @@
 import re
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +16,7 @@ from ..schema.files import Plan
 from ..schema.launch import LaunchConfig
 
 RUNS_FOLDER = "hetflow-runs"
+MOST_NAMES = 10_000  # default folders of launches of one model in one second
 HANDOVER = "handover"  # a pipeline's parts while its plan changes
 OnFailure = Literal["stop", "shrink", "replace"]
 
@@ -27,7 +30,6 @@ class Rendezvous:
     host: str
     port: int
     devices: dict[str, int] | None
-    timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         if self.num_nodes < 2:
@@ -70,7 +72,8 @@ class LaunchRequest:
     """One launch: a plan, a script with its arguments, and where things go.
 
     ``script`` is what stands after ``python`` on a command line: ``(file.py, args...)`` or
-    ``("-m", module, args...)``.
+    ``("-m", module, args...)``. ``ends_process`` says that the process ends with the launch: a
+    signal that comes after the launch's end is ignored.
     """
 
     plan: Plan
@@ -79,6 +82,7 @@ class LaunchRequest:
     folder: Path
     force: bool = False
     stdout_to_stderr: bool = False
+    ends_process: bool = False
     rendezvous: Rendezvous | None = None
     timeout_seconds: float = 600.0
     checkpoint: Path | None = None
@@ -171,15 +175,52 @@ def check_checkpoints(request: LaunchRequest) -> None:
 
 
 def default_folder(model: str) -> Path:
-    """``hetflow-runs/<model>-<time>``, with nothing in it that a file system minds."""
+    """``hetflow-runs/<model>-<time>``, or the next such name that is free now."""
+    return next(folder for folder in _default_folders(model) if not folder.exists())
+
+
+@contextmanager
+def run_folder(given: Path | None, model: str) -> Iterator[Path]:
+    """The folder of a launch; a default one is made at once, so that no other launch takes it.
+
+    It goes again where the launch wrote nothing.
+
+    Args:
+        given: The user's choice; None for the default.
+        model: The plan's model, after which a default is named.
+
+    Raises:
+        FileError: The default folder cannot be made.
+    """
+    if given is not None:
+        yield given
+        return
+    for folder in _default_folders(model):
+        try:
+            folder.mkdir(parents=True)
+            break
+        except (FileExistsError, FileNotFoundError):
+            continue  # taken; or another launch that wrote nothing has just removed the parent
+        except OSError as error:
+            raise FileError(f"{folder}: cannot be made: {error.strerror}") from None
+    else:
+        raise FileError(f"{RUNS_FOLDER}: no folder can be made there", hint="give --output")
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it holds the run
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
+def _default_folders(model: str) -> Iterator[Path]:
+    """Names for a run that starts now, with nothing in them that a file system minds."""
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", model).strip("._") or "model"
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path(RUNS_FOLDER) / f"{safe[:80]}-{stamp}"
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = Path(RUNS_FOLDER) / f"{safe[:80]}-{stamp}-{number}"
-    return folder
+    first = Path(RUNS_FOLDER) / f"{safe[:80]}-{stamp}"
+    yield first
+    for number in range(2, MOST_NAMES):
+        yield first.with_name(f"{first.name}-{number}")
 
 
 def check_folder(folder: Path, *, force: bool) -> None:

@@ -191,6 +191,7 @@ def start(
     *,
     preload: Preload,
     line: tuple[int, names.Channel] | None = None,
+    fence: int | None = None,
     token: str = "",
 ) -> Process:
     """Start one worker in its own session; it dies with this process, however that dies.
@@ -204,13 +205,14 @@ def start(
         inherited: The environment that it adds its own to.
         preload: The launch's preloaded processes.
         line: Its end of the line to the controller and what that is for, if it has one.
+        fence: A descriptor that it holds until its end.
         token: The launch's; by the environment, which only this user and root can read, and no
             part of the command, which is shown.
     """
     extra = {names.CONTROL: str(line[0]), names.CHANNEL: line[1]} if line is not None else {}
     extra |= {names.TOKEN: token} if token else {}
     environment = {**inherited, **command.environment, **extra}
-    passed = () if line is None else (line[0],)
+    passed = tuple(fd for fd in (line[0] if line is not None else None, fence) if fd is not None)
     forked = preload.start(
         command.arguments,
         environment,

@@ -40,7 +40,7 @@ def supervision_of(request: LaunchRequest) -> Supervision[Alone] | Supervision[T
         HetflowError: The store has no socket to listen on, or the token is none.
     """
     if request.rendezvous is not None:
-        together = Together(request.config, request.rendezvous, request.policy)
+        together = Together(request, request.rendezvous)
         if request.policy == "replace":
             return Supervision(together, "heartbeats", Regroup)
         return Supervision(together, None, FirstFailure)

@@ -11,11 +11,13 @@ from types import FrameType
 from typing import IO, Any
 
 from ..preload import Preload
+from ..protocol.ended import ended_path
 from ..protocol.environment import Channel
 from ..protocol.handover import STOPPED_EXIT_CODE
 from ..protocol.messages import FromWorker, Report, Reported, Unreadable
 from ..schema.errors import ProblemError
 from .failures import Failure, failure_of, first_cause
+from .fence import Fence
 from .line import Line
 from .output import follow, tee
 from .spawn import Process, WorkerCommand, failure_path, signal_group, start
@@ -26,9 +28,14 @@ REPORT_SECONDS = 1.0
 
 
 class Signals:
-    """While it is open, SIGINT, SIGTERM and SIGHUP are noted instead of ending the process."""
+    """While it is open, SIGINT, SIGTERM and SIGHUP are noted instead of ending the process.
 
-    def __init__(self) -> None:
+    Args:
+        ends_process: Whether the process ends afterwards, and ignores these signals until then.
+    """
+
+    def __init__(self, *, ends_process: bool = False) -> None:
+        self._ends_process = ends_process
         self.received: int | None = None
         self.count = 0
         self._before: dict[int, Any] = {}
@@ -40,7 +47,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
@@ -57,6 +64,7 @@ class Workers:
         token: The launch's, for the store.
         inherited: The environment that they add theirs to.
         preload: The launch's preloaded processes.
+        fence: What keeps later launches away while one of the workers is there.
     """
 
     def __init__(
@@ -68,8 +76,9 @@ class Workers:
         token: str = "",
         inherited: Mapping[str, str],
         preload: Preload,
+        fence: Fence,
     ) -> None:
-        self._folder = folder
+        self._folder, self._fence = folder, fence
         self._inherited, self._preload = inherited, preload
         self._stdout_to_stderr = stdout_to_stderr
         self._channel, self._token = channel, token
@@ -90,7 +99,9 @@ class Workers:
     def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Start them all. Call from the main thread: their lives hang on the starting thread."""
         for command in commands:
-            failure_path(self._folder, command.name).unlink(missing_ok=True)
+            failure = failure_path(self._folder, command.name)
+            for old in (failure, ended_path(failure)):
+                old.unlink(missing_ok=True)
             self._types[command.name] = command.device_type
             self._processes[command.name] = self._start(command)
 
@@ -123,6 +134,7 @@ class Workers:
             self._inherited,
             preload=self._preload,
             line=theirs,
+            fence=self._fence.descriptor,
             token=self._token,
         )
         if line is not None:
@@ -210,6 +222,14 @@ class Workers:
         """Where a worker's stdout and stderr are kept."""
         return self._folder / "logs" / f"rank{name}.out", self._folder / "logs" / f"rank{name}.err"
 
+    def has_ended(self, name: str) -> bool:
+        """Whether its script has ended well; its process may still be there."""
+        return self.is_done(name) or ended_path(failure_path(self._folder, name)).exists()
+
+    def have_ended(self) -> bool:
+        """Whether every worker's script has ended well: no later signal undoes that."""
+        return bool(self._processes) and all(map(self.has_ended, self._processes))
+
     def all_done(self) -> bool:
         """Whether every worker has left with exit code 0."""
         return all(process.poll() == 0 for process in self._processes.values())
@@ -287,9 +307,11 @@ class Workers:
     def stop(self, signals: Signals | None = None) -> None:
         """End every worker and what it started: SIGTERM, a grace, SIGKILL. No orphan stays."""
         asked = signals.count if signals else 0
-        for process in self._processes.values():
+        for name, process in self._processes.items():
             if process.poll() is None:
-                signal_group(process, signal.SIGTERM)
+                # At its end a worker ignores SIGTERM, and only waits for the others.
+                number = signal.SIGKILL if self.has_ended(name) else signal.SIGTERM
+                signal_group(process, number)
                 signal_group(process, signal.SIGCONT)  # a stopped one takes the signal when it runs
         deadline = time.monotonic() + GRACE_SECONDS
         while any(process.poll() is None for process in self._processes.values()):

@@ -16,45 +16,29 @@ _log = logging.getLogger("hetflow")
 
 
 def check_flags(request: SolveRequest) -> None:
-    """Refuse pipeline flags that contradict each other.
+    """Refuse a schedule that the planner of repetitive models does not plan.
 
     Raises:
-        ProblemError: Two flags contradict each other, or one needs another; the hint names which
-            flag to remove or to add.
+        ProblemError: The schedule is none that is double buffered; the hint names one.
     """
     flags = request.pipeline
-    if request.split.objective == "waste":
-        raise ProblemError("--objective waste is for splits", hint="add --strategy split")
-    if flags.num_model_chunks == 1:
-        raise ProblemError(
-            "--chunks-per-device 1 is for parallel plans", hint="add --schedule 1f1b instead"
-        )
     if not flags.repetitive:
-        if flags.cost_model != "profiled" or flags.runs is not None:
-            raise ProblemError(
-                "--cost-model and --runs belong to the planner of repetitive models",
-                hint="add --repetitive --schedule 2bw",
-            )
         return
     if flags.schedule == "auto" or not traits(flags.schedule).is_double_buffered:
         raise ProblemError(
             f"--repetitive plans schedule 2bw (thesis 3.3), not {flags.schedule}",
             hint="add --schedule 2bw",
         )
-    taken = {
-        "--num-stages": flags.num_stages,
-        "--stage-cost": flags.stage_cost != "ring",
-        "--time-limit and --gap": request.limits.are_asked,
-    }
-    for name, value in taken.items():
-        if value:
-            raise ProblemError(f"--repetitive chooses by itself; leave {name} out")
 
 
-def best_pipeline(request: SolveRequest) -> PipelinePlan:
+def best_pipeline(request: SolveRequest, clock: Clock) -> PipelinePlan:
     """Find the best pipeline plan for the requested schedule.
 
     With the schedule ``auto``, the best of all schedules that flush.
+
+    Args:
+        request: The request for a plan.
+        clock: Shares a time limit with other searches.
 
     Raises:
         ProblemError: Profiles, pool and flags do not fit together.
@@ -62,7 +46,7 @@ def best_pipeline(request: SolveRequest) -> PipelinePlan:
         BackendError: A solver's plan fails its check, which is a bug.
     """
     check_flags(request)
-    plan = _best(request)
+    plan = _best(request, clock)
     _say_links(request)
     if plan.trace is not None and plan.trace.obstacle is not None:
         _log.warning(f"the plan cannot be launched: its layers were {plan.trace.obstacle}")
@@ -90,10 +74,9 @@ def _say_what_is_simpler(plan: PipelinePlan) -> None:
     )
 
 
-def _best(request: SolveRequest) -> PipelinePlan:
+def _best(request: SolveRequest, clock: Clock) -> PipelinePlan:
     asked = request.pipeline.schedule
     sizes = _microbatch_sizes(request)
-    clock = Clock(request.limits)
     if request.pipeline.repetitive:
         return _repetitive(request, sizes)
     if asked == "auto":
@@ -240,7 +223,7 @@ def _pipeline_at(
         stage_cost=flags.stage_cost,
         num_stages=flags.num_stages,
         replication=flags.replication,
-        objective=flags.objective,
+        objective="bottleneck" if request.objective == "bottleneck" else None,
         num_model_chunks=flags.num_model_chunks,
         optimizer=request.optimizer,
         memory_reserve_bytes=request.memory_reserve_bytes,

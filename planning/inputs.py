@@ -1,18 +1,18 @@
 """Read profiles and pools from any form in which callers give them."""
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..devices.naming import is_former_name
+from ..devices.pool_text import is_listing, listed_pool, pool_text
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.profile import Profile
-from ..schema.records import nearest
+from ..schema.records import Count, nearest
 
 if TYPE_CHECKING:
     from ..schema.files import Plan
@@ -22,8 +22,9 @@ _log = logging.getLogger("hetflow")
 
 Profiles = Sequence[Profile] | Path | str
 """Profiles, or the folder (or file) that holds them."""
-Pool = Cluster | Path | str
-"""A cluster; its file, as a path; or a specification such as ``2xV100,8xP100``, as a string."""
+Pool = Cluster | Mapping[str, Count] | Path | str
+"""A cluster; the numbers of devices by type, ``{"V100": 2, "P100": 8}``; a path: a cluster's
+file or what ``nvidia-smi -L`` printed; or a string such as ``2xV100,8xP100`` or ``gpu:v100:2``."""
 
 
 def pool_of(given: Pool, *, flag: str = "--gpus") -> Cluster:
@@ -39,22 +40,27 @@ def pool_of(given: Pool, *, flag: str = "--gpus") -> Cluster:
     """
     if isinstance(given, Cluster):
         return given
+    if isinstance(given, Mapping):
+        return Cluster.of(given)
     if isinstance(given, Path):
-        return files.read(given, Cluster)
+        text = files.read_text(given)
+        if is_listing(text):
+            return Cluster.parse(listed_pool(text), flag=flag)
+        return files.from_json(text, Cluster, name=str(given))
     if given.endswith(".json"):
         option = "--cluster FILE" if flag == "--gpus" else "devices, such as 1x(2xV100),2x(4xP100)"
         raise ProblemError(
             f"{flag} {given!r} is the name of a file, not of devices",
             hint=f"give {option} (from Python, a Path)",
         )
-    return Cluster.parse(given, flag=flag)
+    return Cluster.parse(pool_text(given), flag=flag)
 
 
 def name_of(given: Pool) -> str:
-    """Return the text by which the user named a pool; for a ``Cluster``, a list of its devices."""
-    if isinstance(given, Cluster):
-        return ",".join(f"{n}x{name}" for name, n in given.num_devices.items())
-    return str(given)
+    """Return the text by which the user named a pool; otherwise, a list of its devices."""
+    if isinstance(given, Path | str):
+        return str(given)
+    return ",".join(f"{n}x{name}" for name, n in pool_of(given).num_devices.items())
 
 
 def flat(pool: Cluster) -> Cluster:
@@ -126,25 +132,7 @@ def model_of(throughputs: "Throughputs", model: str | None = None) -> str:
 
 def types_of(plan: "Plan") -> tuple[str, ...]:
     """List the device types that a plan uses."""
-    return tuple(devices_of(plan))
-
-
-def devices_of(plan: "Plan") -> dict[str, int]:
-    """Count the devices of each type that a plan uses."""
-    from ..schema.parallel import ParallelPlan
-    from ..schema.plan import SplitPlan
-
-    if isinstance(plan, ParallelPlan):
-        return plan.devices_by_type
-    used: Counter[str] = Counter()
-    if isinstance(plan, SplitPlan):
-        for group in plan.groups:
-            used[group.device_type] += group.num_devices
-        return dict(used)
-    held = {(stage.device_type, stage.first_device): stage for stage in plan.stages}
-    for stage in held.values():  # stages of a device's chunks are on the same devices
-        used[stage.device_type] += stage.num_replicas
-    return dict(used)
+    return tuple(plan.devices_by_type)
 
 
 def under_todays_names(profiles: Sequence[Profile], types: Iterable[str]) -> tuple[Profile, ...]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..checks import plan_dollars
+from ..checks import plan_dollars, restrictions
+from ..checks.proofs import tolerance_faults
 from ..schema.cluster import Cluster
 from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
@@ -10,6 +11,7 @@ from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan, PipelineProblem
+from ..schema.plans import devices_for
 from ..schema.profile import Profile
 
 
@@ -44,6 +46,11 @@ def faults_of_plan(
     if free is None:
         free = asked_bytes(plan.reserves)
     found = _faults_of_kind(plan, profiles, pool, link_bytes_per_second, optimizer, free)
+    if profiles is not None:
+        from ..checks.profiled import stated_faults
+
+        found += stated_faults(plan, profiles)
+    found += restrictions.check(plan) + tolerance_faults(plan.proof)
     return found + plan_dollars.check(plan)
 
 
@@ -75,8 +82,7 @@ def _faults_of_kind(
         return check(plan, None)
     from .split_problem import split_problem
 
-    used = ",".join(f"{group.num_devices}x{group.device_type}" for group in plan.groups)
-    pool = pool or plan.cluster or Cluster.parse(used)
+    pool = pool or pool_of_plan(plan)
     problem = split_problem(
         profiles,
         pool,
@@ -118,8 +124,8 @@ def _parallel_faults(
     from ..checks.profiled import parallel_faults
     from .parallel_problem import parallel_problem
 
-    used = ",".join(f"{number}x{name}" for name, number in plan.devices_by_type.items())
-    pool = pool or plan.cluster or Cluster.parse(used)
+    pool = pool or pool_of_plan(plan)
+    chunks = {plan.num_model_chunks, *(other.num_model_chunks for other in plan.alternatives)}
     problem = parallel_problem(
         profiles,
         pool,
@@ -127,7 +133,7 @@ def _parallel_faults(
         link_bytes_per_second=link or plan.link_bytes_per_second,
         recompute=any(stage.recompute != "none" for stage in plan.stages),
         optimizer=optimizer,
-        num_model_chunks=(plan.num_model_chunks,),
+        num_model_chunks=tuple(sorted(chunks)),
         memory_reserve_bytes=memory_reserve_bytes,
         sequence_parallel=bool(plan.sequence_parallel),
         shard_optimizer=bool(plan.shard_optimizer),
@@ -135,13 +141,12 @@ def _parallel_faults(
     return parallel_faults(problem, profiles, pool, memory_reserve_bytes) + check(plan, problem)
 
 
-def pool_of_plan(plan: PipelinePlan) -> Cluster:
-    """Return the pool that a pipeline was solved for; if not stated, the devices that it uses."""
+def pool_of_plan(plan: Plan) -> Cluster:
+    """Return the pool that a plan was solved for; if not stated, the devices that it uses."""
     if plan.cluster is not None:
         return plan.cluster
-    held = {(stage.device_type, stage.first_device): stage for stage in plan.stages}
-    used = ",".join(f"{stage.num_replicas}x{stage.device_type}" for stage in held.values())
-    return Cluster.parse(used)
+    stated = devices_for(plan)
+    return Cluster.parse(",".join(f"{number}x{name}" for name, number in stated.items()))
 
 
 def problem_of_plan(

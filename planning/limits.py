@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..schema.files import Plan
 from ..solvers.effort import DEFAULT, Effort
+from .options import option
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,10 @@ class Limits:
     None sets no limit.
     """
 
-    time_limit_seconds: float | None = None
-    gap: float | None = None
+    time_limit_seconds: float | None = option(
+        None, "milp", "pipeline", "parallel", flag="--time-limit", narrows=False
+    )
+    gap: float | None = option(None, "pipeline", "parallel", narrows=False)
 
     @property
     def are_asked(self) -> bool:
@@ -39,6 +42,8 @@ class Limits:
 class Clock:
     """Shares the time limit among the searches of a command, which run one after another.
 
+    Time counts from when the clock is made, which is before profiles are read.
+
     Args:
         limits: The command's limits.
         now: Returns the seconds of a monotonic clock.
@@ -48,10 +53,29 @@ class Clock:
         self._limits, self._now = limits, now
         self._end = now() + (limits.time_limit_seconds or 0.0)
 
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds that are left; None without a time limit."""
+        if self._limits.time_limit_seconds is None:
+            return None
+        return max(self._end - self._now(), 0.0)
+
+    def part(self, searches_left: int) -> "Clock":
+        """Return a clock that ends when a fair part of the time left is over.
+
+        Args:
+            searches_left: Number of searches that share the time left, including the next one.
+        """
+        left = self.seconds_left
+        if left is None:
+            return self
+        return Clock(replace(self._limits, time_limit_seconds=left / searches_left), self._now)
+
     def effort(self, searches_left: int = 1) -> Effort:
         """Return the limits of the next search, if ``searches_left`` are left including it."""
         asked = Effort(gap=self._limits.gap) if self._limits.gap else DEFAULT
-        if self._limits.time_limit_seconds is None:
+        left = self.seconds_left
+        if left is None:
             return asked
-        end = self._now() + max(self._end - self._now(), 0.0) / searches_left
+        end = self._now() + left / searches_left
         return asked.until(lambda: self._now() >= end)

@@ -72,15 +72,18 @@ def device_prices(
     }
 
 
-def egress_dollars(markets: Sequence[Market], gigabytes: float) -> dict[str, float]:
+def egress_dollars(
+    markets: Sequence[Market], gigabytes: float, clouds: Iterable[str]
+) -> dict[str, float]:
     """Find what taking so much out of each cloud costs, at the highest price that it has.
 
     Args:
         markets: Instance types with egress prices, and price histories.
         gigabytes: Size of the checkpoint.
+        clouds: Those that may be left.
 
     Returns:
-        Cloud of a price history -> dollars.
+        Cloud -> dollars.
 
     Raises:
         ProblemError: The size is out of range, or a cloud's egress price is not known.
@@ -88,20 +91,25 @@ def egress_dollars(markets: Sequence[Market], gigabytes: float) -> dict[str, flo
     if not 0 <= gigabytes < float("inf"):
         raise ProblemError(f"--checkpoint-gigabytes must be >= 0 and finite, got {gigabytes:g}")
     prices: dict[str, float] = {}
+    clouds = list(dict.fromkeys(clouds))
     for market in markets:
         for history in market.prices:
-            machine = market.instance_type_of(history)
-            price = None if machine is None else machine.egress_dollars_per_gigabyte
+            owner = market.instance_type_of(history)
+            price = None if owner is None else owner.egress_dollars_per_gigabyte
             if price is not None:
                 prices[history.cloud] = max(price, prices.get(history.cloud, 0.0))
-    for cloud in dict.fromkeys(history.cloud for one in markets for history in one.prices):
+        for machine in market.instance_types:
+            price = machine.egress_dollars_per_gigabyte
+            if machine.cloud is not None and price is not None:
+                prices[machine.cloud] = max(price, prices.get(machine.cloud, 0.0))
+    for cloud in clouds:
         if cloud not in prices:
             raise ProblemError(
                 f"no instance type of {cloud} has an egress price",
                 hint="import its prices with --instance-types that have Egress $/GB, or give "
                 "--cloud-move-dollars instead",
             )
-    return {cloud: price * gigabytes for cloud, price in prices.items()}
+    return {cloud: prices[cloud] * gigabytes for cloud in clouds}
 
 
 def all_prices(markets: Sequence[Market], at: str | None = None) -> dict[str, list[DevicePrice]]:
@@ -109,6 +117,8 @@ def all_prices(markets: Sequence[Market], at: str | None = None) -> dict[str, li
     found: dict[str, list[DevicePrice]] = {}
     when = None if at is None else utc_seconds(at, "--at", "time")
     for market in markets:
+        if when is not None and market.prices:
+            _check_within(market.prices, when)
         for device_type, price in _offers(market, when):
             found.setdefault(device_type, []).append(price)
     return found
@@ -148,6 +158,22 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
                     cloud=history.cloud,
                 ),
             )
+
+
+def _check_within(histories: Sequence[PriceHistory], when: float) -> None:
+    """Refuse a time before all histories of a market or after its last one.
+
+    What was on demand at another time would be all that is left, and nobody had asked for that.
+    """
+    first = min(history.start_seconds()[0] for history in histories)
+    last = max(history.end_seconds() for history in histories)
+    if not first <= when <= last:
+        clouds = ", ".join(dict.fromkeys(history.cloud for history in histories))
+        raise ProblemError(
+            f"--at {utc_text(when)}: the price histories of {clouds} are known from "
+            f"{utc_text(first)} to {utc_text(last)}",
+            hint="give a time within, newer prices, or leave --at or that market out",
+        )
 
 
 def _last_seconds(histories: Sequence[PriceHistory]) -> float:

@@ -8,7 +8,6 @@ from ..schema.cluster import Cluster
 from ..schema.files import Plan
 from ..schema.parallel import ParallelPlan, ParallelPrediction
 from ..schema.plan import Prediction
-from .inputs import devices_of
 
 P = TypeVar("P", Prediction, ParallelPrediction)
 
@@ -16,8 +15,8 @@ P = TypeVar("P", Prediction, ParallelPrediction)
 def with_dollars(plan: Plan, pool: Cluster) -> Plan:
     """Add to a plan's prediction what its devices cost; see ``priced``."""
     if isinstance(plan, ParallelPlan):
-        return replace(plan, predicted=priced(plan.predicted, devices_of(plan), pool))
-    return replace(plan, predicted=priced(plan.predicted, devices_of(plan), pool))
+        return replace(plan, predicted=priced(plan.predicted, plan.devices_by_type, pool))
+    return replace(plan, predicted=priced(plan.predicted, plan.devices_by_type, pool))
 
 
 def priced(predicted: P, devices: Mapping[str, int], pool: Cluster) -> P:

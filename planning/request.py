@@ -1,16 +1,17 @@
 """The request for a plan: profiles, a pool, and options."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState
-from ..schema.pipeline import Objective, StageCost
+from ..schema.pipeline import StageCost
 from ..schema.profile import Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from .limits import Limits
+from .options import ALL, PIPELINES, SPLITS, Kind, Option, Planner, given, option
 
 Strategy = Literal["auto", "split", "pipeline", "parallel"]
 Method = Literal["exact", "cbc", "highs"]
@@ -20,13 +21,11 @@ CostModelName = Literal["profiled", "closed-form", "measured"]
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """Options of a batch split; ``top`` is used with the objective ``waste`` only."""
+    """Options of a batch split."""
 
-    objective: AnyObjective = "step_seconds"
-    method: Method = "exact"
-    virtual_nodes: int | None = None
-    top: int = 1
-    interpolate: bool = False
+    method: Method = option("exact", "milp")
+    virtual_nodes: int | None = option(None, *SPLITS)
+    interpolate: bool = option(False, *SPLITS)
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,25 @@ class PipelineOptions:
     ``measured`` takes its costs from the run records in the folder ``runs``.
     """
 
-    schedule: str = DEFAULT_SCHEDULE
+    schedule: str = option(
+        DEFAULT_SCHEDULE,
+        *PIPELINES,
+        values={"auto": ("pipeline", "parallel")},
+        open_values=["auto"],
+    )
     """Name of a schedule that solvers plan, or ``auto``: the fastest of those that flush."""
-    stage_cost: StageCost = "ring"
-    num_stages: int | None = None
-    replication: bool = True
-    link_bytes_per_second: float | None = None
-    objective: Objective | None = None
-    microbatch_size: int | None = None
-    num_model_chunks: int | None = None
-    repetitive: bool = False
-    cost_model: CostModelName = "profiled"
-    runs: Path | None = None
+    stage_cost: StageCost = option("ring", "pipeline")
+    num_stages: int | None = option(None, "pipeline")
+    replication: bool = option(True, "pipeline")
+    link_bytes_per_second: float | None = option(None, *PIPELINES, "parallel", narrows=False)
+    microbatch_size: int | None = option(None, *PIPELINES, "parallel", narrows=False)
+    num_model_chunks: int | None = option(
+        None, "pipeline", "parallel", flag="--chunks-per-device", narrows=False,
+        values={1: ("parallel",)},
+    )  # fmt: skip
+    repetitive: bool = option(False, "repetitive")
+    cost_model: CostModelName = option("profiled", "repetitive")
+    runs: Path | None = option(None, "repetitive")
 
 
 @dataclass(frozen=True)
@@ -57,21 +63,22 @@ class ParallelOptions:
     """Options of a plan with pipeline, tensor and data parallelism.
 
     Links and microbatch size are in ``PipelineOptions``. ``recompute`` lets stages recompute
-    activations, of attention cores or all; ``top`` is the most points of the Pareto table.
-    ``sequence_parallel`` spreads tokens between tensor-parallel layers; None does so if no plan
-    fits otherwise. ``shard_optimizer`` lets the replicas of a stage share the optimizer's state.
+    activations, of attention cores or all. ``sequence_parallel`` spreads tokens between
+    tensor-parallel layers; None does so if no plan fits otherwise. ``shard_optimizer`` lets the
+    replicas of a stage share the optimizer's state.
     """
 
-    recompute: bool = True
-    top: int = 1
-    sequence_parallel: bool | None = None
-    shard_optimizer: bool = False
+    recompute: bool = option(True, "parallel", narrows=False)
+    sequence_parallel: bool | None = option(None, "parallel", narrows=False)
+    shard_optimizer: bool = option(False, "parallel")
 
 
 @dataclass(frozen=True)
 class SolveRequest:
     """Everything that a plan depends on.
 
+    ``top`` keeps so many configurations of least waste, or points of a parallel plan's Pareto
+    table.
     ``pool_name`` is the text by which the user named the pool, for the plan's provenance.
     ``corrected_by`` names the runs by which the profiles were corrected. ``optimizer`` is the one
     that will train; None takes the profiles'. ``fastest`` takes the plan with the least predicted
@@ -84,12 +91,16 @@ class SolveRequest:
     pool_name: str
     batch_size: int
     strategy: Strategy = "auto"
+    objective: AnyObjective = option(
+        "step_seconds", values={"waste": ("waste",), "bottleneck": ("pipeline",)}
+    )
+    top: int = option(1, "waste", "parallel")
     split: SplitOptions = field(default_factory=SplitOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    optimizer: OptimizerState | None = None
-    memory_reserve_bytes: int = 0
-    fastest: bool = False
+    optimizer: OptimizerState | None = option(None, *ALL)
+    memory_reserve_bytes: int = option(0, *ALL, flag="--memory-reserve")
+    fastest: bool = option(False, "split", "pipeline", narrows=False)
     limits: Limits = field(default_factory=Limits)
     corrected_by: tuple[str, ...] = ()
 
@@ -110,7 +121,26 @@ class SolveRequest:
         return nodes is not None and samples is not None and nodes * samples == self.batch_size
 
     @property
-    def is_for_all_kinds(self) -> bool:
-        """Whether no option was given that only splits have."""
-        kept = self.split.virtual_nodes if self.fixes_microbatches else None
-        return self.split == SplitOptions(virtual_nodes=kept)
+    def planners(self) -> dict[Kind, Planner]:
+        """The planner of each kind of plan that these options ask for."""
+        by_method: Planner = "split" if self.split.method == "exact" else "milp"
+        return {
+            "split": "waste" if self.objective == "waste" else by_method,
+            "pipeline": "repetitive" if self.pipeline.repetitive else "pipeline",
+            "parallel": "parallel",
+        }
+
+    @property
+    def options(self) -> list[Option]:
+        """The options that were given.
+
+        Virtual nodes and microbatches that are the same are read by plans of all kinds.
+        """
+        known = self
+        if self.fixes_microbatches:
+            known = replace(
+                self,
+                split=replace(self.split, virtual_nodes=None),
+                pipeline=replace(self.pipeline, microbatch_size=None),
+            )
+        return list(given(known))

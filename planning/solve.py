@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from typing import Any, Literal
 
 from ..costs.memory import reserve_of
@@ -10,33 +9,41 @@ from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ..schema.files import Plan
 from ..schema.parallel import ParallelPlan
-from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
+from ..schema.plan import EmulatedDevice, PassTime, SplitPlan, SyncBound
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
+from ..schema.restrictions import Restrictions
 from .inputs import flat, types_of
 from .limits import Clock
+from .options import Kind, refuse_unread
 from .plan_dollars import with_dollars
-from .request import SolveRequest, SplitOptions
+from .request import SolveRequest
 
 _log = logging.getLogger("hetflow")
 
 
-def solve(request: SolveRequest) -> Plan:
+def solve(request: SolveRequest, clock: Clock | None = None) -> Plan:
     """Find and check the best plan of the requested kind.
 
     The kind ``auto`` takes the fastest of the kinds of plans that can be launched: split, pipeline
     and parallel. Notes and
     warnings for the user go to the logger ``hetflow``.
 
+    Args:
+        request: The profiles, the pool and all options.
+        clock: Counts the time limit; None starts one now.
+
     Raises:
         ProblemError: Options contradict each other or do not fit the profiles and the pool.
         InfeasibleError: No plan of the requested kind exists; with ``auto``, no plan of any kind.
         BackendError: A solver's plan fails its check, which is a bug.
     """
-    plan = _with_reserves(_with_estimates(_plan(request), request), request)
+    found = _plan(request, clock or Clock(request.limits))
+    plan = _with_reserves(_with_estimates(found, request), request)
     plan = with_dollars(plan, request.pool)
     if request.pool != flat(request.pool):
         plan = dataclasses.replace(plan, cluster=request.pool)
+    plan = dataclasses.replace(plan, restrictions=_restrictions(plan, request))
     if not request.corrected_by:
         return plan
     origin = {**(plan.provenance or {}), "corrected_by": list(request.corrected_by)}
@@ -52,6 +59,26 @@ def _with_estimates(plan: Plan, request: SolveRequest) -> Plan:
         if profile.estimate is not None and profile.device_type in used
     )
     return dataclasses.replace(plan, estimates=estimates) if estimates else plan
+
+
+def _restrictions(plan: Plan, request: SolveRequest) -> Restrictions | None:
+    """What of the request restricts the plan, besides what the plan states elsewhere."""
+    devices = request.pool.num_devices
+    found = Restrictions(
+        devices=devices if plan.cluster is None and devices != plan.devices_by_type else None
+    )
+    if not isinstance(plan, SplitPlan):
+        asked = request.pipeline
+        found = dataclasses.replace(
+            found,
+            microbatch_size=None if asked.microbatch_size is None else plan.microbatch_size,
+            num_stages=asked.num_stages,
+            num_model_chunks=asked.num_model_chunks,
+            replication=None if asked.replication else False,
+        )
+    if isinstance(plan, ParallelPlan) and not request.parallel.recompute:
+        found = dataclasses.replace(found, recompute=False)
+    return None if found == Restrictions() else found
 
 
 def _with_reserves(plan: Plan, request: SolveRequest) -> Plan:
@@ -85,78 +112,96 @@ def _as_used(profile: Profile, plan: SplitPlan) -> Profile:
     return dataclasses.replace(profile, batch_curve=curve or profile.batch_curve[:1])
 
 
-def _plan(request: SolveRequest) -> Plan:
-    if request.parallel.shard_optimizer and request.strategy != "parallel":
-        raise ProblemError(
-            "--shard-optimizer is for parallel plans", hint="add --strategy parallel"
-        )
+def _plan(request: SolveRequest, clock: Clock) -> Plan:
+    kinds = _kinds_to_try(request)
     _warn_about_update_time(request)
-    if request.strategy == "pipeline":
+    if len(kinds) == 1:
+        return _best(request, kinds[0], clock)
+    return _fastest_kind(request, kinds, clock)
+
+
+def _best(request: SolveRequest, kind: Kind, clock: Clock, kinds_left: int = 1) -> Plan:
+    """Find the best plan of one kind, in a fair part of the time that is left."""
+    if kind == "split":
+        return _split(request, clock)
+    if kind == "pipeline":
         from .choose_pipeline import best_pipeline
 
-        return best_pipeline(request)
-    if request.strategy == "parallel":
-        from .solve_parallel import best_parallel
+        return best_pipeline(request, clock.part(kinds_left))
+    from .solve_parallel import best_parallel
 
-        return best_parallel(request)
-    if request.split.objective == "bottleneck":
+    return best_parallel(request, clock)
+
+
+def _kinds_to_try(request: SolveRequest) -> list[Kind]:
+    """List the kinds of plans to compare, simplest first.
+
+    Without a requested kind these are all that read the options that ask for something of the
+    plan, except kinds that need layers which the profiles do not hold.
+
+    Raises:
+        ProblemError: An option has no effect on any of these kinds, or options of different kinds
+            of plans were given.
+    """
+    planners, options = request.planners, request.options
+    if request.strategy != "auto":
+        refuse_unread(options, [planners[request.strategy]], "")
+        return [request.strategy]
+    refuse_unread(options, list(planners.values()), "")
+    wishes = [one for one in options if one.narrows]
+    tried = {
+        kind: planner
+        for kind, planner in planners.items()
+        if all(planner in one.read_by for one in wishes)
+    }
+    if not tried:
+        flags = " and ".join(one.flag for one in wishes)
         raise ProblemError(
-            "--objective bottleneck is for pipelines", hint="add --strategy pipeline"
+            f"{flags}: no kind of plan reads them all",
+            hint="leave some out; `hetflow solve split --help`, `pipeline --help` and "
+            "`parallel --help` list what goes together",
         )
-    if request.strategy == "split" or not _could_be_pipeline(request):
-        _check_limits(request)
-        return _split(request)
-    return _fastest_kind(request)
+    reason = _no_layers(request) if tried.keys() - {"split"} else ""
+    if reason:
+        tried = {"split": planners["split"]}
+    refuse_unread(options, list(tried.values()), reason)
+    unread = [kind for kind in planners if kind not in tried]
+    if "parallel" in unread and "pipeline" in tried:
+        _log.info(f"{' and '.join(unread)} plans are not compared: they do not read "
+                  f"{', '.join(one.flag for one in wishes)}")  # fmt: skip
+    return list(tried)
 
 
-def _check_limits(request: SolveRequest) -> None:
-    """Refuse search limits for the exact split, which takes milliseconds and has none."""
-    flags, limits = request.split, request.limits
-    if limits.time_limit_seconds is not None and (
-        flags.method == "exact" or flags.objective == "waste"
-    ):
-        raise ProblemError(
-            "--time-limit concerns pipelines and the MILP, the exact split ends at once",
-            hint="leave it out, or add --strategy pipeline, or --method cbc or highs",
-        )
-    if limits.gap is not None:
-        raise ProblemError(
-            "--gap concerns pipelines, a split is solved to a gap of 0",
-            hint="leave it out, or add --strategy pipeline",
-        )
-
-
-def _could_be_pipeline(request: SolveRequest) -> bool:
-    """Whether all types have layers that can be launched, and no flag is for splits only."""
+def _no_layers(request: SolveRequest) -> str:
+    """Why no pipeline over the pool's types could be launched; empty where one could."""
     in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
-    layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
-    if not layered or not request.is_for_all_kinds:
-        return False
+    if not in_pool or any(profile.layers is None for profile in in_pool):
+        return "the profiles hold no layers"
     from .solve_pipeline import trace_for
 
     trace = trace_for(request.profiles, request.pool)
     if trace is None or trace.obstacle is None:
-        return True
+        return ""
     _log.info(f"pipelines are not compared: layers were {trace.obstacle}")
-    return False
+    return f"layers were {trace.obstacle}"
 
 
-def _fastest_kind(request: SolveRequest) -> Plan:
-    """The fastest plan of all kinds, and for each other kind a line that says why it lost."""
+def _fastest_kind(request: SolveRequest, kinds: list[Kind], clock: Clock) -> Plan:
+    """The fastest plan of several kinds, and for each other kind a line that says why it lost."""
     from .choose_pipeline import check_flags
 
     check_flags(request)
     plans: dict[str, Plan] = {}
     others: list[dict[str, Any]] = []
     refused: dict[str, HetflowError] = {}
-    for kind, best in _kinds(request).items():
+    for number, kind in enumerate(kinds):
         try:
-            plans[kind] = best()
+            plans[kind] = _best(request, kind, clock, len(kinds) - number)
         except (InfeasibleError, ProblemError) as error:
             refused[kind] = error
     if not plans:
         said = "; ".join(f"{kind}: {error.message}" for kind, error in refused.items())
-        first = refused["split"]
+        first = refused[kinds[0]]
         raise type(first)(said, hint=first.hint)
     known_as = _expressed_as(plans)
     if known_as is not None:
@@ -169,7 +214,7 @@ def _fastest_kind(request: SolveRequest) -> Plan:
         _log.info(reason)
         others.append({"kind": "parallel", "step_seconds": seconds, "reason": reason})
     if not plans:
-        raise refused["split"]
+        raise refused[kinds[0]]
     least = min(plan.predicted.step_seconds for plan in plans.values())
     taken = next(p for p in plans.values() if p.predicted.step_seconds <= least * (1 + 1e-9))
     slower = sorted(
@@ -180,25 +225,6 @@ def _fastest_kind(request: SolveRequest) -> Plan:
     compared += [*others, *(_why_refused(kind, error) for kind, error in refused.items())]
     origin = {**(taken.provenance or {}), "compared_with": compared}
     return dataclasses.replace(taken, provenance=origin)
-
-
-def _kinds(request: SolveRequest) -> dict[str, Callable[[], Plan]]:
-    """The kinds of plans to compare, simplest first; of equal plans the first is taken."""
-    from .choose_pipeline import best_pipeline
-    from .solve_parallel import best_parallel, goes_with_parallel
-
-    clock, limits = Clock(request.limits), request.limits
-    if not goes_with_parallel(request):
-        _log.info("parallel plans are not compared: options of pipelines were given")
-        return {"split": lambda: _split(request), "pipeline": lambda: best_pipeline(request)}
-    if limits.time_limit_seconds is not None:
-        limits = dataclasses.replace(limits, time_limit_seconds=limits.time_limit_seconds / 2)
-    half = dataclasses.replace(request, limits=limits)
-    return {
-        "split": lambda: _split(request),
-        "pipeline": lambda: best_pipeline(half),
-        "parallel": lambda: best_parallel(request, clock),
-    }
 
 
 def _expressed_as(plans: dict[str, Plan]) -> str | None:
@@ -240,7 +266,7 @@ def _why_refused(kind: str, reason: HetflowError) -> dict[str, Any]:
     return {"kind": kind, "refused": reason.message}
 
 
-def _split(request: SolveRequest) -> SplitPlan:
+def _split(request: SolveRequest, clock: Clock) -> SplitPlan:
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
     from .split_problem import split_problem
@@ -251,13 +277,16 @@ def _split(request: SolveRequest) -> SplitPlan:
         flags.interpolate, request.optimizer, request.memory_reserve_bytes,
     )  # fmt: skip
     _warn_about_free_communication(problem)
-    plan = _with_origin(_solve_split(problem, request), request)
+    _warn_about_one_size(request)
+    plan = _with_origin(_solve_split(problem, request, clock), request)
     faults = check(plan, problem)
     faults += split_faults(
         plan, request.profiles, request.pool, request.optimizer, request.memory_reserve_bytes
     )
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    for bound in plan.sync_bounds:
+        _log.warning(f"{bound}; measure longer with --thorough")
     _say_what_is_simpler(plan)
     return plan
 
@@ -285,6 +314,20 @@ def _warn_about_update_time(request: SolveRequest) -> None:
         _log.warning(f"memory counts {asked}; update_seconds are those of {names}, as profiled")
 
 
+def _warn_about_one_size(request: SolveRequest) -> None:
+    """Warn of a sweep that ended at one size: the plan is the best of that size alone."""
+    for profile in request.profiles:
+        size = profile.only_batch_size
+        if size is not None and profile.device_type in request.pool.num_devices:
+            reason = (profile.provenance or {})["curve_stopped"]
+            _log.warning(
+                f"the profile of {profile.device_type} holds batch size {size} alone ({reason}), "
+                f"so each virtual node there has {size} sample{'' if size == 1 else 's'}; larger "
+                "ones may be many times faster: profile them, for example with --batch-sizes "
+                f"{size},{8 * size},{32 * size}"
+            )
+
+
 def _warn_about_free_communication(problem: SplitProblem) -> None:
     unsynced = [option.device_type for option in problem.devices if option.sync is None]
     if unsynced and sum(option.num_devices for option in problem.devices) > 1:
@@ -294,12 +337,10 @@ def _warn_about_free_communication(problem: SplitProblem) -> None:
         )
 
 
-def _solve_split(problem: SplitProblem, request: SolveRequest) -> SplitPlan:
+def _solve_split(problem: SplitProblem, request: SolveRequest, clock: Clock) -> SplitPlan:
     flags = request.split
-    if flags.objective == "waste":
-        return _solve_waste(problem, flags)
-    if flags.top != 1:
-        raise ProblemError("--top lists EasyScale's configurations", hint="add --objective waste")
+    if request.objective == "waste":
+        return _solve_waste(problem, request.top)
     if flags.method == "exact":
         from ..solvers.split import solve as batch_split
 
@@ -307,19 +348,15 @@ def _solve_split(problem: SplitProblem, request: SolveRequest) -> SplitPlan:
     from ..solvers.split import milp as batch_split_milp
 
     backend: Literal["cbc", "highs"] = "cbc" if flags.method == "cbc" else "highs"
-    return batch_split_milp.solve(
-        problem, backend=backend, time_limit_seconds=request.limits.time_limit_seconds
-    )
+    return batch_split_milp.solve(problem, backend=backend, time_limit_seconds=clock.seconds_left)
 
 
-def _solve_waste(problem: SplitProblem, flags: SplitOptions) -> SplitPlan:
+def _solve_waste(problem: SplitProblem, top: int) -> SplitPlan:
     if problem.virtual_nodes is None:
         raise ProblemError("--objective waste needs maxP", hint="add --virtual-nodes maxP")
-    if flags.method != "exact":
-        raise ProblemError("--objective waste has one method", hint="leave --method out")
     from ..solvers.split import waste as est_mapping
 
-    return est_mapping.solve(problem, top=flags.top)
+    return est_mapping.solve(problem, top=top)
 
 
 def _with_origin(plan: SplitPlan, request: SolveRequest) -> SplitPlan:
@@ -338,5 +375,13 @@ def _with_origin(plan: SplitPlan, request: SolveRequest) -> SplitPlan:
         for profile in request.profiles
         if profile.emulation is not None and profile.device_type in used
     )
+    bounds = tuple(
+        SyncBound(device_type=profile.device_type, at_most_seconds=profile.sync.bound_seconds)
+        for profile in request.profiles
+        if profile.sync is not None
+        and profile.sync.bound_seconds is not None
+        and profile.device_type in used
+        and plan.num_devices > 1
+    )
     origin = {**(plan.provenance or {}), "pool": request.pool_name}
-    return dataclasses.replace(plan, emulated=emulated, provenance=origin)
+    return dataclasses.replace(plan, emulated=emulated, sync_bounds=bounds, provenance=origin)

@@ -3,23 +3,23 @@
 import logging
 from dataclasses import replace
 
-from ..schema.errors import BackendError, InfeasibleError, ProblemError
+from ..schema.errors import BackendError, InfeasibleError
 from ..schema.parallel import ParallelPlan, ParallelProblem, parallel_schedule
-from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
+from ..schema.schedule_traits import traits
 from .limits import Clock
 from .plan_dollars import priced
-from .request import PipelineOptions, SolveRequest
+from .request import SolveRequest
 from .solve_pipeline import links_between, trace_for
 
 _log = logging.getLogger("hetflow")
 
 
-def best_parallel(request: SolveRequest, clock: Clock | None = None) -> ParallelPlan:
+def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
     """Find and check the plan with the shortest step; with ``top``, the Pareto table too.
 
     Args:
         request: The request for a plan.
-        clock: Shares a time limit with other searches; None starts one.
+        clock: Shares a time limit with other searches.
 
     Raises:
         ProblemError: Profiles, pool and flags do not fit together.
@@ -32,7 +32,6 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
     from ..solvers.parallel.solve import solve
     from .parallel_problem import parallel_problem
 
-    _check_flags(request)
     asked = request.pipeline
     problem = parallel_problem(
         request.profiles,
@@ -47,7 +46,6 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
         sequence_parallel=bool(request.parallel.sequence_parallel),
         shard_optimizer=request.parallel.shard_optimizer,
     )
-    clock = clock or Clock(request.limits)
     try:
         plan = solve(problem, effort=clock.effort())
     except InfeasibleError:
@@ -63,7 +61,7 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     for line in _unused_degrees(problem):
         _log.warning(line)
-    others = alternatives(problem, plan, request.parallel.top - 1)
+    others = alternatives(problem, plan, request.top - 1)
     degrees = {size.tensor_parallel_size for size in problem.sizes}
     if degrees == {1} and request.strategy == "parallel":
         _log.info(
@@ -76,7 +74,7 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
             replace(one, predicted=priced(one.predicted, one.devices_by_type, request.pool))
             for one in others
         ),
-        with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
+        with_more_devices=gains(problem, plan) if request.top > 1 else (),
         sequence_parallel=request.parallel.sequence_parallel or None,
         link_bytes_per_second=asked.link_bytes_per_second,
         assumptions=links_between(
@@ -129,28 +127,3 @@ def _unused_degrees(problem: ParallelProblem) -> list[str]:
                 f"would take {unused[0]})"
             )
     return lines
-
-
-def goes_with_parallel(request: SolveRequest) -> bool:
-    """Whether no option of other kinds of plans was given, which would have no effect."""
-    asked = request.pipeline
-    kept = PipelineOptions(
-        schedule="auto" if asked.schedule == "auto" else DEFAULT_SCHEDULE,
-        microbatch_size=asked.microbatch_size,
-        link_bytes_per_second=asked.link_bytes_per_second,
-        num_model_chunks=asked.num_model_chunks,
-    )
-    return request.is_for_all_kinds and asked == kept
-
-
-def _check_flags(request: SolveRequest) -> None:
-    if not goes_with_parallel(request):
-        raise ProblemError(
-            "options of splits or of pipelines do not go with parallel plans",
-            hint="`hetflow solve parallel --help` lists those that do",
-        )
-    if request.fastest and request.strategy == "parallel":
-        raise ProblemError(
-            "--fastest does not go with parallel plans: the fastest on paper is what is taken",
-            hint="leave it out",
-        )

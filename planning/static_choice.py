@@ -20,7 +20,7 @@ from ..schema.market import Market
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from ..solvers.split.solve import solve
-from .inputs import devices_of, model_of
+from .inputs import model_of
 from .market_prices import DevicePrice, all_prices
 from .plan_dollars import dollars_per_million_samples
 from .split_problem import split_problem
@@ -399,7 +399,7 @@ def _plan_of_all(
     faults = check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
-    return plan if devices_of(plan) == devices else None
+    return plan if plan.devices_by_type == devices else None
 
 
 def _cheapest(prices: Sequence[DevicePrice], most: int) -> dict[int, list[DevicePrice]]:

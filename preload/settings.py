@@ -67,7 +67,9 @@ def identity() -> dict[str, object]:
     """
     limits = {name: resource.getrlimit(number)[1] for name, number in resources().items()}
     package = Path(__file__).resolve().parents[1]
-    return {"executable": sys.executable, "package": str(package), "hard_limits": limits}
+    # One Python has several names: python and python3, or a path through a link.
+    python = {name: os.path.realpath(getattr(sys, name)) for name in ("executable", "prefix")}
+    return {**python, "package": str(package), "hard_limits": limits}
 
 
 def resources() -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..devices.backend import DeviceRequest
 from ..schema.errors import HetflowError
-from ..schema.profile import Sync, SyncPoint
+from ..schema.profile import Sync
 from . import links
 from .carried import Carried, a_few, measured_and_carried
 from .crew import Crew
@@ -157,17 +157,10 @@ def _sync_of(
         "backend": crew.backend,
         **asdict(found.timing),
         "by_batch_size": {str(size): asdict(timing) for size, timing in found.by_size.items()},
-        "told_apart": bool(found.told_apart),
+        "told_apart": found.is_told_apart,
         "peak_memory_bytes": {str(size): peak for size, peak in found.peak_bytes.items()},
     }
-    measured = Sync(
-        num_devices=sync.num_devices,
-        sync_seconds=found.seconds,
-        by_batch_size=tuple(
-            SyncPoint(batch_size=size, sync_seconds=seconds)
-            for size, seconds in found.told_apart.items()
-        ),
-    )
+    measured = found.sync(sync.num_devices)
     if not sync.links:
         return measured, provenance, found.peak_bytes, found.beside_bytes
     crew.release()
@@ -177,7 +170,12 @@ def _sync_of(
         told = {**provenance, "at_batch_1": of_messages}
         return measured, told, found.peak_bytes, found.beside_bytes
     return (
-        replace(with_messages, sync_seconds=found.seconds, by_batch_size=measured.by_batch_size),
+        replace(
+            measured,
+            latency_seconds=with_messages.latency_seconds,
+            bytes_per_second=with_messages.bytes_per_second,
+            messages=with_messages.messages,
+        ),
         {**provenance, "at_batch_1": of_messages},
         found.peak_bytes,
         found.beside_bytes,

@@ -121,6 +121,7 @@ def _summary(
         "single": asdict(single),
         "distributed": asdict(distributed),
     }
+    known_seconds, at_most_seconds = distributed.minus(single).known_or_bound
     note = _shared_cores(request, options.num_devices)
     if note:
         provenance["note"] = note
@@ -128,7 +129,8 @@ def _summary(
     fit = _ring_of(options.num_devices, messages, provenance) if messages else None
     sync = Sync(
         num_devices=options.num_devices,
-        sync_seconds=max(0.0, distributed.median_seconds - single.median_seconds),
+        sync_seconds=known_seconds,
+        at_most_seconds=at_most_seconds,
         latency_seconds=fit.latency_seconds if fit else None,
         bytes_per_second=fit.bytes_per_second if fit else None,
         messages=messages,

@@ -1,7 +1,9 @@
 """Count the operations and bytes of a model's passes, on tensors with shapes but no values.
 
 The workload runs whole (loss, backward, update) under torch's FakeTensorMode: nothing is computed
-and next to no memory is taken, so a laptop can count a model that fits no device of its own.
+and next to no memory is taken, so a laptop can count a model that fits no device of its own. Where
+making a batch needs values (a random augmentation, say), batches are made for real, and only their
+shapes go on.
 Floating-point operations are those of ``torch.utils.flop_counter``. Bytes are those of an
 operator's distinct inputs and outputs: run eagerly, each moves through memory once.
 """
@@ -9,7 +11,7 @@ operator's distinct inputs and outputs: run eagerly, each moves through memory o
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -202,9 +204,10 @@ def count_model(
 
     with _without_onednn(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         workload = _loaded(target, fake)
+        first = min([*sizes, *layers_at])
+        make = _batches(target, workload.make_batch, first)
+        workload = replace(workload, make_batch=partial(_faked_batch, fake, make))
         bench = Bench(workload, TORCH_DEVICE, optimizer)
-        make = bench.make_batch
-        bench.make_batch = partial(_faked_batch, fake, make)  # type: ignore[method-assign]
         with _values_are_missing(target):
             counts = _counted(bench, sizes, layers_at, is_enough)
     if workload.make_optimizer is None:
@@ -265,6 +268,34 @@ def _fake_weights(model: Any, fake: Any) -> None:
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = without_values(tensor)
+
+
+def _batches(target: targets.Target, make: Callable[[int], Any], size: int) -> Callable[[int], Any]:
+    """What makes batches: without values where that goes, else for real.
+
+    Random draws of ``make_batch`` need no more than to run for real; where its samples' values
+    matter too, they are of a workload that was built for real. What then fails is its own fault,
+    and is raised where the batch is asked for.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    def for_real(made: Callable[[int], Any], size: int) -> Any:
+        with unset_fake_temporarily():
+            return made(size)
+
+    @cache
+    def built_for_real() -> Callable[[int], Any]:
+        with unset_fake_temporarily():
+            return targets.load(target).make_batch
+
+    def as_built(size: int) -> Any:
+        return for_real(built_for_real(), size)
+
+    for way in (make, partial(for_real, make), as_built):
+        with suppress(Exception):
+            way(size)
+            return way
+    return make
 
 
 def _faked_batch(fake: Any, make: Callable[[int], Any], size: int) -> Any:

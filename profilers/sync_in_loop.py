@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from ..runtime.median import FEWEST_FOR_AN_INTERVAL
 from ..runtime.step_times import StepTimes
+from ..schema.profile import Sync, SyncPoint
 from .crew import Crew, GroupPeak
 from .rehearsal import config_of
 from .timing import Timing
@@ -52,19 +53,26 @@ class SyncInLoop:
     beside_bytes: int | None = None
 
     @property
-    def seconds(self) -> float:
-        """The median over rounds and sizes, never negative."""
-        return max(0.0, self.timing.median_seconds)
-
-    @property
-    def told_apart(self) -> dict[int, float]:
-        """[sizes] the medians, never negative; empty where their intervals leave one for all."""
+    def is_told_apart(self) -> bool:
+        """Whether sizes differ: their intervals leave no one value for all."""
         found = self.by_size.values()
         if any(timing.repeats < FEWEST_FOR_AN_INTERVAL for timing in found):
-            return {}
-        if max(t.low_seconds for t in found) <= min(t.high_seconds for t in found):
-            return {}
-        return {size: max(0.0, t.median_seconds) for size, t in self.by_size.items()}
+            return False
+        return max(t.low_seconds for t in found) > min(t.high_seconds for t in found)
+
+    def sync(self, num_devices: int) -> Sync:
+        """The profile's record of it, on so many devices."""
+        seconds, at_most_seconds = self.timing.known_or_bound
+        points = []
+        for size, timing in self.by_size.items() if self.is_told_apart else ():
+            known, bound = timing.known_or_bound
+            points.append(SyncPoint(batch_size=size, sync_seconds=known, at_most_seconds=bound))
+        return Sync(
+            num_devices=num_devices,
+            sync_seconds=seconds,
+            at_most_seconds=at_most_seconds,
+            by_batch_size=tuple(points),
+        )
 
 
 def measure_sync_in_loop(

@@ -41,6 +41,28 @@ class Timing:
             return None
         return (self.high_seconds - self.low_seconds) / 2 / self.median_seconds
 
+    def minus(self, other: "Timing") -> "Timing":
+        """The difference of two that were measured apart; its interval is the widest one."""
+        median = self.median_seconds - other.median_seconds
+        return Timing(
+            median_seconds=median,
+            low_seconds=self.low_seconds - other.high_seconds,
+            high_seconds=self.high_seconds - other.low_seconds,
+            spread=max(self.spread, other.spread),
+            repeats=min(self.repeats, other.repeats),
+        )
+
+    @property
+    def known_or_bound(self) -> tuple[float | None, float | None]:
+        """A difference's seconds, and None; or None, and their bound, if it may be zero.
+
+        It may be where the interval reaches zero. Where all of the interval is below zero, noise
+        was at least as large as its far end, and may hide as much.
+        """
+        if self.low_seconds > 0:
+            return self.median_seconds, None
+        return None, self.high_seconds if self.high_seconds > 0 else -self.low_seconds
+
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
         """Summarise at least one sample; the interval is the whole range below six."""

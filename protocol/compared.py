@@ -65,9 +65,14 @@ def _of_split(plan: SplitPlan, devices: Sequence[DeviceRun]) -> Iterator[TermCom
 
 
 def _own_seconds(device: DeviceRun) -> float:
-    """Seconds of a worker's virtual nodes and fixed cost."""
+    """Seconds of a worker's virtual nodes and fixed cost; at least 0.
+
+    Medians of parts do not add up to the median of the whole, so the difference may be negative.
+    """
     terms = device.terms
-    return 0.0 if terms is None else terms.step.seconds - terms.sync.seconds - terms.update.seconds
+    if terms is None:
+        return 0.0
+    return max(0.0, terms.step.seconds - terms.sync.seconds - terms.update.seconds)
 
 
 def _nodes_seconds(device: DeviceRun, virtual_nodes: int) -> float:

@@ -10,6 +10,7 @@ imports torch or uses the network.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,7 @@ CHANNEL = "HETFLOW_CHANNEL"  # what the control channel is for: a `Channel`
 JOINS = "HETFLOW_JOINS"  # the generation that a joining worker will join
 HANDOVER = "HETFLOW_HANDOVER"  # folder in which a pipeline saves its parts for a new plan
 FOLLOWS = "HETFLOW_FOLLOWS"  # whether others train until this worker is ready
+FIRST_STEP = "HETFLOW_FIRST_STEP"  # file that a worker makes when it has completed its first step
 # What the control channel carries; each value includes those before it: heartbeats; changes of
 # workers while the job trains; continuing after workers die; the same over the devices' library,
 # for which the host waits for the device at the end of each step.
@@ -131,6 +133,17 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         handover_folder=Path(env[HANDOVER]) if env.get(HANDOVER) else None,
         follows=env.get(FOLLOWS) == "1",
     )
+
+
+def tell_first_step() -> None:
+    """Make the file that whoever runs this launch waits for, if one does; later calls do nothing.
+
+    The variable goes, so that no launch that the script starts makes the file.
+    """
+    path = os.environ.pop(FIRST_STEP, None)
+    if path is not None:
+        with suppress(OSError):
+            Path(path).touch()
 
 
 def read_plan(

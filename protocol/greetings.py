@@ -13,13 +13,16 @@ from ..schema.records import Index, Name, adapter_of, faults_of, record
 class Greeting:
     """A host's greeting to node 0.
 
-    ``plan`` is the digest of the host's plan, ``policy`` what to do when a worker dies, and
-    ``devices`` what the host contributes (type -> number).
+    ``plan`` and ``script`` are digests of the host's files, ``policy`` is what to do when a worker
+    dies, and ``devices`` what the host contributes (type -> number).
     """
 
     host: Name
     hetflow: Name
     plan: Name
+    seed: Index
+    determinism: Name
+    script: Name
     policy: Name
     devices: dict[str, Index]
 

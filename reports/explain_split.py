@@ -78,6 +78,7 @@ def _slowest(plan: SplitPlan) -> DeviceGroup | None:
 def _remarks(plan: SplitPlan, predicted: Prediction) -> Iterator[str]:
     yield from map(str, plan.estimates)
     yield from map(str, plan.reserves)
+    yield from map(str, plan.sync_bounds)
     if predicted.compute_seconds is None:
         return
     if predicted.load_seconds is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..schema.errors import HetflowError
 from ..schema.simulation import SimulationRun, Span
-from .plots import new_figure, rendered
+from .plots import log_axis, new_figure, rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
     upper.set_ylabel(_held(len(rows), sum(run.num_devices.values())))
     times = sorted(job.completion_seconds / _HOUR for job in run.jobs)
     lower.step(times, [(i + 1) / len(times) for i in range(len(times))], where="post")
-    lower.set_xscale("log")
+    log_axis(lower, "x")
     lower.set_xlabel("completion time (h)")
     lower.set_ylabel("share of jobs")
     lower.grid(visible=True, which="major", alpha=0.3)

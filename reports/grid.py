@@ -1,19 +1,78 @@
 """The common format of tables and numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from textwrap import wrap
+
+_most_characters: ContextVar[int | None] = ContextVar("most_characters", default=None)
+_LEAST = 8  # characters of a column whose words are broken
+
+Cells = list[list[str]]
+
+
+@contextmanager
+def fitted_to(width: int | None) -> Iterator[None]:
+    """Make the tables of this context at most so many characters wide; None sets no limit."""
+    before = _most_characters.set(width)
+    try:
+        yield
+    finally:
+        _most_characters.reset(before)
 
 
 def grid(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A plain-text table; numbers are printed as given. A column without a name has no rule."""
-    from tabulate import tabulate
+    """A plain-text table; numbers are printed as given. A column without a name has no rule.
 
-    table = str(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
-    head, rule, *body = table.split("\n")
-    rules = [
-        dashes if name else " " * len(dashes)
-        for name, dashes in zip(headers, rule.split("  "), strict=True)
+    If the table is too wide, cells go over several lines: at blanks, and within words only where
+    nothing else helps.
+    """
+    cells = [[str(cell) for cell in row] for row in (headers, *rows)]
+    widths, gap = [max(len(name) + 2, *each) for name, each in _columns(cells)], "  "
+    most = _most_characters.get()
+    if most is not None and sum(widths) + len(gap) * (len(widths) - 1) > most:
+        widths, gap = _fitting(cells, most)
+    head, *body = (_lines(row, widths, gap) for row in cells)
+    rule = gap.join(("-" if name else " ") * n for name, n in zip(headers, widths, strict=True))
+    return "\n".join([*head, rule.rstrip(), *(line for row in body for line in row)])
+
+
+def _columns(cells: Cells) -> Iterator[tuple[str, list[int]]]:
+    """The name of each column, and the lengths of its cells."""
+    for column in zip(*cells, strict=True):
+        yield column[0], [len(cell) for cell in column]
+
+
+def _fitting(cells: Cells, most: int) -> tuple[list[int], str]:
+    """The widths of columns, and the gap between them, of a table of at most so many characters."""
+    whole = [max(lengths) for _, lengths in _columns(cells)]
+    words = [
+        max(len(word) for cell in column for word in cell.split() or [""])
+        for column in zip(*cells, strict=True)
     ]
-    return "\n".join([head, "  ".join(rules).rstrip(), *body])
+    for least, gap in ((words, "  "), (words, " "), ([min(_LEAST, n) for n in words], " ")):
+        widths = list(whole)
+        room = most - len(gap) * (len(widths) - 1)
+        while sum(widths) > room and widths != least:
+            widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
+            widths[widest] -= 1
+        if sum(widths) <= room:
+            break
+    return widths, gap
+
+
+def _lines(row: list[str], widths: list[int], gap: str) -> list[str]:
+    wrapped = [
+        [cell] if len(cell) <= width else wrap(cell, width, break_on_hyphens=False)
+        for cell, width in zip(row, widths, strict=True)
+    ]
+    return [
+        gap.join(
+            (lines[number] if number < len(lines) else "").ljust(width)
+            for lines, width in zip(wrapped, widths, strict=True)
+        ).rstrip()
+        for number in range(max(map(len, wrapped)))
+    ]
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -24,3 +83,8 @@ def milliseconds(seconds: float | None) -> str:
 def mebibytes(size: int | None) -> str:
     """Bytes as text in MiB; a dash where unknown."""
     return "-" if size is None else f"{size / (1 << 20):,.1f} MiB"
+
+
+def layers_text(layers: Sequence[str]) -> str:
+    """The first and the last of a stage's layers, and their number."""
+    return f"{layers[0]} .. {layers[-1]} ({len(layers)})" if len(layers) > 1 else layers[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..schema.errors import HetflowError
 from ..schema.market import Availability, Market, PriceHistory
-from .plots import new_figure, rendered
+from .plots import log_axis, new_figure, rendered
 
 _PANEL_INCHES = 2.2
 _LINE_INCHES = 0.15  # height of a legend's line, approximately
@@ -220,13 +220,12 @@ def choices_image(
         )  # fmt: skip
     axes.set_xlabel("hours")
     axes.set_ylabel("dollars")
-    for scale, axis in ((axes.set_xscale, axes.xaxis), (axes.set_yscale, axes.yaxis)):
-        scale("log")
-        axis.set_major_formatter("{x:g}")
+    log_axis(axes, "x")
+    log_axis(axes, "y")
     axes.margins(0.08, 0.12)
     axes.set_title(title)
     axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
     return rendered(figure, file_format)
 
 

@@ -33,8 +33,12 @@ def rent_table(report: RentReport) -> str:
     ]
     if report.choice is not None:
         lines.append(f"take {report.choice}: the cheapest that was never late")
-    if report.expected_dollars is not None:
-        lines.append(f"dynamic_program expects {report.expected_dollars:.2f} $ from its history")
+    lines += _expected(report)
+    if report.unused_seconds:
+        lines.append(
+            f"{report.unused_seconds / 3600:.4g} h that were given are in no window: less than "
+            f"{report.deadline_seconds / 3600:g} h were left, or they are unknown"
+        )
     return "\n".join(lines)
 
 
@@ -63,8 +67,7 @@ def fleet_table(report: FleetReport) -> str:
     ]
     if report.choice is not None:
         lines.append(f"take {report.choice}: the cheapest that was never late")
-    if report.expected_dollars is not None:
-        lines.append(f"dynamic_program expects {report.expected_dollars:.2f} $ from its history")
+    lines += _expected(report)
     return "\n".join(lines)
 
 
@@ -100,9 +103,28 @@ def zones_table(report: ZonesReport) -> str:
     ]
     if report.choice is not None:
         lines.append(f"take {report.choice}: the cheapest that was never late")
-    if report.expected_dollars is not None:
-        lines.append(f"dynamic_program expects {report.expected_dollars:.2f} $ from its history")
+    lines += _expected(report)
+    if report.most_zones_to_learn is not None:
+        lines.append(
+            f"dynamic_program was left out: it learns up to {report.most_zones_to_learn} zones"
+        )
     return "\n".join(lines)
+
+
+def _expected(report: RentReport | FleetReport | ZonesReport) -> list[str]:
+    if report.expected_dollars is None:
+        return []
+    line = f"dynamic_program expects {report.expected_dollars:.2f} $ from its history"
+    if report.expected_dollars_90 is not None:
+        low, high = report.expected_dollars_90
+        line += f", and 9 in 10 jobs to cost {low:.2f} to {high:.2f} $"
+    lines = [line]
+    if report.decision_seconds is not None:
+        lines.append(
+            f"dynamic_program decides each {report.decision_seconds:g} s: its table of every tick "
+            "would be too large"
+        )
+    return lines
 
 
 def _spread(dollars: Sequence[float]) -> tuple[str, ...]:
@@ -120,7 +142,7 @@ def strategies_table(report: PriceReport) -> str:
             f"{outcome.dollars:.2f}",
             f"{outcome.seconds / 3600:.1f}",
             outcome.num_moves,
-            " > ".join(f"{one.cloud} {one.place} {one.instance_type}" for one in outcome.held),
+            " > ".join(one.title for one in outcome.held),
         )
         for name, outcome in report.outcomes.items()
     ]

@@ -10,7 +10,8 @@ from ..schema.parallel import (
     ParallelStage,
 )
 from ..schema.plan import Prediction
-from .grid import grid, mebibytes, milliseconds
+from ..schema.plans import claim_of
+from .grid import grid, layers_text, mebibytes, milliseconds
 from .parallel_terms import step_terms
 
 
@@ -19,7 +20,7 @@ def parallel_table(plan: ParallelPlan) -> str:
     rows = [
         (
             number,
-            f"{stage.layers[0]} .. {stage.layers[-1]} ({len(stage.layers)})",
+            layers_text(stage.layers),
             _replicas(stage),
             ", ".join(str(group.samples) for group in stage.replicas),
             stage.recompute,
@@ -42,7 +43,7 @@ def parallel_table(plan: ParallelPlan) -> str:
         + (", shared by the replicas of a stage" if plan.shard_optimizer else ""),
         grid(headers, rows),
         _step(plan.predicted),
-        f"{proof.termination}, gap {gap}: {proof.method}",
+        f"{claim_of(plan)}, gap {gap}: {proof.method}",
         f"searched: {proof.space}",
     ]
     if plan.alternatives:

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..schema.errors import HetflowError
 from ..schema.plan import SplitPlan
@@ -31,14 +31,18 @@ def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
     for profile in profiles:
         sizes = [point.batch_size for point in profile.batch_curve]
         rates = [point.batch_size / point.step_seconds for point in profile.batch_curve]
-        axes.plot(sizes, rates, marker="o", label=_label(profile))
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+        errors = [
+            rate * (point.step_seconds_error or 0.0)
+            for rate, point in zip(rates, profile.batch_curve, strict=True)
+        ]
+        axes.errorbar(sizes, rates, yerr=errors, marker="o", capsize=3, label=_label(profile))
+    log_axis(axes, "x")
+    log_axis(axes, "y")
     axes.set_xlabel("batch size (samples)")
     axes.set_ylabel("samples per second, forward + backward")
     axes.set_title(" / ".join(sorted({profile.model for profile in profiles})))
     axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     return rendered(figure, file_format)
 
 
@@ -67,7 +71,8 @@ def split_image(plan: SplitPlan, file_format: str) -> bytes:
             f"{group.virtual_node_batch_size} samples"
         )
     compute = plan.predicted.compute_seconds or 0.0
-    _draw_tail(axes, compute, plan)
+    if _draw_tail(axes, compute, plan):
+        figure.legend(loc="outside right upper")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the start of a step (predicted)")
@@ -88,7 +93,8 @@ def _draw_passes(axes: Any, row: int, passes: int, seconds: float) -> None:
     )
 
 
-def _draw_tail(axes: Any, compute: float, plan: SplitPlan) -> None:
+def _draw_tail(axes: Any, compute: float, plan: SplitPlan) -> bool:
+    """Draw what follows the passes; whether there is anything."""
     left = compute
     for seconds, color, label in (
         (plan.predicted.sync_seconds, "tab:orange", "synchronise"),
@@ -97,8 +103,7 @@ def _draw_tail(axes: Any, compute: float, plan: SplitPlan) -> None:
         if seconds:
             axes.axvspan(left, left + seconds, color=color, alpha=0.4, label=label)
             left += seconds
-    if left > compute:
-        axes.legend(loc="lower right")
+    return left > compute
 
 
 def _label(profile: Profile) -> str:
@@ -118,6 +123,17 @@ def new_figure(*, height_inches: float = 4.0) -> "Figure":
             "plots need matplotlib, which is not installed", hint="pip install 'hetflow[plots]'"
         ) from None
     return Figure(figsize=(7, height_inches), layout="constrained")
+
+
+def log_axis(axes: Any, which: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 times powers of ten."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def rendered(figure: "Figure", file_format: str) -> bytes:

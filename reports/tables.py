@@ -9,10 +9,11 @@ from ..schema.odds import OddsReport
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import Prediction, Proof, SplitPlan
+from ..schema.plans import claim_of
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from . import cluster_tables
-from .grid import grid, mebibytes, milliseconds
+from .grid import grid, layers_text, mebibytes, milliseconds
 from .market_tables import (
     fleet_table,
     market_table,
@@ -112,13 +113,14 @@ def plan_table(plan: SplitPlan) -> str:
         f"{plan.model}, global batch {plan.global_batch_size}",
         grid(("devices", "batch per device", "virtual nodes", "compute"), rows),
         _parts_text(plan.predicted, estimated=bool(plan.estimates)),
-        _proof_text(plan.proof),
+        _proof_text(plan),
     ]
     lines += [
         *_simpler_lines(plan.proof),
         *_est_lines(plan),
         *map(str, plan.estimates),
         *map(str, plan.reserves),
+        *map(str, plan.sync_bounds),
     ]
     return "\n".join(lines)
 
@@ -131,7 +133,7 @@ def pipeline_table(plan: PipelinePlan) -> str:
             number,
             f"{stage.num_replicas} x "
             f"{device_name(stage.device_type, False, stage.device_type in estimated)}",
-            f"{stage.layers[0]} .. {stage.layers[-1]} ({len(stage.layers)})",
+            layers_text(stage.layers),
             milliseconds(stage.compute_seconds),
             milliseconds(stage.output_seconds),
             stage.num_in_flight,
@@ -150,7 +152,7 @@ def pipeline_table(plan: PipelinePlan) -> str:
         f"{'' if plan.optimizer is None else f'; memory counts {plan.optimizer}'}",
         grid(headers, rows),
         _parts_text(plan.predicted, estimated=bool(plan.estimates)),
-        f"minimised: {_MINIMISED[plan.objective]}; {_proof_text(plan.proof)}",
+        f"minimised: {_MINIMISED[plan.objective]}; {_proof_text(plan)}",
     ]
     lines += [f"assumed: {sentence}" for sentence in plan.assumptions]
     if plan.trace is not None and plan.trace.obstacle is not None:
@@ -187,8 +189,8 @@ def _parts_text(predicted: Prediction, *, estimated: bool) -> str:
     return f"{total}; {predicted.samples_per_second:.1f} samples/s{dollars_text(predicted)}"
 
 
-def _proof_text(proof: Proof) -> str:
-    return f"{proof.termination}, gap {_percent(proof.gap)}: {proof.method}"
+def _proof_text(plan: SplitPlan | PipelinePlan) -> str:
+    return f"{claim_of(plan)}, gap {_percent(plan.proof.gap)}: {plan.proof.method}"
 
 
 def _simpler_lines(proof: Proof) -> list[str]:
@@ -300,4 +302,6 @@ def _percent(fraction: float | None) -> str:
 def _sync_text(profile: Profile) -> str:
     if profile.sync is None:
         return "sync not measured"
-    return f"sync {milliseconds(profile.sync.sync_seconds)} on {profile.sync.num_devices} devices"
+    at_most = "" if profile.sync.sync_seconds is not None else "unknown, at most "
+    seconds = milliseconds(profile.sync.counted_seconds)
+    return f"sync {at_most}{seconds} on {profile.sync.num_devices} devices"

@@ -7,6 +7,7 @@ microbatch (from 0); a letter after it is the model chunk, where a rank holds se
 
 from collections.abc import Iterator
 from html import escape
+from math import floor, log10
 
 from ..schedules.counting import peak_weight_versions
 from ..schedules.operations import Kind, Operation
@@ -33,8 +34,16 @@ _COLOURS = {
     Kind.BACKWARD_WEIGHT: "#ffe69c",
     Kind.UPDATE: "#e2a6d0",
 }
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "gradient of the input",
+    Kind.BACKWARD_WEIGHT: "gradient of the weights",
+    Kind.UPDATE: "update",
+}
+_IDLE = "#eeeeee"
 _LEGEND = "- forward  = backward  ~ weight gradient  # update  . idle"
-_ROW, _BAR, _LEFT, _TOP = 28, 22, 90, 34
+_ROW, _BAR, _LEFT, _TOP = 28, 22, 90, 58
 
 Bar = tuple[Operation, Span]
 
@@ -77,13 +86,14 @@ def svg_timeline(timing: Timing, *, width: int = 1200) -> str:
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="8" y="18" font-size="13">{escape(summary(timing))}</text>',
+        *_svg_legend(timing),
     ]
     for rank in range(timing.schedule.num_ranks):
         top = _TOP + rank * _ROW
         parts.append(f'<text x="8" y="{top + 15}">rank {rank}</text>')
         parts.append(
             f'<rect x="{_LEFT}" y="{top}" width="{timing.makespan_seconds * scale:.2f}" '
-            f'height="{_BAR}" fill="#eeeeee"/>'
+            f'height="{_BAR}" fill="{_IDLE}"/>'
         )
         parts += [_svg_bar(timing, rank, bar, scale, top) for bar in _bars(timing, rank)]
     parts += _svg_axis(timing, scale, height)
@@ -107,7 +117,7 @@ def html_timeline(timing: Timing, *, title: str | None = None) -> str:
 <style>
 body {{ font-family: sans-serif; margin: 2em; }}
 td, th {{ padding: 0.2em 1em; text-align: right; }}
-.timeline {{ overflow-x: auto; }}
+.timeline svg {{ max-width: 100%; height: auto; }}
 </style>
 </head>
 <body>
@@ -182,9 +192,30 @@ def _svg_bar(timing: Timing, rank: int, bar: Bar, scale: float, top: int) -> str
     )
 
 
+def _svg_legend(timing: Timing) -> Iterator[str]:
+    """A square of each colour that the picture has, with its name."""
+    ranks = range(timing.schedule.num_ranks)
+    drawn = {operation.kind for rank in ranks for operation, _ in _bars(timing, rank)}
+    shown = [(_COLOURS[kind], _NAMES[kind]) for kind in _COLOURS if kind in drawn]
+    x = _LEFT
+    for colour, name in [*shown, (_IDLE, "idle")]:
+        yield (
+            f'<rect x="{x}" y="30" width="12" height="12" fill="{colour}" stroke="#666666" '
+            f'stroke-width="0.5"/><text x="{x + 17}" y="40">{name}</text>'
+        )
+        x += 40 + 6 * len(name)
+
+
+def _round_ticks(seconds: float) -> Iterator[float]:
+    """Times at multiples of 1, 2 or 5 times a power of ten: at most ten of them."""
+    least = seconds / 8 or 1.0
+    power = 10.0 ** floor(log10(least))
+    apart = next(power * n for n in (1, 2, 5, 10) if power * n >= least)
+    yield from (number * apart for number in range(int(seconds / apart * (1 + 1e-9)) + 1))
+
+
 def _svg_axis(timing: Timing, scale: float, height: int) -> Iterator[str]:
-    for tick in range(9):
-        seconds = timing.makespan_seconds * tick / 8
+    for seconds in _round_ticks(timing.makespan_seconds):
         x = _LEFT + seconds * scale
         yield (
             f'<line x1="{x:.2f}" y1="{_TOP - 4}" x2="{x:.2f}" y2="{height - 30}" '

@@ -16,21 +16,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .initial_values import deferred
     from .job import Job
+    from .losses import Weighted
     from .start import prepare
     from .tensor.roles import tensor_parallel
     from .weights import load_weights
 
-__all__ = ["Job", "deferred", "load_weights", "prepare", "tensor_parallel"]
+__all__ = ["Job", "Weighted", "deferred", "load_weights", "prepare", "tensor_parallel"]
 
 
 def __getattr__(name: str) -> object:
     """Import a public name, and torch with it, on first use: planning starts without torch."""
     if name in __all__:
-        from . import initial_values, job, start, weights
+        from . import initial_values, job, losses, start, weights
         from .tensor import roles
 
         return {
             "Job": job.Job,
+            "Weighted": losses.Weighted,
             "deferred": initial_values.deferred,
             "load_weights": weights.load_weights,
             "prepare": start.prepare,

@@ -10,7 +10,8 @@ virtual nodes, weighted by their batch sizes and summed in order of virtual node
 script writes a buffer between steps, all virtual nodes use the new value from then on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -302,3 +303,23 @@ def buffer_places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 def find_slots(model: nn.Module) -> list[BufferSlot]:
     """Every buffer of a model once, in order of registration, with all its places."""
     return [BufferSlot.of(name, places) for name, places in buffer_places(model).items()]
+
+
+@contextmanager
+def buffers_apart(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give modules copies of their buffers for a while; what is written to them is dropped."""
+    held = [
+        (module, name, buffer)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        # Other stages' buffers of a pipeline have no values here, and refuse to be read.
+        if buffer is not None and not getattr(type(buffer), "is_refusing", False)
+    ]
+    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in held}
+    for module, name, buffer in held:
+        module._buffers[name] = copies[id(buffer)]
+    try:
+        yield
+    finally:
+        for module, name, buffer in held:
+            module._buffers[name] = buffer

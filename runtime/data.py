@@ -5,10 +5,11 @@ transforms draw depend on (seed, epoch, sample) only: not on the number of worke
 or of data-loading processes.
 """
 
-from collections import Counter
+import copy
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ from .shares import slices
 from .streams import generator_of, seed_host_streams
 
 Broadcast = Callable[[list[int]], list[int]]
+FirstSamples = Callable[["Sequence[tuple[int, int]]"], list[Any]]
+"""Collates ranges (start, end) of a global batch's samples, on this worker's device."""
 Key = tuple[int, int, int]  # epoch, sample index, how often it was drawn before in the epoch
 
 
@@ -57,6 +60,7 @@ class Batch:
     is_full: bool
     passes: tuple[Pass, ...]
     _feed: Iterator[Any] = field(repr=False)
+    first_samples: FirstSamples | None = field(default=None, repr=False)
     _taken: bool = field(default=False, repr=False)
     is_done: bool = False  # all workers have its gradient, or skipped it
 
@@ -67,10 +71,32 @@ class Batch:
             TargetError: It was called before: a batch can be used once.
         """
         if self._taken:
-            raise TargetError("this batch was used already", hint="call job.backward once a batch")
+            raise TargetError(
+                "this batch was used already: job.backward takes each batch once",
+                hint="add the losses up in one function; or take the next batch for the next "
+                "backward pass, as for a GAN's two models in turns. What needs the same batch "
+                "again (LBFGS, SAM) is not supported",
+            )
         self._taken = True
         for item in self.passes:
             yield item, next(self._feed)
+
+    def __iter__(self) -> NoReturn:
+        """Refuse ``for x, y in job.batches(loader)``: no worker has the whole batch.
+
+        Raises:
+            TargetError: Always; it says what to write.
+        """
+        raise TargetError(
+            "a batch of job.batches holds no tensors: each worker runs the virtual nodes that it "
+            "has, and job.backward calls the loss function with the samples of each",
+            hint="for batch in job.batches(loader): job.backward(lambda x, y: loss(model(x), y), "
+            "batch)",
+        )
+
+    def __getitem__(self, _: object) -> NoReturn:
+        """Refuse ``batch[0]`` and ``batch["x"]`` as ``__iter__`` does."""
+        self.__iter__()
 
     def discard(self) -> None:
         """Skip passes that were not used, so that the next batch gets its own samples."""
@@ -89,10 +115,16 @@ def check_loader(loader: object, global_batch_size: int | None) -> None:
 
     Raises:
         TargetError: Not a DataLoader, iterable-style data, a custom batch sampler, a sampler that
-            shards by itself, or a batch size other than the plan's.
+            shards by itself, a shuffle by a generator of the script's, or a batch size other than
+            the plan's.
     """
     if not isinstance(loader, DataLoader):
-        raise TargetError(f"job.batches needs a torch DataLoader, got {type(loader).__name__}")
+        raise TargetError(
+            f"job.batches needs a torch DataLoader, got {type(loader).__name__}",
+            hint="let the __getitem__(index) of a dataset give one sample (a window of the text at "
+            "that index, where a get_batch() draws windows), and give DataLoader(dataset, "
+            "batch_size=..., shuffle=True)",
+        )
     if isinstance(loader.dataset, IterableDataset):
         raise TargetError(
             "an IterableDataset cannot be shared out exactly once: its samples have no index",
@@ -107,6 +139,13 @@ def check_loader(loader: object, global_batch_size: int | None) -> None:
         raise TargetError(
             "a DistributedSampler shards the data, and hetflow would shard it again",
             hint="give DataLoader shuffle=True instead",
+        )
+    sampler: Any = loader.sampler
+    if _is_plain_shuffle(sampler) and sampler.generator is not None:
+        raise TargetError(
+            "the loader shuffles by a generator of its own, whose state a joining worker or a "
+            "restart does not have",
+            hint="leave generator= out: the order is keyed by hf.prepare(seed=...) and the epoch",
         )
     if global_batch_size is not None and loader.batch_size != global_batch_size:
         raise TargetError(
@@ -245,6 +284,11 @@ class PassSampler(Sampler[list[Key]]):
         is_full = num_samples == self.global_batch_size
         return self._full_cuts if is_full else slices(num_samples, self.batch_sizes)
 
+    def keys_of(self, step: int, ranges: Sequence[tuple[int, int]]) -> list[list[Key]]:
+        """The keys of ranges (start, end) of a global batch's samples."""
+        begin = step * self.global_batch_size
+        return [self._keys(begin + start, begin + end) for start, end in ranges]
+
     def __iter__(self) -> Iterator[list[Key]]:
         for step in range(self.first_step, self.num_steps):
             begin = step * self.global_batch_size
@@ -275,9 +319,19 @@ def _repeats(order: Sequence[int]) -> list[int] | None:
 
 
 def pass_loader(
-    loader: "DataLoader[Any]", sampler: PassSampler, seed: int, device: torch.device
+    loader: "DataLoader[Any]",
+    sampler: Iterable[list[Key]],
+    seed: int,
+    device: torch.device,
+    *,
+    is_lasting: bool = True,
 ) -> Iterable[Any]:
-    """The script's DataLoader, with passes as its batches and samples keyed for random streams."""
+    """The script's DataLoader, with passes as its batches and samples keyed for random streams.
+
+    One that is not ``is_lasting`` reads a few passes once, with one process where the script's
+    loader has some: a dataset may not be readable in more processes than those.
+    """
+    num_workers = loader.num_workers if is_lasting else min(loader.num_workers, 1)
     dataset: Dataset[Any] = KeyedDataset(loader.dataset, seed)
     collate: Callable[[Any], Any] = loader.collate_fn
     pins = loader.pin_memory and not backend_of(device).is_host
@@ -289,15 +343,15 @@ def pass_loader(
     return DataLoader(
         dataset,
         batch_sampler=sampler,
-        num_workers=loader.num_workers,
+        num_workers=num_workers,
         collate_fn=collate,
         pin_memory=pins,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=context_of(loader.num_workers, loader.multiprocessing_context),
+        multiprocessing_context=context_of(num_workers, loader.multiprocessing_context),
         generator=generator_of(seed, "loader"),
         prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
+        persistent_workers=loader.persistent_workers and is_lasting,
     )
 
 
@@ -341,6 +395,11 @@ def to_device(item: Any, device: torch.device) -> Any:
     return _map_tensors(item, lambda tensor: tensor.to(device, non_blocking=True))
 
 
+def copied(item: Any) -> Any:
+    """A collated batch with copies of its tensors."""
+    return _map_tensors(item, Tensor.clone)
+
+
 def _map_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(item, Tensor):
         return change(item)
@@ -348,8 +407,15 @@ def _map_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(item)(*(_map_tensors(entry, change) for entry in item))
     if isinstance(item, list | tuple):
         return type(item)(_map_tensors(entry, change) for entry in item)
-    if isinstance(item, dict):
+    if type(item) is dict:
         return {key: _map_tensors(entry, change) for key, entry in item.items()}
-    if hasattr(item, "data") and isinstance(item.data, dict) and hasattr(item, "to"):
-        item.data = _map_tensors(item.data, change)  # transformers' BatchEncoding
+    if isinstance(item, dict):  # of the same type, such as OrderedDict
+        made: Any = copy.copy(item)
+        for key, entry in item.items():
+            made[key] = _map_tensors(entry, change)
+        return made
+    if isinstance(item, UserDict):  # also transformers' BatchEncoding
+        made = copy.copy(item)
+        made.data = _map_tensors(item.data, change)
+        return made
     return item

@@ -6,8 +6,8 @@ disk, or workers that join and leave.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from .agreement.agreement import Agreement, SharedTensors
 from .buffers import VirtualNodeBuffers
 from .checkpoint import Checkpoint
 from .data import Batch
+from .promise.promise import Promise
 
 LossFunction = Callable[..., Any]
 
@@ -33,6 +34,11 @@ class Step:
         agreement: Checks that the workers still agree; it observes the passes.
         settings_number: A number that stands for this worker's optimizer settings; it is summed
             over the workers with the step, so that they can be compared.
+        has_aux: Whether the function returns (loss, other values).
+        over_batch: Makes the loss of all samples' outputs, if the function gives outputs.
+        waiting: A context in which this worker waits for the others.
+        promise: Tests the function where only the engine can: on a pipeline's last stage.
+        rest: [virtual nodes with samples] the other values, once the step is over.
     """
 
     function: LossFunction
@@ -40,6 +46,11 @@ class Step:
     scaler: "torch.amp.GradScaler | None"
     agreement: Agreement
     settings_number: int
+    has_aux: bool = False
+    over_batch: LossFunction | None = None
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    promise: Promise | None = None
+    rest: list[Any] = field(default_factory=list)
 
 
 class StateParts(Protocol):
@@ -149,6 +160,10 @@ class StepEngine(Protocol):
 
         Enter it on all workers.
         """
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether every worker has the whole model, so that it can run whole passes."""
 
     def check_predicts(self) -> None:
         """Refuse ``job.predict`` where no worker can run a whole pass.

@@ -7,7 +7,16 @@ import torch
 
 from ..schema.errors import TargetError
 from . import peers
-from .data import Batch, PassSampler, epoch_order, feed, is_drawn, pass_loader
+from .data import (
+    Batch,
+    Key,
+    PassSampler,
+    epoch_order,
+    feed,
+    is_drawn,
+    pass_loader,
+    to_device,
+)
 from .progress import Progress
 from .runner import Runner
 from .saving import Checkpoints
@@ -49,6 +58,12 @@ class Epochs:
             known = (loader, sampler, passes)
             self._loaders[id(loader), predicts] = known
         return known[1], known[2]
+
+    def read(self, loader: "DataLoader[Any]", keys: Sequence[list[Key]]) -> list[Any]:
+        """Collate samples as in training, on this worker's device, apart from its passes."""
+        session = self._session
+        once = pass_loader(loader, keys, session.seed, session.device, is_lasting=False)
+        return [to_device(item, session.device) for item in once]
 
     def draw(self, loader: "DataLoader[Any]", epoch: int) -> list[int]:
         """The order of an epoch, equal on every worker; this may take a collective."""
@@ -92,7 +107,7 @@ class Epoch:
     ) -> None:
         self._session, self._epochs = session, epochs
         self._runner, self._progress, self._checkpoints = runner, progress, checkpoints
-        self._call = call
+        self._call, self._loader = call, loader
         self._sampler, self._passes = epochs.passes_of(loader)
         self._source: Iterator[Any] = iter(())
         self._batch: Batch | None = None
@@ -136,7 +151,9 @@ class Epoch:
         self._progress.epoch_done(call)
 
     def _make(self, step: int) -> Batch:
-        num_samples, passes = self._sampler.passes(step)
+        epochs, loader, sampler = self._epochs, self._loader, self._sampler
+        num_samples, passes = sampler.passes(step)
+        # The batch refers to no epoch, which refers to it: data workers end with the epoch.
         return Batch(
             epoch=self.epoch,
             step=step,
@@ -144,6 +161,7 @@ class Epoch:
             is_full=num_samples == self._sampler.global_batch_size,
             passes=passes,
             _feed=self._source,
+            first_samples=lambda ranges: epochs.read(loader, sampler.keys_of(step, ranges)),
         )
 
     def _read_from(self, step: int) -> None:

@@ -20,7 +20,6 @@ from ..schema import files
 from ..schema.errors import FileError, HetflowError, TargetError
 from .group import Place, leave
 from .measurements import peak_memory_bytes
-from .runner import Runner
 from .session import Session
 from .telling import log
 from .worker import ScriptRun, fail_at_exit
@@ -33,6 +32,7 @@ class Outcome:
 
     failed = False
     hooked = False
+    code: int | None = None  # the exit code of an error of hetflow's, which Python would make 1
 
 
 class Ending(Protocol):
@@ -58,7 +58,10 @@ def at_exit(job: Ending) -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         Outcome.failed = True
-        before(kind, error, traceback)
+        if isinstance(error, HetflowError) and not ScriptRun.active:
+            Outcome.code = fail_at_exit(error)
+        else:
+            before(kind, error, traceback)
 
     sys.excepthook = failed
 
@@ -73,6 +76,10 @@ def _end(job: Ending) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+    elif Outcome.code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(Outcome.code)
     elif job.world_size > 1 and not ScriptRun.active:
         # Collectives in flight would keep the interpreter alive until their time limit.
         sys.stdout.flush()
@@ -80,8 +87,12 @@ def _end(job: Ending) -> None:
         os._exit(1)
 
 
-def meet_all(session: Session, runner: Runner) -> None:
+def meet_all(session: Session, run: Callable[[Callable[[], None]], None]) -> None:
     """Wait until every worker is at the end of its script.
+
+    Args:
+        session: The job's session.
+        run: Runs the wait; workers may change in it.
 
     Raises:
         TargetError: This cannot be known, because the script destroyed the process group.
@@ -93,7 +104,7 @@ def meet_all(session: Session, runner: Runner) -> None:
             hint="leave destroy_process_group out, or call job.finish() before it",
         )
     if session.place.store is not None:
-        runner.run(lambda: _meet(session.place))
+        run(lambda: _meet(session.place))
 
 
 def report(session: Session, digest: Callable[[], str]) -> None:

@@ -69,6 +69,12 @@ class _Jobs:
     opened = 0
     left = 0
     own_group = False
+    joining = False
+
+
+def has_joined() -> bool:
+    """Whether the script has reached ``hf.prepare``, also under plain python."""
+    return _Jobs.joining
 
 
 def leave() -> None:
@@ -99,6 +105,7 @@ def join(start: Start, device: torch.device | None = None) -> Place:
         TargetError: The available device types are not those of the plan, or a type has no device.
         LaunchError: Another worker ended without joining.
     """
+    _Jobs.joining = True
     if start.config is None:
         return Place(start=start, slot=None, device=device or torch.device(TORCH_DEVICE))
     control = Control.of_process()

@@ -10,28 +10,22 @@ run its virtual nodes' shares again. An operation begins with an agreement on th
 worker that replaces a dead main worker has received no outputs, so all begin at batch 0 again.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..devices.collectives import wire_device
 from ..schema.errors import TargetError
-from . import checkpoint, peers
+from . import peers
 from .buffers import VirtualNodeBuffers
 from .data import PassSampler, feed
-from .manifest import DTYPES
+from .gathering import Encoded, encoded, in_order
 from .runner import Runner
 from .session import Session
 from .shares import share_out
 from .streams import seed_streams
-
-if TYPE_CHECKING:
-    from .group import Place
 
 # Random streams of samples are keyed by epoch; predictions draw the same in every call.
 PREDICTION_EPOCH = -1
@@ -72,7 +66,7 @@ class Prediction:
         self._given, self._got_outputs = 0, False
         self._source: Iterator[Any] = iter(())
         self._source_step: int | None = None
-        self._own: dict[tuple[int, int], tuple[bytes, list[Tensor]]] = {}
+        self._own: dict[tuple[int, int], Encoded] = {}
         self._outputs: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,18 +134,14 @@ class Prediction:
         # The workers ran different passes; seed again, because the script may draw now.
         seed_streams(session.seed, "predicted", session.num_steps, step)
         shares = share_out(num_samples, sampler.batch_sizes)
-        holders, outputs = session.holders, []
-        for node in (node for node, share in enumerate(shares) if share):
-            header, tensors = own.get((step, node), (b"", []))
-            holder = holders[node]
-            if self._place.distributed:
-                with self._runner.waiting():
-                    header, tensors = deliver(
-                        header, tensors, holder, self._place, on_all=self._on_all
-                    )
-            if header:
-                outputs.append(checkpoint.decode(json.loads(header)["outputs"], tensors))
-        return outputs
+        return in_order(
+            {node: output for (_, node), output in own.items()},
+            [node for node, share in enumerate(shares) if share],
+            session.holders,
+            self._place,
+            waiting=self._runner.waiting,
+            on_all=self._on_all,
+        )
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -164,66 +154,8 @@ class Prediction:
         finally:
             model.train(training)
 
-    def _run(self, step: int, node: int, inputs: Any) -> tuple[bytes, list[Tensor]]:
+    def _run(self, step: int, node: int, inputs: Any) -> Encoded:
         seed_streams(self._session.seed, "predict", step, node)
         many = isinstance(inputs, tuple | list)
         answer = self._function(*inputs) if many else self._function(inputs)
-        tensors: list[Tensor] = []
-        encoded = checkpoint.encode(answer, tensors, "output")
-        kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-        for kind, _ in kinds:
-            if kind not in DTYPES:
-                raise TargetError(f"job.predict cannot carry a tensor of dtype {kind}")
-        return json.dumps({"outputs": encoded, "tensors": kinds}).encode(), tensors
-
-
-def deliver(
-    header: bytes, tensors: list[Tensor], holder: int, place: "Place", *, on_all: bool
-) -> tuple[bytes, list[Tensor]]:
-    """Send a pass's outputs from the worker that ran it to the main worker, or to all.
-
-    Returns:
-        The outputs; an empty header and list on workers that do not want them.
-    """
-    if not on_all and holder == 0:
-        return header, tensors
-    if not on_all and place.rank not in (0, holder):
-        return b"", []
-    on_wire = wire_device(place.device)
-
-    def carry(tensor: Tensor) -> Tensor:
-        tensor = tensor.to(on_wire)
-        if on_all:
-            peers.broadcast(tensor, src=holder)
-        elif place.rank == holder:
-            peers.send(tensor, dst=0)
-        else:
-            peers.receive(tensor, src=holder)
-        return tensor.cpu()
-
-    if place.rank == holder:
-        parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
-        parts += [_as_bytes(tensor) for tensor in tensors]
-        # Sent first: gloo fails, or does not notice, if a message's length is not its buffer's.
-        carry(torch.tensor([len(header), sum(len(part) for part in parts)]))
-        carry(torch.cat(parts))
-        return (header, tensors) if on_all else (b"", [])
-    lengths = carry(torch.zeros(2, dtype=torch.int64)).tolist()
-    message = carry(torch.empty(lengths[1], dtype=torch.uint8))
-    header = message[: lengths[0]].numpy().tobytes()
-    return header, _split(message[lengths[0] :], json.loads(header)["tensors"])
-
-
-def _split(data: Tensor, kinds: list[tuple[str, list[int]]]) -> list[Tensor]:
-    tensors, at = [], 0
-    for name, shape in kinds:
-        tensor = torch.empty(shape, dtype=DTYPES[name])
-        size = tensor.numel() * tensor.element_size()
-        _as_bytes(tensor).copy_(data[at : at + size])
-        tensors.append(tensor)
-        at += size
-    return tensors
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+        return encoded(answer)

@@ -5,7 +5,7 @@ A job passes the script's calls on to its parts; docs/architecture.md lists them
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from .data import Batch, check_in_order, check_loader
 from .engine import LossFunction, Step, StepEngine
 from .epoch import Epoch, Epochs
 from .inference import PREDICTION_EPOCH, Prediction
+from .losses import weighted_by
 from .progress import Progress
+from .promise.promise import Form, Promise
 from .runner import Runner
 from .saving import Checkpoints
 from .session import Session
@@ -47,7 +49,9 @@ class Job:
         runner: Runner,
         agreement: Agreement,
         checkpoints: Checkpoints,
+        promise: Promise | None,
     ) -> None:
+        self._promise = promise
         self._session, self._engine, self._epochs = session, engine, epochs
         self._backend = backend_of(session.device)
         self._progress, self._runner = progress, runner
@@ -136,13 +140,43 @@ class Job:
             return self._runner.order_of(self._session.num_calls, loader, draw)
         return self._runner.run(lambda: check_same_length(draw(), self._session.place))
 
+    @overload
     def backward(
         self,
         function: LossFunction,
         batch: Batch,
         *,
         scaler: "torch.amp.GradScaler | None" = None,
-    ) -> Tensor:
+        weight: Callable[..., float] | None = None,
+        has_aux: Literal[False] = False,
+        over_batch: LossFunction | None = None,
+        per_virtual_node: bool = False,
+    ) -> Tensor: ...
+
+    @overload
+    def backward(
+        self,
+        function: LossFunction,
+        batch: Batch,
+        *,
+        scaler: "torch.amp.GradScaler | None" = None,
+        weight: Callable[..., float] | None = None,
+        has_aux: Literal[True],
+        over_batch: None = None,
+        per_virtual_node: bool = False,
+    ) -> tuple[Tensor, list[Any]]: ...
+
+    def backward(
+        self,
+        function: LossFunction,
+        batch: Batch,
+        *,
+        scaler: "torch.amp.GradScaler | None" = None,
+        weight: Callable[..., float] | None = None,
+        has_aux: bool = False,
+        over_batch: LossFunction | None = None,
+        per_virtual_node: bool = False,
+    ) -> Tensor | tuple[Tensor, list[Any]]:
         """Run this worker's virtual nodes; put the global batch's gradient into ``param.grad``.
 
         Gradients are the mean over all samples of the global batch, on every worker. Under a
@@ -150,20 +184,36 @@ class Job:
         schedule does not flush, the updates have already been made, and the loss returned is the
         previous batch's (the first batch's in the first step).
 
+        When a function is first used, it is called on a few samples together and in parts
+        (runtime/promise/): if its loss is no mean over samples, the script ends before an update.
+
         Args:
             function: Called once for each virtual node as ``function(*batch)``, or as
                 ``function(batch)`` where the collated batch is no tuple or list. Returns the mean
-                loss over its samples; or (mean loss, weight) where the mean is over something else,
-                such as tokens. Give the weight as a Python number: a tensor makes the host wait.
+                loss over its samples; or ``hf.Weighted(mean loss, weight)`` where the mean is over
+                something else, such as tokens.
             batch: A handle from ``batches``.
             scaler: The GradScaler of mixed precision, if the script has one.
+            weight: Called as the function is; returns the weight of its loss, in place of
+                ``hf.Weighted``.
+            has_aux: The function returns ``(loss, other values)``. The other values, tensors and
+                plain data alone or in tuples, lists and dicts, come back on every worker.
+            over_batch: For a loss that compares samples: ``function`` then returns outputs with one
+                row for each sample (a tensor, or several in a tuple or dict), and ``over_batch`` is
+                called with those of the whole global batch, as ``function`` is with a batch, and
+                returns the loss. Every virtual node runs twice.
+            per_virtual_node: The loss is meant to be each virtual node's own, as batch-norm's
+                statistics are: do not test it. Every mapping of the same virtual nodes then gives
+                the same result, which is not that of one device.
 
         Returns:
-            [] float64, detached: the mean loss over the global batch, equal on every worker.
+            [] float64, detached: the mean loss over the global batch, equal on every worker. With
+            ``has_aux``, also a list of what each virtual node gave beside its loss, in order of the
+            samples, with tensors on the host.
 
         Raises:
-            TargetError: The job is finished, the workers' optimizer settings differ, or the model
-                cannot hold the plan's determinism level.
+            TargetError: The loss is no mean over samples; the job is finished; the workers'
+                optimizer settings differ; or the model cannot hold the plan's determinism level.
         """
         session, agreement = self._session, self._agreement
         if self._backend.is_capturing():
@@ -174,13 +224,51 @@ class Job:
             )
         self._runner.join()
         session.check_open()
+        form = Form(has_aux=has_aux, gives_outputs=over_batch is not None)
+        self._check_form(form, weight)
+        if weight is not None:
+            function = weighted_by(function, weight, has_aux=has_aux)
+        promise = None if per_virtual_node else self._promise
+        failure = (
+            promise.test(function, batch, form) if promise and self._engine.runs_whole else None
+        )
         agreement.begin_step(session.num_steps, batch.epoch)
-        step = Step(function, batch, scaler, agreement, agreement.settings_number)
+        step = Step(
+            function,
+            batch,
+            scaler,
+            agreement,
+            agreement.settings_number,
+            has_aux=has_aux,
+            over_batch=over_batch,
+            waiting=self._runner.waiting,
+            promise=promise,
+        )
         loss = session.close_step(self._runner.step(step))
+        if failure is not None:  # it ran on the virtual nodes' samples, so this is not its fault
+            raise failure
         # The workers' optimizers have different settings and would diverge: end before the update.
         if self._engine.flushes and agreement.is_broken_by(self._engine.settings_sums):
             self.compare()
-        return loss
+        return (loss, step.rest) if has_aux else loss
+
+    def _check_form(self, form: Form, weight: object) -> None:
+        if weight is not None and not callable(weight):
+            raise TargetError(
+                f"job.backward: weight must be a function of the batch, got {weight!r}",
+                hint="weight=lambda x, y: int((y != -100).sum()), or return hf.Weighted",
+            )
+        if form.gives_outputs and (form.has_aux or weight is not None):
+            raise TargetError(
+                "job.backward: over_batch goes with neither has_aux nor weight",
+                hint="the function gives outputs of each sample, and over_batch the loss alone",
+            )
+        if (form.gives_outputs or form.has_aux) and not self._engine.runs_whole:
+            raise TargetError(
+                f"job.backward: {'over_batch' if form.gives_outputs else 'has_aux'} is for split "
+                f"plans; under a pipeline no worker has the outputs of whole passes",
+                hint="solve for a split plan; or compute other values in job.evaluation()",
+            )
 
     def compare(self) -> None:
         """Check that all workers still train the same model. Call it on all workers.
@@ -352,7 +440,7 @@ class Job:
             return
         self._runner.join()
         session.is_finished = True
-        finish.meet_all(session, self._runner)
+        finish.meet_all(session, self._runner.run)
         self.compare()
         self._checkpoints.finish()
         self._engine.drain()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..schema.optimizer import OptimizerState
+from .unplanned import on_trial
 
 # These treat each number by itself, so a step on a few numbers shows what they keep for all.
 _ELEMENTWISE = (
@@ -74,7 +75,8 @@ def _ratio_of(kind: type[optim.Optimizer], group: dict[str, Any]) -> float:
     probe = nn.Parameter(torch.zeros(_NUMBERS))
     probe.grad = torch.zeros(_NUMBERS)
     small: Any = kind([probe], **settings)
-    small.step()
+    with on_trial():
+        small.step()
     tensors = [value for value in small.state[probe].values() if isinstance(value, Tensor)]
     kept = sum(t.numel() * t.element_size() for t in tensors if t.dim())
     return kept / (_NUMBERS * probe.element_size())

@@ -15,7 +15,8 @@ def optimizers_of(given: Given) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers that a script gave to ``prepare``, as a tuple in order.
 
     Raises:
-        TargetError: An object is no optimizer, or an optimizer is given twice.
+        TargetError: An object is no optimizer, an optimizer is given twice, or it needs sparse
+            gradients.
     """
     several = given if isinstance(given, list | tuple) else [] if given is None else [given]
     for entry in several:
@@ -24,6 +25,12 @@ def optimizers_of(given: Given) -> tuple[torch.optim.Optimizer, ...]:
             raise TargetError(
                 f"hf.prepare needs an optimizer, got {_shown(entry)}, which has no {absent[0]}",
                 hint="give the torch.optim optimizer, or a list of all that train the model",
+            )
+        if isinstance(entry, torch.optim.SparseAdam):
+            raise TargetError(
+                "SparseAdam updates only rows with a gradient, and hetflow sums whole gradients, "
+                "which do not say what rows those are",
+                hint="use Adam; or SGD or Adagrad, which leave rows without a gradient as they are",
             )
     if len({id(entry) for entry in several}) < len(several):
         raise TargetError("hf.prepare was given the same optimizer twice")

@@ -14,8 +14,9 @@ from .buffers import VirtualNodeBuffers
 from .checkpoint import Checkpoint
 from .engine import StateParts
 from .manifest import shape_difference
-from .restoring import check_buffers, load_registered
+from .restoring import check_buffers, load_registered, unregistered_copy
 from .session import Session
+from .telling import log
 from .worker import ScriptRun
 
 
@@ -121,6 +122,7 @@ class Progress:
             if call == position["call"]:
                 self._check_position(self._found, length, num_steps)
                 self.restore()
+                self._warn_of_copies()
                 first = position["step"]
                 if first == num_steps:
                     self.epoch_done(call)
@@ -149,6 +151,16 @@ class Progress:
                 f"the script registers {len(self._registered)} object(s), {found.path} has "
                 f"{len(saved)}",
                 hint="register the same objects in the same order, or start with an empty folder",
+            )
+
+    def _warn_of_copies(self) -> None:
+        """Warn of copies of the model, such as averages of its weights, that begin anew here."""
+        copy = unregistered_copy(self._session.model, self._registered)
+        if copy is not None and self._session.is_main:
+            log.warning(
+                f"a copy of the model ({copy}) is not registered: if it follows the training, as "
+                f"an average of the weights does, this restart began it anew; call "
+                f"job.register(copy)"
             )
 
     def entered(self, call: int, step: int) -> None:

@@ -6,21 +6,19 @@ saved, no workers are compared, and afterwards the model has its own tensors and
 own parameters again. The values stay trained.
 """
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from ..devices.backend import initialized
 from .agreement.watch import Watch
 from .group import Place
 from .job import Job
 from .setup import named_parameters
 from .start import assemble
+from .streams import streams_kept
 
 
 @contextmanager
@@ -40,33 +38,19 @@ def rehearsed(
         TargetError: As ``prepare``.
     """
     config = place.start.config
-    with _streams_kept(), _tensors_kept(model, optimizers):
+    with streams_kept(), _tensors_kept(model, optimizers):
         job = assemble(
             model,
             optimizers,
             place,
             seed=config.seed if config is not None else 0,
             watch=Watch(every=0, watches_first=False),
+            tests=False,
         )
         try:
             yield job
         finally:
             job.abandon()
-
-
-@contextmanager
-def _streams_kept() -> Iterator[None]:
-    """Restore the global random streams of the host and of the devices in use afterwards."""
-    host, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    devices = [(backend, backend.random_states()) for backend in initialized()]
-    try:
-        yield
-    finally:
-        random.setstate(host)
-        np.random.set_state(numbers)  # noqa: NPY002
-        torch.set_rng_state(torchs)
-        for backend, states in devices:
-            backend.restore_random_states(states)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ closely, and fail steps later, in the script's loop, for example on a moment of 
 """
 
 import copy
+import gc
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..devices.backend import backend_of
 from ..schema.errors import HetflowError, TargetError
 from .manifest import shape_text
+from .unplanned import on_trial
 
 # The errors that load_state_dict raises for a state of another object, or of none.
 _MISFITS = (
@@ -349,7 +351,29 @@ def _state_after_a_step(
     trial.grad = torch.zeros_like(trial)
     probe = type(optimizer)([trial], **settings)
     try:
-        probe.step()
+        with on_trial():
+            probe.step()
     except (TypeError, RuntimeError):
         return None
     return {name: value for name, value in probe.state[trial].items() if value is not None}
+
+
+def unregistered_copy(model: nn.Module, registered: Sequence[object]) -> str | None:
+    """The type of a module with parameters like the model's that no checkpoint holds, if any.
+
+    It searches all objects.
+    """
+    inside = [part for thing in registered for part in getattr(thing, "__dict__", {}).values()]
+    held = [part for part in (model, *registered, *inside) if isinstance(part, nn.Module)]
+    known = {id(module) for part in held for module in part.modules()}
+    own = {id(parameter) for parameter in model.parameters()}
+    shapes = [parameter.shape for parameter in model.parameters()]
+    if not shapes:
+        return None
+    for found in gc.get_objects():
+        if not issubclass(type(found), nn.Module) or id(found) in known:
+            continue
+        others = list(found.parameters()) if "_parameters" in found.__dict__ else []
+        if [p.shape for p in others] == shapes and own.isdisjoint(map(id, others)):
+            return type(found).__name__
+    return None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..protocol.environment import tell_first_step
 from ..schema.errors import TargetError
 from .agreement.watch import Watch
 from .group import Place
@@ -109,4 +110,5 @@ class Session:
         seed_streams(self.seed, "between", self.num_steps)
         self.num_steps += 1
         self.last_loss = loss
+        tell_first_step()
         return loss

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from ..devices.backend import backend_of
 from ..devices.local import first_device
 from ..schema.errors import TargetError
-from ..schema.launch import LaunchConfig
+from ..schema.launch import Determinism, LaunchConfig
 from . import peers
+from .determinism import is_invariant
 from .group import Place
 from .initial_values import fill
 
@@ -30,11 +31,6 @@ def check_model(model: nn.Module) -> None:
             hint="pass the bare model",
         )
     for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise TargetError(
-                f"{name} is a SyncBatchNorm, but virtual nodes own their batch-norm statistics",
-                hint="use BatchNorm; its batch is the virtual node's",
-            )
         if type(module).__name__ == "FullyShardedDataParallel":
             _refuse_shards(f"{name or 'the model'} is wrapped in FSDP")
         # make_graphed_callables replaces the module's own ``forward``.
@@ -52,6 +48,30 @@ def check_model(model: nn.Module) -> None:
         raise TargetError(
             "the model has lazy parameters without a shape", hint="run one forward pass first"
         )
+
+
+def check_batch_norms(
+    model: nn.Module, config: LaunchConfig | None, determinism: Determinism
+) -> None:
+    """Refuse SyncBatchNorm where its statistics cannot be those of the global batch.
+
+    Raises:
+        TargetError: Under a pipeline, and at the levels of determinism that hold over mappings.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.SyncBatchNorm):
+            continue
+        if config is not None and config.pipeline is not None:
+            raise TargetError(
+                f"{name} is a SyncBatchNorm, and a stage never sees a whole batch",
+                hint="use BatchNorm; its batch is the microbatch",
+            )
+        if is_invariant(determinism):
+            raise TargetError(
+                f"{name} is a SyncBatchNorm, whose sums follow the workers, so determinism "
+                f"{determinism} cannot hold",
+                hint="use BatchNorm; its batch is the virtual node's",
+            )
 
 
 def _refuse_shards(said: str) -> None:

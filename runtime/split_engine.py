@@ -6,6 +6,7 @@ during the last backward pass (VirtualFlow 3.2).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,30 @@ from torch import Tensor
 from ..devices.backend import backend_of
 from ..devices.collectives import is_on_devices
 from ..devices.emulated import base_type
+from ..schema.errors import TargetError
 from . import checkpoint, parts
 from .agreement.agreement import SharedTensors
-from .buffers import VirtualNodeBuffers
+from .buffers import VirtualNodeBuffers, buffers_apart
 from .checkpoint import Checkpoint
-from .data import Pass
+from .data import Pass, copied
 from .determinism import refusal_of
 from .digest import digest_of
-from .engine import Step
+from .engine import LossFunction, Step
+from .gathering import Encoded, encoded, in_order
+from .gradients.hooks import ScriptHooks
 from .gradients.reducer import GradientReducer
 from .group import Place
+from .losses import Weighted, check_has_graph, loss_and_rest, outputs_in
 from .manifest import shapes_of
 from .optimizers import state_of
+from .over_batch import OutputsOfBatch
 from .places import invariant_of
 from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .setup import final_tensors
+from .shares import share_out, slices
 from .streams import seed_streams
+from .sync_batch_norm import joined, over_workers, synchronised_norms
 from .totals import StepTotals, Sums, packed_sums
 
 
@@ -47,7 +55,7 @@ class SplitEngine:
         totals: The sums of a step.
     """
 
-    flushes, keeps_groups, is_drained = True, False, True
+    flushes, keeps_groups, is_drained, runs_whole = True, False, True, True
 
     def __init__(self, session: Session, *, overlap: bool) -> None:
         self._session, self._overlap = session, overlap
@@ -58,6 +66,9 @@ class SplitEngine:
         self.reducer = _reducer_of(session, has_buffers=bool(self.buffers.slots))
         self.totals = StepTotals(self.reducer, session.place, len(session.batch_sizes) or 1)
         self.state = WholeState(session, self.buffers, self.totals)
+        self._rest: dict[int, Encoded] = {}
+        self._norms = synchronised_norms(session.model)
+        self._script_hooks = ScriptHooks(session.parameters)
 
     # A step
 
@@ -73,21 +84,30 @@ class SplitEngine:
         self.buffers.begin_step()
         if self._holder:
             self._holder.begin_step()
+        self._script_hooks.take()
         self.reducer.begin(self._write_sums, num_passes=len(batch.passes))
-        step.agreement.begin_passes()
         self.totals.settings_number = step.settings_number
         self.totals.wants_stop = self._session.wants_stop
         self.totals.begin(batch.num_samples)
+        self._rest = {}
         try:
-            for number, (item, inputs) in enumerate(batch.inputs(), start=1):
-                self._run_pass(step, item, inputs, last=number == len(batch.passes))
+            if self._norms:
+                self._run_at_once(step)
+            elif step.over_batch is not None:
+                self._run_twice(step, step.over_batch)
+            else:
+                for number, (item, inputs) in enumerate(batch.inputs(), start=1):
+                    self._run_pass(step, item, inputs, last=number == len(batch.passes))
         except RuntimeError as error:
             refusal = refusal_of(error, session.place.start.determinism)
             if refusal is None:
                 raise
             raise refusal from error
+        self._script_hooks.check(are_carried=self.reducer.carried)
         self.reducer.launch_rest()
         session.clock.computed()
+        if step.has_aux:
+            step.rest[:] = self._in_order(step, self._rest)
 
     def _write_sums(self, sums: Tensor) -> None:
         self.totals.wants_stop = self._session.wants_stop
@@ -100,31 +120,114 @@ class SplitEngine:
 
     def close_sums(self, sums: Sums) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss."""
-        return self.totals.close(sums)
+        loss = self.totals.close(sums)
+        if self._script_hooks.are_there:
+            seed_streams(self._session.seed, "hooks", self._session.num_steps)
+            self._script_hooks.run()
+        return loss
 
     def undo(self) -> None:
         """Reset the gradients to their values before ``run_passes``."""
         self.reducer.undo()
 
     def _run_pass(self, step: Step, item: Pass, inputs: Any, *, last: bool) -> None:
-        session, function = self._session, step.function
-        began = session.clock.begin_pass()
-        with self._holder.hold(item.num_samples) if self._holder else nullcontext():
-            self.buffers.load(item.virtual_node)
-            self.reducer.enter(item.virtual_node)
-            seed_streams(session.seed, "pass", session.num_steps, item.virtual_node)
-            answer = function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
-            step.agreement.look_at(answer, item.num_samples)
+        with self._passing(item):
+            answer = self._call(step, item, inputs)
+            if step.has_aux:
+                answer, rest = loss_and_rest(answer)
+                self._rest[item.virtual_node] = encoded(rest)
             share = self.totals.add(answer, item.num_samples, item.virtual_node)
+            step.agreement.look_at(answer.loss if isinstance(answer, Weighted) else answer)
             if last and self._overlap:
                 self.reducer.arm(defer_last=self._holder is not None)
             if share is not None:
                 self._go_back(*share, step.scaler)
+
+    @contextmanager
+    def _passing(self, item: Pass) -> Iterator[None]:
+        """Run a virtual node's pass in the body: with its buffers, into its gradient."""
+        session = self._session
+        began = session.clock.begin_pass()
+        with self._holder.hold(item.num_samples) if self._holder else nullcontext():
+            self.buffers.load(item.virtual_node)
+            self.reducer.enter(item.virtual_node)
+            yield
             self.buffers.save(item.virtual_node)
             self.reducer.leave()
         session.clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
 
+    def _call(self, step: Step, item: Pass, inputs: Any) -> Any:
+        session = self._session
+        seed_streams(session.seed, "pass", session.num_steps, item.virtual_node)
+        many = isinstance(inputs, tuple | list)
+        return step.function(*inputs) if many else step.function(inputs)
+
+    def _run_twice(self, step: Step, over_batch: LossFunction) -> None:
+        """Run the passes of a loss over the whole batch; see over_batch.py."""
+        session, batch = self._session, step.batch
+        held, own = list(batch.inputs()), {}
+        for item, inputs in held:
+            self.buffers.load(item.virtual_node)
+            with buffers_apart(session.model.modules()), torch.no_grad():
+                answer = self._call(step, item, copied(inputs))
+                outputs_in(answer, item.num_samples)
+                own[item.virtual_node] = encoded(answer)
+        torch.clear_autocast_cache()  # else casts of weights made here would have no graph below
+        whole = OutputsOfBatch(self._in_order(step, own), session.device)
+        seed_streams(session.seed, "over batch", session.num_steps)
+        cuts = slices(batch.num_samples, session.batch_sizes or (batch.num_samples,))
+        first = next(node for node, (start, end) in enumerate(cuts) if end > start)
+        loss, scaled = whole.differentiate(over_batch, step.scaler, keeps=first in own)
+        for number, (item, inputs) in enumerate(held, start=1):
+            with self._passing(item):
+                answer = self._call(step, item, inputs)
+                roots, gradients = whole.roots(answer, cuts[item.virtual_node][0])
+                if item.virtual_node == first:  # parameters that the loss reads are counted once
+                    roots, gradients = [*roots, scaled], [*gradients, torch.ones_like(scaled)]
+                step.agreement.look_at(roots)
+                self.totals.add(loss, item.num_samples, item.virtual_node)
+                if number == len(held) and self._overlap:
+                    self.reducer.arm(defer_last=self._holder is not None)
+                if roots:
+                    torch.autograd.backward(roots, gradients)
+
+    def _run_at_once(self, step: Step) -> None:
+        """Run this worker's whole share in one pass; see sync_batch_norm.py."""
+        session, batch = self._session, step.batch
+        if step.has_aux or step.over_batch is not None:
+            raise TargetError(
+                "job.backward: has_aux and over_batch do not go with SyncBatchNorm",
+                hint="use BatchNorm, whose batch is the virtual node's",
+            )
+        shares = share_out(batch.num_samples, session.batch_sizes or (batch.num_samples,))
+        running = {rank for rank, n in zip(session.holders, shares, strict=True) if n}
+        if len(running) < session.place.world_size:
+            raise TargetError(
+                f"a batch of {batch.num_samples} samples leaves a worker without any, and "
+                f"SyncBatchNorm needs all",
+                hint="give the DataLoader drop_last=True",
+            )
+        items, inputs = zip(*batch.inputs(), strict=True)
+        whole = replace(items[0], num_samples=sum(item.num_samples for item in items))
+        given = joined(inputs, [item.num_samples for item in items])
+        with over_workers(self._norms, session.place), self._passing(whole):
+            answer = self._call(step, whole, given)
+            share = self.totals.add(answer, whole.num_samples, whole.virtual_node)
+            if share is None:
+                raise TargetError("with SyncBatchNorm the loss of a worker cannot have weight 0")
+            # Not overlapped: sums of gradients could meet the layers' sums in another order.
+            self._go_back(*share, step.scaler)
+        for item in items[1:]:  # they may run elsewhere later
+            self.buffers.save(item.virtual_node)
+
+    def _in_order(self, step: Step, own: dict[int, Encoded]) -> list[Any]:
+        session, number = self._session, step.batch.num_samples
+        shares = share_out(number, session.batch_sizes or (number,))
+        nodes = [node for node, share in enumerate(shares) if share]
+        return in_order(own, nodes, session.holders, session.place, waiting=step.waiting)
+
     def _go_back(self, loss: Tensor, share: float, scaler: "torch.amp.GradScaler | None") -> None:
+        check_has_graph(loss)
         gradient = self.totals.gradient(loss, share) if scaler is None else None
         if gradient is not None:
             loss.backward(gradient)  # type: ignore[no-untyped-call]
@@ -186,8 +289,9 @@ class SplitEngine:
         """Accept ``job.predict``: each worker runs whole passes."""
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters, and give the script's own back."""
         self.reducer.close()
+        self._script_hooks.put_back()
 
 
 def _reducer_of(session: Session, *, has_buffers: bool) -> GradientReducer:

@@ -27,10 +27,11 @@ from .job import Job
 from .optimizer_state import warning_of
 from .optimizers import Given, optimizers_of
 from .progress import Progress
+from .promise.promise import Promise
 from .runner import Alone, Runner
 from .saving import Checkpoints
 from .session import Session
-from .setup import broadcast_state, check_model, place_model
+from .setup import broadcast_state, check_batch_norms, check_model, place_model
 from .split_engine import SplitEngine
 from .telling import log, speak
 
@@ -38,7 +39,7 @@ from .telling import log, speak
 def prepare(
     model: nn.Module,
     optimizer: Given = None,
-    *,
+    *others: object,
     seed: int | None = None,
     device: torch.device | str | None = None,
     overlap: bool = True,
@@ -56,6 +57,7 @@ def prepare(
             memory for its parameters (``deferred``).
         optimizer: Its optimizer, or a list of all optimizers that train it; parameters that they
             hold beside the model's are trained as well.
+        others: None is taken; what other libraries take here gets an error that says its place.
         seed: Seed of the job's random streams; by default the launch's (0 under plain python).
         device: Where to run. By default the plan's device; under plain python the model's, or the
             first accelerator if the model is still on the CPU.
@@ -78,6 +80,12 @@ def prepare(
         ...     optimizer.zero_grad()
     """
     speak()
+    if others:
+        raise TargetError(
+            f"hf.prepare takes a model and its optimizers, got also a {type(others[0]).__name__}",
+            hint="give a loader to job.batches(loader), a scheduler to job.register(scheduler), "
+            "and several optimizers as a list",
+        )
     check_torch(torch.__version__)
     check_model(model)
     if seed is not None and not hasattr(seed, "__index__"):
@@ -85,6 +93,7 @@ def prepare(
     optimizers = optimizers_of(optimizer)
     settle(model, optimizers)
     start = read_environment()
+    check_batch_norms(model, start.config, start.determinism)
     warning = warning_of(optimizers, start.config.optimizer if start.config else None)
     place = join(start, place_model(model, start.config, device))
     if backend_of(place.device).is_host:
@@ -115,6 +124,7 @@ def assemble(
     seed: int,
     watch: Watch,
     overlap: bool = True,
+    tests: bool = True,
 ) -> Job:
     """Build the job of one worker from its parts: for a split plan, or for a pipeline.
 
@@ -127,6 +137,7 @@ def assemble(
         seed: Seed of the job's random streams.
         watch: When the workers compare their models.
         overlap: As for ``prepare``.
+        tests: Whether loss functions are tested when they are first used.
 
     Raises:
         TargetError: The plan is a pipeline and there are several optimizers; or as ``prepare``.
@@ -162,7 +173,8 @@ def assemble(
         engine.close()
         agreement.close()
         raise
-    return Job(session, engine, epochs, progress, runner, agreement, checkpoints)
+    promise = Promise(model, min(session.batch_sizes, default=0)) if tests else None
+    return Job(session, engine, epochs, progress, runner, agreement, checkpoints, promise)
 
 
 def _runner_of(session: Session, engine: SplitEngine, epochs: Epochs, progress: Progress) -> Runner:
@@ -196,12 +208,17 @@ def _subject_of(session: Session, engine: StepEngine, runner: Runner) -> Subject
     return Subject(
         known=known,
         optimizers=optimizers,
-        others=OtherOptimizers(optimizers, known.names, matters=is_launched or is_saved),
+        others=OtherOptimizers(
+            optimizers,
+            known.names,
+            matters=is_launched or is_saved,
+            follow_steps=is_launched and engine.flushes,
+            is_launched=is_launched,
+        ),
         shared=engine.shared,
         place=lambda: session.place,
         together=together,
         is_launched=is_launched,
-        weighs_samples=len(session.batch_sizes) > 1,
         is_saved=is_saved,
         compares_between_steps=engine.flushes,
     )

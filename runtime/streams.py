@@ -5,6 +5,8 @@ node) before each piece of work, so the same work draws the same numbers on any 
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -47,6 +49,24 @@ def generator_of(*parts: int | str) -> torch.Generator:
     generator = torch.Generator()
     generator.manual_seed(key_of(*parts))
     return generator
+
+
+@contextmanager
+def streams_kept() -> Iterator[None]:
+    """Restore the global random streams of the host and of the devices in use afterwards.
+
+    It keeps those of Python, numpy and torch.
+    """
+    host, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    devices = [(backend, backend.random_states()) for backend in initialized()]
+    try:
+        yield
+    finally:
+        random.setstate(host)
+        np.random.set_state(numbers)  # noqa: NPY002
+        torch.set_rng_state(torchs)
+        for backend, states in devices:
+            backend.restore_random_states(states)
 
 
 def _seed_host(key: int) -> None:

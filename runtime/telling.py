@@ -1,5 +1,6 @@
 """Print a training process's messages, of the logger ``hetflow``, as lines on stderr."""
 
+import contextlib
 import logging
 import sys
 
@@ -10,9 +11,10 @@ class _Lines(logging.Handler):
     """Writes ``hetflow: ...`` and ``hetflow: warning: ...`` to the stderr of that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
+        """Write one line; a full disk behind stderr must not end the training."""
         kind = "warning: " if record.levelno >= logging.WARNING else ""
-        sys.stderr.write(f"hetflow: {kind}{record.getMessage()}\n")
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"hetflow: {kind}{record.getMessage()}\n")
 
 
 def speak() -> None:

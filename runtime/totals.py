@@ -30,6 +30,7 @@ from . import peers
 from .gradients.reducer import GradientReducer
 from .group import Place
 from .late import LateValues
+from .losses import loss_and_weight
 from .packed_sums import PackedSums
 
 # Indices in the vector that is summed; the losses and weights of all virtual nodes follow.
@@ -105,7 +106,7 @@ class StepTotals:
         """Take the loss of a pass over ``num_samples`` samples.
 
         Args:
-            answer: The result of the script's function; see ``loss_and_weight``.
+            answer: The result of the script's function; see ``losses.loss_and_weight``.
             num_samples: Samples of the pass.
             node: Index of its virtual node.
 
@@ -373,28 +374,3 @@ def check_same_length(order: list[int], place: Place) -> list[int]:
             hint="give every worker the same whole dataset; hetflow shares it out",
         )
     return order
-
-
-def loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
-    """Split the result of the script's function: the mean loss [], and its weight if it gave one.
-
-    Raises:
-        TargetError: The result has another form.
-    """
-    loss, weight = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TargetError(
-            f"the loss function must return a scalar mean loss, got {_shown(loss)}",
-            hint="return loss.mean(), or (mean loss, weight)",
-        )
-    if weight is None:
-        return loss, None
-    number = float(weight)
-    if not 0 <= number < math.inf:
-        raise TargetError(f"the weight of a loss must be finite and >= 0, got {number}")
-    return loss, number
-
-
-def _shown(value: object) -> str:
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"{type(value).__name__}{shape}"

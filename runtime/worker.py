@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -19,12 +20,15 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import ClassVar
 
-from ..protocol.environment import DETERMINISM, DEVICE, FAILURE, SEED
+from ..protocol.ended import tell_ended
+from ..protocol.environment import DETERMINISM, DEVICE, FAILURE, PLAN, SEED
 from ..protocol.failure_note import FailureNote
 from ..protocol.launch_token import take_token
 from ..schema.errors import HetflowError, PeerLostError
+from .adapters.hook import install
 from .blame import is_lost_peer, may_be_echo
 from .elastic.control import Control
+from .unplanned import Unplanned
 
 
 class ScriptRun:
@@ -44,12 +48,17 @@ def main(arguments: list[str]) -> None:
     take_token()
     Control.of_process()  # heartbeats start here, however long the script takes to prepare
     _seed_script()
+    unplanned = Unplanned()
+    unplanned.watch()
+    if os.environ.get(PLAN):
+        install()
     try:
         _choose_device()
         if arguments[0] == "-m":
             _run_module(arguments[1:])
         else:
             _run_file(arguments)
+        unplanned.check_end()
     except SystemExit as stop:
         code[0] = _code_of(stop)
         if code[0]:
@@ -58,9 +67,19 @@ def main(arguments: list[str]) -> None:
         fail(error)
     if code[0]:
         sys.exit(code[0])
+    _end_well()
     group = sys.modules.get("hetflow.runtime.group")
     if group is not None:
         group.tell_left()
+
+
+def _end_well() -> None:
+    """Let no signal undo that the script has ended; the launcher ends a worker that hangs."""
+    path = os.environ.get(FAILURE)
+    if path:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        tell_ended(Path(path))
 
 
 def fail(error: BaseException) -> None:
@@ -74,7 +93,7 @@ def fail(error: BaseException) -> None:
 
 
 def fail_at_exit(error: BaseException) -> int:
-    """Record an error of a job whose script ended well; return the exit code."""
+    """Record an error that no script can catch any more; return the exit code."""
     if isinstance(error, SystemExit):
         ScriptRun.code[0] = _code_of(error)
         if ScriptRun.code[0]:
@@ -82,7 +101,7 @@ def fail_at_exit(error: BaseException) -> int:
     elif isinstance(error, HetflowError) and not os.environ.get(FAILURE):
         ScriptRun.code[0] = error.exit_code
         hint = f"hint: {error.hint}\n" if error.hint else ""
-        sys.stderr.write(f"hetflow: {error.message}\n{hint}")
+        sys.stderr.write(f"hetflow: {error.message}{_where(error)}\n{hint}")
     else:
         fail(error)
     return ScriptRun.code[0]
@@ -180,8 +199,13 @@ def _described(error: BaseException) -> str:
 
 def _where(error: HetflowError) -> str:
     """The line of the script that led to one of hetflow's errors."""
-    ours = str(Path(__file__).parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if ours not in f.filename]
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    theirs = [str(Path(file).parent) for file in (__file__, torch) if file]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(folder in frame.filename for folder in theirs)
+    ]
     own = [f for f in frames if f.filename != runpy.__file__]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 

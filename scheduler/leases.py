@@ -5,30 +5,36 @@ at most once for a lease. So a scheduler that was killed at any point continues 
 """
 
 import json
+import os
 import sqlite3
+import stat
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..engines.protocol import OUTPUT, Engine, EngineDevice, Work
+from ..engines.accounts import Account, account, give
+from ..engines.protocol import FIRST_STEP, OUTPUT, Engine, EngineDevice, EngineForUsers, Work
+from ..protocol import environment
 from ..schema import files
 from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.run import RunRecord
 from .plans import plan_on
-from .store import Store
+from .store import RUN, Store
 from .submission import Submission
 
 PLAN = "plan.json"
-RUN = "run"
+ARRAY_INDEX = "HETFLOW_ARRAY_INDEX"
+"""The variable that a job of an array knows its index by."""
 CHECKPOINT = "checkpoint"
 KILL_AFTER_SECONDS = 10.0
 """After the grace time of a launch has passed: then its workers have not obeyed it."""
 FEWEST_STEPS = 10
 """Full steps after the warm-up by which a lease is measured; the first ones are slower."""
 _LONGEST_REASON = 300
+_MOST_OF_RECORD = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,8 @@ class Lease:
 
     ``launch`` is the number of the lease that started its launch: its own, or an earlier one's that
     was resized. ``resizing_to`` are the devices that its launch was asked to go over to, at
-    ``resize_asked``; empty where it was not.
+    ``resize_asked``; empty where it was not. It was given to the engine at ``started``, its launch
+    began at ``began``, and completed its first step at ``trained``; None before.
     """
 
     job: int
@@ -51,6 +58,8 @@ class Lease:
     resizing_to: tuple[str, ...] = ()
     resize_asked: float | None = None
     predicted_steps_per_second: float | None = None
+    began: float | None = None
+    trained: float | None = None
 
     @property
     def holds_devices(self) -> bool:
@@ -73,6 +82,15 @@ class Lease:
         if not self.holds_devices:
             return ()
         return (*self.devices, *(name for name in self.resizing_to if name not in self.devices))
+
+    @property
+    def is_young(self) -> bool:
+        """Whether it goes on, and has not made its first step: it is not moved before."""
+        return self.goes_on and self.trained is None
+
+    def trained_seconds(self, until: float) -> float:
+        """For how long it has trained: what it is charged, and what counts of its turn."""
+        return 0.0 if self.trained is None else max(0.0, until - self.trained)
 
     @property
     def may_be_asked(self) -> bool:
@@ -107,7 +125,7 @@ def _lease(row: sqlite3.Row) -> Lease:
         row["job"], row["number"], tuple(json.loads(row["devices"])), row["state"],
         row["started"], row["stop_asked"], row["credited"], row["launch"] or row["number"],
         tuple(json.loads(row["resizing_to"] or "[]")), row["resize_asked"],
-        row["predicted_steps_per_second"],
+        row["predicted_steps_per_second"], row["began"], row["trained"],
     )  # fmt: skip
 
 
@@ -162,9 +180,10 @@ def move(store: Store, lease: Lease, now: float, steps_per_second: float | None)
     if planned_devices(store, lease.job) != lease.resizing_to:  # it is to go on from there
         plan_lease(store, lease.job, lease.resizing_to, now)
     store.run(
-        "UPDATE leases SET state = 'running', started = ?, launch = ?, "
+        "UPDATE leases SET state = 'running', started = ?, began = ?, trained = ?, launch = ?, "
         "predicted_steps_per_second = ? WHERE job = ? AND state = 'planned' AND devices = ?",
-        now, lease.launch, steps_per_second, lease.job, json.dumps(list(lease.resizing_to)),
+        now, now, now, lease.launch, steps_per_second, lease.job,
+        json.dumps(list(lease.resizing_to)),
     )  # fmt: skip
     store.run("UPDATE jobs SET resizes = resizes + 1 WHERE number = ?", lease.job)
 
@@ -201,6 +220,35 @@ def begin(store: Store, lease: Lease, now: float) -> None:
         )  # fmt: skip
 
 
+def forget_future(store: Store, now: float) -> None:
+    """Take what open leases say of later times for now: a clock was set back.
+
+    Not of resizes: the names of their requests are made of these times.
+    """
+    columns = ("planned", "started", "began", "trained", "credited", "stop_asked")
+    for column in columns:
+        store.run(
+            f"UPDATE leases SET {column} = ? WHERE state != 'over' AND {column} > ?",  # noqa: S608
+            now, now,
+        )  # fmt: skip
+
+
+def note_progress(store: Store, engine: Engine, lease: Lease, now: float) -> Lease:
+    """Record that a lease's launch has begun, or trains; the lease as it is then."""
+    fate = engine.fate(folder_of(store, lease))
+    seen = fate.state in ("running", "training")
+    began = now if seen and lease.began is None else lease.began
+    trained = now if fate.state == "training" else None
+    if (began, trained) == (lease.began, lease.trained):
+        return lease
+    with store.transaction():
+        store.run(
+            "UPDATE leases SET began = ?, trained = ? WHERE job = ? AND number = ?",
+            began, trained, lease.job, lease.number,
+        )  # fmt: skip
+    return replace(lease, began=began, trained=trained)
+
+
 def start(
     store: Store,
     engine: Engine,
@@ -217,15 +265,26 @@ def start(
     """
     folder, job_folder = store.lease_folder(lease.job, lease.number), store.job_folder(lease.job)
     held = tuple(devices[name] for name in lease.devices)
+    uid = user_of(store, lease.job)
+    user = None if uid is None else _checked(engine, uid)
     try:
         plan = plan_on(asked, Counter(device.device_type for device in held))
     except FileError as error:  # not that of the state: its profiles are gone
         raise ProblemError(error.message, hint=error.hint) from None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for made in (job_folder.parent, job_folder, folder.parent, folder):
+            made.mkdir(mode=0o700, exist_ok=True)
+            if user is not None:
+                made.chmod(0o711)
+        if user is not None:
+            for used in (folder / RUN, job_folder / CHECKPOINT):
+                used.mkdir(mode=0o700, exist_ok=True)
+                give(used, user)
     except OSError as error:
         raise FileError(f"{error.filename}: {error.strerror}") from None
     files.write(folder / PLAN, plan, force=True)
+    if user is not None:
+        give(folder / PLAN, user)
     command = [
         sys.executable, "-m", "hetflow", "launch", "--output", str(folder / RUN), "--force",
         "--checkpoint", str(job_folder / CHECKPOINT),
@@ -237,7 +296,7 @@ def start(
     engine.start(
         Work(
             folder=folder, command=tuple(command), directory=Path(asked.directory), devices=held,
-            after=tuple(before),
+            environment=_environment(asked, folder), after=tuple(before), user=uid,
         )
     )  # fmt: skip
     with store.transaction():
@@ -246,6 +305,35 @@ def start(
             "WHERE job = ? AND number = ? AND state = 'starting'",
             1.0 / plan.predicted.step_seconds, lease.job, lease.number,
         )  # fmt: skip
+
+
+def user_of(store: Store, job: int) -> int | None:
+    """The number of the user whom a job runs as; None: the scheduler's."""
+    [row] = store.rows("SELECT uid FROM jobs WHERE number = ?", job)
+    return None if row["uid"] is None else int(row["uid"])
+
+
+def _checked(engine: Engine, uid: int) -> Account:
+    if not (isinstance(engine, EngineForUsers) and engine.may_run_as(uid)):
+        raise ProblemError(
+            f"it is the job of user {uid}, and this scheduler cannot run it as that user",
+            hint="start the cluster as root with --engine local, and release the job",
+        )
+    return account(uid)
+
+
+def _environment(asked: Submission, folder: Path) -> dict[str, str]:
+    own = {} if asked.array_index is None else {ARRAY_INDEX: str(asked.array_index)}
+    return {**asked.environment, **own, environment.FIRST_STEP: str(folder / FIRST_STEP)}
+
+
+def held_seconds(store: Store, job: int, now: float) -> float:
+    """For how long a job's launches have held devices since it was released last."""
+    [row] = store.rows(
+        "SELECT total(coalesce(leases.ended, ?) - leases.began) AS seconds FROM leases JOIN jobs "
+        "ON jobs.number = job WHERE job = ? AND began >= coalesce(released, began)", now, job,
+    )  # fmt: skip
+    return float(row["seconds"])
 
 
 def _launches_before(store: Store, lease: Lease) -> list[Path]:
@@ -273,22 +361,42 @@ def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
     """How a lease that was started ended; None while it runs."""
     folder = folder_of(store, lease)
     fate = engine.fate(folder)
-    if fate.state == "running":
+    if fate.is_open:
         return None
-    digest, step_seconds = None, None
-    with suppress(HetflowError):
-        record = files.read(folder / RUN / "run.json", RunRecord)
+    digest, step_seconds, has_finished = None, None, False
+    with suppress(HetflowError, OSError):
+        record = _record(folder / RUN / "run.json")
+        has_finished = record.status == "done"
         digest, step_seconds = record.parameters_digest, record.measured_step_seconds
         terms = [device.terms for device in record.devices if device.terms is not None]
         if record.generations:  # of several sets of devices
             step_seconds = None
         if any(one.num_steps < FEWEST_STEPS for one in terms):
             step_seconds = None
-    code = fate.exit_code
+    # A script that has ended has ended, whatever became of its launch or its keeper after that.
+    code = 0 if has_finished else fate.exit_code
     reason = None if code == 0 else last_words(folder / OUTPUT, code)
     has_begun = fate.has_begun and fate.state != "absent"
     measured = 1.0 / step_seconds if step_seconds else None
     return Ended(lease, code, reason, digest, measured, has_begun)
+
+
+def _record(path: Path) -> RunRecord:
+    """Read a run's record, which its user may have put anything in the place of.
+
+    Raises:
+        HetflowError: It is no record.
+        OSError: It is not there, or a link.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as stream:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            raise ProblemError(f"{path}: is no regular file")
+        text = stream.read(_MOST_OF_RECORD + 1)
+    if len(text) > _MOST_OF_RECORD:
+        raise ProblemError(f"{path}: has more than {_MOST_OF_RECORD} bytes")
+    return files.from_json(text.decode(errors="replace"), RunRecord, name=str(path))
 
 
 def end(
@@ -298,8 +406,7 @@ def end(
     exit_code: int | None = None,
     measured_steps_per_second: float | None = None,
 ) -> None:
-    """Mark a lease as ended, with what was measured, and count the time that it had."""
-    seconds = 0.0 if lease.started is None else max(0.0, now - lease.started)
+    """Mark a lease as ended, with what was measured, and count the time that it trained."""
     store.run(
         "UPDATE leases SET state = 'over', ended = ?, exit_code = ?, "
         "measured_steps_per_second = ? WHERE job = ? AND number = ?",
@@ -307,7 +414,7 @@ def end(
     )  # fmt: skip
     store.run(
         "UPDATE jobs SET device_seconds = device_seconds + ? WHERE number = ?",
-        seconds * len(lease.devices), lease.job,
+        lease.trained_seconds(now) * len(lease.devices), lease.job,
     )  # fmt: skip
 
 

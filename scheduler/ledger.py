@@ -47,24 +47,30 @@ class Ledger:
             ],
         )
 
+    def forget_future(self, now: float) -> None:
+        """Count no targets until a time again that a clock gave before it was set back."""
+        since = self._store.get(_AIMED)
+        if since is not None and since > now:
+            self._store.set(_AIMED, now)
+
     def pause_targets(self, state: RoundState, now: float) -> None:
         """Count targets, and none of the time from now until they are counted next."""
         self.count_targets(state, now)
         self._store.set(_AIMED, None)
 
     def count_leases(self, state: RoundState, given: Sequence[Lease], now: float) -> None:
-        """Count the time that leases had since they were counted last, and the steps made in it."""
+        """Count the time that leases trained since they were counted last, and its steps."""
         places = {job.id: place for place, job in enumerate(state.active.jobs)}
         for lease in given:
             place = places.get(str(lease.job))
-            if lease.started is not None and place is not None:
-                self._count_lease(state, place, lease, lease.started, now)
+            if lease.trained is not None and place is not None:
+                self._count_lease(state, place, lease, lease.trained, now)
 
     def _count_lease(
-        self, state: RoundState, place: int, lease: Lease, started: float, now: float
+        self, state: RoundState, place: int, lease: Lease, trained: float, now: float
     ) -> None:
         active = state.active
-        seconds = max(0.0, now - max(started, lease.credited or started))
+        seconds = max(0.0, now - max(trained, lease.credited or trained))
         kinds = Counter(kind for kind, _, _ in self._places.seat(lease.devices))
         rate = self._receive(state, place, kinds, seconds)
         active.left[place] = max(_LEAST_STEPS, active.left[place] - seconds * rate)

@@ -6,7 +6,12 @@ holds which devices in the next one. The lease of a job that keeps its devices i
 training is not interrupted. A job that gets others on the same server is resized while it runs,
 where engine and launch can do that. Any other that loses its devices is asked to save and end; the
 next job starts on them when they are free. When no job holds a device, the next round begins at
-once. Policies under which jobs grow and shrink decide whenever a job comes or ends (``sharing``).
+once. When a device is idle beside a job that waits, the policy gives it away within the round, and
+nobody moves. Policies under which jobs grow and shrink decide whenever a job comes or ends
+(``sharing``).
+
+A lease counts from its launch's first step: what it is charged and credited, and the rounds. It is
+not moved before.
 """
 
 import logging
@@ -15,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from ..engines.protocol import Engine, ResizingEngine, UnsuitableDevicesError
 from ..mechanisms.cluster.seats import Seat
@@ -34,6 +40,7 @@ from .rests import Rests
 from .settings import Settings
 from .sharing import sharing_of
 from .store import Store
+from .submission import prospect
 from .transitions import due
 
 _log = logging.getLogger("hetflow")
@@ -42,6 +49,7 @@ MOST_FAILURES = 10
 _ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
 _USAGE = 2  # of a launch that makes no sense: it would make none the next time
 _SHARED_BY = "shared_by"  # the policy that the shares in the state are of
+_LONGEST_ROUND = 2.0  # lengths of a round: so far later first steps put its end off
 
 
 class Scheduler:
@@ -64,7 +72,11 @@ class Scheduler:
         self._sharing = sharing_of(settings, self._places)
         self._rests = Rests(store)
         self._round_ends: float | None = store.get("round_ends")
+        self._round_began: float | None = store.get("round_began")
         self._has_news = True  # since the last decision
+        self._failed = set[int]()  # jobs that failed in this round: they wait for the next one
+        self._slowest_start = 0.0  # seconds that a launch took to its first step
+        self._now = -math.inf
         names = sorted(self._devices)
         known = store.get("devices")
         if known not in (None, names):
@@ -110,17 +122,71 @@ class Scheduler:
     def tick(self, now: float) -> None:
         """Do what is due at a time, in seconds since the epoch.
 
+        Time should be steady (``serve`` sees to that). If it was set back, what was to come is due
+        as long from now on as it was at most, and nobody is charged for what has not been.
+
         Raises:
             FileError: The state cannot be written. What was not is forgotten only by a scheduler
                 that begins anew.
             OSError: As FileError, of an engine's files.
         """
+        if now < self._now or self._now == -math.inf:
+            self._take_clock(now)
+        self._now = now
         self._settle(now)
+        self._stop_overdue(now)
         self._obey(now)
         self._hold_oversized(now)
-        if self._is_due(now):
-            self._decide_or_say(now)
-        self._act(now)
+        what = self._due_decision(now)
+        if what is not None:
+            self._decide_or_say(now, only_idle=what == "idle")
+        try:
+            self._act(now)
+        finally:
+            self._note_progress(now)
+
+    def _take_clock(self, now: float) -> None:
+        """Go on by a clock that may be behind what the state says."""
+        with self._store.transaction():
+            leases.forget_future(self._store, now)
+            self._rests.forget_future(now)
+            self._ledger.forget_future(now)
+            self._set_round(now, self._round_began, self._round_ends)
+
+    def _set_round(self, now: float, began: float | None, ends: float | None) -> None:
+        """Set when the round began and ends; neither is further off than it can be."""
+        seconds = self._settings.rules.round_seconds
+        self._round_began = None if began is None else min(began, now)
+        self._round_ends = None if ends is None else min(ends, now + seconds)
+        self._store.set("round_began", self._round_began)
+        self._store.set("round_ends", self._round_ends)
+
+    def _note_progress(self, now: float) -> None:
+        """Record launches that have begun, and first steps, from which rounds count."""
+        for lease in leases.open_leases(self._store):
+            if lease.state not in ("running", "stopping") or lease.trained is not None:
+                continue
+            found = leases.note_progress(self._store, self._engine, lease, now)
+            if found.trained is None:
+                continue
+            self._has_news |= self._sharing.moves_running_jobs  # it may be moved from now on
+            self._warn_of_short_rounds(now - (lease.began or found.trained))
+            if self._round_ends is not None and self._round_began is not None:
+                seconds = self._settings.rules.round_seconds
+                ends = min(now + seconds, self._round_began + _LONGEST_ROUND * seconds)
+                if ends > self._round_ends:
+                    with self._store.transaction():
+                        self._set_round(now, self._round_began, ends)
+
+    def _warn_of_short_rounds(self, start_seconds: float) -> None:
+        seconds = self._settings.rules.round_seconds
+        if start_seconds > max(seconds, 2.0 * self._slowest_start):  # once for each magnitude
+            self._slowest_start = start_seconds
+            _log.warning(
+                f"a launch took {start_seconds:.0f} s to its first step, and a round lasts "
+                f"{seconds:g} s: where jobs take turns they start more than they train; take "
+                f"--round {math.ceil(10.0 * start_seconds)}"
+            )
 
     def stop(self, now: float) -> bool:
         """Ask all jobs to save and end; whether all have.
@@ -132,9 +198,8 @@ class Scheduler:
             for lease in leases.open_leases(self._store):
                 leases.drop_planned(self._store, lease.job, now)
                 leases.ask_to_stop(self._store, lease, now)
-            self._store.set("round_ends", None)
+            self._set_round(now, None, None)
             self._ledger.pause_targets(self._state, now)  # until it is started again
-        self._round_ends = None
         self._act(now)
         return not leases.open_leases(self._store)
 
@@ -156,6 +221,7 @@ class Scheduler:
                 )
                 self._known.learn(ended, self._types(ended.lease.devices))
                 self._after(ended, now)
+            self._has_news |= self._somebody_waits(leases.open_leases(self._store))
             self._save()
 
     def _settle_resizes(self, now: float) -> None:
@@ -167,7 +233,7 @@ class Scheduler:
             if found is None:
                 continue
             folder = leases.folder_of(self._store, lease)
-            if found.state != "moved" and self._engine.fate(folder).state != "running":
+            if found.state != "moved" and not self._engine.fate(folder).is_open:
                 continue  # its launch ended before that: all is free
             with self._store.transaction():
                 if found.state == "moved":
@@ -217,6 +283,11 @@ class Scheduler:
         if not ended.has_begun and not asked:
             self._rest(ended, now)
             return
+        if (overdue := self._overdue(lease.job, now)) is not None:
+            self._hold(lease.job, overdue, now)
+            return
+        if not asked:
+            self._failed.add(lease.job)
         if ended.has_begun:
             self._rests.forget(self._server_of(lease))
         store.run(
@@ -240,6 +311,21 @@ class Scheduler:
         )  # fmt: skip
         self._has_news = True
 
+    def _stop_overdue(self, now: float) -> None:
+        """Ask jobs to save and end whose time limit is over; they are held then."""
+        for lease in leases.open_leases(self._store):
+            if lease.goes_on and self._overdue(lease.job, now) is not None:
+                with self._store.transaction():
+                    leases.drop_planned(self._store, lease.job, now)
+                    leases.ask_to_stop(self._store, lease, now)
+
+    def _overdue(self, job: int, now: float) -> str | None:
+        """Why a job has to end by its time limit; None where it need not."""
+        limit = self._known.submission(job).time_limit_seconds
+        if limit is None or leases.held_seconds(self._store, job, now) <= limit:
+            return None
+        return f"its time limit of {limit:g} s is over; released, it has as much again"
+
     def _server_of(self, lease: Lease) -> str:
         """An engine starts a lease from one server, that of its first device."""
         return self._devices[lease.devices[0]].server
@@ -260,22 +346,51 @@ class Scheduler:
 
     def _obey(self, now: float) -> None:
         """Carry out what users asked for: new jobs, cancellations, holds and releases."""
-        fresh = self._store.rows("SELECT number FROM jobs WHERE state = 'submitted'")
-        wanting = self._store.rows("SELECT number, state, wanted FROM jobs WHERE wanted NOT NULL")
+        wanting = self._store.rows("SELECT number, wanted FROM jobs WHERE wanted NOT NULL")
+        if any(row["wanted"] == "release" for row in wanting):
+            self._release(now)
+        fresh = self._fresh(now)
         if not fresh and not wanting:
             return
         open_ = {
             lease.job: lease for lease in leases.open_leases(self._store) if lease.holds_devices
         }
-        released = [row for row in wanting if row["wanted"] == "release" and row["state"] == "held"]
         # Planning may take longer than others wait for the state, so it comes before.
-        rates = {row["number"]: self._rates_or_why(row["number"]) for row in (*fresh, *released)}
+        rates = {job: self._rates_or_why(job) for job in fresh}
         with self._store.transaction():
             self._ledger.count_targets(self._state, now)
-            self._admit({row["number"]: rates[row["number"]] for row in fresh}, now)
+            self._admit(rates, now)
             for row in wanting:
-                self._grant(row["number"], row["wanted"], open_, rates, now)
+                if row["wanted"] != "release":
+                    self._grant(row["number"], row["wanted"], open_, now)
             self._save()
+
+    def _release(self, now: float) -> None:
+        """Let held jobs come anew: their failures and time limits count from now on."""
+        with self._store.transaction():
+            self._store.run(
+                "UPDATE jobs SET state = 'submitted', reason = NULL, failures = 0, released = ? "
+                "WHERE wanted = 'release' AND state = 'held'", now,
+            )  # fmt: skip
+            self._store.run("UPDATE jobs SET wanted = NULL WHERE wanted = 'release'")
+
+    def _fresh(self, now: float) -> list[int]:
+        """New jobs that no other one holds up; says of the others whom they wait for."""
+        rows = self._store.rows("SELECT number, reason FROM jobs WHERE state = 'submitted'")
+        found = []
+        for row in rows:
+            when, why = prospect(self._store, self._known.submission(row["number"]))
+            if when == "now":
+                found.append(row["number"])
+            elif why != row["reason"]:
+                with self._store.transaction():
+                    if when == "never":
+                        self._hold(row["number"], why, now)
+                    else:
+                        self._store.run(
+                            "UPDATE jobs SET reason = ? WHERE number = ?", why, row["number"]
+                        )
+        return found
 
     def _rates_or_why(self, job: int) -> tuple[Rate, ...] | HetflowError:
         """How fast a job is with each number of devices, or why it can never run."""
@@ -289,31 +404,18 @@ class Scheduler:
         why = self._sharing.oversize(rates[-1].scale_factor)
         return rates if why is None else ProblemError(why)
 
-    def _grant(
-        self,
-        job: int,
-        wanted: str,
-        open_: dict[int, Lease],
-        rates: Mapping[int, tuple[Rate, ...] | HetflowError],
-        now: float,
-    ) -> None:
+    def _grant(self, job: int, wanted: str, open_: dict[int, Lease], now: float) -> None:
         store = self._store
         [row] = store.rows("SELECT state FROM jobs WHERE number = ?", job)  # it may be new
         state = row["state"]
-        if wanted == "release":
-            if state == "held":
-                store.run("UPDATE jobs SET failures = 0 WHERE number = ?", job)
-                self._admit({job: rates[job]}, now)
-            store.run("UPDATE jobs SET wanted = NULL WHERE number = ?", job)
-            return
         leases.drop_planned(store, job, now)
         lease = open_.get(job)
         if lease is not None:
             leases.ask_to_stop(store, lease, now)
             return  # it is done when the lease is over
-        if wanted == "hold" and state == "queued":
+        if wanted == "hold" and state in ("submitted", "queued"):
             self._hold(job, "held by its user", now)
-        elif wanted == "cancel" and state in ("queued", "held"):
+        elif wanted == "cancel" and state in ("submitted", "queued", "held"):
             self._leave(job, now)
             store.run("UPDATE jobs SET state = 'cancelled', ended = ? WHERE number = ?", now, job)
         store.run("UPDATE jobs SET wanted = NULL WHERE number = ?", job)
@@ -336,6 +438,7 @@ class Scheduler:
                 "UPDATE jobs SET state = 'queued', reason = NULL, throughput = ? WHERE number = ?",
                 rates_to(rates), job,
             )  # fmt: skip
+        self._failed -= found.keys()
         if entering:
             self._state.admit(entering, self._settings.rules.head_start_seconds)
             self._has_news = True
@@ -366,26 +469,36 @@ class Scheduler:
                     leases.ask_to_stop(self._store, lease, now)
             self._save()
 
-    def _is_due(self, now: float) -> bool:
+    def _due_decision(self, now: float) -> Literal["round", "idle"] | None:
+        """Whether a round begins, or idle devices are given to those that wait."""
         if not len(self._state.active):
-            return False
+            return None
         if self._sharing.waits_for_rests and self._rests.resting(now):
-            return False
+            return None
         if self._round_ends is None:
-            return True
+            return "round"
         self._has_news |= self._rests.somebody_rose(now)
-        moves = self._sharing.moves_running_jobs
-        is_free = self._has_news and (moves or not leases.open_leases(self._store))
-        return now >= round_end(
+        open_ = leases.open_leases(self._store)
+        is_free = self._has_news and (self._sharing.moves_running_jobs or not open_)
+        if now >= round_end(
             self._round_ends,
             free_seconds=now if is_free else math.inf,
             news_seconds=now if self._has_news else math.inf,
-        )
+        ):
+            return "round"
+        held = {name for lease in open_ for name in (*lease.devices, *lease.resizing_to)}
+        is_idle = self._has_news and self._devices.keys() > held
+        return "idle" if is_idle and self._somebody_waits(open_) else None
 
-    def _decide_or_say(self, now: float) -> None:
+    def _somebody_waits(self, open_: Sequence[Lease]) -> bool:
+        """Whether a job has no device and no prospect of one; not one that failed in this round."""
+        served = {lease.job for lease in open_ if lease.state != "stopping"} | self._failed
+        return any(int(job.id) not in served for job in self._state.active.jobs)
+
+    def _decide_or_say(self, now: float, *, only_idle: bool) -> None:
         """Begin a round; if the policy fails, all jobs keep their devices for one more round."""
         try:
-            self._decide(now)
+            self._decide(now, only_idle=only_idle)
         except FileError:
             raise
         except HetflowError as error:
@@ -393,11 +506,12 @@ class Scheduler:
             self._known.read_present()  # as it was before
             self._state = self._resumed()
             self._has_news = False
-            self._round_ends = now + self._settings.rules.round_seconds
+            with self._store.transaction():
+                self._set_round(now, now, math.inf)
 
-    def _decide(self, now: float) -> None:
-        """Begin a round."""
-        store, rules = self._store, self._settings.rules
+    def _decide(self, now: float, *, only_idle: bool) -> None:
+        """Begin a round; or give what is idle to those that wait, within the round."""
+        store = self._store
         self._devices = {device.name: device for device in self._engine.devices()}
         open_ = leases.open_leases(store)
         with store.transaction():
@@ -408,12 +522,15 @@ class Scheduler:
             occupied = occupancy(
                 open_, self._places, self._devices,
                 drained=store.get("drained") or (), resting=self._rests.resting(now),
+                waiting=self._failed if only_idle else (),
+                only_idle=only_idle,
             )  # fmt: skip
             found = self._sharing.next_devices(self._state, self._known, occupied, now)
-            self._plan_next(open_, {int(job): seat for job, seat in found.items()}, now)
+            self._plan_next(open_, {int(job): seat for job, seat in found.items() if seat}, now)
             self._has_news = False
-            self._round_ends = now + rules.round_seconds
-            store.set("round_ends", self._round_ends)
+            if not only_idle:
+                self._failed.clear()
+                self._set_round(now, now, math.inf)
             store.set("inventory", self._inventory())
             store.set(_SHARED_BY, self._settings.policy)
             self._save()
@@ -451,6 +568,8 @@ class Scheduler:
         """Whether its launch may be asked to go over to other devices while it runs."""
         if lease.state != "running" or not isinstance(self._engine, ResizingEngine):
             return False
+        if leases.user_of(self._store, lease.job) is not None:
+            return False  # the request would lie in a folder that is another user's
         held, wanted = ([self._devices[name] for name in part] for part in (lease.held, names))
         if len({device.server for device in (*held, *wanted)}) > 1:
             return False

@@ -17,13 +17,18 @@ class Occupancy:
         down: Devices that do not work, are drained, or are on a server that rests.
         held: The devices of jobs that run, or are about to; in a resize those after it.
         decided: Those by the last decision, also where a resize has to wait for others.
-        kept: Those of jobs that run on a server that rests: only new launches avoid it.
+        kept: Those of jobs that stay where they are, whatever the policy says: on a server that
+            rests (only new launches avoid it), before their first step, and all where only idle
+            devices are given. A job that must not begin now is there with no device.
+        taken: Devices that are not given to others: those of ``kept``, and, where only idle ones
+            are given, all that a job still holds.
     """
 
     down: list[Device]
     held: dict[str, Seat]
     decided: dict[str, Seat]
     kept: dict[str, Seat]
+    taken: frozenset[Device]
 
 
 def occupancy(
@@ -33,6 +38,8 @@ def occupancy(
     *,
     drained: Collection[str],
     resting: Collection[str],
+    waiting: Collection[int] = (),
+    only_idle: bool = False,
 ) -> Occupancy:
     """What a decision sees.
 
@@ -42,6 +49,8 @@ def occupancy(
         devices: By name, as the engine sees them now.
         drained: Servers and device types that are to get no jobs, and lose those that they have.
         resting: Servers on which no launch could begin.
+        waiting: Jobs that must not begin now.
+        only_idle: Whether nobody is to move, and only devices that nobody holds are given.
     """
     planned = {str(lease.job): places.seat(lease.devices)
                for lease in open_leases if not lease.holds_devices}  # fmt: skip
@@ -50,12 +59,16 @@ def occupancy(
     kept = {}
     for lease in open_leases:
         its = [devices[name] for name in lease.after_resize]
-        if (
-            lease.goes_on
-            and any(device.server in resting for device in its)
-            and all(device.is_up and not _is_in(drained, device) for device in its)
-        ):
+        rests = any(device.server in resting for device in its)
+        is_fit = all(device.is_up and not _is_in(drained, device) for device in its)
+        if lease.goes_on and is_fit and (rests or lease.is_young):
             kept[str(lease.job)] = places.seat(lease.after_resize)
+    if only_idle:
+        kept = running | planned
+    taken = {device for its in kept.values() for device in its}
+    if only_idle:
+        taken.update(places.seat(name for lease in open_leases for name in lease.held))
+    kept |= dict.fromkeys(map(str, waiting), ())
     avoided = {*drained, *resting}
     return Occupancy(
         down=[
@@ -66,6 +79,7 @@ def occupancy(
         held=planned | running,
         decided=planned | running | planned,
         kept=kept,
+        taken=frozenset(taken),
     )
 
 

@@ -15,8 +15,8 @@ from ..schema.files import Plan
 from ..schema.launch import LaunchConfig
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
-from .leases import RUN, Lease, folder_of
-from .store import Store
+from .leases import Lease, folder_of
+from .store import RUN, Store
 
 LONGEST_SECONDS = 600.0
 """A launch that has not answered for so long is asked to stop instead.

@@ -35,6 +35,12 @@ class Rests:
             self._store.set(_KEY, self._rests)
         return until - now
 
+    def forget_future(self, now: float) -> None:
+        """Let no rest last longer from now on than it does in all: a clock was set back."""
+        for rest in self._rests.values():
+            rest[0] = min(rest[0], now + rest[1])
+        self._store.set(_KEY, self._rests)
+
     def forget(self, server: str) -> None:
         """A launch began there: it works."""
         if self._rests.pop(server, None) is not None:

@@ -5,25 +5,37 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from ..engines.protocol import Engine
+from ..engines.protocol import Engine, EngineForUsers
 from ..engines.registry import ENGINES
 from ..mechanisms.rounds.rules import RoundRules
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import from_json, to_json, to_plain
+from .copies import Copies
+from .group import Group
 from .history import entities_of
 from .loop import Scheduler
+from .notices import Notices, words_of
+from .requests import answer_member
 from .settings import Settings
 from .sharing import check_settings
 from .store import Store, lock
 
 POLL_SECONDS = 0.1
+_BEGAN = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Seconds since the epoch by the monotonic clock: a clock that is set moves no round's end."""
+    return _BEGAN + time.monotonic()
+
+
 AGAIN_SECONDS = 5.0
 """Between two tries to write the state."""
 _T = TypeVar("_T")
@@ -54,6 +66,9 @@ def serve(
         HetflowError: Another scheduler is there, or the state cannot be read or written.
     """
     made = ENGINES.get(engine)(pool)
+    if settings.on_change is not None:
+        words_of(settings.on_change)
+    members = None if settings.group is None else _group(folder, settings.group, made)
     check_settings(settings, made.devices())  # else a new folder would hold the state of no cluster
     store = Store.create(folder)
     with lock(folder):
@@ -62,15 +77,30 @@ def serve(
             store.set(_STARTED_WITH, _described(pool, engine, settings))
             store.set(_STOP, None)
         say(f"{len(made.devices())} devices on {engine}, policy {settings.policy}, state {folder}")
-        with _interrupts() as interrupted:
+        beside = nullcontext() if members is None else members.serving(store)
+        copies, notices = Copies(store, say), None
+        if settings.on_change is not None:
+            notices = Notices(store, settings.on_change, say)
+        with beside, _interrupts() as interrupted:
             while not interrupted.is_set():
                 goes_on = steady.do(partial(_tick, store))
                 if goes_on is False:
                     _drain_out(steady)
                     say("all jobs have saved and ended; those not done stay queued")
                     return
+                if goes_on:
+                    copies.keep(time.monotonic())
+                if notices is not None and goes_on:
+                    notices.look(time.time())
                 interrupted.wait(POLL_SECONDS if goes_on else AGAIN_SECONDS)
         say("jobs that run go on; start the cluster again to schedule them")
+
+
+def _group(folder: Path, name: str, engine: Engine) -> Group:
+    def may_run_as(uid: int) -> bool:
+        return isinstance(engine, EngineForUsers) and engine.may_run_as(uid)
+
+    return Group(folder, name, may_run_as, answer_member)
 
 
 def request_stop(folder: Path) -> None:
@@ -146,12 +176,12 @@ def _tick(store: Store, scheduler: Scheduler) -> bool:
     """Do what is due; False, and nothing, where somebody asked to stop."""
     if store.get(_STOP):
         return False
-    scheduler.tick(time.time())
+    scheduler.tick(steady_time())
     return True
 
 
 def _drain_out(steady: _Steady) -> None:
-    while not steady.do(lambda scheduler: scheduler.stop(time.time())):
+    while not steady.do(lambda scheduler: scheduler.stop(steady_time())):
         time.sleep(POLL_SECONDS)
 
 

@@ -13,6 +13,8 @@ class Settings:
 
     ``policy`` is one of allocation, ``elastic``, or one of ``easyscale.VARIANTS``. ``entities`` are
     the tree that jobs may name a node of, and ``dollars_per_hour`` the price of a device by type.
+    ``on_change`` is who is told of changes of jobs' states (``notices``); it may hold a secret, so
+    it is in no file. ``group`` is the one whose users may use the cluster.
     """
 
     policy: str = "las"
@@ -20,3 +22,5 @@ class Settings:
     grace_seconds: int = 30
     entities: tuple[Entity, ...] = ()
     dollars_per_hour: Mapping[str, float] = field(default_factory=dict)
+    on_change: str | None = None
+    group: str | None = None

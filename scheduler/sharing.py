@@ -35,7 +35,7 @@ class Sharing(Protocol):
 
     @property
     def moves_running_jobs(self) -> bool:
-        """Whether a decision is due when a job comes or ends, though other jobs hold devices."""
+        """Whether a decision also moves those that run when a job comes or ends."""
 
     @property
     def waits_for_rests(self) -> bool:
@@ -156,6 +156,7 @@ class RoundSharing:
         found = next_round(
             state, allocator, now, rules,
             sizes=self._places.sizes, down=occupied.down, held=occupied.held,
+            kept=occupied.kept, taken=occupied.taken,
         )  # fmt: skip
         return {**found, **occupied.kept}
 
@@ -206,7 +207,8 @@ class FairSharing:
     ) -> dict[str, Seat]:
         """As ``Sharing``: by weight."""
         return elastic.next_shares(
-            state, known.numbers, now, sizes=self._places.sizes, down=occupied.down,
+            state, known.numbers, now, sizes=self._places.sizes,
+            down={*occupied.down, *occupied.taken},
             held=occupied.held, kept=occupied.kept,
         )  # fmt: skip
 
@@ -236,6 +238,7 @@ class Proposals:
         """As ``Sharing``: by what each job can run on."""
         return easyscale.next_devices(
             state, {job.id: known.wish(job.id) for job in state.active.jobs}, now,
-            variant=self._variant, layout=self._places.layout, down=occupied.down,
+            variant=self._variant, layout=self._places.layout,
+            down={*occupied.down, *occupied.taken},
             held=occupied.decided, kept=occupied.kept,
         )  # fmt: skip

@@ -8,22 +8,32 @@ import fcntl
 import json
 import os
 import sqlite3
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from ..engines.lease_folder import private
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import made_folder
 
 FILE = "state.sqlite"
+RUN = "run"
+"""In a lease's folder: that of its launch's run."""
 FORMAT = "hetflow.cluster-state/2"
 _OLDER = ("hetflow.cluster-state/1",)
 STARTS = "(SELECT count(*) FROM leases AS one WHERE one.job = jobs.number AND " \
          "one.started IS NOT NULL AND one.launch IS NULL) AS starts"  # fmt: skip
 """A column of a query of jobs: how often each was started."""
+SHOWN_STATE = (
+    "CASE WHEN jobs.state != 'running' OR leases.trained IS NOT NULL THEN jobs.state "
+    "WHEN leases.began IS NULL THEN 'waiting' ELSE 'starting' END AS shown_state"
+)
+"""A column of a query of jobs and their leases that hold devices: how far each has come."""
 _BUSY_SECONDS = 10.0
+_RECOVER = "if it is broken, `hetflow cluster recover` goes on from its last good copy"
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE jobs (
@@ -42,7 +52,10 @@ CREATE TABLE jobs (
     target_seconds REAL NOT NULL DEFAULT 0,
     throughput TEXT,
     digest TEXT,
-    resizes INTEGER NOT NULL DEFAULT 0
+    resizes INTEGER NOT NULL DEFAULT 0,
+    user TEXT,
+    released REAL,
+    uid INTEGER
 );
 CREATE INDEX jobs_open ON jobs(state) WHERE state NOT IN ('done', 'cancelled');
 CREATE INDEX jobs_wanted ON jobs(wanted) WHERE wanted IS NOT NULL;
@@ -62,6 +75,8 @@ CREATE TABLE leases (
     launch INTEGER,
     resizing_to TEXT,
     resize_asked REAL,
+    began REAL,
+    trained REAL,
     PRIMARY KEY (job, number)
 );
 -- No job runs twice at once, whatever a scheduler does wrong.
@@ -82,7 +97,14 @@ _LATER = (
     ("leases", "resize_asked", "REAL"),
     ("jobs", "target_seconds", "REAL NOT NULL DEFAULT 0"),
     ("leases", "measured_steps_per_second", "REAL"),
+    ("jobs", "user", "TEXT"),
+    ("jobs", "released", "REAL"),
+    ("leases", "began", "REAL"),
+    ("leases", "trained", "REAL"),
+    ("jobs", "uid", "INTEGER"),
 )
+# What leases that began under an earlier version are taken for: it counted from their start.
+_TRAINED = "UPDATE leases SET began = started, trained = started WHERE trained IS NULL"
 
 
 class Store:
@@ -164,6 +186,8 @@ class Store:
                 self.run(_MEASURED)
                 for table, column, kind in self._missing():  # nobody else has by now
                     self.run(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+                    if column == "trained":
+                        self.run(_TRAINED)
                 self.set("format", FORMAT)
 
     def _is_older(self) -> bool:
@@ -182,7 +206,9 @@ class Store:
             found = self.get("format")
         except (FileError, sqlite3.Error, ValueError) as error:
             cause = error.__cause__ or error
-            raise FileError(f"{self.folder / FILE}: not a cluster's state: {cause}") from None
+            raise FileError(
+                f"{self.folder / FILE}: not a cluster's state: {cause}", hint=_RECOVER
+            ) from None
         if found != FORMAT and found not in _OLDER:
             raise FileError(
                 f"{self.folder / FILE}: its format is {found!r}, this hetflow knows {FORMAT!r}",
@@ -239,6 +265,15 @@ class Store:
         except sqlite3.DatabaseError as error:
             raise FileError(f"{self.folder / FILE}: {error}") from error
 
+    def version(self) -> int:
+        """A number that is another one once anybody has written."""
+        [row] = self.rows("PRAGMA data_version")
+        return int(row[0]) * 2**40 + self._connection.total_changes
+
+    def copy_to(self, other: sqlite3.Connection) -> None:
+        """Copy the whole file, as it is at one moment."""
+        self._connection.backup(other)
+
     def run(self, statement: str, *values: object) -> int:
         """Write; the number of the row that was added, if one was."""
         return self._connection.execute(statement, values).lastrowid or 0
@@ -262,11 +297,22 @@ class Store:
 
     def job_folder(self, job: int) -> Path:
         """Where a job's checkpoints and leases are."""
-        return self.folder / "jobs" / str(job)
+        return self.folder.absolute() / "jobs" / str(job)
 
 
 def _refuse_strangers(folder: Path) -> None:
-    if not (folder / FILE).is_file():
+    try:
+        found = os.stat(folder / FILE)
+        is_there, is_ours = stat.S_ISREG(found.st_mode), found.st_uid == os.geteuid()
+    except OSError as error:
+        is_there, is_ours = isinstance(error, PermissionError), False
+    if is_there and not is_ours and not os.access(folder / FILE, os.R_OK):
+        raise FileError(
+            f"{folder}: the cluster is another user's",
+            hint="its owner may do this; members of its group may submit, and use queue, logs, "
+            "hold, release and cancel",
+        )
+    if not is_there:
         raise FileError(
             f"{folder}: no cluster was started there",
             hint="name its folder with --state, or start one with `hetflow cluster start`",
@@ -318,7 +364,7 @@ def _connected(path: Path) -> sqlite3.Connection:
         connection.close()
         is_other = not isinstance(error, sqlite3.OperationalError)  # else the disk is full, say
         what = "not a cluster's state: " if is_other else ""
-        raise FileError(f"{path}: {what}{error}") from None
+        raise FileError(f"{path}: {what}{error}", hint=_RECOVER if is_other else None) from None
     return connection
 
 
@@ -328,7 +374,7 @@ def lock(folder: Path) -> IO[str]:
     Raises:
         ProblemError: Another one is there.
     """
-    stream = (folder / "scheduler.lock").open("a")
+    stream = open(folder / "scheduler.lock", "a", opener=private)
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

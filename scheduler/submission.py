@@ -1,16 +1,19 @@
 """What a user asks for: a script with its profiles or throughputs, as a TOML file or by options."""
 
 import json
+import os
+import pwd
 import re
 import time
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..engines.accounts import Account
 from ..planning.even_split import entry_with
 from ..planning.inputs import model_of, profiles_of
 from ..planning.request import Strategy
@@ -23,9 +26,14 @@ from ..schema.launch import Determinism
 from ..schema.records import Count, Index, Name, Positive, PositiveSeconds, record, register_keys
 from ..schema.spelling import nearest
 from .store import Store
+from .view import job_number
 
 PATHS = ("script", "profiles", "directory")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+MOST_OF_ARRAY = 10_000
+_OK = ":ok"
 _FORMS = (
     ({"devices"}, {"devices_at_least", "devices_at_most"}, {"gpus"}),
     ({"profiles"}, {"throughputs"}),
@@ -37,6 +45,20 @@ TableReader = Callable[[Path], Throughputs]
 
 def _read_table(path: Path) -> Throughputs:
     return read(path, Throughputs)
+
+
+def check_variable(name: str, value: str) -> None:
+    """Refuse a variable that a job cannot have, or that hetflow sets itself.
+
+    Raises:
+        ProblemError: It is such a one.
+    """
+    if not _VARIABLE.fullmatch(name):
+        raise ProblemError(f"environment {name!r}: is no name of a variable")
+    if name.startswith("HETFLOW_") or name.endswith("VISIBLE_DEVICES"):
+        raise ProblemError(f"environment {name}: hetflow sets it for each launch; leave it out")
+    if "\0" in value:
+        raise ProblemError(f"environment {name}: its value holds a zero byte")
 
 
 @record
@@ -55,6 +77,11 @@ class Submission:
     are given, a job ends with the same parameters whatever devices it was moved to.
     ``checkpoint_every`` counts steps; a job also saves whenever it has to leave. ``entity`` is the
     node of the cluster's tree that it belongs to.
+
+    ``environment`` are variables that its launch gets besides those of the scheduler. It may hold
+    devices for ``time_limit_seconds``, over all its turns, and is held then. It begins ``after``
+    jobs that are over (``"3"``), or done (``"3:ok"``); each is a number, or a name that only one
+    job has. ``array_index`` is its place in the array that it was submitted with.
 
     ``strategy`` says what the plan is; ``auto`` takes on each turn the fastest of the three kinds.
     All but splits need ``microbatch_size``: a checkpoint can be loaded under the plan of other
@@ -83,8 +110,14 @@ class Submission:
     priority_weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     deadline_seconds: PositiveSeconds | None = None
     entity: Name | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    time_limit_seconds: PositiveSeconds | None = None
+    after: tuple[Name, ...] = ()
+    array_index: Index | None = None
 
     def __post_init__(self) -> None:
+        for name, value in self.environment.items():
+            check_variable(name, value)
         if (self.profiles is None) == (not self.throughputs):
             given = "neither profiles nor" if self.profiles is None else "both profiles and"
             raise ProblemError(f"{given} throughputs are given: give one of them")
@@ -209,7 +242,12 @@ def submission(
         values.setdefault("devices", sum(Cluster.parse(values["gpus"]).num_devices.values()))
     if "devices_at_most" in values:
         values.setdefault("devices", values["devices_at_most"])
-    for key in ("steps", "priority_weight", "deadline_seconds"):  # TOML knows 3 from 3.0
+    for key in (
+        "steps",
+        "priority_weight",
+        "deadline_seconds",
+        "time_limit_seconds",
+    ):  # TOML knows 3 from 3.0
         if type(values.get(key)) is int:
             values[key] = float(values[key])
     for key in PATHS:
@@ -224,10 +262,19 @@ def submission(
         )
     if not Path(asked.directory).is_dir():
         raise ProblemError(f"{name}: directory {asked.directory}: no such folder")
+    check_asked(asked, name)
+    return asked
+
+
+def check_asked(asked: Submission, name: str) -> None:
+    """Refuse what no plan can be, as far as it can be known without devices.
+
+    Raises:
+        HetflowError: It can be none; or the profiles are not there.
+    """
     _check_strategy(asked, name)
     if asked.throughputs:
         _check_numbers(asked, name)
-    return asked
 
 
 def _from_table(values: Mapping[str, Any], name: str, read_table: TableReader) -> dict[str, Any]:
@@ -366,12 +413,104 @@ def read_entities(path: Path) -> tuple[Entity, ...]:
     return from_json(text, Jobs, name=str(path)).entities
 
 
-def submit(store: Store, asked: Submission) -> int:
-    """Add a job to the queue; its number.
+def array_indices(text: str) -> tuple[int, ...]:
+    """The indices of an array of jobs, such as ``0-9`` or ``1,3,5-7``; each once, in order.
 
     Raises:
-        ProblemError: The cluster was started with entities, and the job's is none of them.
+        ProblemError: It names none, or too many.
     """
+    found = set[int]()
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if last < first:
+            raise ProblemError(f"array {text!r}: write indices, such as 0-9 or 1,3,5-7")
+        if last - first >= MOST_OF_ARRAY or len(found) + last - first >= MOST_OF_ARRAY:
+            raise ProblemError(f"array {text!r}: has more than {MOST_OF_ARRAY} jobs")
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def submit(store: Store, asked: Submission, member: Account | None = None) -> int:
+    """Add a job to the queue; its number.
+
+    Args:
+        store: The state.
+        asked: The job.
+        member: Whose it is, and who it runs as; None: of the user who runs this, and it runs as the
+            scheduler's.
+
+    Raises:
+        ProblemError: The cluster was started with entities, and the job's is none of them, or none
+            of the member's; or it comes after a job that is not there.
+    """
+    return _add(store, [asked], member)[0]
+
+
+def submit_array(
+    store: Store, asked: Submission, indices: Sequence[int], member: Account | None = None
+) -> list[int]:
+    """Add a job for each index of an array, all or none; their numbers.
+
+    Raises:
+        ProblemError: As ``submit``.
+    """
+    jobs = [replace(asked, name=f"{asked.name}[{i}]", array_index=i) for i in indices]
+    return _add(store, jobs, member)
+
+
+def _add(store: Store, jobs: Sequence[Submission], member: Account | None) -> list[int]:
+    user, uid = (user_name(), None) if member is None else (member.name, member.uid)
+    known = (store.get("started_with") or {}).get("entities") or ()
+    is_entity = any(one["name"] == user for one in known)
+    entity = user if is_entity and jobs[0].entity is None else jobs[0].entity
+    after = tuple(_numbered(store, one) for one in jobs[0].after)
+    _check_entity(store, jobs[0], member)
+    with store.transaction():
+        return [
+            store.run(
+                "INSERT INTO jobs (submission, submitted, user, uid) VALUES (?, ?, ?, ?)",
+                to_json(replace(asked, after=after, entity=entity)), time.time(), user, uid,
+            )
+            for asked in jobs
+        ]  # fmt: skip
+
+
+def user_name() -> str:
+    """The user who runs this process; the number where the host knows no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def _numbered(store: Store, after: str) -> str:
+    number = job_number(store, after.removesuffix(_OK))
+    return f"{number}{_OK if after.endswith(_OK) else ''}"
+
+
+def prospect(store: Store, asked: Submission) -> tuple[Literal["now", "later", "never"], str]:
+    """Whether the jobs that one comes after let it begin, and why not."""
+    for one in asked.after:
+        number, is_ok = int(one.removesuffix(_OK)), one.endswith(_OK)
+        rows = store.rows("SELECT state FROM jobs WHERE number = ?", number)
+        state = rows[0]["state"] if rows else "cancelled"
+        if state == "cancelled" and is_ok:
+            return "never", f"job {number} was cancelled, and it was to begin when that is done"
+        if state not in ("done", "cancelled"):
+            held = ", which is held" if state == "held" else ""
+            return "later", f"it begins after job {number}{held}"
+    return "now", ""
+
+
+def _check_entity(store: Store, asked: Submission, member: Account | None) -> None:
+    if member is not None and asked.entity is not None:
+        own = {member.name} | member.group_names()
+        if asked.entity not in own:
+            raise ProblemError(
+                f"entity {asked.entity!r}: is neither {member.name} nor a group of that user's",
+                hint="name one of these, or none",
+            )
     known = (store.get("started_with") or {}).get("entities")
     if asked.entity is not None and known is not None:
         names = [one["name"] for one in known]
@@ -383,7 +522,3 @@ def submit(store: Store, asked: Submission) -> int:
                 else f"it has {', '.join(names)[:200]}" if names
                 else "start it with --entities FILE",
             )  # fmt: skip
-    with store.transaction():
-        return store.run(
-            "INSERT INTO jobs (submission, submitted) VALUES (?, ?)", to_json(asked), time.time()
-        )

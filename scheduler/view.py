@@ -1,14 +1,16 @@
 """What users can see of a cluster's state, and the requests that they can make."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..engines.accounts import Account
 from ..engines.protocol import OUTPUT
 from ..schema.errors import ProblemError
 from ..schema.spelling import whole_number
-from .store import STARTS, Store
+from .store import RUN, SHOWN_STATE, STARTS, Store
 
 Wish = Literal["hold", "release", "cancel"]
 _OVER = ("done", "cancelled")
@@ -33,11 +35,13 @@ class MeasuredRate:
 class QueuedJob:
     """One row of the queue; times are seconds since the epoch.
 
+    ``state`` is that of the state file, but for jobs that have been given devices: ``waiting`` (a
+    batch system has not begun the launch), ``starting`` (no step is done yet), then ``running``.
     ``leases`` counts its starts, and ``resizes`` how often it changed devices while it ran;
     ``resizing_to`` are the devices that it is about to change to.
     ``predicted_steps_per_second`` is of the lease that runs. ``measured`` is of the last lease that
     was long enough to measure; None if there is none. ``device_seconds`` are of leases that are
-    over.
+    over, from their first steps on.
     """
 
     number: int
@@ -60,13 +64,20 @@ class QueuedJob:
     failures: int
     reason: str | None
     digest: str | None
+    user: str | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON has it."""
         return asdict(self)
 
 
-def queue(store: Store, *, finished: int = 10, most_open: int | None = None) -> list[QueuedJob]:
+def queue(
+    store: Store,
+    *,
+    finished: int = 10,
+    most_open: int | None = None,
+    member: Account | None = None,
+) -> list[QueuedJob]:
     """Jobs that are not over, in order of submission, then those that ended last.
 
     Args:
@@ -74,10 +85,12 @@ def queue(store: Store, *, finished: int = 10, most_open: int | None = None) -> 
         finished: How many of those that are over.
         most_open: How many of the others; those that run are then first, and held ones last. None:
             all of them.
+        member: Who looks, if not the owner: why a job of another user waits, and what it ended
+            with, is not said.
     """
     what = "FROM jobs LEFT JOIN leases ON leases.job = jobs.number AND leases.state IN " \
            "('starting', 'running', 'stopping')"  # fmt: skip
-    columns = f"jobs.*, {STARTS}, leases.devices, leases.resizing_to, " \
+    columns = f"jobs.*, {STARTS}, {SHOWN_STATE}, leases.devices, leases.resizing_to, " \
               "leases.predicted_steps_per_second AS predicted"  # fmt: skip
     order = "jobs.number"
     if most_open is not None:
@@ -92,9 +105,10 @@ def queue(store: Store, *, finished: int = 10, most_open: int | None = None) -> 
     found = []
     for row in rows:
         asked = json.loads(row["submission"])
+        is_shown = member is None or row["uid"] == member.uid
         found.append(
             QueuedJob(
-                number=row["number"], name=asked["name"], state=row["state"],
+                number=row["number"], name=asked["name"], state=row["shown_state"],
                 wanted=row["wanted"],
                 devices=tuple(json.loads(row["devices"])) if row["devices"] else (),
                 num_devices=asked.get("devices", 1),
@@ -106,10 +120,24 @@ def queue(store: Store, *, finished: int = 10, most_open: int | None = None) -> 
                 resizing_to=tuple(json.loads(row["resizing_to"] or "[]")),
                 device_seconds=row["device_seconds"],
                 target_seconds=row["target_seconds"], failures=row["failures"],
-                reason=row["reason"], digest=row["digest"],
+                reason=row["reason"] if is_shown else None,
+                digest=row["digest"] if is_shown else None, user=row["user"],
             )
         )  # fmt: skip
     return found
+
+
+def rows_from(plain: Sequence[Mapping[str, Any]]) -> list[QueuedJob]:
+    """Rows of the queue from what ``to_plain`` made of them, as another process has sent it."""
+    return [_row(one) for one in plain]
+
+
+def _row(plain: Mapping[str, Any]) -> QueuedJob:
+    measured = plain["measured"]
+    if measured is not None:
+        measured = MeasuredRate(**{**measured, "devices": tuple(measured["devices"])})
+    lists = {key: tuple(plain[key]) for key in ("devices", "resizing_to")}
+    return QueuedJob(**{**plain, **lists, "measured": measured})
 
 
 def _measured(store: Store, number: int) -> MeasuredRate | None:
@@ -210,8 +238,6 @@ def finished_runs(
     Raises:
         ProblemError: There is no such run, or the job has throughputs instead of profiles.
     """
-    from .leases import RUN  # and with it the planner, which the queue does not wait for
-
     [row] = store.rows("SELECT submission FROM jobs WHERE number = ?", number)
     asked = json.loads(row["submission"])
     if "profiles" not in asked:
@@ -222,7 +248,7 @@ def finished_runs(
     rows = store.rows(
         "SELECT jobs.number, leases.number AS lease FROM jobs JOIN leases "
         "ON leases.job = jobs.number AND leases.exit_code = 0 AND leases.launch IS NULL "
-        "WHERE jobs.state = 'done' AND json_extract(submission, '$.profiles') = ? "
+        "WHERE jobs.state = 'done' AND uid IS NULL AND json_extract(submission, '$.profiles') = ? "
         "AND json_extract(submission, '$.model') IS ? ORDER BY leases.ended DESC LIMIT ?",
         asked["profiles"], asked.get("model"), most,
     )  # fmt: skip

@@ -21,7 +21,7 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
     Raises:
         ProblemError: The schedule does not support the plan's replicas or microbatches.
     """
-    return spec_named(plan.schedule).generate(_shape_of(plan))
+    return spec_named(plan.schedule).generate(shape_of(plan))
 
 
 def schedule_faults(plan: PipelinePlan) -> list[str]:
@@ -30,7 +30,7 @@ def schedule_faults(plan: PipelinePlan) -> list[str]:
     Raises:
         ProblemError: The schedule does not support the plan's replicas or microbatches.
     """
-    return list(_validated(spec_named(plan.schedule).generate, _shape_of(plan)))
+    return list(_validated(spec_named(plan.schedule).generate, shape_of(plan)))
 
 
 @lru_cache(maxsize=256)
@@ -38,7 +38,8 @@ def _validated(generate: Generator, shape: PipelineShape) -> tuple[str, ...]:
     return tuple(validate(generate(shape)))
 
 
-def _shape_of(plan: PipelinePlan) -> PipelineShape:
+def shape_of(plan: PipelinePlan) -> PipelineShape:
+    """Return the shape of the plan's schedule: of one batch, or of several without a flush."""
     replicas = plan.position_replicas
     microbatches = plan.microbatches
     return PipelineShape(

@@ -3,7 +3,7 @@
 Qi et al., "Zero Bubble Pipeline Parallelism", section 3.1. A rank starts with as many forward
 passes as fit before the first backward pass arrives. Then it runs one B and one F in turn, and a W
 whenever it would be idle or has no memory left. Every pass takes one unit of time, transfers take
-none. An F stores two units of memory; B and W free one each.
+none. A microbatch counts whole from its F to the end of its W, so the limit is one of microbatches.
 """
 
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ def search(p: int, m: int, *, max_in_flight: int) -> list[list[Slot]]:
     Args:
         p: Ranks.
         m: Microbatches.
-        max_in_flight: The memory limit, in activations of one microbatch.
+        max_in_flight: The memory limit: microbatches between their F and the end of their W.
 
     Returns:
         [ranks] slots of each rank, of the variant (of two) with the shorter span.
     """
-    variants = [_Search(p, m, 2 * max_in_flight, early).run() for early in (True, False)]
+    variants = [_Search(p, m, max_in_flight, early).run() for early in (True, False)]
     found = min(variants, key=lambda ranks: max(rank.span for rank in ranks))
     return [
         [((kind, position, microbatch),) for kind, microbatch in rank.order]
@@ -33,12 +33,12 @@ def search(p: int, m: int, *, max_in_flight: int) -> list[list[Slot]]:
 
 @dataclass
 class _RankState:
-    """The state of one simulated rank: passes so far, time when it is free, memory in use."""
+    """The state of one simulated rank: passes so far, when it is free, microbatches in flight."""
 
     order: list[tuple[Kind, int]] = field(default_factory=list)
     ends: dict[tuple[Kind, int], int] = field(default_factory=dict)
     free: int = 0
-    memory: int = 0
+    in_flight: int = 0
     bubble: int = 0
     forwards: int = 0
     backwards: int = 0
@@ -51,9 +51,9 @@ class _RankState:
 
 
 class _Search:
-    def __init__(self, p: int, m: int, max_memory: int, early_backward: bool) -> None:
+    def __init__(self, p: int, m: int, max_in_flight: int, early_backward: bool) -> None:
         self.m = m
-        self.max_memory = max_memory
+        self.max_in_flight = max_in_flight
         self.early_backward = early_backward
         self.ranks = [_RankState() for _ in range(p)]
 
@@ -86,7 +86,7 @@ class _Search:
         first_backward = self.ranks[-1].free + 1
         for position in reversed(range(len(self.ranks) - 1)):
             rank = self.ranks[position]
-            room = (self.max_memory - rank.memory) // 2
+            room = self.max_in_flight - rank.in_flight
             idle = max(0, first_backward - rank.free)
             extra[position] = min(room, self.m - rank.forwards, idle)
             first_backward = max(rank.free + extra[position], first_backward) + 1
@@ -103,7 +103,7 @@ class _Search:
         wanted = [self._wants_forward(position) for position in range(len(self.ranks))]
         for position, rank in enumerate(self.ranks):
             if all(wanted[position:]):
-                while rank.memory + 2 > self.max_memory:
+                while rank.in_flight + 1 > self.max_in_flight:
                     self._put_weight(position)
                 if position > 0:
                     self._fill(position, self._end(position - 1, Kind.FORWARD, rank.forwards))
@@ -136,7 +136,7 @@ class _Search:
         arrives = behind.free + 2
         if rank.free >= arrives:
             return False
-        overfull = rank.memory + 2 - self.max_memory
+        overfull = rank.in_flight + 1 - self.max_in_flight
         weights = min(max(0, overfull), rank.backwards - rank.weights)
         if rank.free + 1 + weights <= arrives:
             return True
@@ -173,6 +173,6 @@ class _Search:
         if rank.forwards:
             rank.bubble += start - rank.free
         rank.free = start + 1
-        rank.memory += 2 if kind is Kind.FORWARD else -1
+        rank.in_flight += (kind is Kind.FORWARD) - (kind is Kind.BACKWARD_WEIGHT)
         rank.ends[kind, microbatch] = rank.free
         rank.order.append((kind, microbatch))

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_origin
 
 from .errors import ProblemError
+from .foreign import Table, is_sequence, plain
 from .spelling import nearest
 
 _PACKAGE = (__package__ or "").partition(".")[0]
@@ -27,6 +28,7 @@ _WORDS: dict[Any, str] = {
     bool: "True or False",
     Path: "a Path",
     NoneType: "None",
+    Table: "a DataFrame",
 }
 _BOUNDS = (
     ("gt", ">", operator.gt),
@@ -63,9 +65,9 @@ class Arguments:
             else:
                 self.kinds[name] = parameter.annotation
 
-    def check(
+    def checked(
         self, args: Sequence[Any], given: Mapping[str, Any], spelled: Callable[[str], str]
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments of a call. Those that are left at their defaults are right.
 
         Args:
@@ -73,15 +75,20 @@ class Arguments:
             given: The arguments by name.
             spelled: Returns an argument's name as the user knows it.
 
+        Returns:
+            The positional arguments and those by name, with numbers and arrays of numpy replaced by
+            Python's own.
+
         Raises:
             ProblemError: An argument is of the wrong type, out of its range, or none of the known
                 choices.
             TypeError: No option has this name.
         """
+        args, given = tuple(map(plain, args)), {name: plain(each) for name, each in given.items()}
         try:
             bound = self._signature.bind(*args, **given).arguments
         except TypeError:  # the call itself will raise it, in Python's own words
-            return
+            return args, given
         options = bound.pop(self._options, {}) if self._options else {}
         for name in options:
             if name not in self.kinds:
@@ -97,6 +104,7 @@ class Arguments:
             fault = fault_of(value, self.kind_of(name), spelled(name))
             if fault is not None:
                 raise ProblemError(fault)
+        return args, given
 
     def kind_of(self, name: str) -> Any:
         """Return the type of an argument, with the names in its annotation looked up."""
@@ -177,8 +185,8 @@ def _is_a(value: Any, kind: Any) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool)
     if origin is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if origin in (Sequence, tuple):  # a text is a sequence of its letters, which nobody means
-        return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if origin in (Sequence, tuple):
+        return is_sequence(value)
     return isinstance(value, origin)
 
 

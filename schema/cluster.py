@@ -2,10 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from .errors import ProblemError
+from .frames import Rows, Shown, fields_table, listed
 from .records import (
     Count,
     PositiveBytes,
@@ -49,7 +50,7 @@ class ServerGroup:
 
 
 @record
-class Cluster:
+class Cluster(Shown):
     """A complete description of a pool. A flat pool is one server that holds every device."""
 
     schema: Literal["hetflow.cluster/1"] = "hetflow.cluster/1"
@@ -71,6 +72,21 @@ class Cluster:
         total = sum(self.num_devices.values())
         if total > MAX_DEVICES:
             raise ProblemError(f"the pool has {total} devices; at most {MAX_DEVICES}")
+
+    @property
+    def title(self) -> str:
+        """The number of devices of each type, and of servers."""
+        servers = f" on {self.num_servers} servers" if self.num_servers > 1 else ""
+        return f"{listed(self.num_devices)}{servers}"
+
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each device type."""
+        columns, kinds = fields_table(self.device_types.values(), DeviceType)
+        rows = [
+            {"device_type": name, "num_devices": self.num_devices.get(name, 0), **kind}
+            for name, kind in zip(self.device_types, kinds, strict=True)
+        ]
+        return ["device_type", "num_devices", *columns], rows
 
     @property
     def num_devices(self) -> dict[str, int]:
@@ -147,6 +163,16 @@ class Cluster:
         return tuple(
             tuple(number for number, devices in enumerate(each) if name in devices)
             for name in self.num_devices
+        )
+
+    @classmethod
+    def of(cls, num_devices: Mapping[str, int]) -> "Cluster":
+        """Return a flat pool of so many devices of each type."""
+        if not num_devices:
+            raise ProblemError("a pool must hold at least one device")
+        return cls(
+            device_types={name: DeviceType() for name in num_devices},
+            servers=(ServerGroup(count=1, devices=dict(num_devices)),),
         )
 
     @classmethod

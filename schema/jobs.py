@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .errors import ProblemError
+from .frames import Rows, Shown, fields_table
 from .records import (
     Count,
     Dollars,
@@ -61,7 +62,7 @@ class Entity:
 
 
 @record
-class Jobs:
+class Jobs(Shown):
     """Jobs in order of arrival, and the entities they belong to."""
 
     schema: Literal["hetflow.jobs/1"] = "hetflow.jobs/1"
@@ -78,6 +79,16 @@ class Jobs:
             _refuse_cycle(entity, names)
         for job in self.jobs:
             _known_entity(job.entity, names, f"job {job.id!r}")
+
+    @property
+    def title(self) -> str:
+        """The number of jobs and of their models."""
+        models = {job.model for job in self.jobs}
+        return f"{len(self.jobs)} jobs of {len(models)} models"
+
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each job: the columns of a CSV file of jobs."""
+        return fields_table(self.jobs, Job, but=["elapsed_seconds", "isolated_seconds"])
 
 
 def _refuse_twins(names: list[str], what: str) -> None:
@@ -158,7 +169,7 @@ class MixThroughput:
 
 
 @record
-class Throughputs:
+class Throughputs(Shown):
     """Throughputs of all models on all device types: alone, in pairs, and on mixes of types."""
 
     schema: Literal["hetflow.throughputs/1"] = "hetflow.throughputs/1"
@@ -173,6 +184,32 @@ class Throughputs:
         _refuse_contradictions(self.pairs)
         mixed = [f"{m.model} x{m.scale_factor} on {sorted(m.devices.items())}" for m in self.mixes]
         _refuse_twins(mixed, "mixes: model, scale_factor and devices")
+
+    @property
+    def title(self) -> str:
+        """The number of models and of device types."""
+        types = {name for entry in self.models for name in entry.steps_per_second}
+        models = {entry.model for entry in self.models} | {mix.model for mix in self.mixes}
+        return f"{len(models)} models on {len(types)} device types, {len(self.pairs)} pairs"
+
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each rate, without mixes: the columns of its CSV file."""
+        columns = [
+            "model", "device_type", "steps_per_second", "scale_factor",
+            "unconsolidated_steps_per_second", "shared_with", "shared_with_steps_per_second",
+        ]  # fmt: skip
+        alone = [
+            (entry.model, name, rate, entry.scale_factor, apart.get(name), None, None)
+            for entry in self.models
+            for apart in [entry.unconsolidated_steps_per_second or {}]
+            for name, rate in entry.steps_per_second.items()
+        ]
+        shared = [
+            (pair.models[0], name, first, pair.scale_factor, None, pair.models[1], second)
+            for pair in self.pairs
+            for name, (first, second) in pair.steps_per_second.items()
+        ]
+        return columns, [dict(zip(columns, row, strict=True)) for row in [*alone, *shared]]
 
 
 def _refuse_contradictions(pairs: tuple[PairThroughput, ...]) -> None:
@@ -373,7 +410,7 @@ class Certificate:
 
 
 @record
-class Allocation:
+class Allocation(Shown):
     """The fraction of time that each job spends on each column, ``x[job][column]``.
 
     A column that is missing is 0. A column is a device type, ``TYPE/unconsolidated``, or a mix such
@@ -405,6 +442,22 @@ class Allocation:
     usable_idle_devices: dict[str, Rate] | None = None
     idle_reason: str | None = None
     provenance: dict[str, Any] | None = None
+
+    @property
+    def title(self) -> str:
+        """The policy, the number of jobs, and how it was proved."""
+        left_out = f", {len(self.left_out)} left out" if self.left_out else ""
+        return f"{self.policy} for {len(self.x)} jobs{left_out}: {self.certificate.termination}"
+
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each job: its throughput, then its shares by column."""
+        columns = list(dict.fromkeys(name for row in self.x.values() for name in row))
+        rows = [
+            {"job": job, "steps_per_second": self.throughputs.get(job)}
+            | {name: row.get(name, 0.0) for name in columns}
+            for job, row in self.x.items()
+        ]
+        return ["job", "steps_per_second", *columns], rows
 
 
 register_keys(

@@ -24,8 +24,9 @@ def lazy_names(
 
     Args:
         package: The package's ``globals()``, in which loaded names are stored.
-        where: Name -> the module that has it, relative to the package (``.api.solve``). If the
-            module's last part is the name (``.plugins``), the module itself is meant.
+        where: Name -> the module that has it, relative to the package (``.api.solve``), with the
+            name that it has there if that is another (``.api.rent_fleet:rent_fleet``), or with a
+            colon if the module itself is meant (``.plugins:``).
         also: Names that the package already has, for ``dir``.
 
     Returns:
@@ -35,9 +36,9 @@ def lazy_names(
     def load(name: str) -> object:
         if name not in where:
             raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
-        module = import_module(where[name], package["__name__"])
-        is_module = where[name].lstrip(".") == name
-        package[name] = module if is_module else getattr(module, name)
+        place, colon, other = where[name].partition(":")
+        module = import_module(place, package["__package__"])
+        package[name] = module if colon and not other else getattr(module, other or name)
         return package[name]
 
     def names() -> list[str]:

@@ -228,9 +228,14 @@ class PolicyReplay:
 class RentReport:
     """Policies for one job with a deadline, replayed on windows of spot availability.
 
+    ``unused_seconds`` of the availability given are in no window: less than a deadline at the ends,
+    and stretches with unknown ticks.
     ``bound_dollars``: [windows], the least that any policy could pay if it knew the window in
     advance. ``choice`` is the cheapest policy that missed no deadline. ``expected_dollars`` is the
     mean cost that the dynamic program expects from the history and the first tick of each window.
+    ``expected_dollars_90``: between which nine in ten jobs should cost under it, by its replays on
+    windows of the history; beyond these, what a job can cost at all.
+    ``decision_seconds`` is how often that program decides, where this is less often than each tick.
     """
 
     schema: Literal["hetflow.rent/1"] = "hetflow.rent/1"
@@ -240,10 +245,13 @@ class RentReport:
     on_demand_dollars_per_hour: PositiveDollars
     spot_dollars_per_hour: Dollars
     windows: tuple[Name, ...]
+    unused_seconds: Annotated[float, Field(ge=0)] = 0.0
     bound_dollars: tuple[Dollars, ...]
     policies: tuple[PolicyReplay, ...]
     choice: Name | None = None
     expected_dollars: Dollars | None = None
+    expected_dollars_90: tuple[Dollars, Dollars] | None = None
+    decision_seconds: PositiveSeconds | None = None
 
 
 @record
@@ -255,7 +263,7 @@ class FleetReport:
     hold machines costs less than the bound, and one that ends in time costs as much as the plan:
     the cheapest of a plan made for the window and of the policies that missed no deadline.
     In ``policies``, a launch is any change of the machines, also by loss. ``choice`` and
-    ``expected_dollars`` are as in a rent report.
+    the other keys of the dynamic program are as in a rent report.
     """
 
     schema: Literal["hetflow.rent_fleet/1"] = "hetflow.rent_fleet/1"
@@ -271,6 +279,8 @@ class FleetReport:
     policies: tuple[PolicyReplay, ...]
     choice: Name | None = None
     expected_dollars: Dollars | None = None
+    expected_dollars_90: tuple[Dollars, Dollars] | None = None
+    decision_seconds: PositiveSeconds | None = None
 
 
 @record
@@ -281,7 +291,9 @@ class ZonesReport:
     ``num_left_out`` more a zone was unknown. ``bound_dollars``: [windows], the least that any
     policy could pay if it knew all zones' windows in advance; ``alone_dollars`` likewise for a job
     that stays in one zone. ``mean_moves``: launches in another zone than the last one, by policy.
-    ``choice`` and ``expected_dollars`` are as in a rent report.
+    ``choice`` and the other keys of the dynamic program are as in a rent report.
+    ``most_zones_to_learn`` is how many zones ``dynamic_program`` can learn, where there are more
+    and it was left out.
     """
 
     schema: Literal["hetflow.rent_zones/1"] = "hetflow.rent_zones/1"
@@ -299,18 +311,30 @@ class ZonesReport:
     mean_moves: dict[str, Annotated[float, Field(ge=0)]]
     choice: Name | None = None
     expected_dollars: Dollars | None = None
+    expected_dollars_90: tuple[Dollars, Dollars] | None = None
+    decision_seconds: PositiveSeconds | None = None
+    most_zones_to_learn: Count | None = None
 
 
 @record
 class HeldOffer:
-    """A device of a rented machine, as a strategy on price histories held it."""
+    """A device of a rented machine, as a strategy on price histories held it.
 
-    cloud: Name
-    place: Name
+    ``cloud`` and ``place`` are None where the market does not state them for a fixed price.
+    """
+
+    cloud: Name | None = None
+    place: Name | None = None
     instance_type: Name
     device_type: Name
     num_devices: Count
     is_spot: bool = True
+
+    @property
+    def title(self) -> str:
+        """Cloud, place and machine, and how it is rented where it is on demand."""
+        kind = None if self.is_spot else "on-demand"
+        return " ".join(filter(None, (self.cloud, self.place, self.instance_type, kind)))
 
 
 @record

@@ -7,9 +7,10 @@ from .cluster import Cluster
 from .device_memory import MemoryReserve
 from .errors import ProblemError
 from .estimate import Estimate
+from .frames import Rows, Shown, fields_table
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
-from .plan import Proof
+from .plan import Proof, plan_title
 from .records import (
     Bytes,
     Count,
@@ -21,6 +22,7 @@ from .records import (
     record,
     register_keys,
 )
+from .restrictions import Restrictions
 from .schedule_traits import DEFAULT_SCHEDULE, traits
 
 Recompute = Literal["none", "selective", "full"]
@@ -346,7 +348,7 @@ def parallel_schedule(*, is_chunked: bool) -> str:
 
 
 @record
-class ParallelPlan:
+class ParallelPlan(Shown):
     """A model cut into stages, each on replicas of tensor-parallel groups.
 
     Each replica of a stage runs at most ``num_microbatches`` microbatches of ``microbatch_size``
@@ -383,6 +385,7 @@ class ParallelPlan:
     estimates: tuple[Estimate, ...] = ()
     reserves: tuple[MemoryReserve, ...] = ()
     trace: LayerTrace | None = None
+    restrictions: Restrictions | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -425,6 +428,22 @@ class ParallelPlan:
                     f"of {group.device_type}, which take at most {group.num_replicas * most} in "
                     f"{self.num_microbatches} microbatches of {self.microbatch_size}"
                 )
+
+    @property
+    def title(self) -> str:
+        """The model, its batch, the devices, and how long a step takes."""
+        return plan_title(self)
+
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each stage's replicas of one kind."""
+        stage_columns, stages = fields_table(self.stages, ParallelStage, but=["replicas"])
+        columns, _ = fields_table((), ReplicaGroup)
+        rows = [
+            {"stage": number, **stage, **replicas}
+            for number, stage in enumerate(stages)
+            for replicas in fields_table(self.stages[number].replicas, ReplicaGroup)[1]
+        ]
+        return ["stage", *stage_columns, *columns], rows
 
     @property
     def num_positions(self) -> int:

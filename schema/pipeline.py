@@ -7,9 +7,10 @@ from .cluster import Cluster
 from .device_memory import MemoryReserve
 from .errors import ProblemError
 from .estimate import Estimate
+from .frames import Rows, Shown, fields_table
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
-from .plan import Prediction, Proof
+from .plan import Prediction, Proof, plan_title
 from .records import (
     Bytes,
     Count,
@@ -22,6 +23,7 @@ from .records import (
     record,
     register_keys,
 )
+from .restrictions import Restrictions
 from .schedule_traits import DEFAULT_SCHEDULE, ScheduleTraits, planned_schedules, traits
 
 StageCost = Literal["ring", "thesis", "published"]
@@ -507,7 +509,7 @@ class StagePlan:
 
 
 @record
-class PipelinePlan:
+class PipelinePlan(Shown):
     """A model cut into stages.
 
     The proof's objective is seconds per step if ``objective`` is ``step``, else seconds per input
@@ -545,6 +547,7 @@ class PipelinePlan:
     trace: LayerTrace | None = None
     estimates: tuple[Estimate, ...] = ()
     reserves: tuple[MemoryReserve, ...] = ()
+    restrictions: Restrictions | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -571,10 +574,27 @@ class PipelinePlan:
         return traits(self.schedule)
 
     @property
+    def title(self) -> str:
+        """The model, its batch, the devices, and how long a step takes."""
+        return plan_title(self)
+
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each stage."""
+        return fields_table(self.stages, StagePlan)
+
+    @property
+    def devices_by_type(self) -> dict[str, int]:
+        """Number of devices in use, by type."""
+        used: dict[str, int] = {}
+        held = {(stage.device_type, stage.first_device): stage for stage in self.stages}
+        for stage in held.values():  # stages of a device's chunks are on the same devices
+            used[stage.device_type] = used.get(stage.device_type, 0) + stage.num_replicas
+        return used
+
+    @property
     def num_devices(self) -> int:
         """Number of devices in use over all stages, which is the world size of a launch."""
-        held = {(stage.device_type, stage.first_device): stage for stage in self.stages}
-        return sum(stage.num_replicas for stage in held.values())
+        return sum(self.devices_by_type.values())
 
     @property
     def num_model_chunks(self) -> int:

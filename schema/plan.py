@@ -6,6 +6,7 @@ from .cluster import Cluster
 from .device_memory import MemoryReserve
 from .errors import ProblemError
 from .estimate import Estimate
+from .frames import Rows, Shown, fields_table, listed
 from .optimizer import OptimizerState
 from .records import (
     Count,
@@ -20,6 +21,7 @@ from .records import (
     record,
     register_keys,
 )
+from .restrictions import Restrictions
 
 
 @record
@@ -140,15 +142,39 @@ class Alternative:
     est: EstEstimate
 
 
+def plan_title(plan: Any) -> str:
+    """Return a plan of any kind in one line: what trains where, and how long a step takes."""
+    return (
+        f"{plan.model}, batch {plan.global_batch_size} on {listed(plan.devices_by_type)}: "
+        f"{plan.predicted.step_seconds:.4g} s a step, {plan.proof.termination}"
+    )
+
+
 @record
-class SplitPlan:
+class SyncBound:
+    """A type whose synchronisation could not be told from zero: the plan counts at most this."""
+
+    device_type: Name
+    at_most_seconds: Seconds
+
+    def __str__(self) -> str:
+        return (
+            f"synchronisation of {self.device_type} could not be told from zero: plans count the "
+            f"most that it can be, {self.at_most_seconds * 1e3:.3g} ms a step"
+        )
+
+
+@record
+class SplitPlan(Shown):
     """A global batch split over devices (VirtualFlow 5.1).
 
     ``uniform_virtual_nodes`` is N if the request was for N equal virtual nodes. ``optimizer`` is
     the one whose state its memory counts; None if unknown. ``cluster`` is the pool that it was
     solved for, if this states more than the number of devices of each type. ``estimates`` are those
     of the types in use whose profiles were not measured. ``reserves`` is the memory that it leaves
-    free of tensors on devices of the types in use; empty if there is none.
+    free of tensors on devices of the types in use; empty if there is none. ``sync_bounds`` are of
+    the types in use whose synchronisation is counted by its bound. ``restrictions`` is what it was
+    solved under, in every kind of plan; None if nothing restricts the proof.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -167,6 +193,8 @@ class SplitPlan:
     cluster: Cluster | None = None
     estimates: tuple[Estimate, ...] = ()
     reserves: tuple[MemoryReserve, ...] = ()
+    sync_bounds: tuple[SyncBound, ...] = ()
+    restrictions: Restrictions | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -180,6 +208,23 @@ class SplitPlan:
             )
 
     @property
+    def title(self) -> str:
+        """The model, its batch, the devices, and how long a step takes."""
+        return plan_title(self)
+
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each group of devices."""
+        return fields_table(self.groups, DeviceGroup)
+
+    @property
+    def devices_by_type(self) -> dict[str, int]:
+        """Number of devices in use, by type."""
+        used: dict[str, int] = {}
+        for group in self.groups:
+            used[group.device_type] = used.get(group.device_type, 0) + group.num_devices
+        return used
+
+    @property
     def num_devices(self) -> int:
         """Number of devices in use over all groups, which is the world size of a launch."""
         return sum(group.num_devices for group in self.groups)
@@ -191,5 +236,13 @@ class SplitPlan:
 
 
 register_keys(
-    Proof, Prediction, DeviceGroup, PassTime, EmulatedDevice, EstEstimate, Alternative, SplitPlan
+    Proof,
+    Prediction,
+    DeviceGroup,
+    PassTime,
+    EmulatedDevice,
+    EstEstimate,
+    Alternative,
+    SyncBound,
+    SplitPlan,
 )

@@ -15,12 +15,16 @@ plug-in affects only those who use it.
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from traceback import walk_tb
+from typing import Any, Generic, TypeVar
 
 from .errors import ProblemError
 from .spelling import nearest
 
 T = TypeVar("T")
+
+_PACKAGE = (__package__ or "").partition(".")[0]
+_registries: "list[Registry[Any]]" = []
 
 
 class Registry(Generic[T]):
@@ -41,6 +45,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, tuple[str, T]] = {}
         self._has_own = False
         self._registered: tuple[T, ...] | None = None
+        _registries.append(self)
 
     def add(self, name: str, entry: T, module: str) -> None:
         """Register a thing.
@@ -133,6 +138,16 @@ class Registry(Generic[T]):
         """
         return tuple(self.get(name) for name in self.names())
 
+    def of_module(self, module: str) -> str | None:
+        """Name what a plug-in's module, or another of its package, registered; else None."""
+        package = module.partition(".")[0]
+        if package == _PACKAGE:
+            return None
+        for name, (owner, _) in self._entries.items():
+            if owner == module or owner.partition(".")[0] == package:
+                return f"{self.kind} {name!r}"
+        return None
+
     def _load_own(self) -> None:
         if not self._has_own:
             for module in self._own:
@@ -160,3 +175,20 @@ class Registry(Generic[T]):
 
 def _distribution(point: EntryPoint) -> str:
     return "a local module" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+def plug_in_of(error: BaseException) -> str | None:
+    """Name the plug-in in whose code, or below it, an error was raised, with its file and line.
+
+    Returns:
+        Text such as ``policy 'even' (even.py, line 12)``; None if no plug-in had a part in it.
+    """
+    named = None
+    for frame, line in walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__"))
+        for registry in _registries:
+            found = registry.of_module(module)
+            if found is not None:
+                named = f"{found} ({frame.f_code.co_filename}, line {line})"
+                break
+    return named

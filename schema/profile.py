@@ -5,6 +5,7 @@ from typing import Any, Literal
 from .device_memory import BesideTensors
 from .errors import ProblemError
 from .estimate import Estimate
+from .frames import Rows, Shown, fields_table
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .records import (
@@ -22,6 +23,8 @@ from .records import (
 )
 from .step_costs import Links, MessageTime, PipelineCosts, TypeLink
 
+ENDED_EARLY = ("a pass would exceed the time limit", "the time budget is spent")
+"""Why measuring may end before a larger batch size is tried (``provenance.curve_stopped``)."""
 SHORTEST_PASS_SECONDS = 1e-12  # a shorter time is a mistake, and its rate overflows
 
 
@@ -168,10 +171,35 @@ class TensorLayers:
 
 @record
 class SyncPoint:
-    """Seconds that synchronisation adds to a step whose last virtual node has a batch size."""
+    """Seconds that synchronisation adds to a step whose last virtual node has a batch size.
+
+    ``at_most_seconds`` as in ``Sync``.
+    """
 
     batch_size: Count
-    sync_seconds: MeasuredSeconds
+    sync_seconds: MeasuredSeconds | None = None
+    at_most_seconds: MeasuredSeconds | None = None
+
+    def __post_init__(self) -> None:
+        _check_bound(self)
+
+    @property
+    def counted_seconds(self) -> float:
+        """What plans count: the seconds, or their bound where they are unknown."""
+        return _counted(self)
+
+
+def _check_bound(sync: "SyncPoint | Sync") -> None:
+    if (sync.sync_seconds is None) == (sync.at_most_seconds is None):
+        raise ProblemError(
+            "give either sync_seconds, or at_most_seconds where it could not be told from zero"
+        )
+
+
+def _counted(sync: "SyncPoint | Sync") -> float:
+    known = sync.at_most_seconds if sync.sync_seconds is None else sync.sync_seconds
+    assert known is not None  # one of them is given: _check_bound
+    return known
 
 
 @record
@@ -179,7 +207,9 @@ class Sync:
     """Gradient synchronisation, measured as VirtualFlow 5.1.2 does.
 
     ``sync_seconds`` is the distributed minus the single-device step time on ``num_devices``
-    devices: at batch size 1, or the median over sizes if a whole training loop was timed.
+    devices: at batch size 1, or the median over sizes if a whole training loop was timed. It is
+    None where the measurement could not tell it from zero; ``at_most_seconds`` is then the upper
+    end of the 95 % interval, and plans count that.
     ``by_batch_size`` has the times of several sizes if the measurements can separate them; a longer
     backward pass hides more of the synchronisation. Plans then use these times. The optional ring
     model (``latency_seconds`` per ring message, ``bytes_per_second`` per ring link, fitted to
@@ -188,7 +218,8 @@ class Sync:
     """
 
     num_devices: Count
-    sync_seconds: MeasuredSeconds
+    sync_seconds: MeasuredSeconds | None = None
+    at_most_seconds: MeasuredSeconds | None = None
     latency_seconds: MeasuredSeconds | None = None
     bytes_per_second: PositiveRate | None = None
     messages: tuple[MessageTime, ...] = ()
@@ -197,11 +228,24 @@ class Sync:
     def __post_init__(self) -> None:
         if self.num_devices < 2:
             raise ProblemError(f"num_devices must be >= 2 to synchronise, got {self.num_devices}")
+        _check_bound(self)
         sizes = [point.batch_size for point in self.by_batch_size]
         if sizes != sorted(set(sizes)):
             raise ProblemError(f"by_batch_size must be sorted, each size once, got {sizes}")
         if (self.latency_seconds is None) != (self.bytes_per_second is None):
             raise ProblemError("latency_seconds and bytes_per_second come together or not at all")
+
+    @property
+    def counted_seconds(self) -> float:
+        """What plans count: the seconds, or their bound where they are unknown."""
+        return _counted(self)
+
+    @property
+    def bound_seconds(self) -> float | None:
+        """The largest bound that plans count; None where all that they count was measured."""
+        counted = self.by_batch_size or (self,)
+        bounds = [entry.at_most_seconds for entry in counted if entry.at_most_seconds is not None]
+        return max(bounds, default=None)
 
 
 @record
@@ -221,7 +265,7 @@ class Emulation:
 
 
 @record
-class Profile:
+class Profile(Shown):
     """The measurements of one model on one device type.
 
     Times are medians; their spread is in ``provenance``. ``step_error`` is the relative error of
@@ -287,6 +331,17 @@ class Profile:
         if len(set(others)) != len(others) or self.device_type in others:
             raise ProblemError("links_to holds other device types than the profile's, each once")
 
+    @property
+    def title(self) -> str:
+        """The model, the device type, and the sizes that were measured."""
+        sizes = [point.batch_size for point in self.batch_curve]
+        layers = "" if self.layers is None else f", {len(self.layers.nodes)} layers"
+        return f"{self.model} on {self.device_type}, batches {sizes[0]} to {sizes[-1]}{layers}"
+
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each batch size."""
+        return fields_table(self.batch_curve, BatchPoint)
+
     def _check_layers(self) -> None:
         tables = self.layer_tables
         if self.more_layers and self.layers is None:
@@ -317,6 +372,18 @@ class Profile:
                 if key in seen:
                     raise ProblemError(f"{name} holds degree {key[0]} at microbatch {key[1]} twice")
                 seen.add(key)
+
+    @property
+    def only_batch_size(self) -> int | None:
+        """The one batch size that was measured, where measuring ended before it tried a second.
+
+        None if there are several sizes, or if the user stated this one, or if a second one was too
+        large for the memory.
+        """
+        stopped = (self.provenance or {}).get("curve_stopped")
+        if len(self.batch_curve) > 1 or stopped not in ENDED_EARLY:
+            return None
+        return self.batch_curve[0].batch_size
 
     @property
     def layer_tables(self) -> tuple[LayerGraph, ...]:

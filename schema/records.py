@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass as _dataclass
 from pydantic_core import ArgsKwargs
 
 from .errors import ProblemError
+from .foreign import in_tuples, plain
 from .spelling import nearest as nearest
 
 T = TypeVar("T")
@@ -53,9 +54,13 @@ _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_bui
 def record(cls: type[T]) -> type[T]:
     """Make a class a frozen, keyword-only, validated dataclass.
 
-    Building an instance with invalid values raises a ProblemError that lists every fault.
+    Building an instance with invalid values raises a ProblemError that lists every fault. Lists,
+    and arrays and numbers of numpy, are taken for the tuples and numbers that they hold.
     """
-    made: Any = _dataclass(frozen=True, slots=True, kw_only=True, config=_CONFIG)(cls)
+    is_plain = cls.__repr__ is object.__repr__  # else it has, or inherits, a shorter one
+    made: Any = _dataclass(frozen=True, slots=True, kw_only=True, repr=is_plain, config=_CONFIG)(
+        cls
+    )
     made.__init__ = _raising_problem_error(made)
     made.__signature__ = _FieldsSignature()
     return made  # type: ignore[no-any-return]
@@ -67,8 +72,13 @@ adapter_of: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 def _raising_problem_error(cls: type) -> Callable[..., None]:
     def __init__(self: object, *args: Any, **kwargs: Any) -> None:
+        validator = adapter_of(cls).validator
         try:
-            adapter_of(cls).validator.validate_python(ArgsKwargs(args, kwargs), self_instance=self)
+            try:
+                validator.validate_python(ArgsKwargs(args, kwargs), self_instance=self)
+            except ValidationError:
+                values = in_tuples(plain(kwargs))
+                validator.validate_python(ArgsKwargs(args, values), self_instance=self)
         except ValidationError as error:
             own = _own_refusal(error)
             if own is not None:

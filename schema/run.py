@@ -1,16 +1,12 @@
 """Run records: predicted and measured times of one launch, its events and its result."""
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from .frames import frame_of
+from .frames import Rows, Shown, fields_table
 from .parallel import ParallelPlan
 from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 @record
@@ -144,7 +140,7 @@ class Generation:
 
 
 @record
-class RunRecord:
+class RunRecord(Shown):
     """The record of a launch: its plan, predicted and measured times, and a digest of its result.
 
     ``parameters_digest`` is the SHA-256 of the final parameters and buffers, by name.
@@ -170,15 +166,16 @@ class RunRecord:
     terms: tuple[TermComparison, ...] = ()
     provenance: dict[str, Any] | None = None
 
-    def to_frame(self) -> "DataFrame":
-        """Build a pandas table with one row per device, by rank, without terms and stages.
+    @property
+    def title(self) -> str:
+        """The model, how the run ended, and how long a step took."""
+        took = self.measured_step_seconds
+        measured = "" if took is None else f", {took:.4g} s a step"
+        return f"{self.plan.model}: {self.status}, {self.num_steps} steps{measured}"
 
-        Raises:
-            HetflowError: pandas is not installed.
-        """
-        columns = [f.name for f in fields(DeviceRun) if f.name not in ("terms", "stages")]
-        rows = ({name: getattr(device, name) for name in columns} for device in self.devices)
-        return frame_of(rows, columns)
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each device, by rank, without terms and stages."""
+        return fields_table(self.devices, DeviceRun, but=["terms", "stages"])
 
 
 register_keys(

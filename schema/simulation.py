@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from .errors import HetflowError
-from .frames import frame_of
+from .frames import Rows, Shown, fields_table, frame_of, listed
 from .records import (
     Count,
     Dollars,
@@ -121,7 +121,7 @@ class SimulationMetrics:
 
 
 @record
-class SimulationRun:
+class SimulationRun(Shown):
     """One simulated run: its options, its metrics and, if requested, every job.
 
     ``left_out`` maps each job that does not fit the pool to the reason. ``num_failures`` counts
@@ -149,23 +149,31 @@ class SimulationRun:
     spans: tuple[Span, ...] = ()
     provenance: dict[str, Any] | None = None
 
-    def to_frame(self) -> "DataFrame":
-        """Build a pandas table with one row per job, in the order of ``jobs``.
+    @property
+    def title(self) -> str:
+        """The trace, the pool, who decided, and the jobs' mean time."""
+        of = self.scheduler if self.policy is None else f"{self.policy} by {self.scheduler}"
+        hours = self.metrics.average_jct_seconds / 3600
+        return (
+            f"{self.trace} on {listed(self.num_devices)}, {of}: {self.metrics.num_jobs} jobs, "
+            f"{hours:.4g} h each on average"
+        )
+
+    def table(self) -> tuple[list[str], Rows]:
+        """Return a table with a row for each job, in the order of ``jobs``.
 
         Columns are the keys of an outcome, then ``completion_seconds``, ``queueing_seconds``,
         ``finish_time_fairness`` and ``violates_slo``.
 
         Raises:
-            HetflowError: pandas is not installed, or the run was kept without its jobs.
+            HetflowError: The run was kept without its jobs.
         """
         if self.metrics.num_jobs and not self.jobs:
             raise HetflowError(
                 f"this run of {self.metrics.num_jobs} jobs was kept without them",
                 hint="simulate with -o FILE or --csv FILE (in Python: with_jobs=True)",
             )
-        columns = [*(field.name for field in fields(JobOutcome)), *_DERIVED]
-        rows = ({name: getattr(job, name) for name in columns} for job in self.jobs)
-        return frame_of(rows, columns)
+        return fields_table(self.jobs, JobOutcome, also=_DERIVED)
 
 
 register_keys(JobOutcome, Span, SimulationMetrics, SimulationRun)

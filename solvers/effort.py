@@ -10,6 +10,10 @@ from dataclasses import dataclass, replace
 _LONGER = 1000.0
 
 
+class OutOfTimeError(Exception):
+    """The caller's limit came before a piece of a search was done."""
+
+
 def never() -> bool:
     """Do not stop."""
     return False
@@ -55,6 +59,17 @@ class Effort:
             anywhere_work=self.anywhere_work * 4,
             most_limits=2 * self.most_limits,
         )
+
+    def check(self) -> None:
+        """End the piece of work that asks, if the caller says so.
+
+        Loops that prepare a search ask it, so that no set-up outlasts a limit of time.
+
+        Raises:
+            OutOfTimeError: The limit came.
+        """
+        if self.should_stop():
+            raise OutOfTimeError
 
     def accepts(self, seconds: float, bound: float) -> bool:
         """Whether a plan is near enough to a bound, one part in 10^9 at the least."""

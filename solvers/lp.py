@@ -2,11 +2,12 @@
 
 It works around these traps: PuLP reports a run stopped by its time limit as Optimal (only
 ``sol_status`` differs); by default HiGHS stops at a gap of 1e-4 and CBC ignores gains under 1e-5;
-both accept NaN silently; infeasible models still carry values.
+both accept NaN silently; infeasible models still carry values; HiGHS prints a banner on the
+process's stdout before its maker can turn that off, which would spoil what a command prints.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,15 +85,18 @@ class Program:
                 timeLimit=time_limit_seconds,
                 options=["increment 1e-11", "primalTolerance 1e-9", "integerTolerance 1e-9"],
             )
-        return self._pulp.HiGHS(
-            msg=False,
-            gapRel=0.0,
-            gapAbs=0.0,
-            threads=1,
-            timeLimit=time_limit_seconds,
-            mip_feasibility_tolerance=1e-9,
-            primal_feasibility_tolerance=1e-9,
-        )
+        options = {
+            "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 0.0,
+            "mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9,
+        }  # fmt: skip
+        if time_limit_seconds is not None:
+            options["time_limit"] = float(time_limit_seconds)
+
+        class Quiet(self._pulp.HiGHS):  # type: ignore[misc, name-defined]
+            def createAndConfigureSolver(self, lp: Any) -> None:
+                lp.solverModel = _silent_highs(options)
+
+        return Quiet(msg=False)
 
     def _read_back(self, backend: Backend) -> Solved:
         termination = self._termination(backend)
@@ -129,6 +133,26 @@ class Program:
             return None  # CBC's command line does not hand its bound back
         bound = float(self._model.solverModel.getInfo().mip_dual_bound)
         return bound if math.isfinite(bound) else None
+
+
+def _silent_highs(options: Mapping[str, float | bool]) -> Any:
+    """A HiGHS that prints nothing from its first instruction on, with these options.
+
+    From highspy 1.16 on, ``Highs()`` prints when it sets its callbacks up, before it returns. So
+    the output is turned off at the start of that step, and again afterwards for versions that do
+    not take it.
+    """
+    import highspy
+
+    class Silent(highspy.Highs):
+        def enableCallbacks(self) -> None:
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+    highs: Any = Silent()  # type: ignore[no-untyped-call]
+    for name, value in {"output_flag": False, **options}.items():
+        highs.setOptionValue(name, value)
+    return highs
 
 
 def assign(cost: Any) -> tuple[Any, Any]:
@@ -178,13 +202,11 @@ class LinearSession:
         import numpy
 
         self._np: Any = numpy
-        self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         self._optimal: Any = highspy.HighsModelStatus.kOptimal
-        for name, value in (
-            ("output_flag", False), ("threads", 1), ("random_seed", 0),
-            ("primal_feasibility_tolerance", 1e-9), ("dual_feasibility_tolerance", 1e-9),
-        ):  # fmt: skip
-            self._highs.setOptionValue(name, value)
+        self._highs: Any = _silent_highs({
+            "threads": 1, "random_seed": 0,
+            "primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9,
+        })  # fmt: skip
         self._highs.changeObjectiveSense(highspy.ObjSense.kMaximize)
         self._dual, self._primal, self._grown = 1, 4, False
         self._generates_columns = generates_columns

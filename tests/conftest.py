@@ -19,6 +19,10 @@ for name, value in {**pins("elastic"), "PYTHONUNBUFFERED": "1"}.items():
     if name != "OMP_NUM_THREADS":  # ours is for who starts the tests to say
         os.environ.setdefault(name, value)
 
+# pytest-xdist sets the width of its own terminal for its processes, and tables would fit into it.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # Under nohup, or in the background of a script, SIGINT is ignored; all that the tests start would
 # inherit that. A handled signal is not inherited: they start with the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

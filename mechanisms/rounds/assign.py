@@ -6,7 +6,7 @@ import numpy as np
 
 from ...schema.errors import ProblemError
 from ..allocators.shares import Allocator
-from ..arrays import NOWHERE, Ints
+from ..arrays import NOWHERE, Bools, Ints
 from ..cluster.layout import Sizes
 from ..cluster.seats import Device, Placement, Seat, seat
 from .decide import choose_alone, choose_together, is_due, seat_on_servers, share_anew
@@ -23,6 +23,8 @@ def next_round(
     sizes: Sizes,
     down: Collection[Device] = (),
     held: Mapping[str, Seat] | None = None,
+    kept: Collection[str] = (),
+    taken: Collection[Device] = (),
 ) -> dict[str, Seat]:
     """The devices of each job that runs in the next round; a job that is not named waits.
 
@@ -39,6 +41,8 @@ def next_round(
             one server a type.
         down: Devices that do not work.
         held: The devices of jobs that run now.
+        kept: Jobs that this decision is not about: they stay where they are.
+        taken: Devices that it does not give, though they work.
 
     Raises:
         ProblemError: The policy puts two jobs on a device.
@@ -49,13 +53,19 @@ def next_round(
     state.see(np.array([sum(row) for row in standing], dtype=np.int64))
     if is_due(state, now_seconds, rules):
         share_anew(state, allocator, now_seconds, rules)
-    places, column = _chosen(state, allocator, rules)
+    away = frozenset((*down, *taken))
+    standing = _standing(sizes, away)
+    free = np.array([sum(row) for row in standing], dtype=np.int64)
     active = state.active
-    active.last_type[:] = NOWHERE
+    stay = np.array([job.id in kept for job in active.jobs], dtype=bool)
+    places, column = _chosen(state, allocator, rules, free, stay)
+    active.last_type[~stay] = NOWHERE
     active.last_type[places] = column
+    before = {} if state.servers is None else dict(state.servers.held)
     ids = [(active.jobs[place].id,) for place in places.tolist()]
     if state.servers is not None:
         seat_on_servers(state, ids, column, active.scale[places], standing)
+        state.servers.held |= {job: at for job, at in before.items() if job in kept}
     counts = (state.pool.resources[:, column] * _often(state, places, column)).T.tolist()
     placements = [
         Placement(
@@ -65,16 +75,18 @@ def next_round(
         )
         for names, each in zip(ids, counts, strict=True)
     ]
-    seats = seat(sizes, placements, held or {}, frozenset(down))
+    seats = seat(sizes, placements, held or {}, away)
     return {names[0]: devices for names, devices in zip(ids, seats, strict=True)}
 
 
-def _chosen(state: RoundState, allocator: Allocator, rules: RoundRules) -> tuple[Ints, Ints]:
-    """Places of the jobs that run, and the column of each."""
+def _chosen(
+    state: RoundState, allocator: Allocator, rules: RoundRules, free: Ints, stay: Bools
+) -> tuple[Ints, Ints]:
+    """Places of the jobs that run on ``free`` devices, and the column of each."""
     if len(state.pool.columns) > len(state.pool.types):
-        together = choose_together(state, allocator, rules)
+        together = choose_together(state, allocator, rules, free=free, stay=stay)
         return together.first, together.placed
-    chosen = choose_alone(state, allocator, rules)
+    chosen = choose_alone(state, allocator, rules, free=free, stay=stay)
     places = (chosen != NOWHERE).nonzero()[0]
     return places, chosen[places]
 

@@ -66,23 +66,45 @@ def share_anew(
     state.last_reset, state.changed = now_seconds, False
 
 
-def choose_alone(state: RoundState, allocator: Allocator, rules: RoundRules) -> Ints:
-    """Choose the jobs of the next round: each job's type, ``NOWHERE`` for waiting jobs [jobs]."""
-    active, free = state.active, state.up
+def choose_alone(
+    state: RoundState,
+    allocator: Allocator,
+    rules: RoundRules,
+    *,
+    free: Ints | None = None,
+    stay: Bools | None = None,
+) -> Ints:
+    """Choose the jobs of the next round: each job's type, ``NOWHERE`` for waiting jobs [jobs].
+
+    Args:
+        state: The jobs.
+        allocator: The policy.
+        rules: How rounds decide.
+        free: Devices of each type to choose for [types]; None: all that are up.
+        stay: Jobs that are not to be chosen [jobs]; None: all may be.
+    """
+    active, free = state.active, state.up if free is None else free
     joint = rules.selection == "joint"
     # All of one type have the same sum of t, so it orders types among each other only.
     worked = state.worker_seconds if joint else np.ones(len(active.share))
-    ranked = _ranked(state, worked, rules)
+    ranked = _ranked(state, worked, rules, stay)
     if joint:
         return choose(ranked, active.scale, free)
     ties = active.deficit if rules.convention == "published" else None
     return choose_by_type(ranked, ties, active.scale, free, type_order(state, allocator))
 
 
-def choose_together(state: RoundState, allocator: Allocator, rules: RoundRules) -> Chosen:
+def choose_together(
+    state: RoundState,
+    allocator: Allocator,
+    rules: RoundRules,
+    *,
+    free: Ints | None = None,
+    stay: Bools | None = None,
+) -> Chosen:
     """As ``choose_alone``, among combinations: pairs of jobs, and several types at once."""
     active, received = state.active, state.worker_seconds
-    ranked = _ranked(state, received, rules)
+    ranked = _ranked(state, received, rules, stay)
     had = np.maximum(state.pairs.received, 1e-9)
     paired = state.pairs.share * received[state.pairs.column] / had
     joint = rules.selection == "joint" or state.pool.uses_mixes
@@ -91,20 +113,22 @@ def choose_together(state: RoundState, allocator: Allocator, rules: RoundRules) 
         state.pairs,
         ranked,
         paired,
-        state.up,
+        state.up if free is None else free,
         None if joint else type_order(state, allocator),
         active.deficit if rules.convention == "published" else None,
     )
 
 
-def _ranked(state: RoundState, worked: Floats, rules: RoundRules) -> Floats:
+def _ranked(state: RoundState, worked: Floats, rules: RoundRules, stay: Bools | None) -> Floats:
     """Priorities, minus infinity where a job must not run [columns, jobs]."""
     active = state.active
     ranked = priorities(active.share, active.received, worked)
     if rules.fills_idle and rules.convention == "text":
-        return fill_idle(ranked, active.relative)
-    least = 0.0 if rules.fills_idle else ANY_SHARE
-    return np.where((active.rate > 0) & (ranked >= least), ranked, -np.inf)
+        ranked = fill_idle(ranked, active.relative)
+    else:
+        least = 0.0 if rules.fills_idle else ANY_SHARE
+        ranked = np.where((active.rate > 0) & (ranked >= least), ranked, -np.inf)
+    return ranked if stay is None else np.where(stay, -np.inf, ranked)
 
 
 def type_order(state: RoundState, allocator: Allocator) -> list[int]:

@@ -13,8 +13,6 @@ that sums (a norm for clipping) may round differently, half of the values' digit
 
 import hashlib
 import json
-import math
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,15 +28,13 @@ from ..group import Place
 from ..telling import log
 from .fingerprints import fingerprint, shadow_of
 from .known import KnownParameters
-from .means import NUM_RANGES, MeansOfStep, uneven
 from .settings import SettingsNumber, are_alike, settings_of
 from .strangers import OtherOptimizers, check_leaves
 from .verdict import Statement, find_fault
 from .watch import Watch
 
 # Columns of a worker's row; the fingerprints of the sets of tensors follow.
-_ARITHMETIC, _SETTINGS, _FROZEN, _MEANS = 0, 1, 2, 3
-_FINGERPRINTS = _MEANS + NUM_RANGES
+_ARITHMETIC, _SETTINGS, _FROZEN, _FINGERPRINTS = 0, 1, 2, 3
 
 Answer = TypeVar("Answer")
 Together = Callable[[Callable[[], Answer]], Answer]
@@ -69,7 +65,6 @@ class Subject:
         place: Gives this worker's place among the others.
         together: Runs a function that needs all workers.
         is_launched: Whether there is a plan, so that there can be other workers.
-        weighs_samples: Whether the means of several virtual nodes are combined.
         is_saved: Whether the job's state is saved to a disk or sent to other workers.
         compares_between_steps: Whether all workers have made the same updates between two steps.
     """
@@ -81,7 +76,6 @@ class Subject:
     place: Callable[[], Place]
     together: Callable[[Callable[[], Any]], Any]
     is_launched: bool
-    weighs_samples: bool
     is_saved: bool
     compares_between_steps: bool
 
@@ -98,9 +92,8 @@ class Agreement:
         self._subject, self._watch = subject, watch
         self._settings = SettingsNumber(subject.optimizers)
         self._epoch = -1
-        self._means: MeansOfStep | None = None
         self._looks = False
-        self._has_warned_of_means = self._has_warned_of_schedule = False
+        self._has_warned_of_schedule = False
         self._has_schedule_kept = False
 
     # Each step
@@ -139,32 +132,25 @@ class Agreement:
             self._watch.is_due(step + 1) or subject.others.has_met_unknown
         )
         subject.others.has_met_unknown = False
+        subject.others.begin_step()
 
     @property
     def looks(self) -> bool:
         """Whether ``look_at`` inspects losses in this step."""
         return self._looks
 
-    def begin_passes(self) -> None:
-        """Begin the passes of the step; it may be called again for the same step."""
-        self._means = MeansOfStep() if self._looks and self._subject.weighs_samples else None
-
-    def look_at(self, answer: Any, num_samples: int, answered: set[Any] | None = None) -> None:
+    def look_at(self, answer: Any, answered: set[Any] | None = None) -> None:
         """Inspect the loss of a pass before its backward pass; in some steps only.
 
         Args:
             answer: The result of the script's function.
-            num_samples: Samples of the pass.
             answered: Nodes of autograd's graph at which to stop; by default none.
 
         Raises:
             TargetError: The loss depends on a parameter that ``prepare`` did not see.
         """
-        if not self._looks:
-            return
-        check_leaves(answer, self._subject.known.names, answered)
-        if self._means is not None and isinstance(answer, Tensor) and num_samples:
-            self._means.add(answer, num_samples)
+        if self._looks:
+            check_leaves(answer, self._subject.known.names, answered)
 
     def is_broken_by(self, sums: Sequence[Any] | Tensor) -> bool:
         """Whether a step's sums show that settings differ; ``compare`` then says how.
@@ -212,18 +198,15 @@ class Agreement:
             # Kinds of devices round differently, so the numbers in the steps' sums stay different.
             self._watch.settings_are_exact = False
         self._watch.agreed_step = step
-        self._judge_means(rows)
 
     def _own_row(self) -> Tensor:
-        subject, means = self._subject, self._means
-        ranges = means.ranges() if means is not None else [math.nan] * NUM_RANGES
+        subject = self._subject
         held = subject.shared() if subject.place().distributed else []
         numbers = [fingerprint(list(shared.tensors.values())) for shared in held]
         head = [
             _hash(arithmetic_of(subject.place().device)),
             _hash(repr(settings_of(subject.optimizers))),
             _hash(repr(self._frozen())),
-            *(struct.unpack("q", struct.pack("d", value))[0] for value in ranges),
         ]
         return torch.cat([torch.tensor(head), *(number.reshape(1).cpu() for number in numbers)])
 
@@ -252,21 +235,6 @@ class Agreement:
             unheld=known.unheld(),
             numbers={name: int(fingerprint([tensor])) for name, tensor in tensors.items()},
             shadows={name: shadow_of(tensor) for name, tensor in tensors.items()},
-        )
-
-    def _judge_means(self, rows: Tensor) -> None:
-        if self._has_warned_of_means:
-            return
-        floats = rows[:, _MEANS:_FINGERPRINTS].contiguous().view(torch.float64)
-        found = uneven(floats.tolist())
-        if found is None:
-            return
-        self._has_warned_of_means = True
-        least, most = f"{found.least_per_sample:.4g}", f"{found.most_per_sample:.4g}"
-        self._warn(
-            f"the loss is a mean over {found.kind} ({least} to {most} a sample) and has no weight, "
-            f"so the step's gradient is not that of the mean over the global batch; return (mean "
-            f"loss, what it is the mean over), see docs/training.md, Gradients"
         )
 
     def _warn(self, sentence: str) -> None:

@@ -15,6 +15,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...schema.errors import TargetError
+from ..unplanned import is_on_trial
+
+_GIVE_ALL = (
+    "give hf.prepare(model, [optimizer, other]) all optimizers, and compute their losses in the "
+    "function of job.backward"
+)
 
 
 class OtherOptimizers:
@@ -24,19 +30,40 @@ class OtherOptimizers:
         own: The optimizers given to ``prepare``.
         names: Names of the job's parameters, by ``id``.
         matters: Whether this job's state is ever saved or sent to another worker.
+        follow_steps: Whether an own optimizer may step only after ``job.backward``.
+        is_launched: Whether there is a plan, so that each worker has gradients of its own samples.
 
     Attributes:
         has_met_unknown: Whether an optimizer has stepped parameters that are not the job's.
     """
 
-    _of_jobs: ClassVar["WeakSet[Any]"] = WeakSet()  # a script may prepare several jobs
+    # A script may prepare several jobs, also with one optimizer.
+    _of_jobs: ClassVar["WeakSet[Any]"] = WeakSet()
+    _open: ClassVar[list["OtherOptimizers"]] = []
 
-    def __init__(self, own: tuple[Any, ...], names: Mapping[int, str], *, matters: bool) -> None:
+    def __init__(
+        self,
+        own: tuple[Any, ...],
+        names: Mapping[int, str],
+        *,
+        matters: bool,
+        follow_steps: bool,
+        is_launched: bool,
+    ) -> None:
         self._own, self._names, self._matters = own, names, matters
         self._of_jobs.update(own)
         self._cleared: WeakSet[Any] = WeakSet()
         self.has_met_unknown = False
+        self._follow_steps, self._is_launched = follow_steps, is_launched
+        # Own optimizers that have used up the gradients of the last ``job.backward``.
+        self._spent = set(map(id, own))
+        self._open.append(self)
         self._handle = register_optimizer_step_pre_hook(self._stepping)
+
+    def begin_step(self) -> None:
+        """Note a call of ``job.backward``: each optimizer of a job may step after it."""
+        for others in self._open:
+            others._spent.clear()
 
     def clear(self, optimizer: object) -> None:
         """Accept an optimizer that is registered with the job, because its state is saved."""
@@ -46,12 +73,15 @@ class OtherOptimizers:
     def close(self) -> None:
         """Stop watching."""
         self._handle.remove()
+        if self in self._open:
+            self._open.remove(self)
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
         for own in self._own:  # as a rule; to ask a WeakSet takes several times as long
             if own is optimizer:
+                self._spend(own)
                 return
-        if optimizer in self._cleared or optimizer in self._of_jobs:
+        if is_on_trial() or optimizer in self._cleared or optimizer in self._of_jobs:
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         ours = [self._names[id(p)] for p in held if id(p) in self._names]
@@ -63,16 +93,40 @@ class OtherOptimizers:
             raise TargetError(
                 f"a second optimizer ({type(optimizer).__name__}) steps {ours[0]}{more}, and "
                 f"hf.prepare does not know it: its state would be in no checkpoint",
-                hint="give hf.prepare(model, [optimizer, other]) all optimizers of the model",
+                hint=_GIVE_ALL,
             )
-        self._cleared.add(optimizer)
+        strange = [p for p in held if id(p) not in self._names and p.grad is not None]
+        if strange and self._is_launched:
+            raise TargetError(
+                f"{type(optimizer).__name__} steps {_name_of(strange[0])} of shape "
+                f"{list(strange[0].shape)}, which hf.prepare does not know: each worker would "
+                f"train it on its own part of the batch",
+                hint=_GIVE_ALL,
+            )
+        if len(ours) == len(held) or not self._is_launched:
+            self._cleared.add(optimizer)
+
+    def _spend(self, own: Any) -> None:
+        """Refuse gradients that ``job.backward`` has not made: each worker would use its own."""
+        if id(own) not in self._spent:
+            self._spent.add(id(own))
+        elif self._follow_steps and any(
+            parameter.grad is not None for g in own.param_groups for parameter in g["params"]
+        ):
+            raise TargetError(
+                f"{type(own).__name__} steps, and there was no job.backward since hf.prepare or "
+                f"its last step: each worker would train on whole batches of its own, not under "
+                f"the plan",
+                hint="in the loop: for batch in job.batches(loader), and job.backward(function, "
+                "batch) in place of loss.backward(), once before each step",
+            )
 
 
 def check_leaves(loss: Any, names: Mapping[int, str], answered: set[Any] | None = None) -> None:
     """Refuse a loss that depends on a parameter which is not the job's.
 
-    Plain tensors that require a gradient (inputs) are accepted. This walks autograd's whole graph,
-    so it is too slow for every step.
+    Plain tensors that require a gradient (inputs) are accepted, unless an optimizer holds them.
+    This walks autograd's whole graph, so it is too slow for every step.
 
     Args:
         loss: The result of the script's function.
@@ -83,7 +137,9 @@ def check_leaves(loss: Any, names: Mapping[int, str], answered: set[Any] | None 
         TargetError: Names the parameter, if any module of the process has it.
     """
     for leaf in _leaves(loss, set(answered or ())):
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in names:
+        if id(leaf) in names:
+            continue
+        if isinstance(leaf, nn.Parameter) or _is_optimized(leaf):
             raise TargetError(
                 f"the loss depends on {_name_of(leaf)}, of shape {list(leaf.shape)}, which "
                 f"hf.prepare does not know: workers would train it apart",
@@ -110,6 +166,17 @@ def _nodes(value: Any) -> Iterator[Any]:
             yield entry.grad_fn
 
 
+def _is_optimized(leaf: Tensor) -> bool:
+    """Whether some optimizer holds a tensor; it searches all objects, and few losses need it."""
+    return any(
+        parameter is leaf
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.optim.Optimizer)
+        for group in found.__dict__.get("param_groups", ())
+        for parameter in group["params"]
+    )
+
+
 def _name_of(leaf: Tensor) -> str:
     """The parameter's name in a module; it searches all objects, so only errors use it."""
     for found in gc.get_objects():
@@ -117,4 +184,4 @@ def _name_of(leaf: Tensor) -> str:
             for name, parameter in found.__dict__.get("_parameters", {}).items():
                 if parameter is leaf:
                     return f"the {name} of a {type(found).__name__}"
-    return "a parameter"
+    return "a parameter" if isinstance(leaf, nn.Parameter) else "a tensor"

@@ -189,12 +189,13 @@ class Member:
     def step(self, step: Step) -> Tensor:
         """See ``Runner``."""
 
-        def taken() -> Sums:
+        def taken() -> tuple[Sums, list[Any]]:
             self._note_wish_to_move()  # sums that travel with gradients are sent before the end
             self._engine.run_passes(step)
-            return self._exchange()
+            return self._exchange(), list(step.rest)
 
-        loss = self._engine.close_sums(self.run(taken, step.batch))
+        sums, step.rest[:] = self.run(taken, step.batch)
+        loss = self._engine.close_sums(sums)
         self.stepped()
         return loss
 

@@ -16,7 +16,7 @@ from ...devices.backend import backend_of
 from .bucket_sums import BucketSums
 from .first_gradients import FirstGradients
 from .flat_buffers import Bucket, FlatBuffers
-from .hooks import GradientHook, Hooks, came_twice, has_hooks
+from .hooks import GradientHook, Hooks, came_twice
 
 LARGE_BYTES = 1 << 15
 """Gradients of so many bytes are written to a host's memory when they come."""
@@ -189,9 +189,6 @@ class Arrivals:
             return
         self._hooks.remove()
         self._is_lean = self._has_learned
-        # A hook of the script may use a gradient up, and it would not be seen to have come.
-        if self._is_lean and any(map(has_hooks, self._trained)):
-            self._is_lean, self._has_learned, self.num_misses = False, False, MOST_MISSES
         if self._is_lean:
             self._watch_few()
         else:

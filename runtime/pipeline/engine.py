@@ -21,6 +21,7 @@ from ...schema.launch import PipelineWork
 from ..agreement.agreement import SharedTensors
 from ..digest import InPieces, digest_of_pieces
 from ..engine import Step
+from ..gradients.hooks import ScriptHooks
 from ..session import Session
 from ..setup import final_tensors
 from ..streams import key_of, seed_streams_by
@@ -90,7 +91,7 @@ class PipelineEngine:
             workers, or the workers built different models.
     """
 
-    keeps_groups = True
+    keeps_groups, runs_whole = True, False
 
     def __init__(self, session: Session, work: PipelineWork, *, overlap: bool = True) -> None:
         self._session, model, place = session, session.model, session.place
@@ -120,6 +121,8 @@ class PipelineEngine:
         self.flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()
         own = self._ownership.own
+        self._script_hooks = ScriptHooks(session.parameters)
+        self._script_hooks.refuse()
         shards = bool(work.shard_optimizer and optimizer is not None)
         if shards:
             check_shardable(optimizer, is_main=session.is_main)
@@ -267,6 +270,7 @@ class PipelineEngine:
         is that of the previous batch (in the first step, of the first batch).
         """
         session, batch = self._session, step.batch
+        self._script_hooks.refuse()
         self._strip()
         scaling = LossScaling(step.scaler, self._ownership, self._synchroniser)
         session.clock.begin_step(is_full=batch.is_full)
@@ -291,7 +295,6 @@ class PipelineEngine:
             schedule = schedule_of(self._work, number)
         self._synchroniser.begin(step.batch.num_samples)
         self._synchroniser.settings_number = step.settings_number
-        step.agreement.begin_passes()
         self._synchroniser.expect(schedule.ranks[self._position])
         # All at once: between two passes this code is no longer in the caches.
         passes = [op for op in schedule.ranks[self._position] if op.kind is Kind.FORWARD]
@@ -363,11 +366,11 @@ class PipelineEngine:
 
         def run(arguments: dict[str, Any]) -> Any:
             answer = stage.forward(microbatch, arguments, received, weights)
+            made.append(answer)
             if is_last:
                 batch.answered(answer)
                 return answer
             check_crossing(stage.part, answer, number)
-            made.append(answer)
             raise StageDone
 
         entered = session.clock.begin_pass()
@@ -380,7 +383,8 @@ class PipelineEngine:
             seed_streams_by(self._seeds.get(place) or self._seed_of(*place))
             loss = self._model.call(batch.step.function, run, inputs)
             if is_last:
-                batch.look_at(loss, item.num_samples)
+                batch.look_at(loss)
+                batch.test(item, made[0], self._model.evaluating)
                 scaled = self._synchroniser.add(loss, item.num_samples, scales=self.flushes)
                 results = () if scaled is None else (batch.scaling.scale(scaled),)
             else:

@@ -1,12 +1,12 @@
 """The microbatches of one step on a worker: their inputs, and the treatment of their losses."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
-
-from torch import Tensor
 
 from ..data import Pass
 from ..engine import Step
+from ..losses import Weighted
 from .losses import check_reads_none_of, nodes_of
 from .scaling import LossScaling
 
@@ -40,14 +40,29 @@ class StepMicrobatches:
         if not self._loss_is_checked or self.step.agreement.looks:
             self._answered = set(nodes_of(answer))
 
-    def look_at(self, loss: Tensor, num_samples: int) -> None:
-        """Check the loss [] that the function returned, also by ``job.agreement``.
+    def test(
+        self,
+        item: Pass,
+        answer: Any,
+        answering: Callable[[Callable[..., Any]], AbstractContextManager[None]],
+    ) -> None:
+        """Test the function at its first use; see ``Promise.test_after_model``."""
+        step = self.step
+        if step.promise is not None:
+            inputs = self._inputs[item.virtual_node][1]
+            step.promise.test_after_model(
+                step.function, inputs, answer, item.num_samples, answering
+            )
+
+    def look_at(self, answer: Any) -> None:
+        """Check the loss that the function returned, also by ``job.agreement``.
 
         Raises:
             TargetError: It reads parameters of other stages.
         """
+        loss = answer.loss if isinstance(answer, Weighted) else answer
         if not self._loss_is_checked:  # later microbatches run the same code
             check_reads_none_of(loss, self._strangers, self._answered)
         self._loss_is_checked = True
-        self.step.agreement.look_at(loss, num_samples, self._answered)
+        self.step.agreement.look_at(loss, self._answered)
         self._answered = set()  # else the graph would outlive its backward pass

@@ -29,7 +29,7 @@ from ...devices.backend import backend_of
 from ...schedules.operations import FREEING, Operation
 from .. import peers
 from ..gradients.first_gradients import FirstGradients
-from ..gradients.hooks import came_twice
+from ..gradients.hooks import Hooks, came_twice
 from ..gradients.views import layout_of, view_like
 from .ownership import Holders, Ownership
 from .pieces import in_buckets
@@ -78,7 +78,7 @@ class _Bucket:
         views: [slots] the gradients' places in the buffer; none where they are only lent one.
         flat: The buffer, while there is one.
         hooks: [slots] to call when a parameter's gradient has come.
-        handles: [slots] of the hooks, while the parameters have them.
+        watching: The hooks, while the parameters have them.
         num_missing: How many gradients of the stages' last passes have not come.
         is_launched: Whether the step's sum was started.
         work: The sum under way.
@@ -90,7 +90,7 @@ class _Bucket:
     views: list[Tensor]
     flat: Tensor | None
     hooks: list[Hook] = field(default_factory=list)
-    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    watching: Hooks = field(default_factory=Hooks)
     num_missing: int = 0
     is_launched: bool = False
     work: peers.Transfer | None = None
@@ -104,18 +104,14 @@ class _Bucket:
 
     def watch(self) -> None:
         """Give the parameters their hooks, if they have none."""
-        if not self.handles:
-            self.handles = [
-                slot.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                for slot, hook in zip(self.slots, self.hooks, strict=True)
-                if slot.parameter.requires_grad
-            ]
+        if not self.watching:
+            for slot, hook in zip(self.slots, self.hooks, strict=True):
+                if slot.parameter.requires_grad:
+                    self.watching.add(slot.parameter, hook)
 
     def unwatch(self) -> None:
         """Take the hooks from the parameters."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+        self.watching.remove()
 
 
 class ReplicaSums:

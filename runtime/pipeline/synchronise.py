@@ -26,8 +26,8 @@ from .. import peers
 from ..gradients.arrivals import have_no_gradients
 from ..group import Place, subgroup
 from ..late import HostLead, LateValues
+from ..losses import check_has_graph, loss_and_weight
 from ..tensor.gradients import plain
-from ..totals import loss_and_weight
 from .device_sums import DeviceSums, Loss, weighted_sum
 from .exchange import Exchange
 from .norms import ToldNorms
@@ -184,7 +184,7 @@ class Synchroniser:
         """Take a microbatch's loss on the last stage.
 
         Args:
-            answer: The result of the script's function; see ``totals.loss_and_weight``.
+            answer: The result of the script's function; see ``losses.loss_and_weight``.
             num_samples: Samples of the microbatch.
             scales: Whether to scale the loss by its share of the global batch (flushes only).
 
@@ -200,6 +200,7 @@ class Synchroniser:
         own = float(num_samples) if weight is None else weight
         if own == 0:  # a mean over nothing may be no number
             return None
+        check_has_graph(loss)
         # On the host a loss can be read at once, while it is in the caches.
         is_on_host = backend_of(loss.device).is_host
         known = loss.item() if is_on_host and self._on_device is None else loss.detach()

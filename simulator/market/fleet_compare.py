@@ -7,9 +7,10 @@ from ...schema.market import Capacity, FleetReport
 from ...solvers.market.fleet import named, offline
 from ...solvers.market.fleet.chain import transitions_of
 from ...solvers.market.fleet.job import Fleet, FleetJob, FleetMoment
-from ...solvers.market.fleet.policies.dynamic_program import DynamicProgram
+from ...solvers.market.fleet.policies.dynamic_program import DynamicProgram, ticks_a_decision
+from ...solvers.market.windows import longer_ticks
 from .fleet_replay import replay
-from .summaries import choice_of, in_time, summary_of
+from .summaries import choice_of, in_time, interval_of, past_windows, summary_of
 
 
 class Stated:
@@ -93,11 +94,9 @@ def compare(
             f"every_seconds must be at least a tick of {job.tick_seconds:g} s, got {every_seconds}"
         )
     windows = windows_of(traces, job.num_ticks, step)
-    chain = (
-        transitions_of((trace.num_machines for trace in history), job.num_machines)
-        if history
-        else None
-    )
+    shared = ticks_a_decision(job) if history else 1
+    learned = [longer_ticks(trace.num_machines, shared) for trace in history]
+    chain = transitions_of(learned, job.num_machines) if history else None
     bounds = [offline.solve(job, window) for _, window in windows]
     least = [known.bound_dollars for known in bounds]
     plans = [
@@ -105,13 +104,19 @@ def compare(
         for known, (_, window) in zip(bounds, windows, strict=True)
     ]
     names = policies or named.POLICIES.tried(has_history=chain is not None)
-    replays, expected = [], None
+    replays, expected, interval = [], None, None
     for name in dict.fromkeys(names):
         policy = named.policy_of(name, job, chain)
         if isinstance(policy, DynamicProgram):
             first = [policy.expected_dollars[min(window[0], job.num_machines)]
                      for _, window in windows]  # fmt: skip
             expected = sum(first) / len(first)
+            past = past_windows([[one.num_machines] for one in history], job.num_ticks)
+            interval = interval_of(
+                [replay(job, policy, window).dollars for (window,) in past],
+                least=job.least_dollars,
+                most=job.most_dollars,
+            )
         outcomes = [replay(job, policy, window) for _, window in windows]
         changes = [outcome.num_changes for outcome in outcomes]
         replays.append(summary_of(name, outcomes, changes, least))
@@ -131,4 +136,6 @@ def compare(
         policies=tuple(replays),
         choice=choice_of(replays),
         expected_dollars=expected,
+        expected_dollars_90=interval,
+        decision_seconds=shared * job.tick_seconds if shared > 1 else None,
     )

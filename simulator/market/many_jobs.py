@@ -10,9 +10,11 @@ writes one when the machine is announced to go, and loses nothing.
 
 Whenever something changes, each job takes what ends it by its deadline for the fewest dollars at
 today's prices, the move included: one offer to the end, or a slower one now and the fastest that
-stays later, just in time (thesis 6.3.1). Where nothing does, it takes the fastest. A job with a
-deadline goes on demand, for good, when the time left is only just enough for that. Who has least
-time to spare chooses first, then who came first.
+stays later, just in time (thesis 6.3.1). Where nothing does, it takes the fastest, and of those as
+fast the cheapest. A job with a deadline waits while all that it could launch costs more than a spot
+machine that is away now and was cheaper when it was last there. It goes on demand, for good, when
+the time left is only just enough for that. Who has least time to spare chooses first, then who came
+first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -161,7 +163,7 @@ class _Run:
         self.away = np.array([[a != b for b in clouds] for a in clouds]) * (
             options.cloud_move_dollars
         )
-        spot = np.array([offer.is_spot for offer in prices.offers])
+        self.spot = spot = np.array([offer.is_spot for offer in prices.offers])
         may_go = options.is_told or options.preemption_seconds is not None
         self.safe = ~spot if may_go else np.ones(len(spot), dtype=bool)
         self.random = np.random.default_rng(options.seed)
@@ -169,6 +171,7 @@ class _Run:
         self.busy = np.zeros(len(pool.types))
         self.outcomes: list[JobOutcome] = []
         self.num_decisions = 0
+        self.waits_until = inf  # when the first of the jobs that wait has to launch
 
     def step(self) -> bool:
         """Everything at one moment, and then time until the next; False when all is done."""
@@ -198,6 +201,20 @@ class _Run:
     def _price(self) -> Floats:
         row: Floats = self.prices.dollars_per_second[self.stretch]
         return row
+
+    @property
+    def _last_price(self) -> Floats:
+        """Of each spot offer, its price when a machine could last be had; infinite of others.
+
+        Before it first could, the price that is posted for it then.
+        """
+        table = self.prices.dollars_per_second
+        known = np.isfinite(table)
+        before = known[: self.stretch + 1]
+        last = self.stretch - np.argmax(before[::-1], axis=0)
+        row = np.where(before.any(axis=0), last, np.argmax(known, axis=0))
+        found = table[row, np.arange(table.shape[1])]
+        return np.where(self.spot & np.isfinite(found), found, inf)
 
     def _take_away(self) -> None:
         """Spot machines that are no more, or whose time has come."""
@@ -230,6 +247,7 @@ class _Run:
         """Let jobs move, those with least time to spare first, then in order of arrival."""
         active = self.active
         self.num_decisions += 1
+        self.waits_until = inf
         everyone = np.arange(len(active.jobs))
         slack = self._slack(everyone)
         active.is_late |= slack <= _JUST
@@ -281,12 +299,22 @@ class _Run:
         mixed = np.where(ok & ~in_time & ~late[:, None], self._mixed_dollars(places, launch), inf)
         dollars = np.where(np.isfinite(mixed), mixed, dollars)
         in_time |= np.isfinite(mixed)
+        # Too late whatever it takes: the fastest, and of those as fast the cheapest.
+        soonest = np.where(ok, seconds, inf)
+        is_fastest = ok & (soonest <= soonest.min(axis=1, keepdims=True) * (1 + 1e-9))
         score = np.where(
             in_time.any(axis=1, keepdims=True),
             np.where(in_time, dollars, inf),
-            np.where(ok, seconds, inf),
+            np.where(is_fastest, dollars, inf),
         )
         best = np.argmin(score, axis=1)
+        spare = active.deadline[places] - self.now - _SPARE - seconds[number, best]
+        may_wait = ~holds & ~late & in_time[number, best] & np.isfinite(spare) & (spare > _JUST)
+        away = np.where(np.isfinite(self._price), inf, self._last_price) * scale[:, None] * seconds
+        waits = may_wait & (np.where(rate > 0, away, inf).min(axis=1) < score[number, best])
+        if waits.any():
+            self.waits_until = min(self.waits_until, self.now + float(spare[waits].min()))
+            score[waits] = inf
         kept = holds & (score[number, np.maximum(held, 0)] <= score[number, best])
         chosen: Ints = np.where(kept, held, best)
         return np.where(np.isfinite(score[number, chosen]), chosen, held)
@@ -326,12 +354,13 @@ class _Run:
             slack = active.deadline[places] - self.now - needed - at_risk
             ends = self.now + active.pending[places] + active.left[places] / own
         secured = (held >= 0) & self.safe[held] & (ends <= active.deadline[places] + _JUST)
+        secured |= slack < -(_SPARE + at_risk + _JUST)  # there is no time left to secure
         return np.where((rate > 0) & ~secured & np.isfinite(active.deadline[places]), slack, inf)
 
     def _next_seconds(self) -> float:
         """The next moment at which something changes."""
         active = self.active
-        times = [float(self.edges[self.stretch]), self.queue.next_seconds]
+        times = [float(self.edges[self.stretch]), self.queue.next_seconds, self.waits_until]
         holds = np.flatnonzero(active.held >= 0)
         if not len(holds) and not isfinite(min(times)):
             when = utc_text(self.begin + self.now)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...schema.errors import ProblemError
 from ...schema.market import HeldOffer, PriceReport, StrategyReplay, utc_text
-from ...solvers.market.offers import History, MovingJob, Prices
+from ...solvers.market.offers import History, MovingJob, Offer, Prices
 from ...solvers.market.price_bound import bound
 from ...solvers.market.price_strategies import strategies
 from .price_replay import PriceOutcome, replay
@@ -82,11 +82,17 @@ def report_of(compared: PriceComparison, job: MovingJob, *, work_hours: float) -
             name: StrategyReplay(
                 dollars=outcome.dollars,
                 seconds=outcome.seconds,
-                held=tuple(HeldOffer(**asdict(offer)) for offer in outcome.held),
+                held=tuple(map(_held, outcome.held)),
             )
             for name, outcome in compared.outcomes.items()
         },
         refused=compared.refused,
+    )
+
+
+def _held(offer: Offer) -> HeldOffer:
+    return HeldOffer(
+        **{**asdict(offer), "cloud": offer.cloud or None, "place": offer.place or None}
     )
 
 

@@ -7,13 +7,13 @@ from math import ceil, floor
 from ...schema.errors import ProblemError
 from ...schema.market import Availability, ZonesReport, utc_text
 from ...solvers.market import offline
-from ...solvers.market.windows import joined, start_seconds, whole_ticks
+from ...solvers.market.windows import joined, longer_ticks, start_seconds, whole_ticks
 from ...solvers.market.zones import named
-from ...solvers.market.zones.chain import chain_of_zones
+from ...solvers.market.zones.chain import MOST_ZONES, chain_of_zones
 from ...solvers.market.zones.job import ZonesJob
 from ...solvers.market.zones.offline import least_dollars
-from ...solvers.market.zones.policies.dynamic_program import DynamicProgram
-from .summaries import choice_of, summary_of
+from ...solvers.market.zones.policies.dynamic_program import DynamicProgram, ticks_a_decision
+from .summaries import choice_of, interval_of, past_windows, summary_of
 from .zones_replay import replay
 
 Ticks = tuple[int | None, ...]
@@ -99,16 +99,20 @@ def compare(
 
     Raises:
         ProblemError: No window is known in all zones, the history is of other zones, or no policy
-            of that name.
+            of that name; ``dynamic_program`` is asked for and there are too many zones for it.
     """
     windows, num_left_out = _windows(job, traces, every_seconds)
-    chain = None
-    if history is not None:
-        order = _order(history, traces)
-        chain = chain_of_zones([[history.ticks[place] for place in order]])
+    chain, is_too_many = None, len(traces.zones) > MOST_ZONES
+    learned: list[Ticks] = []
+    shared = 1
+    if history is not None and not (is_too_many and policies is None):
+        learned = [history.ticks[place] for place in _order(history, traces)]
+        if not is_too_many:
+            shared = ticks_a_decision(job)
+        chain = chain_of_zones([[longer_ticks(zone, shared) for zone in learned]])
     bound = [least_dollars(job, window) for _, window in windows]
     names = policies or named.POLICIES.tried(has_history=chain is not None)
-    replays, moves, expected = [], {}, None
+    replays, moves, expected, interval = [], {}, None, None
     for name in dict.fromkeys(names):
         policy = named.policy_of(name, job, chain)
         if isinstance(policy, DynamicProgram):
@@ -116,6 +120,12 @@ def compare(
                 policy.expected(tuple(bool(zone[0]) for zone in window)) for _, window in windows
             ]
             expected = sum(first) / len(first)
+            past = past_windows([learned], job.job.num_ticks)
+            interval = interval_of(
+                [replay(job, policy, window).dollars for window in past],
+                least=job.least_dollars,
+                most=job.most_dollars,
+            )
         outcomes = [replay(job, policy, window) for _, window in windows]
         launches = [outcome.num_launches for outcome in outcomes]
         replays.append(summary_of(name, outcomes, launches, bound))
@@ -140,6 +150,9 @@ def compare(
         mean_moves=moves,
         choice=choice_of(replays),
         expected_dollars=expected,
+        expected_dollars_90=interval,
+        decision_seconds=shared * job.job.tick_seconds if shared > 1 else None,
+        most_zones_to_learn=MOST_ZONES if history is not None and chain is None else None,
     )
 
 

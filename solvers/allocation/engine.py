@@ -28,6 +28,8 @@ from .space_sharing.column_generation import (
 from .space_sharing.column_generation import solve as solve_with_pairs
 
 DUST = 1e-12
+BROKE_DOWN = "because the interior point method broke down"
+"""What a solution's method says where simplex took over, which is many times slower."""
 NO_PAIRS = PairTimes(
     a=np.zeros(0, np.int64), b=np.zeros(0, np.int64), column=np.zeros(0, np.int64), time=np.zeros(0)
 )
@@ -188,7 +190,8 @@ def solve_alone(program: Program, accepted_gap: float = ACCEPTED_GAP) -> Solutio
     try:
         return solve_interior(program, accepted_gap)
     except BackendError:
-        return solve_by_simplex(program)
+        found = solve_by_simplex(program)
+        return replace(found, method=f"{found.method}, {BROKE_DOWN}")
 
 
 def rescored(program: Program, found: Solution, x: Floats) -> Solution:

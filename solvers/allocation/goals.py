@@ -5,7 +5,7 @@ A policy names its goal in terms of effective throughputs; nothing here knows an
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,7 @@ FLOOR_MARGIN = 2e-10
 ROOM = 1e-6
 
 
+@runtime_checkable
 class Goal(Protocol):
     """What a policy may ask for: anything that knows how to optimise itself."""
 

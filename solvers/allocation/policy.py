@@ -71,6 +71,12 @@ def solve(instance: Instance, policy: Policy, *, fills: bool = False) -> Outcome
         BackendError: A method broke down.
     """
     goal = policy.goal(instance)
+    if not isinstance(goal, Goal):
+        raise ProblemError(
+            f"the goal of policy {policy.name!r} returned {type(goal).__name__}, which has no "
+            "optimise",
+            hint="return a MaxMin, Total, Ratio, LeastCurve or WaterFilling",
+        )
     outcome = goal.optimise(instance)
     if fills and _can_be_filled(goal):
         outcome = filled(instance, goal, outcome)

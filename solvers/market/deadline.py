@@ -7,7 +7,7 @@ for ``restart_seconds``, which may take several ticks. A job that ends after its
 failed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import ceil, floor
 from typing import Protocol
@@ -64,7 +64,7 @@ class DeadlineJob:
                 raise ProblemError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
         check_ticks(self.deadline_seconds, self.tick_seconds)
         if self.ticks_for(self.work_seconds) > self.num_ticks:
-            soonest = self.ticks_for(self.work_seconds) * self.tick_seconds
+            soonest = self.work_seconds + self.restart_seconds
             dollars = self.tick_dollars(Hold.ON_DEMAND) * self.ticks_for(self.work_seconds)
             raise InfeasibleError(
                 f"{self.work_seconds / 3600:.4g} h of work cannot end within "
@@ -89,6 +89,24 @@ class DeadlineJob:
             Hold.ON_DEMAND: self.on_demand_dollars_per_hour,
         }[hold]
         return rate * self.tick_seconds / 3600
+
+    @property
+    def least_dollars(self) -> float:
+        """What no way to hold machines costs less than: one without a break, at the lower price."""
+        cheapest = min(self.tick_dollars(Hold.SPOT), self.tick_dollars(Hold.ON_DEMAND))
+        return self.ticks_for(self.work_seconds) * cheapest
+
+    @property
+    def most_dollars(self) -> float:
+        """What no way to hold machines until the deadline costs more than."""
+        return self.num_ticks * max(map(self.tick_dollars, Hold))
+
+    def in_longer_ticks(self, ticks: int) -> "DeadlineJob":
+        """The same in ticks so many times as long; the deadline is one that it can keep."""
+        length = ticks * self.tick_seconds
+        least = -(-self.ticks_for(self.work_seconds) // ticks) * length
+        deadline = max(self.deadline_seconds, least)
+        return self if ticks == 1 else replace(self, tick_seconds=length, deadline_seconds=deadline)
 
     def pending_levels(self) -> tuple[float, ...]:
         """Seconds of a restart still to come after each tick held; ends with 0."""

@@ -214,8 +214,15 @@ def prices_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> P
     return _table(history.offers, history.steps)
 
 
-def history_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> History:
+def history_of(
+    markets: Sequence[Market], device_types: Mapping[str, float], *, fixed: bool = False
+) -> History:
     """The same, as the stretches of each offer.
+
+    Args:
+        markets: Whose price histories.
+        device_types: Those that count.
+        fixed: Add the machines whose prices do not change, for as long as the histories last.
 
     Raises:
         ProblemError: A machine's devices are not known, or no machine has such devices.
@@ -238,6 +245,11 @@ def history_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> 
                 steps.append(history.stretches())
     if not offers:
         raise _no_machine(markets, device_types)
+    if fixed:
+        begin, end = min(step[0][0] for step in steps), max(step[-1][1] for step in steps)
+        for offer, price in _fixed_offers(markets, device_types):
+            offers.append(offer)
+            steps.append([(begin, end, price)])
     return History(tuple(offers), tuple(steps))
 
 
@@ -247,7 +259,7 @@ def _no_machine(markets: Sequence[Market], device_types: Iterable[str]) -> Probl
     known = [name for name in device_types if name in types]
     guesses = [guess for name in device_types if (guess := nearest(name, list(types)))]
     if known:
-        hint = f"it has machines with {known[0]}, but no prices of them"
+        hint = f"it has machines with {known[0]}, but no price histories of them"
     elif guesses:
         hint = f"did you mean {guesses[0]!r}?"
     else:
@@ -275,8 +287,7 @@ def with_fixed_prices(
 ) -> Prices:
     """Price histories and, beside them, machines whose prices do not change; for ever.
 
-    On demand, or spot at a price without a history. After the end of the histories their prices
-    are unknown, and the others go on.
+    After the end of the histories their prices are unknown, and the others go on.
 
     Args:
         prices: Of histories; None where there are none.
@@ -286,28 +297,9 @@ def with_fixed_prices(
     Raises:
         ProblemError: There is nothing to rent.
     """
-    offers, dollars = [], []
-    for market in markets:
-        for machine in market.instance_types:
-            clouds = {one.cloud for one in market.prices if one.instance_type == machine.name}
-            cloud = machine.cloud or (clouds.pop() if len(clouds) == 1 else "")
-            on_demand, spot = machine.on_demand_dollars_per_hour, machine.spot_dollars_per_hour
-            for price, is_spot in ((on_demand, False), (spot, True)):
-                if price is None or machine.device_type not in device_types:
-                    continue
-                if is_spot and market.has_history(machine):
-                    continue
-                offers.append(
-                    Offer(
-                        cloud=cloud,
-                        place=machine.region or "",
-                        instance_type=machine.name,
-                        device_type=machine.device_type,
-                        num_devices=machine.num_devices,
-                        is_spot=is_spot,
-                    )
-                )
-                dollars.append(price / machine.num_devices / 3600)
+    fixed = _fixed_offers(markets, device_types)
+    offers = [offer for offer, _ in fixed]
+    dollars = [price / offer.num_devices / 3600 for offer, price in fixed]
     if prices is None and not offers:
         raise _no_machine(markets, device_types)
     edges = np.zeros(1) if prices is None else prices.edges
@@ -321,6 +313,37 @@ def with_fixed_prices(
     )
 
 
+def _fixed_offers(
+    markets: Sequence[Market], device_types: Iterable[str]
+) -> list[tuple[Offer, float]]:
+    """Machines whose prices do not change, each with the dollars per hour of the machine.
+
+    On demand, or spot at a price without a history.
+    """
+    found = []
+    types = set(device_types)
+    for market in markets:
+        for machine in market.instance_types:
+            clouds = {one.cloud for one in market.prices if one.instance_type == machine.name}
+            cloud = machine.cloud or (clouds.pop() if len(clouds) == 1 else "")
+            on_demand, spot = machine.on_demand_dollars_per_hour, machine.spot_dollars_per_hour
+            for price, is_spot in ((on_demand, False), (spot, True)):
+                if price is None or machine.device_type not in types:
+                    continue
+                if is_spot and market.has_history(machine):
+                    continue
+                offer = Offer(
+                    cloud=cloud,
+                    place=machine.region or "",
+                    instance_type=machine.name,
+                    device_type=machine.device_type,
+                    num_devices=machine.num_devices,
+                    is_spot=is_spot,
+                )
+                found.append((offer, price))
+    return found
+
+
 def where_available(prices: Prices, markets: Sequence[Market]) -> tuple[Prices, bool]:
     """The same prices, unknown where the markets know that no spot machine could be had.
 
@@ -329,13 +352,40 @@ def where_available(prices: Prices, markets: Sequence[Market]) -> tuple[Prices, 
 
     Returns:
         The prices, and whether anything was said about them.
+
+    Raises:
+        ProblemError: A window has no start, or is of no zone and machine that has a spot price.
     """
     gone: list[tuple[int, float, float]] = []  # offer, from, to
     applies = False
+    # Of all device types: a window of one that nobody asked for is no mistake.
+    priced = {(one.place, one.instance_type) for market in markets for one in market.prices}
+    priced |= {
+        (one.region or "", one.name)
+        for market in markets
+        for one in market.instance_types
+        if one.spot_dollars_per_hour is not None
+    }
     for market in markets:
         for window in market.availability:
             if window.start is None:
-                continue
+                raise ProblemError(
+                    f"availability of {window.zone!r} does not say when it begins, so it cannot be "
+                    "laid beside prices",
+                    hint="import it with --trace-start, or give it a start",
+                )
+            if not any(
+                place == window.zone and window.instance_type in (None, name)
+                for place, name in priced
+            ):
+                title = " ".join(filter(None, (window.zone, window.instance_type)))
+                places = dict.fromkeys(place for place, _ in sorted(priced) if place)
+                raise ProblemError(
+                    f"there is availability of {title}, which has no spot price; spot prices "
+                    f"are of {', '.join(places) or 'no zone'}",
+                    hint="give the prices and the availability of a zone (and machine) the same "
+                    "names, or leave that availability out",
+                )
             mine = [
                 place
                 for place, offer in enumerate(prices.offers)

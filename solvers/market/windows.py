@@ -5,11 +5,15 @@ compared at the same time.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import ceil, floor
+from typing import Any, TypeVar
 
 from ...schema.errors import ProblemError
-from ...schema.market import Availability, utc_seconds, utc_text
+from ...schema.market import Availability, Capacity, utc_seconds, utc_text
 
 _MOST_TICKS = 5_000_000
+_MOST_PARTS = 60  # of a tick
 
 _Key = tuple[str, str | None, float]
 
@@ -32,6 +36,67 @@ def joined(windows: Iterable[Availability]) -> tuple[Availability, ...]:
             key = window.zone, window.instance_type, window.tick_seconds
             groups.setdefault(key, []).append(window)
     return (*(_trace(each) for each in groups.values()), *rest)
+
+
+def parts_of(window: Availability, num_ticks: int) -> tuple[Availability, ...]:
+    """All successive stretches of so many ticks that are known throughout.
+
+    A window with one such stretch or none is its own; what is left at its end is not used.
+    """
+    stretches = [
+        (first, window.available[first : first + num_ticks])
+        for first in range(0, len(window.available) - num_ticks + 1, num_ticks)
+    ]
+    if len(stretches) < 2:
+        return (window,)
+    known = [(first, ticks) for first, ticks in stretches if None not in ticks]
+    return tuple(
+        replace(
+            window,
+            zone=f"{window.zone} +{first * window.tick_seconds / 3600:g} h",
+            start=None,
+            available=ticks,
+        )
+        for first, ticks in known
+    ) or (window,)
+
+
+def longer_ticks(available: Sequence[int | None], ticks: int) -> tuple[int | None, ...]:
+    """Ticks joined: as many machines are there as are there throughout."""
+    joined = [available[first : first + ticks] for first in range(0, len(available), ticks)]
+    return tuple(_least(each) for each in joined)
+
+
+def _least(ticks: Sequence[int | None]) -> int | None:
+    known = [tick for tick in ticks if tick is not None]
+    return min(known) if len(known) == len(ticks) or 0 in known else None
+
+
+_Told = TypeVar("_Told", Availability, Capacity)
+
+
+def shorter_ticks(windows: Iterable[_Told], parts: int) -> list[_Told]:
+    """Each tick cut into so many: when one looked is not when one may decide or pays."""
+    cut = []
+    for window in windows:
+        key = "available" if isinstance(window, Availability) else "num_machines"
+        told: dict[str, Any] = {
+            key: tuple(one for one in getattr(window, key) for _ in range(parts))
+        }
+        cut.append(replace(window, tick_seconds=window.tick_seconds / parts, **told))
+    return cut
+
+
+def fewest_parts(tick_seconds: float, needed_seconds: float, deadline_seconds: float) -> int:
+    """Into how many parts to cut ticks, so that a job which ends in time does in whole ticks too.
+
+    1 where it does without, or where no number up to 60 helps.
+    """
+    for parts in range(1, _MOST_PARTS + 1):
+        length = tick_seconds / parts
+        if ceil(needed_seconds / length - 1e-9) <= floor(deadline_seconds / length + 1e-9):
+            return parts
+    return 1
 
 
 def start_seconds(window: Availability) -> float:

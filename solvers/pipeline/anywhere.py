@@ -29,6 +29,7 @@ import numpy as np
 
 from ...costs.pipeline import slowest_links
 from ...schema.pipeline import PipelineProblem
+from ..effort import DEFAULT, Effort
 from .placements import Moves, Space, State, bandwidths_of
 
 Inside = tuple[int, ...]
@@ -45,27 +46,34 @@ def has_one_order(problem: PipelineProblem) -> bool:
 
 
 def relaxed(
-    problem: PipelineProblem, most_moves: float, replicas: int | None = None
+    problem: PipelineProblem,
+    most_moves: float,
+    replicas: int | None = None,
+    effort: Effort = DEFAULT,
 ) -> Space | None:
     """States and moves where only chains of neighbouring stages have to fit a component.
 
     None where there are more moves than that. ``replicas`` gives every stage so many.
+
+    Raises:
+        OutOfTimeError: The effort's limit came first; here and in the other spaces.
     """
-    return _Builder(problem, is_exact=False, most_moves=most_moves, replicas=replicas).space()
+    builder = _Builder(problem, is_exact=False, most_moves=most_moves, replicas=replicas)
+    return builder.space(effort)
 
 
-def blind(problem: PipelineProblem) -> Space:
+def blind(problem: PipelineProblem, effort: Effort = DEFAULT) -> Space:
     """States and moves where every stage has the fastest links that its devices could have."""
-    space = _Builder(problem, is_exact=False, is_blind=True, most_moves=np.inf).space()
+    space = _Builder(problem, is_exact=False, is_blind=True, most_moves=np.inf).space(effort)
     assert space is not None
     return space
 
 
-def exact(problem: PipelineProblem, most_moves: float) -> Space | None:
+def exact(problem: PipelineProblem, most_moves: float, effort: Effort = DEFAULT) -> Space | None:
     """States and moves of every placement; None for three levels, or more moves than that."""
     if any(len(pool.levels) > 2 for pool in problem.pools):
         return None
-    return _Builder(problem, is_exact=True, most_moves=most_moves).space()
+    return _Builder(problem, is_exact=True, most_moves=most_moves).space(effort)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +131,7 @@ class _Builder:
             self.inter = self.bandwidths.index(problem.inter_bytes_per_second)
         self.by_pool = len(problem.pools) > 1
 
-    def space(self) -> Space | None:
+    def space(self, effort: Effort) -> Space | None:
         """List states by devices in use, each with its moves; None where they are too many."""
         if self._least_moves() > self.most_moves:
             return None
@@ -140,6 +148,7 @@ class _Builder:
         order: list[_At] = []
         for states in waiting:
             for state in states:
+                effort.check()
                 number[state] = len(order)
                 order.append(state)
                 for target, row in self._moves(state):

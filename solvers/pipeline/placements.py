@@ -6,8 +6,8 @@ type's previous run or at the start of the next component (the devices between s
 never gains from starting anywhere else: shifted left to such a place it spans no more levels.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ...costs.pipeline import shared_level, slowest_links
 from ...schema.pipeline import DevicePool, PipelineProblem
+from ..effort import DEFAULT, Effort
 
 
 class State(NamedTuple):
@@ -67,6 +68,9 @@ class Moves:
     span: Ints
     gap: Ints
     workers: Ints
+    _numbered: dict[tuple[str, ...], tuple[list[tuple[int, ...]], Ints]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         return len(self.source)
@@ -91,6 +95,11 @@ class Moves:
 
     def numbered(self, *columns: str) -> tuple[list[tuple[int, ...]], Ints]:
         """The distinct rows of some columns, ascending, and each move's place among them."""
+        if columns not in self._numbered:
+            self._numbered[columns] = self._distinct(columns)
+        return self._numbered[columns]
+
+    def _distinct(self, columns: tuple[str, ...]) -> tuple[list[tuple[int, ...]], Ints]:
         sizes = [int(getattr(self, name).max(initial=0)) + 1 for name in columns]
         code = np.zeros(len(self), np.int64)
         for name, size in zip(columns, sizes, strict=True):
@@ -156,10 +165,14 @@ class _Pool:
         return sorted(start for start in found if start < self.size)
 
 
-def build(problem: PipelineProblem) -> Space:
-    """List the states and moves of a problem's pools."""
+def build(problem: PipelineProblem, effort: Effort = DEFAULT) -> Space:
+    """List the states and moves of a problem's pools.
+
+    Raises:
+        OutOfTimeError: The effort's limit came first.
+    """
     builder = _Builder(problem, list(bandwidths_of(problem)))
-    return builder.space()
+    return builder.space(effort)
 
 
 def bandwidths_of(problem: PipelineProblem) -> tuple[float, ...]:
@@ -168,6 +181,28 @@ def bandwidths_of(problem: PipelineProblem) -> tuple[float, ...]:
     if len(problem.pools) > 1 and problem.inter_bytes_per_second is not None:
         links.add(problem.inter_bytes_per_second)
     return (float("inf"), *sorted(links, reverse=True))
+
+
+def chain(problem: PipelineProblem, stages: Sequence[tuple[int, int]]) -> list[Move]:
+    """Moves that put (pool, replicas) after (pool, replicas) on runs of devices, first stage first.
+
+    The moves are of no list of states: their sources and targets say nothing, except that the
+    source of the last stage is 0.
+    """
+    bandwidths = bandwidths_of(problem)
+    pools = [_Pool(pool, list(bandwidths)) for pool in problem.pools]
+    inter = bandwidths.index(problem.inter_bytes_per_second) if len(pools) > 1 else 0
+    used, workers, behind = [0] * len(pools), 0, -1
+    found: list[Move] = []
+    for number, replicas in reversed(stages):
+        pool, first = pools[number], used[number]
+        gap = 0 if behind < 0 else inter
+        if behind == number:
+            gap = pool.link(first - 1, first)
+        span = pool.link(first, first + replicas - 1)
+        used[number], workers, behind = first + replicas, workers + replicas, number
+        found.append(Move(len(found), -1, number, replicas, first, span, gap, workers))
+    return found[::-1]
 
 
 class _Builder:
@@ -194,7 +229,7 @@ class _Builder:
         if problem.inter_bytes_per_second is not None and self.by_pool:
             self.inter = bandwidths.index(problem.inter_bytes_per_second)
 
-    def space(self) -> Space:
+    def space(self, effort: Effort) -> Space:
         """States are numbers whose digits are what ``State`` holds, each moved up by one."""
         start = self._code(State((0,) * len(self.pools), *self._counted()))
         waiting: dict[int, list[Ints]] = {0: [np.array([start])]}
@@ -202,12 +237,15 @@ class _Builder:
         for total in range(self.problem.num_devices + 1):
             if total in waiting:
                 codes.append(np.unique(np.concatenate(waiting.pop(total))))
-                moves += self._moves(total, codes[-1], waiting)
+                moves += self._moves(total, codes[-1], waiting, effort)
         known = np.concatenate(codes)
         order = np.argsort(known)
         found = np.concatenate(moves, axis=1) if moves else np.zeros((8, 0), np.int64)
+        effort.check()
         found[:2] = order[np.searchsorted(known, found[:2], sorter=order)]
+        effort.check()
         found = found[:, np.lexsort((found[3], found[2], found[0], found[1]))]
+        effort.check()
         states = tuple(self._state(row) for row in self._read(known).tolist())
         return Space(states, Moves(*found), tuple(self.bandwidths))
 
@@ -227,13 +265,16 @@ class _Builder:
         *used, workers, last_pool, stages = row
         return State(tuple(used), workers - 1, last_pool - 1, stages - 1)
 
-    def _moves(self, total: int, codes: Ints, waiting: dict[int, list[Ints]]) -> list[Ints]:
+    def _moves(
+        self, total: int, codes: Ints, waiting: dict[int, list[Ints]], effort: Effort
+    ) -> list[Ints]:
         """[8, moves] out of all states of so many devices; their targets wait for their turn."""
         rows, found = self._read(codes), []
         num_pools = len(self.pools)
         workers = rows[:, num_pools] - 1 if self.by_worker else np.full(len(codes), total)
         for number, pool in enumerate(self.pools):
             for used in np.unique(rows[:, number]).tolist():
+                effort.check()
                 here = rows[:, number] == used
                 if self.by_stage:
                     here &= rows[:, -1] - 1 < (self.problem.stage_limit or 0)

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from ...schema.pipeline import PipelineProblem
-from ..effort import Effort
+from ..effort import Effort, OutOfTimeError
 from .placements import PlacedStage, Space
 from .stage_costs import StageCosts
 
@@ -24,7 +24,7 @@ class Search(Protocol):
         """Stages in the model's order."""
 
 
-class StoppedError(Exception):
+class StoppedError(OutOfTimeError):
     """The caller's limit ended a search; ``bound`` is the lower bound proved so far."""
 
     def __init__(self, bound: float, placed: list[PlacedStage] | None = None) -> None:

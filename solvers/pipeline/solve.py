@@ -7,6 +7,7 @@ four servers of four, which nested levels cannot. Then a stage may take any devi
 (anywhere.py). Memory limits and device types are part of the search.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,11 +15,12 @@ import numpy as np
 
 from ...schema.errors import BackendError, InfeasibleError
 from ...schema.pipeline import PipelinePlan, PipelineProblem
-from ..effort import DEFAULT, Effort
+from ..effort import DEFAULT, Effort, OutOfTimeError
 from ..tolerance import MOST_GIVEN_UP
 from .alone import least_of_one_or_more
 from .anywhere import blind, exact, has_one_order, relaxed
 from .assemble import ORDERED, assemble, fill_seconds
+from .at_once import Candidate, at_once
 from .bottleneck.graph import search as search_graph
 from .bottleneck.line import TOLERANCE, objective
 from .bottleneck.line import search as search_line
@@ -28,8 +30,8 @@ from .infeasible import explain
 from .makespan.branch_and_bound import EXACT, Incumbent
 from .makespan.solve import best_step, relaxed_step
 from .nested.solve import solve as solve_nested
-from .packing import NoSeatsError, Seats, seat
-from .placements import PlacedStage, Space, build
+from .packing import NoSeatsError, seat
+from .placements import PlacedStage, Space, bandwidths_of, build
 from .search import Search, StoppedError
 from .simplest import simplest
 from .stage_costs import StageCosts
@@ -95,18 +97,46 @@ def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort
         return solve_uniform(problem, effort=effort)
     if problem.solved == "nested":
         return solve_nested(problem, method=method, effort=effort)
-    cuts, space = cuts_of(problem), build(problem)
+    cuts = cuts_of(problem)
     options = (False, True) if problem.recompute is None else (problem.recompute,)
-    tables = [StageCosts(problem, cuts, space.bandwidths, recompute=option) for option in options]
+    links = bandwidths_of(problem)
+    tables = [StageCosts(problem, cuts, links, recompute=option) for option in options]
+    try:
+        space = build(problem, effort)
+    except OutOfTimeError:
+        return _stopped(problem, tables)
     task = _Task(problem, tables, space, method, effort)
     found = [candidate for costs in tables for candidate in task.candidates(costs)]
+    if task.was_stopped:
+        found += at_once(problem, tables)
     if not found:
         if task.was_stopped:
-            raise BackendError(
-                "the search was stopped before it had a plan", hint="give it more time"
-            )
+            return _stopped(problem, tables)
         raise explain(problem, tables[-1], space, _search(problem, cuts, method))
     return _least_step(task, found) if problem.minimises == "step" else _bottleneck(task, found)
+
+
+def _stopped(problem: PipelineProblem, tables: list[StageCosts]) -> PipelinePlan:
+    """The best of the plans that are known at once, for a search that was stopped before its own.
+
+    Raises:
+        BackendError: None of them fits.
+    """
+    found = at_once(problem, tables)
+    if not found:
+        raise BackendError("the search was stopped before it had a plan", hint="give it more time")
+    name = "stopped before a search began; the best of even cuts and single stages"
+    if problem.minimises != "step":
+        best = _choose(found)
+        bound = min(_spread_bound(tables), best.seconds)
+        return assemble(problem, best.costs, best.seats, best.seconds, bound, name)
+    known = Incumbent()
+    for candidate in found:
+        known.offer_seated(problem, candidate.costs, candidate.seats)
+    assert known.seats is not None
+    assert known.costs is not None
+    bound = min(relaxed_step(problem, tables), known.seconds)
+    return assemble(problem, known.costs, known.seats, known.seconds, bound, name)
 
 
 @dataclass
@@ -157,9 +187,9 @@ class _Task:
         """A search's answer, or its best so far when the effort's limit is reached."""
         try:
             return search(self.problem, costs, space, below=below, effort=self.effort)
-        except StoppedError as stopped:
+        except OutOfTimeError as stopped:
             self.was_stopped = True
-            return stopped.placed
+            return stopped.placed if isinstance(stopped, StoppedError) else None
 
     def seated(self, costs: StageCosts, space: Space, placed: list[PlacedStage]) -> "Candidate":
         """A placement as a plan's stages.
@@ -182,7 +212,10 @@ def _bottleneck(task: _Task, found: list["Candidate"]) -> PipelinePlan:
     is_closed = cuts.complete and not task.was_stopped
     best, bound = ordered, ordered.seconds
     if not has_one_order(problem):
-        best, bound = _anywhere(task, ordered)
+        try:
+            best, bound = _anywhere(task, ordered)
+        except OutOfTimeError:
+            task.was_stopped = True
     bound = min(max(bound, spread) if is_closed else spread, best.seconds)
     name = _name(problem, cuts)
     is_gap = bound < best.seconds * (1 - EXACT)
@@ -203,7 +236,7 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
     if search is not search_line:
         per_move = max(per_move, task.tables[0].cuts.size ** 2 / 10)
     most_moves = effort.anywhere_work / per_move
-    counted = relaxed(problem, most_moves) or blind(problem)
+    counted = relaxed(problem, most_moves, effort=effort) or blind(problem, effort)
     for costs in task.tables:
         known = best.seconds * (1 - TOLERANCE)
         bound = best.seconds
@@ -233,7 +266,7 @@ def _exactly(
     most_moves: float,
 ) -> tuple["Candidate", float]:
     """The best placement where what every component holds is counted, and what is proved."""
-    space = exact(task.problem, most_moves)
+    space = exact(task.problem, most_moves, task.effort)
     if space is None:
         return best, bound
     placed = task.ask(search, costs, space, best.seconds * (1 - TOLERANCE))
@@ -247,25 +280,14 @@ def _exactly(
 
 def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
     """The least step, of placements in any order where the search closes, else of ordered ones."""
-    problem, tables, effort, cuts = task.problem, task.tables, task.effort, task.tables[0].cuts
+    problem, tables, cuts = task.problem, task.tables, task.tables[0].cuts
     search, best = _search(problem, cuts, "auto"), Incumbent()
     for candidate in found:
         best.offer_seated(problem, candidate.costs, candidate.seats)
-    claim = ""
-    counted = task.space
-    if not has_one_order(problem):
-        per_move = cuts.size if tables[0].is_line else cuts.size**2 / 10
-        counted = relaxed(problem, effort.relaxed_work / per_move / 10) or blind(problem)
-    bound = best_step(problem, tables, counted, best, search, effort)
-    is_open = not effort.accepts(best.seconds, bound)
-    if is_open and not has_one_order(problem):
-        before = best.seconds
-        fewer = replace(effort, most_limits=_FEW_LIMITS)
-        ordered = best_step(problem, tables, task.space, best, search, fewer)
-        is_least = best.seconds <= before and ordered >= best.seconds * (1 - EXACT)
-        if is_least and cuts.complete and best.seats is not None and best.seats.are_runs():
-            claim = ORDERED
-        bound = max(bound, relaxed_step(problem, tables))
+    try:
+        bound, claim = _step_bound(task, best, search)
+    except OutOfTimeError:
+        bound, claim = relaxed_step(problem, tables), ""
     if not cuts.complete:
         bound = min(bound, relaxed_step(problem, tables))
     assert best.seats is not None
@@ -276,17 +298,29 @@ def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
     return task.finish(Candidate(best.costs, best.seats), best.seconds, bound, name)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A placement on named devices, with the costs it was found under."""
+def _step_bound(task: _Task, best: Incumbent, search: Search) -> tuple[float, str]:
+    """Look for better plans; a step that no plan beats, and what else is proved.
 
-    costs: StageCosts
-    seats: Seats
-
-    @property
-    def seconds(self) -> float:
-        """The slowest stage or boundary, in seconds per input."""
-        return objective(self.costs, self.seats.placed)
+    Raises:
+        OutOfTimeError: The effort's limit came first; ``best`` has what was found until then.
+    """
+    problem, tables, effort, cuts = task.problem, task.tables, task.effort, task.tables[0].cuts
+    claim, counted = "", task.space
+    if not has_one_order(problem):
+        per_move = cuts.size if tables[0].is_line else cuts.size**2 / 10
+        most_moves = effort.relaxed_work / per_move / 10
+        counted = relaxed(problem, most_moves, effort=effort) or blind(problem, effort)
+    bound = best_step(problem, tables, counted, best, search, effort)
+    is_open = not effort.accepts(best.seconds, bound)
+    if is_open and not has_one_order(problem):
+        before = best.seconds
+        fewer = replace(effort, most_limits=_FEW_LIMITS)
+        ordered = best_step(problem, tables, task.space, best, search, fewer)
+        is_least = best.seconds <= before and ordered >= best.seconds * (1 - EXACT)
+        if is_least and cuts.complete and best.seats is not None and best.seats.are_runs():
+            claim = ORDERED
+        bound = max(bound, relaxed_step(problem, tables))
+    return bound, claim
 
 
 def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> Search:
@@ -325,7 +359,17 @@ def _choose(found: list[Candidate]) -> Candidate:
 
 def relaxed_bound(tables: list[StageCosts], space: Space) -> float:
     """A bound that no partition beats: all compute at its best rate, spread over all devices."""
-    kinds, _ = space.moves.numbered("pool", "num_replicas", "span")
+    return _spread(tables, space.moves.numbered("pool", "num_replicas", "span")[0])
+
+
+def _spread_bound(tables: list[StageCosts]) -> float:
+    """The same before the moves are listed, over every number of replicas on the fastest links."""
+    pools = enumerate(tables[0].problem.pools)
+    kinds = [(at, m, 0) for at, pool in pools for m in range(1, pool.num_devices + 1)]
+    return _spread(tables, kinds)
+
+
+def _spread(tables: list[StageCosts], kinds: Sequence[tuple[int, ...]]) -> float:
     bounds = []
     for costs in tables:
         rate = min(m * costs.slopes(pool, m, span).per_compute for pool, m, span in kinds)

@@ -10,8 +10,6 @@ import pytest
 
 import hetflow
 from hetflow.api.naming import _FOR_TYPES, flags_are_meant, names_arguments
-from hetflow.api.rent_fleet import rent_fleet
-from hetflow.api.rent_zones import rent_zones
 from hetflow.schema.arguments import Arguments, fault_of
 from hetflow.schema.errors import FileError, HetflowError, ProblemError
 from hetflow.schema.records import Count, Fraction
@@ -21,8 +19,8 @@ POINT = handmade.profile("V100", 1.0, model="m")
 VERBS = [
     getattr(hetflow, name)
     for name in hetflow.__all__
-    if name[0].islower() and name not in ("plugins", "prepare")
-] + [rent_fleet, rent_zones]
+    if name[0].islower() and name not in ("cluster", "plugins", "prepare", "rent")
+] + [getattr(module, name) for module in (hetflow.cluster, hetflow.rent) for name in module.__all__]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
@@ -100,7 +98,7 @@ def test_faults_that_were_silent_or_tracebacks(tmp_path: Path) -> None:
     assert refused(lambda: solve([POINT], "V100", batch_size=0)) == (
         "batch_size must be >= 1, got 0"
     )
-    rent: Callable[..., Any] = hetflow.rent
+    rent: Callable[..., Any] = hetflow.rent.deadline
     offer = {"work_seconds": 1.0, "deadline_seconds": 2.0, "spot_dollars_per_hour": 1.0}
     assert refused(lambda: rent([], on_demand_dollars_per_hour=0.0, **offer)) == (
         "on_demand_dollars_per_hour must be > 0, got 0.0"

@@ -9,18 +9,23 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import hetflow
+from hetflow.api.solve import SolveOptions
 from hetflow.cli.main import run
 from hetflow.schema import files
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import LayerGraph, LayerNode, Profile
 from hetflow.tests import handmade
 
-VERBS = [name for name in hetflow.__all__ if name[0].islower() and name != "plugins"]
+MODULES = ("cluster", "plugins", "rent")
+VERBS = [name for name in hetflow.__all__ if name[0].islower() and name not in MODULES]
+VERBS += [f"cluster.{name}" for name in hetflow.cluster.__all__]
+VERBS += [f"rent.{name}" for name in hetflow.rent.__all__]
 POOL = "2xV100,2xP100"
 LAUNCHES = ("launch", "profile")  # processes of seconds
 SCRIPT = """
@@ -72,7 +77,7 @@ def test_there_are_few_names_and_each_is_there() -> None:
     assert sorted(hetflow.__all__) == sorted(hetflow._WHERE)
     for name in hetflow.__all__:
         found = getattr(hetflow, name)
-        assert found.__name__.removeprefix("hetflow.") == name
+        assert name in MODULES or found.__name__ == name
         assert inspect.getdoc(found), f"{name} has no words"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hetflow.nothing  # noqa: B018
@@ -92,7 +97,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "name", [pytest.param(v, marks=[pytest.mark.slow] if v in LAUNCHES else []) for v in VERBS]
 )
 def test_every_verb_is_typed_and_has_an_example_that_runs(name: str) -> None:
-    verb = getattr(hetflow, name)
+    verb = attrgetter(name)(hetflow)
     signature = inspect.signature(verb)
     assert signature.return_annotation is not inspect.Signature.empty
     assert all(p.annotation is not p.empty for p in signature.parameters.values())
@@ -191,3 +196,14 @@ def test_a_dry_run_shows_any_plan_also_where_its_devices_are_not(
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == len(shown)
     assert "this machine has 0: shown as on a machine that has all of them" in captured.err
+
+
+def test_type_checkers_know_every_option_of_solve() -> None:
+    """The overloads, which give the kind of plan by the strategy, list the options once more."""
+    signature = inspect.signature(hetflow.solve).parameters
+    named = {"profiles", "pool", "batch_size", "strategy"}
+    listed = {name: p.annotation for name, p in signature.items() if name not in named}
+    assert SolveOptions.__annotations__.keys() == listed.keys()
+    for name, kind in listed.items():
+        told = SolveOptions.__annotations__[name]
+        assert getattr(told, "__forward_arg__", told) == kind

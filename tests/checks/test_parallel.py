@@ -95,10 +95,10 @@ CHANGES: list[tuple[str, Callable[[ParallelPlan], ParallelPlan]]] = [
         "predicted.memory_bytes",
         lambda p: replace(p, predicted=replace(p.predicted, memory_bytes={})),
     ),
-    ("objective is", lambda p: replace(p, proof=replace(p.proof, objective=7.0))),
+    ("objective 7 is not the step", lambda p: replace(p, proof=replace(p.proof, objective=7.0))),
     ("is above the objective", lambda p: replace(p, proof=replace(p.proof, lower_bound=1e9))),
-    ("optimal with a gap", lambda p: replace(p, proof=replace(p.proof, lower_bound=1.0))),
-    ("has no bound", lambda p: replace(p, proof=replace(p.proof, lower_bound=None))),
+    ("leaves a gap of", lambda p: replace(p, proof=replace(p.proof, lower_bound=1.0))),
+    ("no lower_bound", lambda p: replace(p, proof=replace(p.proof, lower_bound=None))),
 ]  # fmt: skip
 
 

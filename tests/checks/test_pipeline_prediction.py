@@ -6,7 +6,13 @@ import pytest
 
 from hetflow.checks.pipeline import check
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
+from hetflow.schema.pipeline import (
+    DevicePool,
+    PipelineLayer,
+    PipelinePlan,
+    PipelineProblem,
+    TopologyLevel,
+)
 from hetflow.solvers.pipeline.solve import solve
 
 POOL = DevicePool(
@@ -75,14 +81,16 @@ def test_a_step_without_its_fixed_cost_is_a_fault() -> None:
     assert any("predicted.step_seconds" in fault for fault in check(solve(free), PROBLEM))
 
 
+def with_bound(bound: float, tolerance: float | None = PLAN.proof.tolerance) -> PipelinePlan:
+    objective = PLAN.proof.objective
+    gap = (objective - bound) / objective
+    proof = dataclasses.replace(PLAN.proof, lower_bound=bound, gap=gap, tolerance=tolerance)
+    return dataclasses.replace(PLAN, proof=proof)
+
+
 def test_an_optimum_may_be_as_far_from_its_bound_as_steps_are_off() -> None:
-    bound = PLAN.proof.objective / 1.015
-    proof = dataclasses.replace(PLAN.proof, lower_bound=bound)
-    plan = dataclasses.replace(PLAN, proof=proof)
-    assert check(plan, PROBLEM) == []
-    far = dataclasses.replace(proof, lower_bound=PLAN.proof.objective / 1.03)
-    assert any("no optimum" in f for f in check(dataclasses.replace(PLAN, proof=far), PROBLEM))
-    unsaid = dataclasses.replace(proof, tolerance=None)
-    assert any("no optimum" in f for f in check(dataclasses.replace(PLAN, proof=unsaid), PROBLEM))
-    wide = dataclasses.replace(proof, tolerance=0.5)
-    assert any("tolerance" in f for f in check(dataclasses.replace(PLAN, proof=wide), PROBLEM))
+    objective = PLAN.proof.objective
+    assert check(with_bound(objective / 1.015), PROBLEM) == []
+    for plan in (with_bound(objective / 1.03), with_bound(objective / 1.015, None)):
+        assert any("leaves a gap" in fault for fault in check(plan, PROBLEM))
+    assert any("tolerance" in fault for fault in check(with_bound(objective, 0.5), PROBLEM))

@@ -180,10 +180,13 @@ def test_replicas_may_share_the_optimizer_s_state(hetflow: Hetflow, folder: Path
     assert memory[False] - memory[True] == (6 * 64 - 7 * 32) << 20
     assert "valid" in hetflow("check", plan, "--profiles", folder, *adam).stdout
     assert "shared by the replicas of a stage" in hetflow("show", plan).stdout
-    refused = hetflow("solve", *asked, "--shard-optimizer")
-    assert refused.code == 2
-    said = "hetflow: --shard-optimizer is for parallel plans\nhint: add --strategy parallel\n"
-    assert refused.stderr == said
+    asked_alone = hetflow("solve", *asked, "--shard-optimizer")
+    assert json.loads(asked_alone.stdout)["kind"] == "parallel"
+    refused = hetflow("solve", "--strategy", "split", *asked[:-4], "--shard-optimizer")
+    assert refused.stderr == (
+        "hetflow: --shard-optimizer is for parallel plans: it has no effect on splits\n"
+        "hint: leave it out, or add --strategy parallel\n"
+    )
 
 
 def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
@@ -291,7 +294,8 @@ def test_options_of_other_kinds_are_refused(hetflow: Hetflow, folder: Path) -> N
     for flag in (("--num-stages", "2"), ("--virtual-nodes", "4"), ("--objective", "waste")):
         answer = hetflow("solve", "--strategy", "parallel", *pool, *flag)
         assert answer.code == 2
-        assert "do not go with parallel plans" in answer.stderr
+        assert f"{flag[0]}" in answer.stderr
+        assert "it has no effect on parallel plans" in answer.stderr
 
 
 def test_a_pool_too_small_says_what_to_relax(hetflow: Hetflow, folder: Path) -> None:

@@ -124,3 +124,29 @@ def test_what_rent_prices_lacks_is_said(hetflow, market: Path, options: tuple, s
     answer = hetflow("rent", "prices", market, "--work-hours", 3, *options)
     assert answer.code == 2
     assert said in answer.stderr
+
+
+def test_a_machine_at_a_fixed_price_is_taken_where_it_is_cheaper(
+    hetflow, market: Path, tmp_path: Path
+) -> None:
+    found = json.loads(market.read_text())
+    (one, two) = found["instance_types"]
+    one["on_demand_dollars_per_hour"] = 0.5  # the history begins at 0.90 for a day
+    two["on_demand_dollars_per_hour"] = None
+    always = {**one, "name": "NC6s", "cloud": "gcp", "on_demand_dollars_per_hour": None,
+              "spot_dollars_per_hour": 0.3}  # fmt: skip
+    found["instance_types"].append(always)
+    target = tmp_path / "fixed.json"
+    target.write_text(json.dumps(found))
+    answer = hetflow("rent", "prices", target, "--cloud", "azure", "--work-hours", 30, "--rate",
+                     "K80=1", "--restart-seconds", 0, "-o", tmp_path / "report.json")  # fmt: skip
+    assert answer.code == 0, answer.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    dollars = {name: one["dollars"] for name, one in report["outcomes"].items()}
+    assert dollars["one_device"] == pytest.approx(30 * 0.5)
+    # 20 cents a device of NC12 for the day in which its price is known, then NC6's history.
+    assert dollars["dynamic"] == pytest.approx(24 * 0.2 + 6 * 0.12)
+    assert "azure NC6 on-demand" in answer.stdout
+    without_two = hetflow("rent", "prices", target, "--cloud", "gcp", "--work-hours", 30, "--rate",
+                          "K80=1", "--restart-seconds", 0, "--json")  # fmt: skip
+    assert json.loads(without_two.stdout)["outcomes"]["one_device"]["dollars"] == pytest.approx(9)

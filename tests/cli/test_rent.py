@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from hetflow import rent
+from hetflow.reports.market_tables import rent_table
+from hetflow.schema.market import Availability
+
 OPTIONS = ("--work-hours", 1, "--deadline-hours", 2, "--on-demand", 3, "--spot", 1,
            "--restart-seconds", 600)  # fmt: skip
 
 
 def window(path: Path, ticks: list, **others: object) -> Path:
-    path.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": ticks, **others}))
+    of = {"original_trace": "trace.json", "metadata": {"gap_seconds": 600}, "data": ticks}
+    path.write_text(json.dumps({**of, **others}))
     return path
 
 
@@ -95,3 +100,65 @@ def test_times_that_are_not_utc_are_refused(hetflow, tmp_path: Path) -> None:
     answer = hetflow("rent", market, *OPTIONS)
     assert answer.code == 2
     assert "is not in UTC; end it with Z" in answer.stderr
+
+
+def test_published_traces_count_instances_and_are_never_inverted(hetflow, tmp_path: Path) -> None:
+    """Their values are numbers of instances: 79.3 % available was read as 20.7 %."""
+    trace, market = tmp_path / "zone.json", tmp_path / "market.json"
+    metadata = {"gap_seconds": 600}
+    to_market = ("import", trace, "--format", "cant-be-late", "-o", market, "--force")
+    trace.write_text(json.dumps({"metadata": metadata, "data": [4, 0, 2, 4, 1]}))
+    assert hetflow(*to_market).code == 0
+    read = json.loads(market.read_text())
+    assert read["availability"][0]["available"] == [1, 0, 1, 1, 1]
+    assert read["capacity"][0]["num_machines"] == [4, 0, 2, 4, 1]
+    assert hetflow(*to_market, "--values", "preempted").code == 2
+    trace.write_text(json.dumps({"metadata": metadata, "data": [1, 0, 1, 1, 1]}))
+    for command in (to_market, ("rent", trace, *OPTIONS)):
+        refused = hetflow(*command)
+        assert refused.code == 2
+        assert "1 may mean that an instance was there" in refused.stderr
+        assert "--values instances" in refused.stderr
+    for values, available in (("instances", [1, 0, 1, 1, 1]), ("preempted", [0, 1, 0, 0, 0])):
+        assert hetflow(*to_market, "--values", values).code == 0
+        read = json.loads(market.read_text())
+        assert read["availability"][0]["available"] == available
+
+
+def test_a_job_in_time_is_not_refused_for_when_one_looked(hetflow, tmp_path: Path) -> None:
+    """Ten hours and three minutes were said to need 10.17 h, in looks ten minutes apart."""
+    there = window(tmp_path / "w.json", [0] * 61)
+    job = ("--work-hours", 10, "--restart-seconds", 180, "--on-demand", 3, "--spot", 1)
+    answer = hetflow("rent", there, *job, "--deadline-hours", 10.05, "--json")
+    assert answer.code == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    assert report["bound_dollars"] == [pytest.approx(10.05, rel=1e-4)]
+    assert all(entry["missed_deadlines"] == 0 for entry in report["policies"])
+    assert hetflow("rent", there, *job, "--deadline-hours", 10.04).code == 3
+
+
+def test_all_of_a_long_window_is_used(hetflow, tmp_path: Path) -> None:
+    """Of 45 days it took the first 52 hours, without a word."""
+    long = window(tmp_path / "w.json", [0] * 12 + [1] * 12 + [0] * 7)
+    report = json.loads(hetflow("rent", long, *OPTIONS, "--json").stdout)
+    assert report["windows"] == ["w +0 h", "w +2 h"]
+    assert report["unused_seconds"] == 7 * 600
+    assert "1.167 h that were given are in no window" in hetflow("rent", long, *OPTIONS).stdout
+    (greedy,) = (entry for entry in report["policies"] if entry["policy"] == "greedy")
+    assert greedy["dollars"] == [pytest.approx(7 / 6), pytest.approx(7 * 0.5)]
+
+
+def test_short_ticks_keep_to_the_memory_and_say_how_often_one_decides() -> None:
+    """34-second ticks asked for 18 GiB, and their failure was called a bug of hetflow."""
+    windows = [Availability(zone="a", tick_seconds=34.0, available=((1,) * 40 + (0,) * 25) * 20)]
+    report = rent.deadline(
+        windows, work_seconds=20_000.5, deadline_seconds=36_000, restart_seconds=305,
+        on_demand_dollars_per_hour=3, spot_dollars_per_hour=1, history=windows,
+        policies=["dynamic_program", "greedy", "on_demand"],
+    )  # fmt: skip
+    assert report.decision_seconds is not None
+    assert report.decision_seconds % 34 == 0
+    program, _, alone = report.policies
+    assert [entry.missed_deadlines for entry in report.policies] == [0, 0, 0]
+    assert program.mean_dollars < 0.8 * alone.mean_dollars
+    assert "decides each" in rent_table(report)

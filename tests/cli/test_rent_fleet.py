@@ -37,6 +37,9 @@ def test_a_trace_is_imported_replayed_and_shown(hetflow, market: Path, tmp_path:
     assert dollars["on_demand"] == pytest.approx(12)
     assert dollars["greedy"] == dollars["dynamic_program"] == pytest.approx(4)
     assert report["bound_dollars"][0] == pytest.approx(4)
+    # One window of history is too few: what a job can cost at all.
+    assert report["expected_dollars_90"] == pytest.approx([4, 24])
+    assert "9 in 10 jobs to cost" in answer.stdout
     shown = hetflow("show", kept)
     assert "(no way is less)" in shown.stdout
     assert "least machines" in hetflow("show", market).stdout
@@ -118,3 +121,28 @@ def test_a_market_without_capacity_says_how_to_get_some(hetflow, tmp_path: Path)
     answer = hetflow("rent", "fleet", tmp_path / "market.json", *ASKED)
     assert answer.code == 2
     assert "holds no counts of spot machines" in answer.stderr
+
+
+def test_short_ticks_keep_to_the_tables_room_and_a_job_in_time_is_not_refused(
+    hetflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    market = tmp_path / "market.json"
+    counts = (2, 2, 1, 2, 0, 2, 2, 2, 1, 2) * 12
+    fleet = Capacity(zone="a", tick_seconds=600.0, num_machines=counts)
+    files.write(market, Market(capacity=(fleet,)))
+    # 4.05 h and 60 s of pause end within 4.1 h, though not within 24 whole ticks of 10 minutes.
+    asked = ("rent", "fleet", market, "--machines", 2, "--work-hours", 8.1, "--deadline-hours", 4.1,
+             "--resize-seconds", 60, "--on-demand", 3, "--spot", 1, "--json")  # fmt: skip
+    answer = hetflow(*asked)
+    assert answer.code == 0, answer.stderr
+    asked = ("rent", "fleet", market, "--history", market, "--machines", 2, "--work-hours", 4,
+             "--deadline-hours", 4, "--resize-seconds", 700, "--on-demand", 3,
+             "--spot", 1)  # fmt: skip
+    assert "decision_seconds" not in json.loads(hetflow(*asked, "--json").stdout)
+    monkeypatch.setattr("hetflow.solvers.market.fleet.policies.dynamic_program.MOST_BYTES", 30_000)
+    answer = hetflow(*asked, "--json")
+    assert answer.code == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    assert report["decision_seconds"] > 600
+    assert all(entry["missed_deadlines"] == 0 for entry in report["policies"])
+    assert "dynamic_program decides each" in hetflow(*asked).stdout

@@ -11,7 +11,7 @@ def test_windows_of_a_folder_are_one_zone(hetflow, tmp_path: Path) -> None:
     folder = tmp_path / "zone-a"
     folder.mkdir()
     for name, data in (("1", [1, 0, 0, 0, 1]), ("2", [1, 0, 0, 1, 0])):  # 1 is gone
-        document = {"metadata": {"gap_seconds": 600}, "data": data}
+        document = {"original_trace": "a", "metadata": {"gap_seconds": 600}, "data": data}
         (folder / f"{name}.json").write_text(json.dumps(document))
     target = tmp_path / "odds.json"
     answer = hetflow("rent", "odds", folder, "--checkpoint-seconds", "30", "-o", target)

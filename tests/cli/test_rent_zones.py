@@ -46,6 +46,9 @@ def test_zones_are_replayed_and_shown(hetflow, market: Path, tmp_path: Path) -> 
     assert dollars["greedy"] == pytest.approx([1.1, 1.1])
     assert report["mean_moves"]["greedy"] == 1
     assert "take " in answer.stdout
+    # The history has too few windows: 1.5 h at the lower price, 2 h on demand and a move a tick.
+    assert report["expected_dollars_90"] == pytest.approx([0.75, 6 + 12 * 0.1])
+    assert "9 in 10 jobs to cost" in answer.stdout
     assert "(only a)" in hetflow("show", kept).stdout
 
 
@@ -115,9 +118,47 @@ def test_published_windows_get_their_place_in_time(hetflow, tmp_path: Path) -> N
     assert answer.code == 2
     assert "a window does not say when it begins" in answer.stderr
     (tmp_path / "1.json").write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [1]}))
-    answer = hetflow("import", tmp_path, "--format", "cant-be-late", "--trace-start", START)
+    answer = hetflow("import", tmp_path, "--format", "cant-be-late", "--trace-start", START,
+                     "--values", "preempted")  # fmt: skip
     assert answer.code == 2
     assert "1.json: original_trace and metadata.start_time must say" in answer.stderr
     answer = hetflow("import", tmp_path, "--format", "cant-be-late", "--trace-start", "today")
     assert answer.code == 2
     assert "--trace-start: time must be a time such as" in answer.stderr
+
+
+def test_more_zones_than_one_can_learn_are_still_compared(hetflow, tmp_path: Path) -> None:
+    """Nine zones with --learn-until failed whole, though four of five policies learn nothing."""
+    ticks = [1, 1, 0, 1, 1, 1] * 6
+    windows = tuple(
+        Availability(
+            zone=f"z{shift}", start=START, tick_seconds=600.0,
+            available=tuple(ticks[shift:] + ticks[:shift]),  # type: ignore[arg-type]
+        )
+        for shift in range(7)
+    )  # fmt: skip
+    market = tmp_path / "seven.json"
+    files.write(market, Market(availability=windows))
+    learning = ("--learn-until", "2024-01-01T02:00:00Z")
+    short = ("--work-hours", 1.65, "--deadline-hours", 1.66, "--on-demand", 3, "--spot", 1,
+             "--restart-seconds", 0)  # fmt: skip
+    answer = hetflow("rent", "zones", market, *short, *learning)
+    assert answer.code == 0, answer.stderr
+    assert "greedy" in answer.stdout
+    assert "dynamic_program was left out: it learns up to 6 zones" in answer.stdout
+    asked = hetflow("rent", "zones", market, *short, *learning, "--policy", "dynamic_program")
+    assert asked.code == 2
+    assert "it takes 1 to 6" in asked.stderr
+
+
+def test_short_ticks_keep_to_the_tables_room(
+    hetflow, market: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("rent", "zones", market, *ASKED, "--learn-until", "2024-01-01T04:00:00Z", "--json")
+    assert "decision_seconds" not in json.loads(hetflow(*asked).stdout)
+    monkeypatch.setattr("hetflow.solvers.market.zones.policies.dynamic_program.MOST_BYTES", 70_000)
+    answer = hetflow(*asked)
+    assert answer.code == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    assert report["decision_seconds"] > 600
+    assert all(entry["missed_deadlines"] == 0 for entry in report["policies"])

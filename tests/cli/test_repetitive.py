@@ -58,7 +58,7 @@ def test_the_closed_form_ranks_but_claims_no_bound(hetflow: Hetflow, folder: Pat
         (("--schedule", "1f1b", "--repetitive"), "plans schedule 2bw"),
         (("--schedule", "2bw", "--cost-model", "closed-form"), "add --repetitive"),
         ((*REPETITIVE[2:], "--cost-model", "measured"), "add --runs DIR"),
-        ((*REPETITIVE[2:], "--num-stages", 2), "leave --num-stages out"),
+        ((*REPETITIVE[2:], "--num-stages", 2), "leave --repetitive out"),
     ],
 )
 def test_repetitive_flags_that_do_not_go_together(

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hetflow.planning.limits import Limits
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
-from hetflow.schema.profile import Profile
+from hetflow.schema.profile import Profile, Sync
 
 COMMANDS = (
     "demo", "devices", "doctor", "profile", "solve", "check", "launch", "resize",
@@ -265,9 +266,45 @@ def test_a_step_is_explained_by_terms_that_add_up(
     total = sum(term["seconds"] for term in document["terms"])
     assert total == pytest.approx(document["step_seconds"], rel=1e-9)
     one_line_error(
-        hetflow("show", profiles, "--explain"), 2, "only split and pipeline plans are explained"
+        hetflow("show", profiles, "--explain"), 2, "--explain is for split and pipeline plans"
     )
     document = json.loads(target.read_text())
     document["predicted"]["update_seconds"] += 1
     target.write_text(json.dumps(document))
     one_line_error(hetflow("show", target, "--explain"), 2, "the terms add up to")
+
+
+def test_an_unknown_synchronisation_and_a_sweep_of_one_size_are_said(
+    hetflow: Hetflow, profiles: Path, tmp_path: Path, make_profile: Callable[..., Profile]
+) -> None:
+    """The first was planned for free; of the second, 50 x 1 was optimal and 13 times too slow."""
+    measured = make_profile("V100", 1.0)
+    unknown = replace(measured, sync=Sync(num_devices=2, at_most_seconds=0.003))
+    files.write(profiles / "v100.json", unknown, force=True)
+    target = tmp_path / "plan.json"
+    solved = hetflow(
+        "solve", "--profiles", profiles, "--gpus", "2xV100", "--batch-size", 128, "-o", target
+    )
+    sentence = "synchronisation of V100 could not be told from zero"
+    assert f"{sentence}: plans count the most that it can be, 3 ms a step" in solved.stderr
+    plan = files.read(target, SplitPlan)
+    assert plan.predicted.sync_seconds == 0.003
+    checked = hetflow("check", target, "--profiles", profiles, "--gpus", "2xV100")
+    assert checked.code == 0
+    for command in (("show", target), ("show", target, "--explain")):
+        assert sentence in hetflow(*command).stdout
+    assert "unknown, at most 3" in hetflow("show", profiles / "v100.json").stdout
+    files.write(target, replace(plan, sync_bounds=()), force=True)
+    checked = hetflow("check", target, "--profiles", profiles, "--gpus", "2xV100")
+    assert checked.code != 0
+    assert "sync_bounds" in checked.stdout + checked.stderr
+    alone = replace(
+        measured,
+        batch_curve=measured.batch_curve[:1],
+        provenance={"curve_stopped": "the time budget is spent"},
+    )
+    files.write(profiles / "v100.json", alone, force=True)
+    solved = hetflow("solve", "--profiles", profiles, "--gpus", "2xV100", "--batch-size", 128)
+    assert (
+        "the profile of V100 holds batch size 8 alone (the time budget is spent)" in solved.stderr
+    )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hetflow.planning.inputs import devices_of
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster, DeviceType, ServerGroup
 from hetflow.schema.market import InstanceType, Market
@@ -96,10 +95,10 @@ def test_a_plan_says_its_dollars_and_stays_as_it_was(
     assert before.predicted.dollars_per_hour is None
     plan = plan_of(hetflow, folder, kind, *market, pool=pool)
     assert without_dollars(plan) == without_dollars(before)
-    assert_priced(plan, devices_of(plan), ON_DEMAND | SPOT)
+    assert_priced(plan, plan.devices_by_type, ON_DEMAND | SPOT)
     if kind == "pipeline":
         assert sum(stage.num_replicas for stage in plan.stages) > plan.num_devices
-        assert devices_of(plan) == {"V100": plan.num_devices}
+        assert plan.devices_by_type == {"V100": plan.num_devices}
     for other in plan.alternatives if kind == "parallel" else ():
         assert_priced(other, other.devices_by_type, ON_DEMAND | SPOT)
     assert plan.provenance is not None
@@ -117,7 +116,7 @@ def test_a_plan_says_its_dollars_and_stays_as_it_was(
     assert "the cluster's prices give" in refused.stderr
     assert "an hour's samples cost" in refused.stderr
     bought = plan_of(hetflow, folder, kind, *market, "--no-spot", pool=pool)
-    assert_priced(bought, devices_of(bought), ON_DEMAND)
+    assert_priced(bought, bought.devices_by_type, ON_DEMAND)
 
 
 def test_a_cluster_files_own_prices_count_too(hetflow: Hetflow, folder: Path) -> None:

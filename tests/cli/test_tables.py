@@ -79,7 +79,7 @@ def test_only_runs_are_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]
                     "device_types": {"V": {}}}), encoding="utf-8",
     )  # fmt: skip
     assert run(["show", str(pool), "--csv", str(tmp_path / "a.csv")]) == 2
-    assert "only runs are written as tables" in capsys.readouterr().err
+    assert "--csv is for runs, launched or simulated" in capsys.readouterr().err
     assert not (tmp_path / "a.csv").exists()
 
 

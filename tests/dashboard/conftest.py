@@ -30,7 +30,7 @@ def cluster(
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     made = Cluster(tmp_path / "state", FakeEngine(number=1, servers={"cpu:slow": "lab 2"}))
     made.store.run("PRAGMA synchronous = OFF")
-    made.now = time.time() - 10 * ROUND
+    made.now = time.time() - 10 * (ROUND + 0.1)
     with made.store.transaction():
         made.store.set(
             "started_with",
@@ -54,5 +54,5 @@ def cluster(
             _, folder = min(made.engine.jobs().items())
             made.engine.end(folder, 2, f"hetflow: {HOSTILE[0]} failed")
             made.tick()
-        made.now += ROUND - 0.1
+        made.now += ROUND  # from the first steps on, 0.1 s after the decision
     return made

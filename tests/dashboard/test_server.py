@@ -2,7 +2,11 @@
 
 import json
 import re
+import socket
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
@@ -147,6 +151,38 @@ def test_too_many_connections_are_closed(cluster: Cluster, monkeypatch: pytest.M
         with pytest.raises(OSError, match="closed|reset"):
             asked(made, path_of(made))
         first.close()
+
+
+def test_slow_strangers_do_not_keep_the_owner_out(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Dashboard(cluster.folder, Address("127.0.0.1", 0))
+    before = threading.active_count()
+    with made.answering(), ExitStack() as opened:
+        address = ("127.0.0.1", made.address.port)
+        owner = HTTPConnection(*address, timeout=10)
+        opened.callback(owner.close)
+        strangers = []
+        for number in range(200):
+            strangers.append(opened.enter_context(socket.create_connection(address, timeout=10)))
+            strangers[-1].sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
+            if number % 50 == 0:  # by the connection that is open, and by new ones
+                owner.request("GET", path_of(made))
+                assert owner.getresponse().read()
+                assert asked(made, path_of(made))[0].status == 200
+        assert asked(made, path_of(made) + "state.json")[0].status == 200
+        assert threading.active_count() - before <= server._MOST_CONNECTIONS + 1
+        # The rest are closed in time, though they send a byte now and then.
+        monkeypatch.setattr(server, "_IDLE_SECONDS", 0.5)
+        ends = time.monotonic() + 10
+        while threading.active_count() - before > 2 and time.monotonic() < ends:
+            for stranger in strangers[-5:]:
+                with suppress(OSError):
+                    stranger.sendall(b"x")
+            time.sleep(0.05)
+        assert threading.active_count() - before <= 2  # who listens, and the owner's
+        owner.request("GET", path_of(made))
+        assert owner.getresponse().read()
 
 
 def test_addresses() -> None:

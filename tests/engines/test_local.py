@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.engines.local import LocalEngine
-from hetflow.engines.protocol import Fate, ResizingEngine, Work
+from hetflow.engines.protocol import FIRST_STEP, Fate, ResizingEngine, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
@@ -37,7 +37,7 @@ def test_a_lease_is_absent_then_runs_then_has_ended(tmp_path: Path) -> None:
     engine.start(
         work(engine, lease, sys.executable, "-c", "print('$(hi) `x`'); raise SystemExit(7)")
     )
-    assert engine.fate(lease) == Fate("running")
+    assert engine.fate(lease).is_open
     until(lambda: engine.fate(lease).state == "ended")
     assert engine.fate(lease) == Fate("ended", 7)
     assert output(lease) == "$(hi) `x`\n"
@@ -52,6 +52,9 @@ def test_another_scheduler_adopts_a_lease_and_starts_it_no_second_time(tmp_path:
     second = LocalEngine(POOL)
     second.start(given)
     assert second.fate(lease) == Fate("running")
+    (lease / FIRST_STEP).parent.mkdir()
+    (lease / FIRST_STEP).touch()
+    assert first.fate(lease) == second.fate(lease) == Fate("training")
     for _ in range(3):
         second.stop(lease)
     until(lambda: second.fate(lease).state == "ended")

@@ -142,7 +142,7 @@ def test_what_heeds_no_signal_is_killed_and_what_waits_never_begins(
     until(lambda: output(deaf) == "1\n")
     for lease in (waits, then):
         engine.start(work(engine, lease, "touch", str(lease / "ran")))
-        assert engine.fate(lease) == Fate("running")  # Ray keeps it until devices are free
+        assert engine.fate(lease) == Fate("waiting")  # Ray keeps it until devices are free
     engine.stop(waits)
     assert engine.fate(waits) == Fate("ended", 143)
     engine.stop(deaf)

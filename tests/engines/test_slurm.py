@@ -119,11 +119,11 @@ def test_a_controller_that_does_not_answer_loses_no_lease(
     answering(tmp_path, monkeypatch, sinfo=sinfo, squeue=away, sbatch=away, scancel=away)
     engine, lease = SlurmEngine(POOL), tmp_path / "lease"
     engine.start(work(engine, lease, "true"))
-    assert engine.fate(lease) == Fate("running")
+    assert engine.fate(lease) == Fate("waiting")
     monkeypatch.setattr("hetflow.engines.slurm._AGAIN_AFTER_SECONDS", 0.0)
     sbatch = 'echo "$@" >> "$0.asked"; echo 12'
     answering(tmp_path, monkeypatch, squeue="exit 0", sbatch=sbatch, scancel=away)
-    assert engine.fate(lease) == Fate("running")  # submitted now
+    assert engine.fate(lease) == Fate("waiting")  # submitted now
     never = Fate("ended", has_begun=False)
     assert engine.fate(lease) == never  # the queue does not have it
     assert SlurmEngine(POOL).fate(lease) == never
@@ -196,7 +196,7 @@ def test_a_lease_runs_on_its_node_and_ends_with_its_code(
         given = work(slurm, lease, sys.executable, "-c", show, device=2 * device)
         assert slurm.fate(lease) == Fate("absent")
         slurm.start(given)
-        assert slurm.fate(lease).state == "running"
+        assert slurm.fate(lease).is_open
     for lease, node in zip(leases, ("fast0", "slow0"), strict=True):
         until(lambda lease=lease: slurm.fate(lease).state == "ended")  # type: ignore[misc]
         assert slurm.fate(lease) == Fate("ended", 7)
@@ -248,7 +248,7 @@ def test_what_heeds_no_signal_is_killed_and_what_waits_never_begins(
     until(lambda: output(deaf) == "1\n")
     slurm.start(work(slurm, waits, "touch", str(tmp_path / "ran")))
     time.sleep(1.0)
-    assert slurm.fate(waits) == Fate("running")
+    assert slurm.fate(waits) == Fate("waiting")
     slurm.stop(waits)
     assert slurm.fate(waits) == Fate("ended", 143)
     slurm.stop(deaf)
@@ -341,3 +341,50 @@ def test_an_exported_job_gets_one_sigterm_when_it_is_asked_to_leave(
 
     until(lambda: state() not in ("RUNNING", "COMPLETING"))
     assert state() == "FAILED"  # with the launch's own code, 143
+
+
+def test_it_is_said_when_slurm_goes_away_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    answering(tmp_path, monkeypatch, sinfo=f"printf '{NODES}'", squeue=away)
+    engine = SlurmEngine(POOL)
+    monkeypatch.setattr("hetflow.engines.slurm._AGAIN_AFTER_SECONDS", 0.0)
+    for _ in range(2):
+        engine.start(work(engine, tmp_path / "lease", "true"))
+        engine.fate(tmp_path / "lease")
+        answering(tmp_path, monkeypatch, sinfo=away)
+        with pytest.raises(ProblemError, match="Unable to contact"):
+            engine.devices()
+        answering(tmp_path, monkeypatch, sinfo=f"printf '{NODES}'")
+    engine.devices()
+    said = [record.message.partition(" (")[0] for record in caplog.records]
+    assert said[0] == "Slurm does not answer"
+    assert said[1] == "Slurm answers again"  # sinfo did
+    assert all(one != two for one, two in zip(said, said[1:], strict=False))  # each once
+
+
+def test_a_job_that_slurm_requeued_is_taken_out_of_its_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A requeued job would wait, and a cancelled one with it; its step would not run again."""
+    lease = tmp_path / "lease"
+    state = tmp_path / "state"
+    squeue = f'echo "12|$(cat {state})|{job_name(lease)}"'
+    scancel = f'echo "$@" >> {tmp_path}/asked; echo CANCELLED > {state}'
+    answering(tmp_path, monkeypatch, sinfo=f"printf '{NODES}'", squeue="true", sbatch="echo 12",
+              scancel=scancel)  # fmt: skip
+    engine = SlurmEngine(POOL)
+    engine.start(work(engine, lease, "true"))
+    monkeypatch.setattr("hetflow.engines.slurm._LOOK_EVERY_SECONDS", 0.0)
+    state.write_text("PENDING")
+    answering(tmp_path, monkeypatch, squeue=squeue)
+    assert engine.fate(lease) == Fate("waiting")
+    assert claim(lease, "step")
+    state.write_text("RUNNING")
+    assert engine.fate(lease).is_open
+    assert not (tmp_path / "asked").exists()
+    state.write_text("PENDING")
+    engine.fate(lease)
+    assert (tmp_path / "asked").read_text() == "--quiet 12\n"
+    assert engine.fate(lease) == Fate("ended", None)

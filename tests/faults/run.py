@@ -548,7 +548,7 @@ class Run:
     def _check_what_is_left(self) -> None:
         left = {path.name for path in self.run.iterdir()} - RUN_FILES
         left |= {p.name for p in (self.run / "logs").iterdir() if not p.name.startswith("rank")}
-        for path in self.saved.iterdir():
+        for path in self.saved.glob("[!.]*"):
             if path.name.startswith("before-"):  # set aside, broken as they are
                 continue
             folders = list(path.glob("part-*")) if self._story.is_pipeline else [path]

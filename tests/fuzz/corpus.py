@@ -176,6 +176,10 @@ COMMANDS = (
                                 "train.py", "--lr", "1"), ("stages_on_cpu.json",), ("--devices",)),
     Command("submit", ("submit", "--state", STATE, "--devices", "2", "train.toml"),
             ("train.toml", "cpus/cpu.json"), ("--state", "--devices")),
+    Command("submit an array",
+            ("submit", "--state", STATE, "--env", "SEED=3", "--time-limit", "3600", "--after",
+             "1:ok", "--array", "0-2,7", "train.toml"), ("train.toml",),
+            ("--env", "--time-limit", "--after", "--array")),
     Command("submit a script",
             ("submit", "--state", STATE, "--throughputs", "throughputs.json", "--model", "conv",
              "--batch-size", "64", "--steps", "100", "--json", "train.py", "3"),
@@ -307,6 +311,8 @@ def make(folder: Path) -> None:
     _make_running(folder)
     Store.create(folder / STATE).close()
     (folder / "train.toml").write_text(_SUBMISSION)
+    with redirect_stdout(StringIO()):  # one that others come after
+        run(["submit", "--state", str(folder / STATE), str(folder / "train.toml")])
 
 
 _SUBMISSION = """script = "train.py"
@@ -317,6 +323,8 @@ steps = 100
 virtual_nodes = 4
 checkpoint_every = 10
 priority_weight = 2.0
+time_limit_seconds = 7200
+environment = { SEED = "1" }
 """
 _MADE = {
     "split.json": (

@@ -35,14 +35,14 @@ software = sys.modules.get("_fakecuda")
 
 def loss_of(x, y):
     loss = nn.functional.cross_entropy(model(x), y)
-    return (loss, float(1 + len(y))) if weighted else loss
+    return hf.Weighted(loss, float(1 + len(y))) if weighted else loss
 
 for batch in job.batches(DataLoader(data, batch_size=16)):
     if batch.step == 4 and software is None:
         torch.cuda.set_sync_debug_mode("error")
     if batch.step == 4 and software is not None:
         software.reset_counts()
-    job.backward(loss_of, batch)
+    job.backward(loss_of, batch, per_virtual_node=True)
     optimizer.step()
     optimizer.zero_grad()
     if batch.step == 8:

@@ -79,7 +79,7 @@ def test_a_plain_table_has_a_change_a_line(tmp_path: Path) -> None:
         ("2026-03-01T00:00:00Z,a,p3,nan\n", "line 2: a price must be finite and >= 0"),
         ("2026-03-01T00:00:00Z,a,p3,1 EUR\n", "line 2: a price must be in US dollars"),
         ("2026-03-01T00:00:00Z,,p3,1\n", "line 2: must name an Instance, and a Zone"),
-        ("2026-03-01T00:00:00Z,a,p3\n", "line 2: has another number of cells"),
+        ("2026-03-01T00:00:00Z,a,p3\n", "line 2: has [23] cells, the first line has [34]"),
         (
             "2026-03-01T02:00:00Z,a,p3,1\n2026-03-01T01:00:00Z,a,p3,1\n",
             "line 3: 2026-03-01T01:00:00Z does not come after the line of own a p3 before",
@@ -155,7 +155,7 @@ def test_what_is_wrong_with_azure_is_said(tmp_path: Path, text: str, said: str) 
         ("Instance,GPU type\na,K80\n", "no column '# GPUs'"),
         ("Instance,GPU type,# GPUs,Colour\na,K80,1,red\n", "unknown column 'Colour'"),
         ("Instance,GPU type,# GPUs\na,K80,two\n", "line 2: # GPUs must be a whole number"),
-        ("Instance,GPU type,# GPUs\na,K80\n", "line 2: has another number of cells"),
+        ("Instance,GPU type,# GPUs\na,K80\n", "line 2: has [23] cells, the first line has [34]"),
     ],
 )
 def test_what_is_wrong_with_machines_is_said(tmp_path: Path, text: str, said: str) -> None:

@@ -81,12 +81,14 @@ for _ in range(epochs):
         def loss_of(x: torch.Tensor, y: torch.Tensor, mix: float = mix) -> torch.Tensor:
             return nn.functional.cross_entropy(model(x * mix), y)
 
-        def weighted(x: torch.Tensor, y: torch.Tensor, mix: float = mix) -> tuple:
-            return loss_of(x, y, mix), float(1 + y.sum())
+        def weighted(x: torch.Tensor, y: torch.Tensor, mix: float = mix) -> hf.Weighted:
+            return hf.Weighted(loss_of(x, y, mix), float(1 + y.sum()))
 
         # Kept gradients and weights do not go together, so they take turns.
         keeps = awkward and batch.epoch % 2 == 0
-        loss = job.backward(weighted if awkward and not keeps else loss_of, batch)
+        # The weights are any numbers, so that the mean is one of this training's own.
+        function = weighted if awkward and not keeps else loss_of
+        loss = job.backward(function, batch, per_virtual_node=True)
         if not keeps or batch.step % 2:
             optimizer.step()
             optimizer.zero_grad()

@@ -15,7 +15,7 @@ def test_broken_checkpoints_are_refused_and_set_aside_on_demand(tmp_path: Path) 
     saved = tmp_path / "saved"
     saving = ("--checkpoint", str(saved), "--checkpoint-every", "3")
     whole = Launch(tmp_path / "a", [5, 3], *saving, epochs=2).digest()
-    steps = sorted(path.name for path in saved.iterdir())
+    steps = sorted(path.name for path in saved.glob("[!.]*"))
     assert len(steps) == 2
     for name in steps:
         (saved / name / "tensors.bin").write_bytes(b"")
@@ -26,8 +26,8 @@ def test_broken_checkpoints_are_refused_and_set_aside_on_demand(tmp_path: Path) 
     assert all(f"{name}: tensors.bin has 0 of " in line for name in steps)
     assert "--restart-from-scratch" in said
     assert "Traceback" not in said
-    assert sorted(path.name for path in saved.iterdir()) == steps
+    assert sorted(path.name for path in saved.glob("[!.]*")) == steps
     again = Launch(tmp_path / "c", [4, 4], *saving, "--restart-from-scratch", epochs=2)
     assert again.digest() == whole
     assert sorted(path.name for path in (saved / "before-1").iterdir()) == steps
-    assert sorted(path.name for path in saved.iterdir()) == ["before-1", *steps]
+    assert sorted(path.name for path in saved.glob("[!.]*")) == ["before-1", *steps]

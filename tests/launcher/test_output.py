@@ -1,13 +1,16 @@
 """Workers' output on our own streams: whole lines, whatever pieces they come in."""
 
 import os
+import sys
 import threading
 import time
+from contextlib import suppress
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 
+from hetflow.cli.common import library_speaks
 from hetflow.launcher import output
 from hetflow.launcher.output import Lines, follow, tee
 
@@ -97,3 +100,22 @@ def test_a_log_that_cannot_be_written_ends_no_worker(caplog: pytest.LogCaptureFi
     assert console.text() == "line 0\nline 1\nline 2\n"
     said = "/dev/full: No space left on device; what follows is shown, not kept"
     assert [record.getMessage() for record in caplog.records] == [said]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_worker_goes_on_where_neither_log_nor_terminal_nor_warning_can_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, write = os.pipe()
+    with Path("/dev/full").open("w", buffering=1) as full, library_speaks():
+        monkeypatch.setattr(sys, "stderr", full)
+        thread = threading.Thread(target=tee, args=(read, Path("/dev/full"), full))
+        thread.start()
+        for _ in range(3):
+            os.write(write, b"more than a pipe holds\n" * 10_000)  # SIGPIPE, if nobody reads
+        os.close(write)
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()

@@ -54,7 +54,8 @@ for epoch in range(2):
                 pathlib.Path(here, "stopping").touch()
                 while not pathlib.Path(here, "stopped").exists():
                     time.sleep(0.01)
-            loss = nn.functional.cross_entropy(model(x), y)
+            over = "sum" if how == "sum" else "mean"
+            loss = nn.functional.cross_entropy(model(x), y, reduction=over)
             return loss + model[0].weight.pow(2).sum() if how == "decay" else loss
         job.backward(loss_of, batch)
         optimizer.step()
@@ -195,6 +196,11 @@ def test_levels_over_mappings_are_refused_before_anything_starts(plan: Path, lev
     ("how", "said"),
     [
         ("decay", "worker 1 (stage 1, cpu:slow) failed with exit code 2: the loss reads parameter"),
+        pytest.param(
+            "sum",
+            "worker 1 (stage 1, cpu:slow) failed with exit code 2: the loss of 2 samples is ",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "labels",
             "'_1', which crosses from stage 0 to stage 1, is a dict",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.launcher import workers as held
+from hetflow.launcher.fence import Fence
 from hetflow.launcher.spawn import WorkerCommand
 from hetflow.launcher.workers import Signals, Workers
 from hetflow.preload.client import Preload
@@ -25,7 +26,12 @@ time.sleep(60)
 def started(folder: Path, preload: Preload, *scripts: str) -> Workers:
     (folder / "logs").mkdir()
     workers = Workers(
-        folder, stdout_to_stderr=False, channel="heartbeats", inherited=os.environ, preload=preload
+        folder,
+        stdout_to_stderr=False,
+        channel="heartbeats",
+        inherited=os.environ,
+        preload=preload,
+        fence=Fence(None),
     )
     workers.start(
         [

@@ -26,6 +26,7 @@ class Hosts:
         options: Of both launchers.
         seconds: How long the script sleeps in each step.
         epochs: Of the script.
+        script: The training script; it gets the digest's file, ``epochs`` and ``seconds``.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Hosts:
         *options: str,
         seconds: float = 0.0,
         epochs: int = 4,
+        script: Path = SCRIPT,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -49,7 +51,7 @@ class Hosts:
             command += ["--determinism", "elastic", *options, "--nnodes", "2"]
             command += ["--node-rank", str(node), "--rdzv-endpoint", endpoint]
             command += ["--devices", f"1x{TYPES[node]}", "-o", str(self.runs[node])]
-            command += [str(folder / "plan.json"), str(SCRIPT), str(folder / "digest")]
+            command += [str(folder / "plan.json"), str(script), str(folder / "digest")]
             with self.errors[node].open("wb") as errors:
                 self.processes.append(self._start([*command, str(epochs), str(seconds)], errors))
 

@@ -50,8 +50,16 @@ def test_what_is_unknown_is_no_price() -> None:
     assert device_prices([gone], DAY.format(2))["V100"].dollars_per_hour == 0.5
     assert device_prices([gone], DAY.format(4))["V100"].title == "one on demand"
     assert device_prices([gone])["V100"].title == "one on demand"  # known until the 5th, as unknown
-    before = device_prices([gone], "2020-02-01T00:00:00Z")
-    assert before["V100"].title == "one on demand"
+    for outside in ("2020-02-01T00:00:00Z", "2020-04-01T00:00:00Z"):
+        with pytest.raises(ProblemError, match="the price histories of aws are known from"):
+            device_prices([gone], outside)
+
+
+def test_a_time_after_the_records_of_one_of_several_markets_is_refused() -> None:
+    longer = market(replace(history("four", "b", 2.0, until=9), cloud="azure"))
+    with pytest.raises(ProblemError, match="of aws are known from 2020-03-01.* to 2020-03-05"):
+        device_prices([longer, market(history("one", "a", 1.0))], DAY.format(7))
+    assert device_prices([longer], DAY.format(7))["V100"].dollars_per_hour == 0.5
 
 
 def test_the_last_prices_are_of_one_time_at_which_all_of_the_last_day_are_known() -> None:

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from hetflow import preload
+from hetflow.preload import settings
 from hetflow.preload.process import _keep
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
@@ -535,3 +536,15 @@ def test_what_complains_of_the_living_is_collected_at_the_end(module: str, at_th
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == at_the_end
+
+
+def test_one_python_by_another_name_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = settings.identity()
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(other))
+    assert settings.identity() == own
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))  # another environment of that Python
+    assert settings.identity() != own

@@ -72,6 +72,26 @@ def test_a_ring_that_could_not_be_fitted_is_said() -> None:
     assert "no_ring" not in provenance["messages"]
 
 
+@pytest.mark.parametrize(
+    ("single", "distributed", "known", "at_most"),
+    [
+        ([0.010, 0.012], [0.015, 0.016], 0.0045, None),
+        ([0.010, 0.012], [0.011, 0.013], None, 0.003),
+        ([0.013, 0.014], [0.010, 0.012], None, 0.004),  # all of it below zero: noise alone
+    ],
+)
+def test_a_difference_within_the_noise_is_unknown_and_bounded(
+    single: list[float], distributed: list[float], known: float | None, at_most: float | None
+) -> None:
+    request = DeviceRequest(device_type="cpu", local=cpu_device(), torch_device="cpu")
+    answer = {"single": single, "distributed": distributed, "messages": []}
+    sync, _ = _summary(request, SyncOptions(), [answer, answer])
+    assert (sync.sync_seconds, sync.at_most_seconds) == (
+        pytest.approx(known) if known else None,
+        pytest.approx(at_most) if at_most else None,
+    )
+
+
 def test_nothing_is_negative_where_small_messages_are_fast() -> None:
     fit = fit_ring(2, (1000, 2000, 3000), (1e-4, 1e-3, 2e-3))
     assert fit is not None

@@ -59,7 +59,7 @@ def measured(crew: Any, budget_seconds: float = 6.0) -> SyncInLoop:
 def test_steps_that_have_not_settled_do_not_count(seed: int) -> None:
     """Of the largest size a rehearsal has few steps, which once were mostly such ones."""
     found = measured(Workers(seed, settling_seconds=0.03))
-    assert found.seconds == pytest.approx(SYNC[16], abs=0.001)
+    assert found.timing.median_seconds == pytest.approx(SYNC[16], abs=0.001)
     for size, timing in found.by_size.items():
         assert timing.median_seconds == pytest.approx(SYNC[size], abs=0.05 * PASS[size] + 0.0002)
 
@@ -79,10 +79,26 @@ def test_the_first_steps_settle_and_the_slower_worker_counts() -> None:
 
 
 def test_sizes_are_told_apart_where_their_intervals_are() -> None:
-    found = measured(Workers(0), budget_seconds=2000.0)
-    assert set(found.told_apart) == {4, 16, 64}
-    assert found.told_apart[4] == pytest.approx(SYNC[4], abs=0.0005)
-    assert found.told_apart[4] > found.told_apart[64] >= 0.0
+    sync = measured(Workers(0), budget_seconds=2000.0).sync(2)
+    points = {point.batch_size: point for point in sync.by_batch_size}
+    assert set(points) == {4, 16, 64}
+    assert points[4].sync_seconds == pytest.approx(SYNC[4], abs=0.0005)
+    assert points[4].counted_seconds > points[64].counted_seconds >= 0.0
+
+
+def test_what_cannot_be_told_from_zero_is_unknown_and_has_a_bound() -> None:
+    """It was stored as exactly 0, and plans took communication for free."""
+
+    class Free(Workers):
+        def steps(self, size: int, extra: float, num_steps: int) -> list[list[StepTimes]]:
+            noise = self.draw.uniform(-0.002, 0.001) if extra else 0.0
+            return super().steps(size, noise, num_steps)
+
+    for seed in range(4):
+        sync = measured(Free(seed), budget_seconds=100.0).sync(2)
+        assert sync.sync_seconds is None
+        assert sync.at_most_seconds is not None
+        assert 0 < sync.counted_seconds == sync.at_most_seconds < 0.01
 
 
 def test_sizes_that_noise_is_larger_than_share_one_median() -> None:
@@ -91,7 +107,7 @@ def test_sizes_that_noise_is_larger_than_share_one_median() -> None:
             late = self.draw.uniform(0.0, 0.02) if extra else 0.0
             return super().steps(size, extra + late, num_steps)
 
-    assert measured(Noisy(1)).told_apart == {}
+    assert measured(Noisy(1)).sync(2).by_batch_size == ()
 
 
 def test_rounds_go_on_until_each_size_is_known_to_a_part_of_its_step() -> None:

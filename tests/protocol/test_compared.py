@@ -104,3 +104,19 @@ def test_loading_is_shown_where_the_plan_tells_it() -> None:
     assert (loading.predicted_seconds, loading.measured_seconds) == (0.1, 0.02)
     assert loading.is_off
     assert found["fixed cost"].predicted_seconds == 0.0
+
+
+def test_medians_of_parts_above_the_median_step_are_a_record_all_the_same() -> None:
+    group = replace(
+        PLAN.groups[0], virtual_nodes=1, device_batch_size=80, virtual_node_batch_size=80
+    )
+    plan = replace(PLAN, groups=(group,))
+    terms = StepTerms(
+        num_steps=17,
+        step=MeasuredTerm(seconds=0.0100),
+        sync=MeasuredTerm(seconds=0.0080),
+        update=MeasuredTerm(seconds=0.0020017),
+    )
+    alone = replace(report(0, "fast", 1, 0.1, 0.0), terms=terms)
+    record = assemble(plan, [alone], status="done", exit_code=0, wall_seconds=1.0)
+    assert record.terms[0].measured_seconds == 0.0

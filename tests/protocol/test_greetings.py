@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,12 @@ from hetflow.schema.errors import LaunchError
 from ..launcher.test_dealing import config_of
 
 
-def greeting(host: str, **other: str) -> Greeting:
-    own = {"hetflow": "0.1.0", "plan": "ab12", "policy": "stop"} | other
+def greeting(host: str, **other: Any) -> Greeting:
+    own = {"hetflow": "0.1.0", "plan": "ab12", "script": "ef56", "policy": "stop"} | {
+        "seed": 0,
+        "determinism": "none",
+        **other,
+    }
     return Greeting(host=host, devices={"V100": 1}, **own)
 
 
@@ -55,11 +60,20 @@ def test_a_host_of_another_version_is_named() -> None:
             "host 0 (a) runs hetflow 0.1.0, host 1 (b) 0.2.0; install the same version on all",
         ),
         ({"plan": "cd34"}, "the hosts were given different plans; give all the same file"),
+        ({"seed": 3}, "host 0 was given --seed 0, host 1 --seed 3; give all the same"),
+        (
+            {"determinism": "elastic"},
+            "host 0 was given --determinism none, host 1 --determinism elastic; give all the same",
+        ),
+        (
+            {"script": "ff"},
+            "host 1 (b) has another script than host 0 (a); copy the same file to all",
+        ),
         ({"policy": "replace"}, "give every host the same --on-failure and --checkpoint"),
     ],
 )
 def test_hosts_that_were_not_started_alike_are_refused(
-    other: dict[str, str], sentence: str
+    other: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(LaunchError) as refused:
         dealt(config_of("V100", "V100"), [greeting("a"), greeting("b", **other)])

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hetflow.reports.grid import grid
+from hetflow.cli.main import run
+from hetflow.reports.grid import fitted_to, grid
 
 
 @pytest.mark.parametrize("mark", ["off", ""])
@@ -13,3 +14,40 @@ def test_a_column_without_a_name_has_no_rule(mark: str) -> None:
     assert lines[1].rindex("---") == lines[0].index("n")
     assert lines[2].split() == ["a", mark, "1"] if mark else ["a", "1"]
     assert grid(("term", ""), [("a", mark)]).splitlines()[1] == "------"
+
+
+LONG = "model.decoder.layers.0.self_attn.weight .. model.decoder.layers.9.mlp.weight (40)"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_table_fits_its_terminal_and_loses_nothing(width: int) -> None:
+    rows = [(str(i), LONG, "it waits because no device of its type is free " * 5) for i in range(3)]
+    headers = ("stage", "layers", "why it waits")
+    assert max(map(len, grid(headers, rows).splitlines())) > 300
+    with fitted_to(width):
+        lines = grid(headers, rows).splitlines()
+        narrow = grid(("a", "b"), [("1", "2")])
+    assert max(map(len, lines)) <= width
+    assert narrow == grid(("a", "b"), [("1", "2")])
+    wide = "".join(grid(headers, rows).split())
+    assert sorted("".join(lines).replace(" ", "").replace("-", "")) == sorted(wide.replace("-", ""))
+
+
+def test_numbers_are_not_broken_where_columns_can_be_closer() -> None:
+    rows = [("las", "20.754", "146.37", "158.97", "0.993")]
+    with fitted_to(38):
+        lines = grid(("policy", "avg JCT h", "p99 h", "makespan h", "FTF"), rows).splitlines()
+    assert max(map(len, lines)) <= 38
+    assert lines[-1].split() == list(rows[0])
+
+
+def test_every_command_fits_tables_to_its_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["simulate", "static-single", "--throughputs", "sample:throughputs.csv"]
+    asked += ["--gpus", "2xV100", "--num-jobs", "3"]
+    for columns, most in (("80", 80), ("", 200)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert run(asked) == 0
+        widest = max(map(len, capsys.readouterr().out.splitlines()))
+        assert most - 120 < widest <= most

@@ -106,3 +106,11 @@ def test_a_run_says_how_it_ended_and_what_happened() -> None:
     assert second == "failure after 2.2 s: worker 1 was killed"
     done = replace(run, status="done", exit_code=0, events=())
     assert table_of(done).splitlines()[0] == "digits: done, 4 steps in 7.5 s"
+
+
+def test_curves_have_plain_ticks_and_bars_of_their_errors() -> None:
+    exact = curves_image([PROFILE], "svg").decode()
+    points = tuple(replace(point, step_seconds_error=0.1) for point in PROFILE.batch_curve)
+    unsure = curves_image([replace(PROFILE, batch_curve=points)], "svg").decode()
+    assert "mathdefault" not in exact  # as in 2^3
+    assert unsure != exact

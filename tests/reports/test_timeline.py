@@ -1,6 +1,7 @@
 """Pictures of schedules: what they show, and that they stay well-formed."""
 
 import json
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -126,3 +127,13 @@ def test_an_empty_time_axis_is_drawn() -> None:
     timing = time_schedule(schedule, StageTimes.uniform(2, 0, 0))
     assert "rank 1 ||" in terminal_timeline(timing)
     ElementTree.fromstring(svg_timeline(timing))
+
+
+def test_the_legend_names_each_colour_of_the_picture_and_ticks_are_round() -> None:
+    for name in ("1f1b", "zb-h1"):
+        picture = svg_timeline(timed(name))
+        bars = set(re.findall(r'height="22" fill="(#[0-9a-f]{6})"', picture))
+        assert len(bars) > 2
+        assert set(re.findall(r'height="12" fill="(#[0-9a-f]{6})"', picture)) == bars
+        assert re.findall(r">([\d.]+) s</text>", picture)[:3] == ["0", "5", "10"]
+    assert "gradient of the weights" in picture

@@ -1,10 +1,19 @@
 """What tests of the runtime share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from hetflow.runtime.agreement.strangers import OtherOptimizers
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+
+
+@pytest.fixture(autouse=True)
+def _jobs_watch_no_longer_than_their_test() -> Iterator[None]:
+    """A refused job is never finished; it would watch the optimizers of the tests after it."""
+    yield
+    for others in list(OtherOptimizers._open):
+        others.close()
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,7 @@ def build(name, deferred=False):
 def loss_of(model, weighted):
     def function(x, y):
         loss = nn.functional.cross_entropy(model(x), y)
-        return (loss, float(y.sum())) if weighted else loss
+        return hf.Weighted(loss, float(y.sum())) if weighted else loss
 
     return function
 
@@ -127,7 +127,13 @@ def train(case):
     loader = DataLoader(data(rows), batch_size=GLOBAL_BATCH_SIZE, shuffle="whole" not in options)
     for _ in range(EPOCHS):
         for batch in job.batches(loader):
-            losses.append(float(job.backward(loss_of(model, "weighted" in options), batch)))
+            losses.append(
+                float(
+                    job.backward(
+                        loss_of(model, "weighted" in options), batch, per_virtual_node=True
+                    )
+                )
+            )
             if "clip" in options:
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()

@@ -19,8 +19,11 @@ from hetflow.schema.errors import HetflowError, TargetError
 from hetflow.tests.runtime.pipeline_cases import GLOBAL_BATCH_SIZE, OPTIMIZERS, build, data, loss_of
 
 
-def start(kind="momentum", name="chain"):
+def start(kind="momentum", name="chain", *, reads_first_feature=True):
     model = build(name)
+    if not reads_first_feature:
+        with torch.no_grad():
+            model[0].weight[:, 0] = 0.0
     optimizer = OPTIMIZERS[kind](model.parameters())
     return model, optimizer, hf.prepare(model, optimizer)
 
@@ -81,13 +84,17 @@ ORDERS = [2.0, 2.0, math.inf, 1.0, 2.0, math.inf]
 
 def scaled(argument):
     """A GradScaler; at the second step the first layer's gradient overflows, and no other."""
-    model, optimizer, job = start()
+    model, optimizer, job = start(reads_first_feature=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    model[0].weight.register_hook(lambda g: g * math.inf if job.num_steps == 1 else g)
+
+    def loss(x, y):
+        first = torch.full_like(x[:, :1], 1e308 if job.num_steps == 1 else 0.0)
+        return loss_of(model, False)(torch.cat([first, x[:, 1:]], 1), y)
+
     noted = []
     for _ in range(3):
         for batch in job.batches(loader()):
-            job.backward(loss_of(model, False), batch, scaler=scaler)
+            job.backward(loss, batch, scaler=scaler)
             scaler.unscale_(optimizer)
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             scaler.step(optimizer)
@@ -95,6 +102,14 @@ def scaled(argument):
             optimizer.zero_grad()
             noted += [scaler.get_scale(), norm if job.num_steps != 2 else 0.0]
     return model, job, noted
+
+
+def hooked(argument):
+    """A hook on a parameter, put there after prepare."""
+    model, _, job = start()
+    model[6].weight.register_hook(torch.relu)
+    for batch in job.batches(loader()):
+        job.backward(loss_of(model, False), batch)
 
 
 def decayed(argument):

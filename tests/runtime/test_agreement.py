@@ -1,5 +1,6 @@
-"""Whether workers agree: fingerprints, settings, means, verdicts; and what is refused at once."""
+"""Whether workers agree: fingerprints, settings, verdicts; and what is refused at once."""
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,10 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime import saving
+from hetflow.runtime import restoring, saving
 from hetflow.runtime.agreement.fingerprints import Shadow, fingerprint, shadow_of
 from hetflow.runtime.agreement.known import KnownParameters
-from hetflow.runtime.agreement.means import MeansOfStep, uneven
 from hetflow.runtime.agreement.settings import (
     SettingsNumber,
     are_alike,
@@ -235,103 +235,9 @@ def test_rounding_between_unlike_devices_is_no_fault_and_more_is() -> None:
     assert find_fault([first, with_shadow("P100", 2, 1.5)], 60) is not None
 
 
-# Means
+# In a script
 
 N = nn.functional
-
-
-def ranges(*losses: tuple[torch.Tensor, int]) -> list[float]:
-    means = MeansOfStep()
-    for loss, samples in losses:
-        means.add(loss, samples)
-    return means.ranges()
-
-
-def logits(rows: int) -> torch.Tensor:
-    return torch.randn(rows, 5, requires_grad=True)
-
-
-def targets(rows: int, ignored: int = 0) -> torch.Tensor:
-    found = torch.arange(rows) % 5
-    found[:ignored] = -100
-    return found
-
-
-def masked(rows: int, kept: int) -> torch.Tensor:
-    mask = (torch.arange(rows) < kept).float()
-    each = N.cross_entropy(logits(rows), targets(rows), reduction="none")
-    return (each * mask).sum() / mask.sum()
-
-
-PROPORTIONAL = {
-    "cross entropy": lambda n: N.cross_entropy(logits(n), targets(n)),
-    "one target of each sample is ignored": lambda n: N.cross_entropy(
-        logits(3 * n), targets(3 * n, ignored=n)
-    ),
-    "smoothed": lambda n: N.cross_entropy(logits(n), targets(n), label_smoothing=0.1),
-    "squares": lambda n: N.mse_loss(logits(n), torch.zeros(n, 5)),
-    "distances": lambda n: N.l1_loss(logits(n), torch.zeros(n, 5)) * 0.5,
-    "logits": lambda n: N.binary_cross_entropy_with_logits(logits(n), torch.ones(n, 5)),
-    "a penalty": lambda n: (
-        N.mse_loss(logits(n), torch.zeros(n, 5)) + 0.1 * logits(7).square().mean()
-    ),
-    "two losses": lambda n: torch.stack([logits(n).square().mean(), logits(n).mean()]).mean(),
-    "a mean by hand": lambda n: N.cross_entropy(logits(n), targets(n), reduction="sum") / n,
-    "of each sample first": lambda n: logits(n).square().mean(1).mean(),
-}
-
-
-@pytest.mark.parametrize("name", PROPORTIONAL)
-def test_ordinary_losses_raise_no_alarm(name: str) -> None:
-    loss_of = PROPORTIONAL[name]
-    assert uneven([ranges((loss_of(4), 4), (loss_of(6), 6)), ranges((loss_of(2), 2))]) is None
-
-
-WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-UNEVEN = {
-    "targets that are not ignored, by class weight": (
-        lambda: N.cross_entropy(logits(8), targets(8, ignored=3)),
-        lambda: N.cross_entropy(logits(8), targets(8)) * 2 + logits(3).mean(),
-    ),
-    "elements": (
-        lambda: N.cross_entropy(logits(8), targets(8), reduction="none")[:5].mean(),
-        lambda: N.cross_entropy(logits(8), targets(8), reduction="none")[:6].mean(),
-    ),
-    "what its sum is divided by": (lambda: masked(8, 3), lambda: masked(8, 5)),
-}
-
-
-@pytest.mark.parametrize("kind", UNEVEN)
-def test_a_mean_over_something_else_is_seen_on_one_worker_and_across_two(kind: str) -> None:
-    one, other = UNEVEN[kind]
-    found = uneven([ranges((one(), 8), (other(), 8))])
-    assert found is not None
-    assert found.kind == kind
-    assert uneven([ranges((one(), 8)), ranges(), ranges((other(), 8))]) == found
-    assert uneven([ranges((one(), 8)), ranges((one(), 8))]) is None
-
-
-def test_class_weights_are_seen() -> None:
-    def loss_of(first: int) -> torch.Tensor:
-        return N.cross_entropy(logits(2), torch.tensor([first, 1]), weight=WEIGHTS)
-
-    found = uneven([ranges((loss_of(0), 2), (loss_of(4), 2))])
-    assert found is not None
-    assert (found.least_per_sample, found.most_per_sample) == (1.5, 3.5)
-
-
-def test_looking_runs_no_hook_of_saved_tensors() -> None:
-    """A part that is checkpointed would be computed anew, and torch would refuse its backward."""
-    x = logits(4)
-    loss = torch.utils.checkpoint.checkpoint(
-        lambda a: N.cross_entropy(a * 2, targets(4)), x, use_reentrant=False
-    )
-    assert math.isnan(ranges((loss, 4))[0])
-    loss.backward()
-    assert x.grad is not None
-
-
-# In a script
 
 
 class Net(nn.Module):
@@ -441,6 +347,44 @@ def test_a_head_that_only_a_second_optimizer_knows_is_refused(jobs: Callable[...
 
 
 @pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("kind", ["in the loss", "beside the loss", "a parameter beside it"])
+def test_a_leaf_that_only_a_second_optimizer_knows_is_refused(
+    jobs: Callable[..., hf.Job], kind: str
+) -> None:
+    model = nn.Linear(5, 2)
+    log_alpha = torch.zeros((), requires_grad=True)
+    if kind.startswith("a parameter"):
+        log_alpha = nn.Parameter(log_alpha.detach())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([log_alpha], lr=0.1)
+    is_in_loss = kind == "in the loss"
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        inputs = x.clone().requires_grad_()  # a leaf that nobody trains
+        logits = model(inputs)
+        if not is_in_loss:
+            (log_alpha * logits.detach().mean()).backward()
+        return N.cross_entropy(logits * log_alpha.exp() if is_in_loss else logits, y)
+
+    job = jobs(model, optimizer)
+    said = (
+        r"depends on a tensor, of shape \[\]"
+        if is_in_loss
+        else r"SGD steps a \w+ of shape \[\], which"
+    )
+    with pytest.raises(TargetError, match=said) as caught:
+        next(steps(job, loss_of, optimizer, other))
+    assert "all optimizers" in str(caught.value.hint)
+    job.abandon()
+    if is_in_loss:
+        assert len(list(steps(jobs(model, [optimizer, other]), loss_of, optimizer, other))) == 3
+    else:
+        kept = jobs(model, optimizer)
+        kept.register(other)
+        assert len(list(steps(kept, loss_of, optimizer, other))) == 3
+
+
+@pytest.mark.usefixtures("launched")
 def test_a_second_optimizer_of_the_model_is_refused_unless_its_state_is_kept(
     jobs: Callable[..., hf.Job],
 ) -> None:
@@ -483,6 +427,8 @@ def test_what_is_no_optimizer_is_refused() -> None:
         hf.prepare(model, [optimizer, optimizer])
     with pytest.raises(TargetError, match="needs an optimizer, got generator"):
         hf.prepare(model, model.parameters())
+    with pytest.raises(TargetError, match="SparseAdam updates only rows with a gradient"):
+        hf.prepare(model, [torch.optim.SparseAdam(model.body.parameters())])
 
 
 @pytest.mark.usefixtures("launched")
@@ -522,27 +468,6 @@ def test_the_state_of_several_optimizers_comes_back(
                 )
 
 
-@pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("weighted", [False, True])
-def test_ignored_targets_without_a_weight_are_warned_of(
-    jobs: Callable[..., hf.Job], capsys: pytest.CaptureFixture[str], weighted: bool
-) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = jobs(model, optimizer)
-
-    def loss_of(x: torch.Tensor, y: torch.Tensor) -> object:
-        y = y.clone()
-        y[: int(x[0, 0] > 0) + 1] = -100
-        loss = N.cross_entropy(model(x), y)
-        return (loss, int((y != -100).sum())) if weighted else loss
-
-    list(steps(job, loss_of, optimizer))
-    said = capsys.readouterr().err
-    assert ("warning: the loss is a mean over targets that are not ignored" in said) != weighted
-    assert said.count("return (mean loss") == (not weighted)
-
-
 def test_a_plain_run_without_checkpoints_may_do_as_it_likes(
     jobs: Callable[..., hf.Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -564,3 +489,44 @@ def test_a_module_with_another_dict_of_parameters_is_looked_at() -> None:
     model[1]._parameters = {"slope": nn.Parameter(torch.ones(1))}
     with pytest.raises(TargetError, match=r"parameter 1\.slope was added to the model after"):
         known.look_closer()
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("kind", ["averaged", "registered", "wrapped"])
+def test_a_copy_of_the_model_that_is_not_registered_is_warned_of_on_resume(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jobs: Callable[..., hf.Job],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path / "saved"))
+
+    def train(stop: int | None) -> None:
+        monkeypatch.setattr(saving.OpenedFolders, "jobs", 0)  # as in a process of its own
+        model = nn.Linear(5, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job = jobs(model, optimizer)
+        held = nn.Sequential(model)
+        if kind != "wrapped":
+            held = torch.optim.swa_utils.AveragedModel(model)
+        if kind == "registered":
+            job.register(held)
+        for number in steps(job, lambda x, y: N.cross_entropy(model(x), y), optimizer):
+            if number == stop:
+                job.checkpoint()
+                break
+        job.abandon()
+
+    train(stop=1)
+    assert "a copy of the model" not in caplog.text
+    everything = gc.get_objects
+    earlier = [found for found in everything() if issubclass(type(found), nn.Module)]
+    hidden = set(map(id, earlier))  # a process of its own would not have these
+    monkeypatch.setattr(
+        restoring.gc,
+        "get_objects",
+        lambda: [found for found in everything() if id(found) not in hidden],
+    )
+    train(stop=None)
+    assert ("a copy of the model (AveragedModel)" in caplog.text) == (kind == "averaged")

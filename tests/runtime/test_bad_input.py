@@ -1,6 +1,5 @@
 """Bad input to a running job, through the command line: one line, a way out, exit code 2."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -91,13 +90,13 @@ def test_a_full_disk_keeps_the_earlier_checkpoints_and_the_run(saved: Path, tmp_
     assert "steps 14" in done.stdout
     assert "hint: earlier checkpoints are untouched; free space" in done.stderr
     assert "the checkpoint was not written: File too large" in done.stderr
-    assert os.listdir(folder / "saved") == ["step-000000003"]
+    assert [path.name for path in (folder / "saved").glob("[!.]*")] == ["step-000000003"]
     asked = launch(folder, "one.json", 8, 100, 6, limit=700)
     assert asked.returncode == 2, asked.stderr
     assert "Traceback" not in asked.stderr
     assert "step-000000006: the checkpoint was not written: File too large" in asked.stderr
     assert "hint: earlier checkpoints are untouched; free space" in asked.stderr
-    assert os.listdir(folder / "saved") == ["step-000000003"]
+    assert [path.name for path in (folder / "saved").glob("[!.]*")] == ["step-000000003"]
     after = launch(folder, "a.json", 8, 100, 0)
     assert after.returncode == 0, after.stderr
     assert "step 3)" in after.stderr

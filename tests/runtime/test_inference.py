@@ -121,5 +121,5 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(TargetError, match="took a step inside a loop over job.predict"):  # noqa: PT012
         for _ in job.predict(DataLoader(data(), batch_size=8), model):
             batch = next(iter(job.batches(DataLoader(data(), batch_size=8))))
-            job.backward(lambda x: model(x).sum(), batch)
+            job.backward(lambda x: model(x).mean(), batch)
     job.finish()

@@ -1,6 +1,7 @@
 """The script's API in one process: what plain ``python`` runs, and what is refused."""
 
-from collections.abc import Iterator
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -180,7 +181,6 @@ def test_loaders_that_cannot_be_cut(loader: object, message: str | None) -> None
     ("model", "message"),
     [
         (nn.DataParallel(nn.Linear(1, 1)), "wrapped in DataParallel"),
-        (nn.Sequential(nn.SyncBatchNorm(3)), "0 is a SyncBatchNorm"),
         (nn.LazyLinear(3), "lazy parameters"),
         ("model", "needs a torch.nn.Module, got str"),
     ],
@@ -231,8 +231,9 @@ def test_a_module_captured_in_graphs_is_refused() -> None:
     [
         (lambda loss: loss.expand(3), r"scalar mean loss, got Tensor of shape \(3,\)"),
         (lambda loss: None, "scalar mean loss, got NoneType"),
-        (lambda loss: (loss, -1), "weight of a loss must be finite and >= 0, got -1"),
-        (lambda loss: (loss, float("nan")), "weight of a loss must be finite"),
+        (lambda loss: hf.Weighted(loss, -1), "weight of a loss must be finite and >= 0, got -1"),
+        (lambda loss: hf.Weighted(loss, float("nan")), "weight of a loss must be finite"),
+        (lambda loss: (loss, 3), "returned a tuple of 2, and hetflow does not guess"),
     ],
 )
 def test_losses_that_make_no_sense(answer, message: str) -> None:
@@ -241,4 +242,132 @@ def test_losses_that_make_no_sense(answer, message: str) -> None:
     batch = next(iter(job.batches(DataLoader(data(), batch_size=BATCH))))
     with pytest.raises(TargetError, match=message):
         job.backward(lambda x, y: answer(square(model)(x, y)), batch)
+    job.finish()
+
+
+def refusal_of(use: Callable[[hf.Job, DataLoader, nn.Module], object]) -> str:
+    model = model_of()
+    job = hf.prepare(model, adam(model))
+    with pytest.raises(TargetError) as caught:
+        use(job, DataLoader(data(), batch_size=BATCH), model)
+    job.abandon()
+    assert caught.value.hint
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def unpack(job: hf.Job, loader: DataLoader, model: nn.Module) -> None:
+    for _x, _y in job.batches(loader):
+        pass
+
+
+def use_twice(job: hf.Job, loader: DataLoader, model: nn.Module) -> None:
+    batch = next(iter(job.batches(loader)))
+    for _ in range(2):
+        job.backward(square(model), batch)
+
+
+def without_gradients(job: hf.Job, loader: DataLoader, model: nn.Module) -> None:
+    with torch.no_grad():
+        loss = model(data()[:1][0]).mean()
+    job.backward(lambda x, y: loss + 0 * x.mean().item(), next(iter(job.batches(loader))))
+
+
+def from_detached_outputs(job: hf.Job, loader: DataLoader, model: nn.Module) -> None:
+    job.backward(
+        lambda x: model(x[0] if isinstance(x, list) else x).detach(),
+        next(iter(job.batches(DataLoader(data().tensors[0], batch_size=BATCH)))),
+        over_batch=lambda z: z.pow(2).mean().detach(),
+    )
+
+
+def shuffled_by_its_own(job: hf.Job, loader: DataLoader, model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(5)
+    job.batches(DataLoader(data(), batch_size=BATCH, shuffle=True, generator=generator))
+
+
+ORDINARY = {
+    "a batch is unpacked": (unpack, "a batch of job.batches holds no tensors"),
+    "a batch is indexed": (
+        lambda job, loader, model: next(iter(job.batches(loader)))["x"],
+        "a batch of job.batches holds no tensors",
+    ),
+    "a batch is used twice": (use_twice, "job.backward takes each batch once"),
+    "get_batch in place of a loader": (
+        lambda job, loader, model: job.batches(lambda: (1, 2)),
+        "needs a torch DataLoader, got function",
+    ),
+    "prepare is given the loader": (
+        lambda job, loader, model: hf.prepare(model, adam(model), loader),
+        "takes a model and its optimizers, got also a DataLoader",
+    ),
+    "a loss under no_grad": (without_gradients, "the loss has no gradient"),
+    "a loss of the batch under no_grad": (from_detached_outputs, "the loss has no gradient"),
+    "a generator of the loader": (shuffled_by_its_own, "shuffles by a generator of its own"),
+}
+
+
+@pytest.mark.parametrize("case", ORDINARY)
+def test_what_ordinary_scripts_try_is_refused_in_one_line(case: str) -> None:
+    use, said = ORDINARY[case]
+    assert said in refusal_of(use)
+
+
+class Named(dict):
+    """A batch as libraries make them."""
+
+    @property
+    def x(self) -> torch.Tensor:
+        return self["x"]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Named, UserDict])
+def test_a_batch_that_is_a_dict_keeps_its_type(kind: type) -> None:
+    model, seen = model_of(), []
+    job = hf.prepare(model, adam(model))
+
+    def collate(rows: list) -> object:
+        made = kind({"x": torch.stack([x for x, _ in rows])})
+        made["mask"] = None
+        return made
+
+    def loss(batch):
+        seen.append(type(batch))
+        return model(batch.x if kind is Named else batch["x"]).pow(2).mean()
+
+    loader = DataLoader(data(), batch_size=BATCH, collate_fn=collate)
+    for batch in job.batches(loader):
+        job.backward(loss, batch)
+    assert set(seen) == {kind}
+    job.finish()
+
+
+def test_windows_of_a_text_and_two_models_in_turns() -> None:
+    text = torch.arange(50, dtype=torch.float64)
+
+    class Windows(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(text) - 5
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return text[index : index + 5] / 50
+
+    maker, judge = model_of(), nn.Linear(1, 1).double()
+    first, second = adam(maker), adam(judge)
+    job = hf.prepare(nn.ModuleList([maker, judge]), [first, second])
+    batches = iter(job.batches(DataLoader(Windows(), batch_size=BATCH, shuffle=True)))
+    losses = []
+    for one in batches:
+        job.backward(lambda x: judge(maker(x).detach()).pow(2).mean(), one)
+        assert maker[0].weight.grad is None
+        second.step()
+        second.zero_grad()
+        other = next(batches, None)
+        if other is None:
+            break
+        losses.append(job.backward(lambda x: (judge(maker(x)) - 1).pow(2).mean(), other))
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+    assert len(losses) == 3
     job.finish()

@@ -39,6 +39,7 @@ OTHERS = {
     "stash-scaled": ("scaled:", "pipedream", plans.CHAIN2, 6),
     "rest": ("one_epoch:27", "interleaved", plans.CHAIN4, 6),
     "lbfgs": ("one_epoch:24,lbfgs", "1f1b", plans.CHAIN2, 6),
+    "hooked": ("hooked:", "1f1b", plans.CHAIN2, 6),
     "alone": ("alone:", "1f1b", plans.CHAIN2, 6),
 }
 
@@ -135,6 +136,7 @@ def test_an_epoch_that_is_left_is_drained(number: str, two: list[dict]) -> None:
         ("three", "the 3-norm of a gradient that another worker"),
         ("stash-scaled", "a GradScaler needs a schedule that flushes"),
         ("rest", "the last batch of an epoch has 3 samples for 6 microbatches"),
+        ("hooked", "6.weight has the hook"),
         ("lbfgs", "LBFGS needs all gradients at once"),
     ],
 )

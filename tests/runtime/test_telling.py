@@ -1,6 +1,9 @@
 """The runtime speaks through logging: as lines on stderr, unless the script has another way."""
 
 import logging
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +35,15 @@ def test_a_scripts_own_handler_is_left_alone(capsys: pytest.CaptureFixture[str])
     log.warning("heard")
     assert (kept, log.handlers) == (["heard"], [own])
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_behind_stderr_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", full)
+    speak()
+    log.warning("what cannot be written")
+    with pytest.raises(OSError, match="No space"):
+        full.write("the same without the logger\n")
+    with suppress(OSError):
+        full.close()

@@ -170,7 +170,7 @@ def test_a_mean_over_tokens_is_over_all_tokens(worlds: dict[str, World], name: s
     optimizer, _ = scenarios.tools(model)
     losses = []
     for index in batches_of(0):
-        loss, _ = scenarios.token_loss(model, data.x[index], data.y[index], index)
+        loss = scenarios.token_loss(model, data.x[index], data.y[index], index).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()

@@ -29,7 +29,7 @@ def trained(
     y[ignored] = IGNORED
 
     def loss(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return nn.functional.cross_entropy(model(x), y), int((y != IGNORED).sum())
+        return hf.Weighted(nn.functional.cross_entropy(model(x), y), int((y != IGNORED).sum()))
 
     job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for batch in job.batches(DataLoader(TensorDataset(x, y), batch_size=24)):

@@ -63,6 +63,10 @@ class FakeEngine:
     ended: dict[Path, int | None] = field(default_factory=dict)
     stopping: set[Path] = field(default_factory=set)
     heeds: bool = True
+    waiting: set[int] = field(default_factory=set)
+    """Jobs whose launches a batch system has not begun."""
+    starting: set[int] = field(default_factory=set)
+    """Jobs whose launches have begun, and have made no step."""
     never_began: set[Path] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
     """Devices on which nothing can be started."""
@@ -115,7 +119,10 @@ class FakeEngine:
 
     def fate(self, folder: Path) -> Fate:
         if folder in self.running:
-            return Fate("running")
+            job = int(folder.parent.parent.name)
+            if job in self.waiting:
+                return Fate("waiting")
+            return Fate("running" if job in self.starting else "training")
         if folder not in self.ended:
             return Fate("absent")
         return Fate("ended", self.ended[folder], has_begun=folder not in self.never_began)

@@ -289,6 +289,7 @@ def test_a_full_disk_under_the_state_loses_nothing(
     cluster.restart()
     for _ in range(12):
         cluster.tick(ROUND)
+        cluster.tick(0.1)  # who was asked to leave has
         for folder in list(engine.running):
             engine.end(folder, 0)
         cluster.tick(0.1)

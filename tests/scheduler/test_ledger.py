@@ -44,7 +44,10 @@ def test_time_is_counted_once(tmp_path: Path, asked: Callable[..., Submission]) 
     plan_lease(store, job, ["f0", "f1"], 100.0)
     ledger.count_leases(state, open_leases(store), 150.0)  # it has not started
     assert state.active.left[0] == 1e6
-    store.run("UPDATE leases SET state = 'running', started = 100")
+    store.run("UPDATE leases SET state = 'running', started = 90")
+    ledger.count_leases(state, open_leases(store), 150.0)  # it has made no step
+    assert state.active.left[0] == 1e6
+    store.run("UPDATE leases SET trained = 100")
     for now in (130.0, 130.0, 140.0, 135.0):  # a clock may be set back
         ledger.count_leases(state, open_leases(store), now)
     seconds = 40.0

@@ -113,6 +113,7 @@ def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path, alone: 
         assert has_killed_launch
         assert sum(job.leases for job in jobs) > len(jobs)  # some were preempted
         assert {job.digest for job in jobs} == {alone}
+        assert all(job.device_seconds > 0.0 for job in jobs)  # their first steps were told
         measured = [job.measured for job in jobs if job.measured is not None]
         assert measured  # some turns were long enough
         assert all(one.error is not None and -0.9 < one.error < 9.0 for one in measured)

@@ -17,8 +17,9 @@ PLACES = Places(DEVICES)
 
 def lease(job: int, devices: str, state: str = "running", resizing_to: str = "") -> Lease:
     return Lease(
-        job, 1, tuple(devices.split()), state, 0.0, None, None, 1, tuple(resizing_to.split())
-    )
+        job, 1, tuple(devices.split()), state, 0.0, None, None, 1, tuple(resizing_to.split()),
+        began=0.0, trained=0.0,
+    )  # fmt: skip
 
 
 def seen(*leases: Lease, drained: str = "", resting: str = "", broken: str = "") -> Occupancy:

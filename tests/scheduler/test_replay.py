@@ -55,9 +55,11 @@ def test_live_and_simulated_rounds_decide_alike(
     assert run(["cluster", "replay", "--state", str(cluster.folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_done"] == 5
+    # Simulated devices that fall free within a round are given away at its end.
     assert found["average_jct_seconds"] == pytest.approx(
-        found["simulated_average_jct_seconds"], rel=0.05
+        found["simulated_average_jct_seconds"], rel=0.1
     )
+    assert found["average_jct_seconds"] < found["simulated_average_jct_seconds"]
     assert found["makespan_seconds"] == pytest.approx(found["simulated_makespan_seconds"], rel=0.05)
     had = [row["device_seconds"] for row in found["jobs"]]
     target = [row["target_device_seconds"] for row in found["jobs"]]
@@ -67,15 +69,18 @@ def test_live_and_simulated_rounds_decide_alike(
     assert "of 5 jobs that are done" in capsys.readouterr().out
 
 
-def test_a_round_ends_early_alike_when_nobody_holds_a_device(
+def test_a_round_ends_early_when_nobody_holds_a_device_and_live_before(
     tmp_path: Path, asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Jobs of 2 s and 4 s in rounds of 10 s: three rounds that last 4 s each."""
+    """Jobs of 2 s and 4 s in rounds of 10 s: three simulated rounds that last 4 s each.
+
+    Live no device waits for the other one: four jobs run on the fast one, and two on the slow one.
+    """
     cluster = live(tmp_path, asked, *[24.0] * 6)
     assert run(["cluster", "replay", "--state", str(cluster.folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["simulated_makespan_seconds"] == pytest.approx(3 * 24 * 0.161, abs=0.1)
-    assert found["makespan_seconds"] == pytest.approx(3 * 24 * 0.161, abs=1.5)
+    assert found["makespan_seconds"] == pytest.approx(2 * 24 * 0.161, abs=1.5)
 
 
 def test_a_state_without_jobs_is_refused(tmp_path: Path, engine: FakeEngine) -> None:

@@ -200,6 +200,7 @@ def test_a_job_that_ends_or_is_held_in_a_resize_frees_all_its_devices(
     engine.end(lease[1], 0)
     engine.end(lease[2], 1, "hetflow: worker 0 failed: boom\n")
     cluster.want(3, "hold")
+    decide(job2="s1")
     cluster.tick(0.1)
     cluster.tick(0.1)
     assert cluster.states() == ["done", "running", "held"]

@@ -8,6 +8,7 @@ import pytest
 from hetflow.scheduler.serve import request_stop, serve
 from hetflow.scheduler.settings import Settings
 from hetflow.scheduler.store import FILE, FORMAT, Store
+from hetflow.scheduler.view import queue
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import FileError, ProblemError
 
@@ -41,6 +42,34 @@ def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked
     [row] = Store.open(cluster.folder).rows("SELECT state, target_seconds FROM jobs")
     assert (row["state"], row["target_seconds"]) == ("running", ROUND)
     assert Store.read(cluster.folder).get("format") == FORMAT
+
+
+def test_a_state_of_before_users_and_first_steps_goes_on(
+    tmp_path: Path, engine: FakeEngine, asked: Asked
+) -> None:
+    """A lease that began under that hetflow counts from its start, as it did there."""
+    cluster = Cluster(tmp_path / "state", engine)
+    cluster.submit(asked("a"))
+    cluster.tick()
+    cluster.store.close()
+    with sqlite3.connect(cluster.folder / FILE) as connection:
+        for table, column in (
+            ("jobs", "user"), ("jobs", "uid"), ("jobs", "released"), ("leases", "began"),
+            ("leases", "trained"),
+        ):  # fmt: skip
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+    engine.starting = {1}
+    cluster.restart()
+    cluster.tick(ROUND)
+    [lease] = cluster.store.rows("SELECT * FROM leases")
+    assert lease["began"] == lease["trained"] == lease["started"]
+    assert (cluster.job(1)["user"], cluster.job(1)["uid"]) == (None, None)
+    [row] = queue(cluster.store)
+    assert (row.state, row.user) == ("running", None)
+    cluster.engine.end(cluster.engine.jobs()[1], 0)
+    cluster.tick()
+    [row] = queue(cluster.store)
+    assert (row.state, row.device_seconds) == ("done", ROUND)
 
 
 def test_a_start_that_is_refused_leaves_the_state_as_it_was(

@@ -9,6 +9,7 @@ from hetflow.schedules.counting import peak_in_flight, peak_weight_versions
 from hetflow.schedules.operations import PASSES
 from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.schedules.validate import validate
 from hetflow.tests.schedules import bubbles
 
 TIMES = [(1, 1), (1, 2), (3, 5), (7, 4)]
@@ -117,6 +118,18 @@ def test_zero_bubble(p: int, m: int) -> None:
     timing = time_schedule(in_v, StageTimes.uniform(2 * p, 1, 2))
     assert timing.span_bubble_fractions == (0,) * p
     assert max(timing.peak_in_flight) <= 2 * p
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_zero_bubble_h2_holds_at_most_2p_minus_1_microbatches(p: int) -> None:
+    """Whole microbatches, from the forward pass to the end of the weight gradient (the paper's)."""
+    for m in (p, 2 * p, 2 * p + 1, 3 * p, 32):
+        schedule = generate("zb-h2", pipeline_parallel_size=p, num_microbatches=m)
+        assert validate(schedule) == []
+        timing = time_schedule(schedule, StageTimes.uniform(p, 1, 2))
+        assert max(timing.peak_in_flight) <= min(m, 2 * p - 1)
+        if m >= 2 * p:
+            assert timing.span_bubble_fractions == (0,) * p
 
 
 @pytest.mark.parametrize("times", [(2, 2, 1), (3, 4, 2), (3, 1, 3), (5, 6, 4)])

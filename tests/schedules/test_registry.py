@@ -99,7 +99,7 @@ def test_unreadable_words(word: str, words: str) -> None:
         ("1f1b", 2, (2, 2, 2, 1)),
         ("pipedream", 2, (2, 2, 2, 1)),
         ("zb-h1", 5, (4, 4, 4, 4)),
-        ("zb-h2", 8, (8, 8, 8, 8)),
+        ("zb-h2", 8, (7, 7, 7, 7)),
         ("zb-v", 8, (8, 8, 8, 8)),
         ("dualpipe", 8, (5, 5, 5, 5)),
         ("dualpipe-v", 8, (9, 9, 9, 9)),

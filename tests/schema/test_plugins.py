@@ -1,12 +1,16 @@
 """Registries: own things first, plug-ins on first need, faults in one line."""
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
+from hetflow import plugins
+from hetflow.cli.main import run
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.plugins import Registry
+from hetflow.solvers.allocation.policy import POLICIES
 
 GROUP = "hetflow.tests_of_plugins"
 
@@ -109,3 +113,37 @@ def test_an_unknown_name_gets_a_guess_or_a_hint(things) -> None:
     with pytest.raises(ProblemError) as caught:
         things.get("xyzzy")
     assert caught.value.hint == f"install the plug-in that has it (entry points {GROUP})"
+
+
+def test_an_error_in_a_plug_in_names_it_and_ends_with_2(site, monkeypatch, capsys) -> None:
+    (site / "odd_plugin.py").write_text(
+        "from hetflow.plugins import policy\n"
+        "import odd_helpers\n"
+        "@policy('odd', title='t', sense='max', unit='1')\n"
+        "def goal(jobs):\n"
+        "    return odd_helpers.level(jobs)\n"
+    )
+    (site / "odd_helpers.py").write_text("def level(jobs):\n    return [][3]\n")
+    importlib.import_module("odd_plugin")
+    asked = ["allocate", "sample:jobs.csv", "--throughputs", "sample:throughputs.csv"]
+    asked += ["--gpus", "2xV100", "--policy", "odd"]
+    try:
+        assert run(asked) == 2
+        said = capsys.readouterr().err
+        assert "the plug-in of policy 'odd' (" in said
+        assert "odd_plugin.py, line 5) failed: IndexError: list index out of range" in said
+        assert "a bug" not in said
+        assert "Traceback" not in said
+        monkeypatch.setattr("odd_helpers.level", lambda _: 3)
+        assert run(asked) == 2
+        assert "the goal of policy 'odd' returned int, which has no optimise" in (
+            capsys.readouterr().err
+        )
+    finally:
+        POLICIES.remove("odd")
+
+
+def test_a_policy_from_outside_finds_all_goals_in_plugins() -> None:
+    for name in ("Total", "Ratio", "LeastCurve", "WaterFilling", "MaxMin"):
+        assert issubclass(getattr(plugins, name), plugins.Goal)
+    assert {"Entity", "Floats", "Instance", "Outcome", "normalised"} <= set(plugins.__all__)

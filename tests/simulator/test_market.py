@@ -115,7 +115,10 @@ def test_availability_takes_machines_away() -> None:
     assert ended.dollars == pytest.approx(0.5 + 4.0 * 20 / 60 + 10 / 60)
     assert ended.num_preemptions == 1
     other = Availability(zone="b", start=AT, tick_seconds=600.0, available=(0,) * 6)
-    assert only(run(market(history("v", "a", (0, 1.0)), availability=(other,)), job())).dollars == 1
+    for windows in ((other,), (window, other)):  # the second was ignored where the first matched
+        elsewhere = market(history("v", "a", (0, 1.0)), availability=windows)
+        with pytest.raises(ProblemError, match="availability of b, which has no spot price"):
+            run(elsewhere, job(), pool="1xV100")
 
 
 def test_a_deadline_sends_a_job_on_demand_in_time() -> None:

@@ -1,5 +1,9 @@
 """The layer over PuLP: every status is read for what it is."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from hetflow.schema.errors import BackendError
@@ -43,3 +47,18 @@ def test_a_coefficient_that_is_no_number_is_refused(bad: float) -> None:
     program = Program("p")
     with pytest.raises(BackendError, match="not finite"):
         program.total([(bad, program.variable("x"))])
+
+
+def test_highs_prints_nothing_on_the_process_stdout(tmp_path: Path) -> None:
+    """It greets once in a process, so the process is a new one; what it says spoils --json."""
+    code = """if True:
+        from hetflow.solvers.lp import LinearSession, Program
+        program = Program("p")
+        program.require(program.total([(2, x := program.variable("x", integer=True))]) >= 3)
+        assert program.solve(program.total([(1, x)]), "highs", 9).objective == 2
+        LinearSession().solve()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert (done.stdout, done.stderr) == ("", "")

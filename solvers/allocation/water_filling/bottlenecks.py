@@ -12,10 +12,15 @@ import numpy as np
 
 from ....schema.errors import BackendError
 from ..engine import NO_PAIRS, MergedProgram, solve_alone
-from ..program import Bools, Floats, Program, Solution
-from ..space_sharing.column_generation import PairProgram, PairTimes, spare_prices
+from ..program import Bools, Floats, Ints, Program, Solution, resource_use
+from ..space_sharing.column_generation import (
+    PairProgram,
+    PairTimes,
+    solve_by_simplex,
+    spare_prices,
+)
 from .prices import least_cost, marginal_cost, rents
-from .vertex import at_prices
+from .vertex import at_prices, cheapest, determined, some_rows
 
 # Where all but this part can be had, prices at hand may be sharper than a program's.
 NEARLY = 1e-6
@@ -27,6 +32,12 @@ NOTHING = 1e-6
 AT_CAP = 1e-9
 # Resources with a smaller part of the whole price are free.
 FREE_PART = 1e-6
+# Earlier prices are weighed up by this factor, while that refutes by more than a part more.
+MORE = 4.0
+ENOUGH = 1e-3
+MOST = 1e10
+# Rows that stopped give way by such parts where they lack as little, which is rounding.
+RELAXED = (0.0, 1e-10, 1e-9, 1e-8)
 # With space sharing, rows with a smaller part of the whole price than the largest's can rise.
 STUCK_PART = 1e-6
 
@@ -100,13 +111,25 @@ def best_levels(merged: MergedProgram) -> Floats:
 
 
 class LimitsAlone:
-    """Rows without space sharing: each pays the least cost of its own throughput."""
+    """Rows without space sharing: each pays the least cost of its own throughput.
+
+    Past the first bottleneck rows that stopped keep to their cheapest columns at its prices, and
+    rows that rise to columns without a price. What has only one choice left is settled, and the
+    simplex method decides the rest: fewer rows, exactly, where the interior point method breaks
+    down because rows that stopped leave no interior.
+    """
 
     def __init__(self, small: Program) -> None:
         self.small = small
+        self._open, self._rest = small.rate > 0, np.zeros(0, np.int64)
+        self._fixed = np.zeros_like(small.rate)
+        self._busy = np.zeros(len(small.count), dtype=bool)
+        self._newest = np.zeros(len(small.capacity))
+        self._rising = small.demands
         self.stride, self.precision = len(small.count), 1e-11
         self.best = small.rate.max(axis=1) / small.level
         self.price, self.priced = np.zeros(len(small.capacity)), 0
+        self._part = LeastCost(small, self.price, self.price), self._rest
 
     def base(self, levels: Floats) -> Floats:
         """Start programs from zero levels."""
@@ -124,6 +147,8 @@ class LimitsAlone:
     ) -> tuple[Solution, PairTimes]:
         """See Limits; prices at hand first, then the interior point method."""
         program = replace(self.small, level=self.small.level * end, demands=end > 0)
+        if self.priced:
+            return self._solve_rest(program, end), NO_PAIRS
         price = self.price if cut is None else self.price + cut.price
         vertex = at_prices(program, price)
         if vertex is not None and vertex.z >= 1.0 - self.precision:
@@ -134,12 +159,60 @@ class LimitsAlone:
             found = replace(found, resource_prices=sharp.resource_prices)
         return found, NO_PAIRS
 
+    def _solve_rest(self, program: Program, end: Floats) -> Solution:
+        """Solve for the rows that have a choice left, beside what the others hold."""
+        small, x = self.small, self._fixed.copy()
+        left = small.capacity - resource_use(small, x)
+        rest = some_rows(program, self._rest, self._open, np.maximum(left, 0.0))
+        stopped = ~self._rising[self._rest]
+        for part in RELAXED:
+            level = np.where(stopped, rest.level * (1.0 - part), rest.level)
+            found = solve_by_simplex(replace(rest, level=level))
+            x[self._rest] = found.x
+            used = resource_use(small, x)
+            z = min(found.z, 1.0, float((small.capacity / np.maximum(used, small.capacity)).min()))
+            if not 1.0 - NEARLY <= z < 1.0 - self.precision:
+                break
+        price = self.price
+        if z < 1.0 - self.precision and found.resource_prices.any():
+            self._newest = self._counted(found.resource_prices)
+            price = self._composed(self._newest, end)
+            own = found.resource_prices / max(float(rest.capacity @ found.resource_prices), 1e-300)
+            unscaled = replace(rest, level=small.level[self._rest])
+            self._part = LeastCost(unscaled, own, own), self._rest
+        return replace(found, x=x, z=z, objective=z, resource_prices=price)
+
+    def _composed(self, price: Floats, end: Floats) -> Floats:
+        """Prices of the rest beside so much of the earlier ones that rows keep to their columns.
+
+        The more of these, the weaker the proof in relation to the pool's worth: the least that
+        refutes ``end`` as clearly as more would.
+        """
+        earlier, refuted, part = self.price / (self.small.capacity @ self.price), -np.inf, 1.0
+        while part < MOST:
+            both = part * earlier + price
+            worth = float(self.small.capacity @ both)
+            excess = worth * LeastCost(self.small, both / worth, price).excess(end)
+            if refuted > 0 and excess <= refuted * (1.0 + ENOUGH):
+                break
+            refuted, part = excess, part * MORE
+        return part * earlier + price
+
+    def _counted(self, price: Floats) -> Floats:
+        """Prices without those that do not count, of a pool that is worth 1."""
+        worth = price * self.small.capacity
+        price = np.where(worth > FREE_PART * worth.sum(), price, 0.0)
+        counted: Floats = price / (self.small.capacity @ price)
+        return counted
+
     def cut(self, found: Solution) -> "LeastCost":
         """See Limits; only resources whose price counts keep one."""
         price = found.resource_prices
-        worth = price * self.small.capacity
-        price = np.where(worth > FREE_PART * worth.sum(), price, 0.0)
-        return LeastCost(self.small, price / (self.small.capacity @ price))
+        if self.priced:
+            price = price / (self.small.capacity @ price)
+            return CostOfRest(self.small, price, self._newest, *self._part)
+        price = self._counted(price)
+        return LeastCost(self.small, price, price)
 
     def binds_already(self, cut: "LeastCost") -> bool:
         """Whether all resources with a price had one before."""
@@ -148,16 +221,43 @@ class LimitsAlone:
     def settle(self, levels: Floats, cut: "LeastCost", active: Bools) -> tuple[Bools, "LeastCost"]:
         """All prices so far still bind; only their mean shows that every way up costs something."""
         self.price, self.priced = self.price + cut.price, self.priced + 1
-        proof = LeastCost(self.small, self.price / self.priced)
-        return levels >= self.caps() * (1.0 - AT_CAP), proof
+        price = self.price / self.priced
+        proof = LeastCost(self.small, price, price)
+        stuck: Bools = levels >= self.caps() * (1.0 - AT_CAP)
+        self._narrow(levels, active & ~stuck, cut.newest)
+        return stuck, proof
+
+    def _narrow(self, levels: Floats, rising: Bools, price: Floats) -> None:
+        """Close the columns that no row can use any more, and settle rows without a choice.
+
+        Args:
+            levels: Of the bottleneck [rows].
+            rising: Rows that it does not stop [rows].
+            price: Of resources in the program that found it, without those of earlier ones.
+        """
+        rent, wanted = rents(self.small, price), self.small.level * levels
+        rate = np.where(self._open, self.small.rate, 0.0)
+        kept, _, busy = cheapest(rate, rent, wanted)
+        unsettled: Bools = np.logical_not(self._fixed.any(axis=1))
+        self._busy |= busy & unsettled & ~rising
+        self._open &= np.where(rising[:, None], rent <= 0, kept | ~unsettled[:, None])
+        fixed, known = determined(self.small.rate, self._open, self._busy, wanted)
+        known &= ~rising & unsettled
+        self._fixed[known] = fixed[known]
+        self._rest = np.flatnonzero(unsettled & ~known & self.small.demands)
+        self._rising = rising
 
 
 @dataclass(frozen=True, slots=True)
 class LeastCost:
-    """The pool's worth is 1 at ``price`` [resources]; levels must not cost more."""
+    """The pool's worth is 1 at ``price`` [resources]; levels must not cost more.
+
+    ``newest`` [resources] is the part of it that no earlier bottleneck had.
+    """
 
     small: Program
     price: Floats
+    newest: Floats
 
     def excess(self, levels: Floats) -> float:
         """What the levels cost, beyond the pool."""
@@ -182,6 +282,25 @@ class LeastCost:
     def priced(self, levels: Floats) -> tuple[Floats, Floats, Floats]:
         """A step is worth what one less saves."""
         return self._marginal(levels)[0], self.price, np.zeros(len(levels))
+
+
+@dataclass(frozen=True, slots=True)
+class CostOfRest(LeastCost):
+    """Prices of all rows, as exact as those of the ``rows`` that have a choice left.
+
+    Beside the earlier prices the last ones are small, so that costs of all rows would be rounded.
+    """
+
+    rest: LeastCost
+    rows: Ints
+
+    def excess(self, levels: Floats) -> float:
+        """What the rest costs, beyond what is left to it."""
+        return self.rest.excess(levels[self.rows])
+
+    def slope(self, levels: Floats, direction: Floats) -> float:
+        """By what a step less of the rest saves."""
+        return self.rest.slope(levels[self.rows], direction[self.rows])
 
 
 class LimitsWithPairs:

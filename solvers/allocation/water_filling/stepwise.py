@@ -143,7 +143,8 @@ def _first(
 def _proof(merged: MergedProgram, found: Solution, floor: Floats) -> LeastCost | Linear:
     small, price = merged.small, found.resource_prices
     if merged.pairing is None:
-        return LeastCost(small, price / (small.capacity @ price))
+        price = price / (small.capacity @ price)
+        return LeastCost(small, price, price)
     assert found.time_prices is not None
     owed = float(small.count @ (found.job_prices * floor))
     return Linear(small, found.job_prices, price, found.time_prices, found.bound + owed)

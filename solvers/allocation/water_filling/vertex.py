@@ -33,15 +33,15 @@ def at_prices(program: Program, prices: Floats) -> Solution | None:
     """
     wanted = np.where(program.demands, program.level, 0.0)
     rent = rents(program, prices)
-    kept, price, pays_time = _cheapest(program.rate, rent, wanted)
-    x, known = _determined(program.rate, kept, pays_time, wanted)
+    kept, price, pays_time = cheapest(program.rate, rent, wanted)
+    x, known = determined(program.rate, kept, pays_time, wanted)
     open_rows = np.flatnonzero(~known & (wanted > 0))
     if len(open_rows) > MOST_ROWS:
         return None
     z = 1.0
     if len(open_rows):
         left = program.capacity - program.resources @ (program.count @ (program.usage * x))
-        rest = _rows(program, open_rows, kept, np.maximum(left, 0.0))
+        rest = some_rows(program, open_rows, kept, np.maximum(left, 0.0))
         try:
             found = solve_by_simplex(rest)
         except BackendError:
@@ -57,7 +57,7 @@ def at_prices(program: Program, prices: Floats) -> Solution | None:
     )  # fmt: skip
 
 
-def _cheapest(rate: Floats, rent: Floats, wanted: Floats) -> tuple[Bools, Floats, Bools]:
+def cheapest(rate: Floats, rent: Floats, wanted: Floats) -> tuple[Bools, Floats, Bools]:
     """Whether a column is among a row's cheapest ways [rows, columns], its price, its time's."""
     cost = least_cost(rate, rent, wanted)
     less, more = marginal_cost(rate, rent, wanted, cost)
@@ -73,9 +73,7 @@ def _cheapest(rate: Floats, rent: Floats, wanted: Floats) -> tuple[Bools, Floats
     return kept, price, time > EQUAL * scale
 
 
-def _determined(
-    rate: Floats, kept: Bools, pays_time: Bools, wanted: Floats
-) -> tuple[Floats, Bools]:
+def determined(rate: Floats, kept: Bools, pays_time: Bools, wanted: Floats) -> tuple[Floats, Bools]:
     """Time fractions of rows without a choice [rows, columns], and which these are [rows]."""
     number = kept.sum(axis=1)
     fast = np.where(kept, rate, -np.inf).argmax(axis=1)
@@ -91,7 +89,8 @@ def _determined(
     return x, one | two
 
 
-def _rows(program: Program, rows: Ints, kept: Bools, capacity: Floats) -> Program:
+def some_rows(program: Program, rows: Ints, kept: Bools, capacity: Floats) -> Program:
+    """A program of some rows, on their ``kept`` columns [all rows, columns] and what is left."""
     return replace(
         program,
         count=program.count[rows],

@@ -7,7 +7,7 @@ pays for whole ticks. Whenever the machines change, by choice or by loss, nobody
 ``resize_seconds``, which may take several ticks. A job that ends after its deadline has failed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, floor
 from typing import NamedTuple, Protocol
@@ -82,9 +82,14 @@ class FleetJob:
                 f"{self.work_seconds / 3600:.4g} machine hours of work cannot end within "
                 f"{self.deadline_seconds / 3600:.4g} h, even with {self.num_machines} machines on "
                 "demand from the start",
-                hint=f"the soonest is {needed * self.tick_seconds / 3600:.4g} h, "
+                hint=f"the soonest is {self.soonest_seconds / 3600:.4g} h, "
                 f"for {dollars:.2f} dollars",
             )
+
+    @property
+    def soonest_seconds(self) -> float:
+        """When the work can be done on all machines, launched at the start."""
+        return self.work_seconds / self.speeds[-1] + self.resize_seconds
 
     @property
     def num_machines(self) -> int:
@@ -108,9 +113,30 @@ class FleetJob:
             + fleet.num_on_demand * self.on_demand_dollars_per_hour
         ) * (self.tick_seconds / 3600)
 
+    @property
+    def least_dollars(self) -> float:
+        """What no way to hold machines costs less than: the work at the best speed a dollar."""
+        cheapest = min(self.spot_dollars_per_hour, self.on_demand_dollars_per_hour) / 3600
+        best = max(speed / number for number, speed in enumerate(self.speeds) if number)
+        return self.work_seconds / best * cheapest
+
+    @property
+    def most_dollars(self) -> float:
+        """What no way to hold machines until the deadline costs more than."""
+        number = self.num_machines
+        each = max(map(self.tick_dollars, (Fleet(number, 0), Fleet(0, number))))
+        return self.num_ticks * each
+
     def worked(self, fleet: Fleet, pending_seconds: float) -> float:
         """Work done in a tick that begins with so much of a pause still to come."""
         return self.speeds[fleet.num_machines] * max(self.tick_seconds - pending_seconds, 0.0)
+
+    def in_longer_ticks(self, ticks: int) -> "FleetJob":
+        """The same in ticks so many times as long; the deadline is one that it can keep."""
+        length = ticks * self.tick_seconds
+        least = -(-self.ticks_for(self.work_seconds, self.num_machines) // ticks) * length
+        deadline = max(self.deadline_seconds, least)
+        return self if ticks == 1 else replace(self, tick_seconds=length, deadline_seconds=deadline)
 
     def pending_levels(self) -> tuple[float, ...]:
         """Seconds of a pause still to come after each tick held; ends with 0."""

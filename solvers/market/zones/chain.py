@@ -47,6 +47,15 @@ class ZonesChain:
         return _together(states, 2 * len(self.classes))
 
 
+def num_states(num_zones: int) -> int:
+    """States of a chain of so many zones, 1 to ``MOST_ZONES``."""
+    return int((2 * len(_classes(num_zones))) ** num_zones)
+
+
+def _classes(num_zones: int) -> tuple[int, ...]:
+    return next(each for each in _CLASSES if (2 * len(each)) ** num_zones <= _MOST_STATES)
+
+
 def chain_of_zones(traces: Sequence[Sequence[Sequence[int | None]]]) -> ZonesChain:
     """Count the transitions of zones together.
 
@@ -63,7 +72,7 @@ def chain_of_zones(traces: Sequence[Sequence[Sequence[int | None]]]) -> ZonesCha
             f"a chain of {num_zones} zones is not possible; it takes 1 to {MOST_ZONES}",
             hint="leave out the zones that are seldom there",
         )
-    classes = next(each for each in _CLASSES if (2 * len(each)) ** num_zones <= _MOST_STATES)
+    classes = _classes(num_zones)
     base = 2 * len(classes)
     alone = [
         chain_of([trace[zone] for trace in traces], classes).transitions

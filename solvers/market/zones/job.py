@@ -47,6 +47,17 @@ class ZonesJob:
         """The job, if it had to stay in a zone."""
         return replace(self.job, spot_dollars_per_hour=self.spot_dollars_per_hour[zone])
 
+    @property
+    def least_dollars(self) -> float:
+        """What no way to hold machines costs less than."""
+        return min(self.alone(zone).least_dollars for zone in range(self.num_zones))
+
+    @property
+    def most_dollars(self) -> float:
+        """What no way to hold machines until the deadline costs more than."""
+        dearest = max(self.alone(zone).most_dollars for zone in range(self.num_zones))
+        return dearest + self.job.num_ticks * self.move_dollars
+
     def tick_dollars(self, hold: Hold, zone: int) -> float:
         """Dollars for one tick of holding, without a move."""
         if hold is Hold.SPOT:

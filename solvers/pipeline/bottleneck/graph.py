@@ -14,7 +14,6 @@ from ..placements import Move, PlacedStage, Space, final_states
 from ..search import StoppedError
 from ..stage_costs import StageCosts
 
-_LOOK = 64  # moves between two questions whether to stop
 _CLOSE = 1 + 1e-9
 
 
@@ -51,7 +50,7 @@ def search(
     rows = np.arange(size)
     used = [sum(state.used) for state in space.states]
     for number, move in enumerate(space.moves):
-        if number % _LOOK == 0 and effort.should_stop():
+        if effort.should_stop():
             raise StoppedError(0.0)
         behind = np.maximum(best[move.source], costs.boundary_seconds[move.gap])
         hopeful = behind < np.inf

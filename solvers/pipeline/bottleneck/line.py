@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....schema.pipeline import PipelineProblem
-from ...effort import DEFAULT, Effort
+from ...effort import DEFAULT, Effort, OutOfTimeError
 from ..cuts import Floats
 from ..placements import PlacedStage, Space
 from ..search import StoppedError
@@ -38,17 +38,18 @@ def search(
 
     Exact up to one part in 10^12. Arguments and errors as of ``graph.search``.
     """
-    line = Line(problem, costs, space, extra_bytes)
+    line = Line(problem, costs, space, extra_bytes, effort)
     placed = line.place(below)
     if placed is None:
         return None
     high, low, halvings = line.attained(placed), 0.0, 0
     probe = False
     while high > low * (1 + TOLERANCE) and high > 0:
-        if effort.should_stop():
-            raise StoppedError(low, placed)
         limit = high * (1 - TOLERANCE) if probe else _between(low, high)
-        found = line.place(limit)
+        try:
+            found = line.place(limit)
+        except OutOfTimeError:
+            raise StoppedError(low, placed) from None
         halvings += 1
         if found is None:
             low, probe = limit, False
@@ -68,13 +69,20 @@ class Line:
     """The moves of a space as arrays, batched by the devices their targets use."""
 
     def __init__(
-        self, problem: PipelineProblem, costs: StageCosts, space: Space, extra_bytes: float
+        self,
+        problem: PipelineProblem,
+        costs: StageCosts,
+        space: Space,
+        extra_bytes: float,
+        effort: Effort,
     ) -> None:
-        self.costs, self.space = costs, space
+        self.costs, self.space, self.effort = costs, space, effort
         self.num_states, self.size = len(space.states), costs.cuts.size
         self.num_classes = len(space.bandwidths)
         self._arrays(problem, extra_bytes)
+        self.effort.check()
         self._batches()
+        self.effort.check()
         self._curves()
 
     def _arrays(self, problem: PipelineProblem, extra_bytes: float) -> None:
@@ -86,25 +94,31 @@ class Line:
         self.limited = any(limit is not None for limit in limits)
         if not self.limited:
             return
-        rows, number = moves.numbered("num_replicas", "workers")
-        stash = [self.costs.stashed(m, workers) for m, workers in rows]
+        self.stash_rows, number = moves.numbered("num_replicas", "workers")
+        stash = [self.costs.stashed(m, workers) for m, workers in self.stash_rows]
         terms = np.array([self.costs.memory_terms(*entry) for entry in stash], np.float64)
         self.in_flight = np.array([entry[0] for entry in stash], np.float64)[number]
         self.per_weight, self.stashes = terms[number, 0], terms[number, 1]
-        of_pool = [np.inf if limit is None else limit + extra_bytes for limit in limits]
-        self.limit = np.array(of_pool)[moves.pool]
-        self._memory_floor()
+        of_pool = np.array([np.inf if limit is None else limit + extra_bytes for limit in limits])
+        self.limit = of_pool[moves.pool]
+        self._memory_floor(of_pool, terms, np.array([entry[0] for entry in stash], np.float64))
 
-    def _memory_floor(self) -> None:
+    def _memory_floor(self, limits: Floats, terms: Floats, in_flight: Floats) -> None:
         """[combinations, cuts]: the least cut from which a stage up to this one fits at all."""
         cuts = self.costs.cuts
-        rows = np.stack([self.per_weight, self.stashes, self.in_flight, self.limit], axis=1)
-        kinds, self.memory_kind = np.unique(rows, axis=0, return_inverse=True)
-        self.memory_kind = self.memory_kind.reshape(-1)
+        # Few distinct rows first: rows of moves would take seconds to sort.
+        found, of_move = self.space.moves.numbered("pool", "num_replicas", "workers")
+        place = {row: index for index, row in enumerate(self.stash_rows)}
+        at = np.array([place[row[1:]] for row in found], np.int64)
+        pools = np.array([row[0] for row in found], np.int64)
+        rows = np.stack([terms[at, 0], terms[at, 1], in_flight[at], limits[pools]], axis=1)
+        kinds, number = np.unique(rows, axis=0, return_inverse=True)
+        self.memory_kind = number.reshape(-1)[of_move]
         self.floor = np.full((len(kinds), self.size + 1), self.size, np.int64)
-        for index, (per_weight, stashes, in_flight, limit) in enumerate(kinds):
+        for index, (per_weight, stashes, flying, limit) in enumerate(kinds):
+            self.effort.check()
             own = per_weight * cuts.weight_bytes + stashes * cuts.activation_bytes
-            best = np.maximum.accumulate(own - in_flight * cuts.crossing_bytes)
+            best = np.maximum.accumulate(own - flying * cuts.crossing_bytes)
             self.floor[index, :-1] = np.searchsorted(best, own - limit)
 
     def _batches(self) -> None:
@@ -138,13 +152,18 @@ class Line:
         self.sync = [(slope.sync_per_weight, slope.sync_start) for slope in slopes]
 
     def place(self, limit: float) -> list[PlacedStage] | None:
-        """A placement whose every stage and boundary takes at most ``limit``, or None."""
+        """A placement whose every stage and boundary takes at most ``limit``, or None.
+
+        Raises:
+            OutOfTimeError: The effort's limit came first.
+        """
         reach = self._reach(limit)
         allowed = self._allowed(limit)
         least = np.full((self.num_states, self.num_classes), self.size, np.int64)
         least[0] = self.size - 1
         kept: list[list[Ints]] = []
         for part, heads, targets in self.batches:
+            self.effort.check()
             results = self._extend(part, least, reach, allowed)
             for index, found in enumerate(results, start=1):
                 least[targets, index] = np.minimum.reduceat(found, heads)

@@ -6,14 +6,16 @@ the plan. Every plan found is a plan of the whole problem; no bound is proved he
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from ....schema.pipeline import PipelineProblem
+from ...effort import Effort, OutOfTimeError
 from ..cuts import Cuts
 from ..packing import Seats
-from ..placements import Moves, PlacedStage, Space, final_states
+from ..placements import Move, Moves, PlacedStage, Space, final_states
 from ..stage_costs import StageCosts
 from .bound import Ints, StepModel
 from .branch_and_bound import EXACT, Incumbent
@@ -32,6 +34,7 @@ def improve(
     best: Incumbent,
     sweep: Sweep,
     entries: float,
+    effort: Effort,
 ) -> None:
     """Look for plans better than the best one, by tables of at most so many entries.
 
@@ -42,8 +45,15 @@ def improve(
         best: Gets what is found.
         sweep: Times the plans of tables over some cuts and runs.
         entries: Moves times cuts of one table.
+        effort: Says when to stop.
+
+    Raises:
+        OutOfTimeError: The effort's limit came first; ``best`` has what was found until then.
     """
-    thinned = [(step, *_thinned(space, step)) for step in _steps(problem)]
+    thinned = []
+    for step in _steps(problem):
+        effort.check()
+        thinned.append((step, *_thinned(space, step)))
     # Without replicas whole steps of several devices may leave no run at all.
     kept = [entry for entry in thinned if entry[1]]
     chosen = _spread(costs, entries, kept)
@@ -55,9 +65,11 @@ def improve(
         found = Incumbent()
         for pessimistic in (True, False):
             model = StepModel(problem, own, pessimistic=pessimistic)
-            sweep(Tables(model, some, final_states(problem, some)), found)
+            with suppress(OutOfTimeError):  # what was found until then is offered below
+                sweep(Tables(model, some, final_states(problem, some), effort), found)
         if found.seats is not None:
             best.offer_seated(problem, costs, _in_full(found.seats, chosen))
+        effort.check()
         if best.placed is None or best.seconds > step_seconds * (1 - 1e3 * EXACT):
             break
         chosen = _near(costs, best.placed, entries, kept)
@@ -77,7 +89,7 @@ def _thinned(space: Space, step: int) -> tuple[int, Space]:
     whole = ((used % step == 0) | (used == used.max(axis=0))).all(axis=1)
     moves = space.moves
     part = np.flatnonzero(whole[moves.source] & whole[moves.target])
-    columns = {name: getattr(moves, name)[part] for name in Moves.__dataclass_fields__}
+    columns = {name: getattr(moves, name)[part] for name in Move._fields}
     return len(part), replace(space, moves=Moves(**columns))
 
 

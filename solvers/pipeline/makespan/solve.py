@@ -10,6 +10,7 @@ affordable, a heuristic looks for plans among some of the cuts and runs of devic
 
 import heapq
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from math import ceil
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from ....costs.pipeline import overheads
 from ....schema.pipeline import PipelineProblem
-from ...effort import Effort
+from ...effort import Effort, OutOfTimeError
 from ..bottleneck.line import objective
 from ..placements import PlacedStage, Space, final_states
 from ..search import Search, StoppedError
@@ -49,6 +50,9 @@ def best_step(
         best: The plan to begin with; gets what is found.
         search: The method for the least maximum, which bounds the step too.
         effort: How much to do.
+
+    Raises:
+        OutOfTimeError: The effort's limit came before anything was proved.
     """
     final = final_states(problem, space)
     cost = _cost(tables[0], space)
@@ -59,7 +63,7 @@ def best_step(
     if is_coarse and cost > effort.coarse_work / _COARSE_LIMITS / 4:
         for costs in tables:
             entries = effort.coarse_work / _COARSE_LIMITS
-            improve(problem, costs, space, best, partial(_sweep, problem, effort), entries)
+            improve(problem, costs, space, best, partial(_sweep, problem, effort), entries, effort)
     if affordable < 1:
         bounds = [
             max(
@@ -70,15 +74,17 @@ def best_step(
         ]
         return float(min([best.seconds, *bounds]))
     models = [
-        Tables(StepModel(problem, costs, pessimistic=False), space, final) for costs in tables
+        Tables(StepModel(problem, costs, pessimistic=False), space, final, effort)
+        for costs in tables
     ]
     most_limits = min(effort.most_limits, affordable)
     swept = [_sweep(problem, effort, own, best, most_limits) for own in models]
     is_open = not effort.accepts(best.seconds, min(bound for bound, _ in swept))
     for own in models if is_open and is_plan_search else ():
         pessimistic = StepModel(problem, own.model.costs, pessimistic=True)
-        few = Tables(pessimistic, space, final)
-        _sweep(problem, effort, few, best, min(_MOST_PESSIMISTIC, affordable))
+        with suppress(OutOfTimeError):  # it proves nothing, it only finds plans
+            few = Tables(pessimistic, space, final, effort)
+            _sweep(problem, effort, few, best, min(_MOST_PESSIMISTIC, affordable))
     bounds = []
     for own, (bound, sums) in zip(models, swept, strict=True):
         if sums and not effort.accepts(best.seconds, bound):
@@ -101,7 +107,7 @@ def _relaxed(problem: PipelineProblem, costs: StageCosts, space: Space, effort: 
         return 0.0
     model = StepModel(problem, costs, pessimistic=False)
     final = final_states(problem, space)
-    found = Tables(model, space, final).sums(np.inf, relaxed=True)
+    found = Tables(model, space, final, effort).sums(np.inf, relaxed=True)
     return float(found.whole[final].min()) * (1 - EXACT)
 
 
@@ -145,7 +151,11 @@ def _sweep(
             least = min(least, bound)
             continue
         heapq.heappush(intervals, (whole + middle, middle, high, whole))
-        sums.append(tables.sums(middle))
+        try:
+            sums.append(tables.sums(middle))
+        except OutOfTimeError:
+            heapq.heappush(intervals, (bound, low, middle, whole))
+            break
         settle(sums[-1], low)
     return min([least, *(interval[0] for interval in intervals[:1])]), sums
 
@@ -191,8 +201,9 @@ def _busiest(
         busy.boundary_seconds = weight * transfers
         try:
             placed = search(problem, busy, space, effort=effort)
-        except StoppedError as stopped:
-            bound = min(bound, stopped.bound) if weight == 0.0 else bound
+        except OutOfTimeError as stopped:
+            proved = stopped.bound if isinstance(stopped, StoppedError) else 0.0
+            bound = min(bound, proved) if weight == 0.0 else bound
             break
         if placed is not None:
             best.consider(problem, costs, space, placed)

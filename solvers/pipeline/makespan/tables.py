@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...effort import DEFAULT, Effort
 from ..cuts import Floats, Mask
 from ..placements import Move, PlacedStage, Space
 from .bound import Ints, Kind, StepModel
@@ -303,8 +304,11 @@ class Sums:
 class Tables:
     """Tables of one model over one space."""
 
-    def __init__(self, model: StepModel, space: Space, final: Ints) -> None:
-        self.model, self.space, self.final = model, space, final
+    def __init__(
+        self, model: StepModel, space: Space, final: Ints, effort: Effort = DEFAULT
+    ) -> None:
+        self.model, self.space, self.final, self.effort = model, space, final, effort
+        effort.check()
         columns = ("pool", "num_replicas", "span", "workers", "is_last")
         found, self.kind = space.moves.numbered(*columns)
         self.kinds = [model.kind(*row) for row in found]
@@ -320,6 +324,9 @@ class Tables:
         """The least sums where no stage has more than ``limit`` seconds left.
 
         ``relaxed``, for an infinite limit: without the limits of memory, several times as fast.
+
+        Raises:
+            OutOfTimeError: The effort's limit came first.
         """
         states, model, batched = len(self.space.states), self.model, self._batched
         behind = np.full((states, self.num_links, model.size), np.inf)
@@ -328,9 +335,11 @@ class Tables:
         ranges = self._ranges(limit, relaxed=relaxed)
         ranges.fill(behind, batched.first_rows)
         for batch in batched.batches:
+            self.effort.check()
             compute = model.compute[batch.pool]
             least = None
             for link in range(self.num_links):
+                self.effort.check()
                 slowest = np.maximum(link, batch.span)
                 if least is None or model.pessimistic:
                     least = ranges.least(batch, slowest) - compute

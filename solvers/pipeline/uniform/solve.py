@@ -23,6 +23,7 @@ from ....schema.pipeline import PipelinePlan, PipelineProblem
 from ...effort import DEFAULT, Effort
 from ..assemble import ORDERED, finish
 from ..cuts import cuts_of
+from ..makespan.solve import relaxed_step
 from ..placements import bandwidths_of
 from ..stage_costs import StageCosts
 from .layouts import Layout, layouts
@@ -63,7 +64,8 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
         recompute = (False,)
     tables = [StageCosts(problem, cuts, bandwidths, recompute=option) for option in recompute]
     listed = layouts(problem)
-    shapes, refusal = _shapes(problem, listed.found)
+    shapes, refusal = _shapes(problem, listed.found, effort)
+    has_all = not effort.should_stop()
     options = [Option(problem, costs, shape) for shape in shapes for costs in tables]
     options.sort(key=lambda option: option.bound)
     best = _Best()
@@ -75,6 +77,8 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
     if best.option is None:
         raise _infeasible(problem, options, refusal)
     bound, claim = _proved(best.seconds, options, is_exact and cuts.complete, listed.are_all)
+    if not has_all:  # layouts that were not looked at may be better
+        bound, claim = (min(bound, relaxed_step(problem, tables)) if flushes else 0.0), ""
     step = best.seconds if flushes else best.seconds * problem.num_microbatches
     held = best.option.shape.num_chunks
     chunks = f", {held} chunks a device" if held > 1 else ""
@@ -106,17 +110,23 @@ def _proved(
 
 
 def _shapes(
-    problem: PipelineProblem, found_layouts: Sequence[Layout]
+    problem: PipelineProblem, found_layouts: Sequence[Layout], effort: Effort
 ) -> tuple[list[Shape], ProblemError | None]:
-    """The layouts that the schedule can have; and why the last refused one cannot."""
+    """The layouts that the schedule can have; and why the last refused one cannot.
+
+    After a time limit no further layouts are looked at, if there is one.
+    """
     count = problem.num_microbatches
     endless = not problem.traits.flushes
     chunk_counts = problem.traits.num_model_chunks
     if problem.num_model_chunks is not None:
         chunk_counts = (problem.num_model_chunks,)
     made: dict[tuple[int, int, int], tuple[Schedule, tuple[tuple[int, int], ...]]] = {}
-    found, refusal = [], None
+    found: list[Shape] = []
+    refusal = None
     for layout in found_layouts:
+        if found and effort.should_stop():
+            break
         for chunks in chunk_counts:
             size = len(layout.places)
             if size * chunks > len(problem.layers):

@@ -226,7 +226,7 @@ def test_a_deadline_that_no_choice_can_meet_names_the_soonest_and_its_price() ->
     with pytest.raises(InfeasibleError) as refused:
         job(work=6.0, deadline=6.0)
     assert "even on demand" in refused.value.message
-    assert refused.value.hint == "the soonest is 7 h, for 21.00 dollars"
+    assert refused.value.hint == "the soonest is 6.5 h, for 21.00 dollars"
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), -1.0, float("inf")])

@@ -224,7 +224,7 @@ def test_a_policy_cannot_hold_what_is_not_there() -> None:
 def test_a_deadline_that_all_machines_miss_names_the_soonest_and_its_price() -> None:
     with pytest.raises(InfeasibleError) as refused:
         job(work=8.0)
-    assert refused.value.hint == "the soonest is 5 h, for 30.00 dollars"
+    assert refused.value.hint == "the soonest is 4.25 h, for 30.00 dollars"
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_a_gap_that_is_near_enough_ends_the_search():
 
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
 def test_a_blind_bound_holds_where_chains_are_too_many(schedule, monkeypatch):
-    monkeypatch.setattr(pipeline, "relaxed", lambda *_: None)
+    monkeypatch.setattr(pipeline, "relaxed", lambda *_, **__: None)
     for seed in (1, 7, 13, 20, 41):
         problem = drawn(seed, schedule=schedule)
         plan = answer(problem)

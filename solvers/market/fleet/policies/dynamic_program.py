@@ -4,6 +4,7 @@ States are the tick, the number of spot machines there, what is held with its pa
 left, on a grid of ``num_units`` steps between which values are interpolated. Work left at the
 deadline costs several times what it costs on demand; ``guarded`` takes care that none is left,
 however wrong the chain is. O(ticks x counts x fleets x units) once, then a look-up a tick.
+Where the table would take more than ``MOST_BYTES``, several ticks share a decision.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from ..chain import Transitions
 from ..job import Fleet, FleetJob, FleetMoment, guarded
 from ..offline import fleets_of
 
+MOST_BYTES = 100_000_000
+"""What a table may take."""
+NUM_UNITS = 200
 _LATE = 4.0  # times the dollars of all machines on demand, for work left at the deadline
 
 
@@ -25,6 +29,8 @@ class DynamicProgram:
 
     Attributes:
         fleets: [fleets] what can be held.
+        levels: Seconds of a pause still to come, as in the table.
+        ticks_a_decision: Ticks that share one.
         unit_seconds: Work of a step of the grid.
         stays: [ticks, fleets, levels, counts, units + 1] whether to keep what is held, as bits of
             the last axis.
@@ -33,6 +39,8 @@ class DynamicProgram:
     """
 
     fleets: tuple[Fleet, ...]
+    levels: tuple[float, ...]
+    ticks_a_decision: int
     unit_seconds: float
     stays: NDArray[np.uint8]
     changes: NDArray[np.int16]
@@ -44,19 +52,41 @@ class DynamicProgram:
         unit = round(now.work_left_seconds / self.unit_seconds)
         unit = min(max(unit, 1), self.changes.shape[-1] - 1)
         fleet = self.fleets.index(now.held)
-        gaps = [abs(level - now.pending_seconds) for level in job.pending_levels()]
+        gaps = [abs(level - now.pending_seconds) for level in self.levels]
         level = gaps.index(min(gaps))
         is_fresh = now.pending_seconds >= job.resize_seconds > 0 and now.held.num_machines > 0
-        keeps = self.stays[now.tick, fleet, level, there, unit // 8] >> (7 - unit % 8) & 1
+        tick = min(now.tick // self.ticks_a_decision, len(self.stays) - 1)
+        keeps = self.stays[tick, fleet, level, there, unit // 8] >> (7 - unit % 8) & 1
         if keeps and not is_fresh:
             wanted = now.held
         else:
-            wanted = self.fleets[self.changes[now.tick, there, unit]]
+            wanted = self.fleets[self.changes[tick, there, unit]]
         return guarded(job, now, wanted)
 
 
-def solve(job: FleetJob, chain: Transitions, *, num_units: int = 200) -> DynamicProgram:
-    """Decide for every tick and state what to hold."""
+def ticks_a_decision(job: FleetJob, num_units: int = NUM_UNITS) -> int:
+    """The fewest ticks to a decision with which the table has room."""
+    num_fleets, ticks = len(fleets_of(job.num_machines)), 1
+    while ticks < job.num_ticks:
+        longer = job.in_longer_ticks(ticks)
+        stays = num_fleets * len(longer.pending_levels()) * (num_units // 8 + 1)
+        changes = 2 * (num_units + 1)
+        if longer.num_ticks * (job.num_machines + 1) * (stays + changes) <= MOST_BYTES:
+            break
+        ticks += 1
+    return ticks
+
+
+def solve(job: FleetJob, chain: Transitions, *, num_units: int = NUM_UNITS) -> DynamicProgram:
+    """Decide for every tick and state what to hold.
+
+    Args:
+        job: The job.
+        chain: Learned in ticks as long as a decision (``ticks_a_decision``).
+        num_units: Steps of the grid of the work left.
+    """
+    ticks = ticks_a_decision(job, num_units)
+    job = job.in_longer_ticks(ticks)
     fleets = fleets_of(job.num_machines)
     levels = job.pending_levels()
     unit = job.work_seconds / num_units
@@ -64,17 +94,19 @@ def solve(job: FleetJob, chain: Transitions, *, num_units: int = 200) -> Dynamic
     shape = (len(fleets), len(levels), job.num_machines + 1, num_units + 1)
     values: Values = np.broadcast_to(late, shape)
     moves = chain.astype(np.float32)
-    stays, changes = [], []
-    for _ in range(job.num_ticks):
+    stays = np.empty((job.num_ticks, *shape[:3], num_units // 8 + 1), np.uint8)
+    changes = np.empty((job.num_ticks, *shape[2:]), np.int16)
+    for tick in range(job.num_ticks - 1, -1, -1):
         expected = moves @ values
-        values, keeps, change = _before(job, fleets, levels, unit, expected)
-        stays.append(np.packbits(keeps, axis=-1))
-        changes.append(change)
+        values, keeps, changes[tick] = _before(job, fleets, levels, unit, expected)
+        stays[tick] = np.packbits(keeps, axis=-1)
     return DynamicProgram(
         fleets=fleets,
+        levels=levels,
+        ticks_a_decision=ticks,
         unit_seconds=unit,
-        stays=np.stack(stays[::-1]),
-        changes=np.stack(changes[::-1]),
+        stays=stays,
+        changes=changes,
         expected_dollars=tuple(map(float, values[0, -1, :, num_units])),
     )
 

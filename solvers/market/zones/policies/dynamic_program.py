@@ -5,10 +5,11 @@ its restart, and the work left in units. A tick of work is a whole number of uni
 between, which only a restart leads to, are interpolated. What cannot end in time whatever the
 market does costs so much that it is never chosen while anything else is left; ``guarded`` takes
 care of what the units round. So no deadline is missed, however wrong the chain is.
-O(ticks x states x (states + zones) x zones x modes x units) once, then a look-up a tick.
+O(ticks x states x (states + zones) x zones x modes x units) once, then a look-up a tick. Where the
+table would take more than ``MOST_BYTES``, several ticks share a decision.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 
 from ...deadline import Hold
 from ...grid import Grid, Values, done_between, grid_of
-from ..chain import ZonesChain
+from ..chain import ZonesChain, num_states
 from ..job import Held, ZonesJob, ZonesMoment, guarded
 
 LATE_DOLLARS = 1e9
 """What is late costs in the program: more than any job, less than what float32 cannot hold."""
+MOST_BYTES = 100_000_000
+"""What a table may take."""
 _MOST_UNITS, _MOST_UNITS_A_TICK = 1500, 20
 _NOTHING = 0
 
@@ -32,6 +35,7 @@ class DynamicProgram:
     Attributes:
         grid: For the modes of what is held.
         chain: The chain that it was made for.
+        ticks_a_decision: Ticks that share one.
         unit_seconds: Work of a step of the grid.
         stays: [ticks, states, zones, modes, units + 1] whether to keep what is held, as bits of the
             last axis.
@@ -42,6 +46,7 @@ class DynamicProgram:
 
     grid: Grid
     chain: ZonesChain
+    ticks_a_decision: int
     unit_seconds: float
     stays: NDArray[np.uint8]
     launches: NDArray[np.int8]
@@ -53,14 +58,17 @@ class DynamicProgram:
 
     def _wanted(self, job: ZonesJob, now: ZonesMoment) -> Held:
         place = job.num_zones if now.zone is None else now.zone
-        state = self.chain.state_of(now.has_spot, now.run_lengths)
+        ticks = self.ticks_a_decision
+        tick = min(now.tick // ticks, len(self.stays) - 1)
+        lengths = [(length - 1) // ticks + 1 for length in now.run_lengths]
+        state = self.chain.state_of(now.has_spot, lengths)
         unit = ceil(now.work_left_seconds / self.unit_seconds - 1e-6)
         unit = min(max(unit, 1), self.launches.shape[-1] - 1)
         if now.hold is not Hold.NOTHING:
             mode = self.grid.mode_of(now.hold, now.pending_seconds)
-            if self.stays[now.tick, state, place, mode, unit // 8] >> (7 - unit % 8) & 1:
+            if self.stays[tick, state, place, mode, unit // 8] >> (7 - unit % 8) & 1:
                 return Held(now.hold, place)
-        code = int(self.launches[now.tick, state, place, unit])
+        code = int(self.launches[tick, state, place, unit])
         if code == _NOTHING:
             return Held(Hold.NOTHING, now.zone or 0)
         hold = Hold.SPOT if code <= job.num_zones else Hold.ON_DEMAND
@@ -71,15 +79,32 @@ class DynamicProgram:
         return self.expected_dollars[self.chain.state_of(has_spot, (1,) * len(has_spot))]
 
 
+def ticks_a_decision(job: ZonesJob) -> int:
+    """The fewest ticks to a decision with which the table has room."""
+    zones, ticks = job.num_zones, 1
+    while ticks < job.job.num_ticks:
+        longer = replace(job, job=job.job.in_longer_ticks(ticks))
+        units = ceil(longer.job.work_seconds / longer.job.tick_seconds * _units_a_tick(longer))
+        modes = 2 * len(longer.job.pending_levels()) + 1
+        each = zones * modes * (units // 8 + 1) + (zones + 1) * (units + 1)
+        if longer.job.num_ticks * num_states(zones) * each <= MOST_BYTES:
+            break
+        ticks += 1
+    return ticks
+
+
 def solve(job: ZonesJob, chain: ZonesChain, *, units_a_tick: int | None = None) -> DynamicProgram:
     """Decide for every tick and state what to hold.
 
     Args:
         job: The job.
-        chain: How spot machines come and go in its zones.
+        chain: How spot machines come and go in its zones, in ticks as long as a decision
+            (``ticks_a_decision``).
         units_a_tick: Units of the work of a tick; None: as many as make at most 1,500 units, and
             if possible so many that a restart is a whole number of them.
     """
+    ticks = ticks_a_decision(job)
+    job = replace(job, job=job.job.in_longer_ticks(ticks))
     unit = job.job.tick_seconds / (units_a_tick or _units_a_tick(job))
     grid, num_units = grid_of(job.job), ceil(job.job.work_seconds / unit - 1e-6)
     states = len(chain.transitions)
@@ -87,18 +112,22 @@ def solve(job: ZonesJob, chain: ZonesChain, *, units_a_tick: int | None = None) 
     values: Values = np.full(shape, LATE_DOLLARS, np.float32)
     values[..., 0] = 0.0
     moves = chain.transitions.astype(np.float32)
-    stays, launches = [], []
-    for _ in range(job.job.num_ticks):
+    num_ticks = job.job.num_ticks
+    stays = np.empty(
+        (num_ticks, states, job.num_zones, grid.num_modes, num_units // 8 + 1), np.uint8
+    )
+    launches = np.empty((num_ticks, states, job.num_zones + 1, num_units + 1), np.int8)
+    for tick in range(num_ticks - 1, -1, -1):
         expected = (moves @ values.reshape(states, -1)).reshape(shape)
-        values, keeps, launch = _before(job, grid, chain.has_spot, unit, expected)
-        stays.append(np.packbits(keeps, axis=-1))
-        launches.append(launch)
+        values, keeps, launches[tick] = _before(job, grid, chain.has_spot, unit, expected)
+        stays[tick] = np.packbits(keeps, axis=-1)
     return DynamicProgram(
         grid=grid,
         chain=chain,
+        ticks_a_decision=ticks,
         unit_seconds=unit,
-        stays=np.stack(stays[::-1]),
-        launches=np.stack(launches[::-1]),
+        stays=stays,
+        launches=launches,
         expected_dollars=tuple(map(float, values[:, -1, 0, num_units])),
     )
 

@@ -1,0 +1,1 @@
+"""Scripts as they are: other libraries' training loops under a plan, without a changed line."""

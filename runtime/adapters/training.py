@@ -1,0 +1,404 @@
+"""What an adapter needs of hetflow: this worker's share of each global batch, and its weight.
+
+The script keeps its loop, its wrapped model (DistributedDataParallel) and its optimizer. Every
+worker draws the same global batches and keeps its share of each. DistributedDataParallel takes the
+plain mean of the workers' gradients. So the gradients of a worker with n of N samples count
+n / N * workers: then that mean is the mean over the global batch (VirtualFlow 5.2). A library's
+adapter says where batches come from and where results are gathered; nothing is known here of any
+library.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...devices.backend import Mark
+from ...protocol.environment import Start, read_environment
+from ...schema.errors import TargetError
+from .. import peers
+from ..agreement.watch import Watch
+from ..digest import digest_of
+from ..finish import at_exit, meet_all, part, report
+from ..group import Place, join
+from ..places import batch_sizes_of, holders_of
+from ..session import Session
+from ..setup import final_tensors
+from ..shares import slices
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This worker's part of one global batch.
+
+    Attributes:
+        num_samples: Samples of the global batch, over all workers.
+        start: Position of this worker's first sample in it.
+        own_samples: This worker's samples; 0 where the batch is too short for all workers.
+        batch_size: Samples of the script's full batches; None where its sampler does not say.
+    """
+
+    num_samples: int
+    start: int
+    own_samples: int
+    batch_size: int | None
+
+    def of(self, indices: Sequence[Any]) -> list[Any]:
+        """This worker's entries of a global batch's; if it has none, one that counts nothing.
+
+        A worker without samples runs its passes too: the others wait for it in their sums.
+        """
+        return list(indices[self.start : self.start + self.own_samples]) or list(indices[:1])
+
+
+class Training:
+    """A script's own training under a split plan, as one worker sees it.
+
+    A step: the script takes a batch (``take``), runs passes on it (``begin_pass`` to ``end_pass``),
+    and updates. A library that takes batches ahead names each again when it trains on it
+    (``begin_batch``), and may cut it into one pass for each virtual node (``part``).
+
+    Args:
+        start: What the environment says.
+
+    Attributes:
+        place: This worker among the others.
+        piece: This worker's part of the batch that the script works on; None before the first.
+        pass_samples: This worker's samples in the pass that runs.
+    """
+
+    def __init__(self, start: Start) -> None:
+        _check_start(start)
+        self.place: Place = join(start)
+        if self.place.control is not None:
+            self.place.control.close("the script has a training loop of its own")
+        self._sizes = batch_sizes_of(self.place)
+        holders = holders_of(self.place)
+        self._nodes = [node for node, rank in enumerate(holders) if rank == self.place.rank]
+        if self._nodes != list(range(self._nodes[0], self._nodes[-1] + 1)):
+            raise TargetError("this worker's virtual nodes are not neighbours in the batch")
+        self.models = nn.ModuleList()
+        self._session = Session(
+            self.models, (), self.place, seed=start.seed, watch=Watch(0, watches_first=False)
+        )
+        self._clock = self._session.clock
+        self.piece: Piece | None = None
+        self.pass_samples = 0
+        self._part_weight: float | None = None
+        self._ahead: deque[Piece] | None = None
+        self._mark: Mark | None = None
+        self._is_begun, self._is_counted = False, False
+        self._is_finished = False
+        self._trained: set[int] = set()
+        register_optimizer_step_pre_hook(self._stepping)
+        at_exit(self)
+        self._finish_before_the_group_ends()
+
+    def _finish_before_the_group_ends(self) -> None:
+        """Let a script destroy the process group: the end is reported over it first."""
+        destroy = dist.destroy_process_group
+
+        @functools.wraps(destroy)
+        def destroyed(*values: Any, **options: Any) -> None:
+            self.finish()
+            if dist.is_initialized():
+                destroy(*values, **options)
+
+        dist.destroy_process_group = destroyed
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.place.world_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a full global batch."""
+        return sum(self._sizes)
+
+    # Data
+
+    def cut(self, num_samples: int, batch_size: int | None) -> Piece:
+        """This worker's part of a global batch of ``num_samples`` samples."""
+        cuts = slices(num_samples, self._sizes)
+        start, end = cuts[self._nodes[0]][0], cuts[self._nodes[-1]][1]
+        return Piece(num_samples, start, end - start, batch_size)
+
+    def smallest_share(self, num_samples: int) -> int:
+        """Samples of the worker that has the fewest of a global batch."""
+        shares = [0] * self.world_size
+        cuts = slices(num_samples, self._sizes)
+        for rank, (start, end) in zip(holders_of(self.place), cuts, strict=True):
+            shares[rank] += end - start
+        return min(shares)
+
+    def parts_of(self, piece: Piece) -> list[tuple[int, int]]:
+        """[virtual nodes with samples] (start, end) of each within this worker's part."""
+        cuts = [slices(piece.num_samples, self._sizes)[node] for node in self._nodes]
+        return [(a - piece.start, b - piece.start) for a, b in cuts if b > a] or [(0, 1)]
+
+    def take(self, piece: Piece) -> None:
+        """Note that the script takes a batch: the step with it begins, if it trains on it."""
+        self._clock.end_step()
+        if self._ahead is not None:
+            self._ahead.append(piece)
+        self.begin_batch(piece)
+        self._clock.ask()
+
+    @contextmanager
+    def taking(self) -> Iterator[deque[Piece]]:
+        """A context in which batches are taken ahead; it gives their parts, in order."""
+        self._ahead = deque()
+        try:
+            yield self._ahead
+        finally:
+            self._ahead = None
+
+    # Steps
+
+    def begin_batch(self, piece: Piece) -> None:
+        """Note the batch that the next passes are of."""
+        self.piece, self.pass_samples = piece, piece.own_samples
+        self._is_begun, self._is_counted, self._mark = False, False, None
+
+    @contextmanager
+    def part(self, num_samples: int, weight: float) -> Iterator[None]:
+        """A context for the pass of one of this worker's virtual nodes.
+
+        Args:
+            num_samples: Samples of the virtual node.
+            weight: What its gradients count in the workers' plain mean.
+        """
+        self.pass_samples, self._part_weight, self._is_counted = num_samples, weight, False
+        try:
+            yield
+        finally:
+            self._part_weight = None
+
+    def begin_pass(self) -> None:
+        """Note that a pass of training begins; the first of a batch begins a step.
+
+        Raises:
+            TargetError: No batch of the plan's is there, or the pass has several virtual nodes.
+        """
+        piece = self.piece
+        if piece is None:
+            raise TargetError(
+                "the script trains on a batch of no loader that hetflow has cut into shares",
+                hint="pass the DataLoader to accelerator.prepare, or give it a DistributedSampler",
+            )
+        if not self._is_begun:
+            self._check_batch(piece)
+            self._is_begun = True
+            self._session.num_steps += 1
+            self._clock.begin_step(is_full=self._is_full(piece))
+        if self._mark is None:
+            self._mark = self._clock.begin_pass()
+
+    def _is_full(self, piece: Piece) -> bool:
+        return piece.num_samples == self.global_batch_size
+
+    def _check_batch(self, piece: Piece) -> None:
+        size = piece.batch_size or max(piece.num_samples, self.global_batch_size)
+        if size != self.global_batch_size:
+            raise TargetError(
+                f"the script trains on batches of {size} samples, and the plan's global batch has "
+                f"{self.global_batch_size}",
+                hint=f"solve with --batch-size {size}, or change the script's; hetflow cuts it "
+                "into shares",
+            )
+        if len(self._nodes) > 1 and self._part_weight is None:
+            raise TargetError(
+                f"the plan gives this device {len(self._nodes)} virtual nodes, and the script's "
+                "own loop would run them in one pass, with more memory than planned",
+                hint="profile larger batches and solve again, for one virtual node on each device; "
+                "or use transformers' Trainer or hf.prepare, which run them one by one",
+            )
+
+    def end_pass(self) -> None:
+        """Note that a pass is done; after a batch's last one gradients are summed."""
+        if self._mark is None or self.piece is None:
+            return
+        self._clock.end_pass(
+            self._mark,
+            num_samples=0 if self._is_counted else self.pass_samples,
+            is_full=self._is_full(self.piece),
+        )
+        self._mark, self._is_counted = None, True
+        self._clock.computed()
+        self._clock.synchronised()
+
+    @property
+    def is_own_pass(self) -> bool:
+        """Whether a pass of training runs that is weighted by its samples alone."""
+        return self._mark is not None and self._part_weight is None
+
+    def weight(self) -> float:
+        """What this pass counts in the workers' plain mean."""
+        piece = self.piece
+        assert piece is not None
+        if self._part_weight is not None:
+            return self._part_weight
+        return piece.own_samples * self.world_size / piece.num_samples
+
+    def train(self, model: nn.Module) -> None:
+        """Weight the gradients of a model that DistributedDataParallel takes the mean of."""
+        self.models.append(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._weighted)  # type: ignore[no-untyped-call]
+                self._trained.add(id(parameter))
+
+    def _weighted(self, gradient: Tensor) -> Tensor:
+        self.begin_pass()  # where the model was in evaluation mode, or two passes end together
+        weight = self.weight()
+        if weight == 0:  # such gradients may be no numbers
+            return torch.zeros_like(gradient)
+        return gradient if weight == 1 else gradient * weight
+
+    def _stepping(self, optimizer: Any, *_: Any) -> None:
+        self.end_pass()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._trained:
+                    raise TargetError(
+                        f"{type(optimizer).__name__} steps a parameter of no model that is "
+                        "synchronised: each worker would train on its own share alone",
+                        hint="pass the model to accelerator.prepare or DistributedDataParallel",
+                    )
+
+    # Results
+
+    def sum_of(self, own: Tensor) -> Tensor:
+        """The sum of a tensor over all workers."""
+        total = own.detach().clone()
+        peers.all_reduce(total)
+        return total
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """[rows of all workers, ...] tensors of unlike numbers of rows, in order of the batch."""
+        own = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
+        if self.piece is not None and not self.piece.own_samples and tensor.dim():
+            own = own[:0]
+        counts = torch.empty(self.world_size, dtype=torch.int64, device=own.device)
+        peers.all_gather(counts, torch.tensor([own.shape[0]], device=own.device))
+        rows = counts.tolist()
+        padded = own.new_zeros((max(rows), *own.shape[1:]))
+        padded[: own.shape[0]] = own
+        found = own.new_empty((self.world_size * max(rows), *own.shape[1:]))
+        peers.all_gather(found, padded)
+        starts = range(0, len(found), max(rows, default=0) or 1)
+        return torch.cat([own[:0], *(found[a : a + n] for a, n in zip(starts, rows, strict=False))])
+
+    def equalise_buffers(self) -> None:
+        """Give all workers the first worker's buffers, as DistributedDataParallel does."""
+        for buffer in self.models.buffers():
+            peers.broadcast(buffer, src=0)
+
+    # The end
+
+    def finish(self, *, whole: bool = False) -> None:
+        """Report what was measured and the digest of the models, and leave the group."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        session = self._session
+        session.is_finished = True
+        if session.num_steps:
+            meet_all(session, lambda wait: wait())  # workers do not change
+            self.equalise_buffers()
+            report(session, lambda: digest_of(final_tensors(self.models, self._parameters())))
+        part(session)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """The models' parameters, under their own names where there is one model."""
+        models = list(self.models)
+        return dict((models[0] if len(models) == 1 else self.models).named_parameters())
+
+
+def _check_start(start: Start) -> None:
+    config = start.config
+    assert config is not None
+    said, hint = None, "train with hf.prepare: docs/training.md"
+    if config.pipeline is not None:
+        said, hint = "this plan is a pipeline", "hetflow solve; or train with hf.prepare"
+    elif config.world_size == 1:
+        said, hint = "this plan has one worker", "start the script with python"
+    elif config.emulated:
+        said = "this plan has emulated devices, whose passes only hf.prepare stretches"
+    elif start.determinism != "none":
+        said = f"--determinism {start.determinism} needs sums in a fixed order"
+    elif start.checkpoint_every or start.from_scratch:
+        said, hint = "hetflow's checkpoints need hf.prepare", "use the library's own checkpoints"
+    if said is not None:
+        raise TargetError(
+            f"a script with its own loop trains under split plans of several devices, and {said}",
+            hint=hint,
+        )
+
+
+class Cuts:
+    """A batch sampler that gives this worker's part of each batch of another one.
+
+    Args:
+        training: This worker's training.
+        batches: The script's batch sampler, equal on every worker.
+
+    Attributes:
+        batch_sampler: The script's batch sampler.
+        pieces: The parts of the batches that were drawn and not delivered yet, in order.
+    """
+
+    # What accelerate asks of its own sampler: batches are split, and not filled up.
+    split_batches, even_batches = True, False
+
+    def __init__(self, training: Training, batches: Any) -> None:
+        self._training, self.batch_sampler = training, batches
+        self.batch_size: int | None = getattr(batches, "batch_size", None)
+        self.drop_last = bool(getattr(batches, "drop_last", False))
+        self.num_processes, self.process_index = training.world_size, training.place.rank
+        self.pieces: deque[Piece] = deque()
+
+    @property
+    def sampler(self) -> Any:
+        """The order of the script's samples."""
+        return self.batch_sampler.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.pieces.clear()
+        for indices in self.batch_sampler:
+            piece = self._training.cut(len(indices), self.batch_size)
+            self.pieces.append(piece)
+            yield piece.of(indices)
+
+
+class _Process:
+    """The training of this process; None before the script begins one."""
+
+    training: Training | None = None
+
+
+def training() -> Training:
+    """This process's training; the first call joins the other workers."""
+    if _Process.training is None:
+        _Process.training = Training(read_environment())
+    return _Process.training
+
+
+def begun() -> Training | None:
+    """This process's training, if the script has begun one through an adapter."""
+    return _Process.training

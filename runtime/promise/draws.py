@@ -1,0 +1,217 @@
+"""Random draws that are equal whether a function sees its samples together or in parts.
+
+The first call of a function, on all samples, draws as always, and the draws are kept. In a later
+call on samples ``start`` to ``end`` each draw has the values that the first call drew for these
+samples: a draw's dimension that changed with the number of samples is cut like the samples::
+
+    first call, 5 samples     torch.rand(5, 3)  ->  kept
+    samples 1 to 4            torch.rand(3, 3)  ->  rows 1 to 4 of what was kept
+
+Permutations are the identity, so a sample is mixed with itself.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..streams import seed_streams_by
+
+_SEED = 20220601
+# Their results are computed from their inputs, and they draw only where they drop something.
+_COMPUTING = ("attention", "rnn", "lstm", "gru", "rrelu")
+_OF_PYTHON = (
+    "random", "uniform", "gauss", "normalvariate", "lognormvariate", "expovariate", "betavariate",
+    "gammavariate", "triangular", "vonmisesvariate", "paretovariate", "weibullvariate", "randint",
+    "randrange", "choice", "choices", "getrandbits",
+)  # fmt: skip
+_OF_NUMPY = (
+    "rand", "randn", "random", "random_sample", "ranf", "sample", "uniform", "normal", "laplace",
+    "standard_normal", "randint", "beta", "binomial", "exponential", "gamma", "poisson", "choice",
+    "lognormal", "dirichlet", "multinomial", "multivariate_normal",
+)  # fmt: skip
+
+
+class Draws:
+    """The draws of one function's calls.
+
+    Args:
+        num_samples: Samples of the first call.
+
+    Attributes:
+        coarsest: The largest ``eps`` of the dtypes in which anything was computed.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._kept: list[Any] = []
+        self._is_first = True
+        self._at, self._start, self._end = 0, 0, num_samples
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self.coarsest = 0.0
+
+    @contextmanager
+    def of(self, start: int, end: int, *, keeps: bool = False) -> Iterator[None]:
+        """Draw for samples ``start`` to ``end``; ``keeps`` makes this the first call."""
+        self._is_first, self._at, self._start, self._end = keeps, 0, start, end
+        if keeps:
+            self._kept = []
+        seed_streams_by(_SEED)
+        try:
+            with ExitStack() as stack:
+                for name in _OF_PYTHON:
+                    stack.enter_context(_replaced(random, name, _constant))
+                stack.enter_context(mock.patch.object(random, "shuffle", _in_place))
+                stack.enter_context(mock.patch.object(random, "sample", _first_of))
+                for name in _OF_NUMPY:
+                    stack.enter_context(_replaced(np.random, name, self._numpy))
+                stack.enter_context(mock.patch.object(np.random, "shuffle", _in_place))
+                stack.enter_context(mock.patch.object(np.random, "permutation", _in_order))
+                stack.enter_context(_Dispatched(self))
+                stack.enter_context(_WithoutBatchStatistics())
+                yield
+        finally:
+            for generator, state in self._generators.values():
+                generator.set_state(state)
+
+    def note_generator(self, generator: torch.Generator) -> None:
+        """Keep the state of a generator of the script's, to restore it after the call."""
+        self._generators.setdefault(id(generator), (generator, generator.get_state()))
+
+    def take(self, drawn: list[Any]) -> None:
+        """Keep these arrays or tensors, or overwrite them with those that were kept."""
+        for value in drawn:
+            if self._is_first:
+                self._kept.append(value.clone() if isinstance(value, Tensor) else value.copy())
+            elif self._at < len(self._kept):
+                found = self._part(self._kept[self._at], value)
+                if found is not None:
+                    value.copy_(found) if isinstance(value, Tensor) else np.copyto(value, found)
+            self._at += 1
+
+    def _part(self, kept: Any, drawn: Any) -> Any:
+        """What was kept, cut to the samples of this call; None where it does not fit."""
+        if len(kept.shape) != len(drawn.shape) or kept.dtype != drawn.dtype:
+            return None
+        for axis, (whole, part) in enumerate(zip(kept.shape, drawn.shape, strict=True)):
+            if whole == part:
+                continue
+            each = whole // self._num_samples
+            if each * self._num_samples != whole or each * (self._end - self._start) != part:
+                return None
+            kept = kept[(slice(None),) * axis + (slice(each * self._start, each * self._end),)]
+        return kept
+
+    def _numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            held = found if isinstance(found, np.ndarray) else np.asarray(found).reshape(1).copy()
+            self.take([held])
+            return found if isinstance(found, np.ndarray) else held[0]
+
+        return draw
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator):
+                self._draws.note_generator(value)
+        found = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if tensor.is_floating_point() or tensor.is_complex():
+                eps = torch.finfo(tensor.dtype).eps
+                self._draws.coarsest = max(self._draws.coarsest, eps)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return found
+        name = func._schema.name
+        if any(word in name for word in _COMPUTING):
+            return found
+        if "randperm" in name:
+            for tensor in tensors:
+                tensor.copy_(torch.arange(len(tensor), device=tensor.device))
+        else:
+            self._draws.take(tensors)
+        return found
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts run as they do without a mode."""
+        return True
+
+
+class _WithoutBatchStatistics(TorchFunctionMode):
+    """Batch-norm by constant statistics: a virtual node's own are defined, and are no fault."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.batch_norm:
+            return _by_constants(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _by_constants(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training or running_mean is None or running_var is None:
+        dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+        running_mean = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
+        running_var = torch.ones_like(running_mean)
+    return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, False)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    with mock.patch.object(module, name, by(getattr(module, name))):
+        yield
+
+
+def _constant(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same draw for the same arguments: Python's draws are single numbers."""
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        state = random.getstate()
+        random.seed(_SEED)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            random.setstate(state)
+
+    return draw
+
+
+def _first_of(population: Any, k: int, **_: Any) -> list[Any]:
+    return list(population)[:k]
+
+
+def _in_order(x: Any) -> Any:
+    return np.arange(x) if isinstance(x, int | np.integer) else np.array(x)
+
+
+def _in_place(x: Any) -> None:
+    """Shuffle nothing: the order stays."""

@@ -1,0 +1,62 @@
+"""Tables, pictures, throughputs and a cluster's queue from Python, as the commands give them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import hetflow
+from hetflow.cli.main import run
+from hetflow.scheduler.store import Store
+from hetflow.tests import handmade
+
+PROFILES = [handmade.profile("V100", 1.0, model="m"), handmade.profile("P100", 2.0, model="m")]
+
+
+def test_records_are_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = hetflow.solve(PROFILES, "2xV100", batch_size=64)
+    hetflow.write(tmp_path / "plan.json", plan)
+    text = hetflow.show(tmp_path / "plan.json", plot=tmp_path / "plan.svg")
+    assert text == hetflow.show(plan)
+    assert run(["show", str(tmp_path / "plan.json")]) == 0
+    assert capsys.readouterr().out == text + "\n"
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    hetflow.write(folder / "run.json", plan)  # as a launch writes its record
+    assert hetflow.show(folder) == text
+    assert run(["show", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "split"
+    with pytest.raises(hetflow.FileError, match="exists already"):
+        hetflow.show(PROFILES, plot=tmp_path / "plan.svg")
+    with pytest.raises(hetflow.HetflowError, match="only profiles, plans"):
+        hetflow.show(hetflow.Cluster.parse("V100"), plot=tmp_path / "pool.svg")
+
+
+def test_throughputs_are_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for profile in PROFILES:
+        hetflow.write(tmp_path / f"{profile.device_type}.json", profile)
+    assert run(["throughputs", str(tmp_path), "--batch-size", "64", "--scale-factors", "1,2"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    table = hetflow.throughputs(PROFILES, batch_size={"m": 64}, scale_factors=[1, 2])
+    assert [model["steps_per_second"] for model in said["models"]] == [
+        model.steps_per_second for model in table.models
+    ]
+    with pytest.raises(hetflow.ProblemError, match="batch_size: no profile of model 'n'"):
+        hetflow.throughputs(PROFILES, batch_size={"n": 64})
+
+
+def test_jobs_are_submitted_and_looked_after(tmp_path: Path) -> None:
+    store, script = tmp_path / "state", tmp_path / "train.py"
+    Store.create(store).close()
+    script.touch()
+    hetflow.write(tmp_path / "v100.json", PROFILES[0])
+    options = {"profiles": tmp_path / "v100.json", "batch_size": 64, "steps": 10}
+    number = hetflow.cluster.submit(script, ["--epochs", "3"], state=store, options=options)
+    (job,) = hetflow.cluster.queue(state=store)
+    assert (job.number, job.name, job.state) == (number, "train", "submitted")
+    hetflow.cluster.hold(number, state=store)
+    (job,) = hetflow.cluster.queue(state=store)
+    assert job.wanted == "hold"
+    with pytest.raises(hetflow.FileError, match="batch"):
+        hetflow.cluster.submit(script, state=store, options={**options, "batch_size": "many"})

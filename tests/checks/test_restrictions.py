@@ -1,0 +1,82 @@
+"""What a plan was solved under stands in it, in what is printed of it, and before the judge."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checks.tampered import PROFILES
+
+import hetflow
+from hetflow.cli.main import run
+from hetflow.reports.tables import pipeline_table
+from hetflow.schema.files import from_json, to_json, write
+from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plans import claim_of
+from hetflow.schema.restrictions import Restrictions
+
+LINK = 1e9
+
+
+def solved(pool: str = "2xA,2xB", **options: Any) -> PipelinePlan:
+    return hetflow.solve(
+        PROFILES,
+        pool,
+        batch_size=32,
+        strategy="pipeline",
+        link_bytes_per_second=LINK,
+        fastest=True,
+        **options,
+    )
+
+
+def test_a_plan_without_restrictions_states_none() -> None:
+    plan = hetflow.solve(PROFILES, "2xA", batch_size=32, strategy="split", fastest=True)
+    assert "restrictions" not in json.loads(to_json(plan))
+    assert claim_of(plan) == "optimal"
+
+
+def test_what_was_asked_for_stands_in_the_plan_and_in_its_proof() -> None:
+    plan = solved(num_stages=2, replication=False)
+    assert plan.restrictions == Restrictions(
+        devices={"A": 2, "B": 2}, num_stages=2, replication=False
+    )
+    assert claim_of(plan) == "optimal among plans with 2 stages, no replicas"
+    assert f"{claim_of(plan)}, gap" in pipeline_table(plan)
+    assert from_json(to_json(plan), PipelinePlan) == plan
+    assert hetflow.check(plan, PROFILES, "2xA,2xB") == []
+    assert hetflow.check(plan, PROFILES) == []  # for the pool that it states
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "fault"),
+    [
+        (2, Restrictions(num_stages=3), "num_stages is 3, the plan has 2"),
+        (2, Restrictions(microbatch_size=8), "microbatch_size is 8, the plan has 4"),
+        (2, Restrictions(num_model_chunks=2), "num_model_chunks is 2, the plan has 1"),
+        (2, Restrictions(devices={"A": 1}), "2 A are used, the pool has 1"),
+        (1, Restrictions(replication=False), "the plan has replicas"),
+        (2, Restrictions(recompute=True), "recompute is stated"),
+    ],
+)
+def test_a_plan_that_breaks_what_it_states_is_refused(
+    number: int, said: Restrictions, fault: str
+) -> None:
+    plan = replace(solved("2xA", num_stages=number), restrictions=said)
+    assert any(fault in found for found in hetflow.check(plan, PROFILES, "2xA"))
+
+
+def test_check_says_among_which_plans_one_is_optimal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for profile in PROFILES:
+        write(tmp_path / f"{profile.device_type}.json", profile)
+    path = tmp_path.parent / "restricted.json"
+    write(path, solved("1xA,1xB", num_stages=2))
+    judged = ["check", str(path), "--profiles", str(tmp_path)]
+    assert run(judged) == 0
+    assert "valid (optimal among plans with 2 stages)" in capsys.readouterr().out
+    assert run([*judged, "--gpus", "2xA,1xB"]) == 0
+    said = capsys.readouterr().out
+    assert "(optimal among plans with 2 stages, on 1xA, 1xB of 2xA, 1xB)" in said

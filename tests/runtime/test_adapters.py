@@ -1,0 +1,182 @@
+"""Scripts as they are under uneven plans equal one process, or are refused in one line."""
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetflow.runtime.adapters.losses import check_loss
+from hetflow.runtime.adapters.patching import check_version
+from hetflow.schema import files
+from hetflow.schema.errors import TargetError
+from hetflow.schema.plan import SplitPlan
+from hetflow.tests import programs
+
+SCRIPTS = Path(__file__).parent / "adapters"
+Plans = Callable[..., SplitPlan]
+LAUNCH = [sys.executable, "-m", "hetflow.cli.main", "launch", "plan.json"]
+
+
+def launch(folder: Path, plan: SplitPlan, *script: str | Path) -> tuple[int, str]:
+    files.write(folder / "plan.json", plan)
+    done = programs.run([*LAUNCH, *map(str, script)], timeout=180, cwd=folder)
+    return done.returncode, done.stderr
+
+
+def alone(folder: Path, *script: str | Path, **variables: str) -> None:
+    env = {**os.environ, **variables}
+    done = programs.run([sys.executable, *map(str, script)], timeout=180, cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """(name, number) of all numbers in an answer, in order."""
+    entries = value.items() if isinstance(value, dict) else ()
+    for key, entry in entries:
+        yield from numbers(entry, f"{name}.{key}")
+    for entry in value if isinstance(value, list) else ():
+        yield from numbers(entry, name)
+    if not isinstance(value, dict | list):
+        yield name, float(value)
+
+
+def assert_equal(folder: Path, *, parameters: float, others: float) -> None:
+    """Compare the answers of one process and of a launch, within absolute tolerances."""
+    one, many = (list(numbers(json.loads((folder / n).read_text()))) for n in ("one", "many"))
+    assert len(one) == len(many) > 100
+    for (name, expected), (found_name, found) in zip(one, many, strict=True):
+        close = parameters if name == ".parameters" else others
+        assert name == found_name
+        assert abs(expected - found) <= close, (name, expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("script", "devices"),
+    [
+        ("classifier.py", [(1, 24), (1, 8)]),
+        ("gan.py", [(1, 16), (1, 10), (1, 6)]),
+    ],
+)
+def test_accelerate_trains_as_one_process(
+    script: str, devices: list[tuple[int, int]], tmp_path: Path, plan_of: Plans
+) -> None:
+    alone(tmp_path, SCRIPTS / script, "one")
+    code, stderr = launch(tmp_path, plan_of(devices), SCRIPTS / script, "many")
+    assert code == 0, stderr
+    assert_equal(tmp_path, parameters=1e-12, others=0)
+    (record,) = tmp_path.glob("hetflow-runs/*/run.json")
+    run = json.loads(record.read_text())
+    assert run["status"] == "done"
+    shares = [device["num_samples"] for device in run["devices"]]
+    assert shares[0] > shares[-1] > 0
+    assert sum(shares) == (2 * 161 if script == "classifier.py" else 2 * 80)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_script_for_torchrun_trains_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    alone(tmp_path, SCRIPTS / "sampled.py", "one", **variables)
+    plan = plan_of([(1, 16), (1, 8), (1, 6)])
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "sampled.py", "many")
+    assert code == 0, stderr
+    assert_equal(tmp_path, parameters=1e-12, others=0)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_trainer_resumes_under_another_plan_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
+    alone(tmp_path, SCRIPTS / "language.py", "one", "alone")
+    saved = tmp_path / "alone" / "checkpoint-3"
+    plan = plan_of([(3, 8), (1, 8)])
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "language.py", "many", "out", saved)
+    assert code == 0, stderr
+    # Parts of the loss are computed in 32 bits.
+    assert_equal(tmp_path, parameters=1e-6, others=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_trainer_weights_a_mean_over_labels_by_labels(tmp_path: Path, plan_of: Plans) -> None:
+    alone(tmp_path, SCRIPTS / "tokens.py", "one", "alone")
+    code, stderr = launch(
+        tmp_path, plan_of([(2, 10), (1, 12)]), SCRIPTS / "tokens.py", "many", "out"
+    )
+    assert code == 0, stderr
+    assert_equal(tmp_path, parameters=1e-9, others=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ([(1, 40), (1, 8)], "trains on batches of 32 samples, and the plan's global batch has 48"),
+        ([(3, 8), (1, 8)], "this device 3 virtual nodes"),
+    ],
+)
+def test_a_plan_that_the_script_does_not_fit_is_refused(
+    devices: list[tuple[int, int]], said: str, tmp_path: Path, plan_of: Plans
+) -> None:
+    code, stderr = launch(tmp_path, plan_of(devices), SCRIPTS / "gan.py", "many")
+    assert code == 2, stderr
+    assert said in stderr
+    assert "hint: " in stderr
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "many").exists()
+
+
+X = torch.randn(4, 3, requires_grad=True)
+Y = torch.tensor([0, 1, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda: X.square(), "12 elements"),
+        (lambda: 0.5 * X.square().sum(), "a sum over samples"),
+        (lambda: nn.functional.mse_loss(X, X.detach() + 1, reduction="sum"), "a sum over samples"),
+        (lambda: nn.functional.cross_entropy(X, Y, ignore_index=2), "ignores some targets"),
+        (
+            lambda: nn.functional.cross_entropy(X, Y, weight=torch.tensor([1.0, 2, 1])) / 1,
+            None,  # a quotient is not looked into; accelerate divides after the check
+        ),
+        (lambda: nn.functional.cross_entropy(X, Y) + 0.1 * X.square().sum(), None),
+        (lambda: X.square().mean(), None),
+    ],
+)
+def test_losses_that_are_seen_not_to_be_means_are_refused(
+    loss: Callable[[], torch.Tensor], said: str | None
+) -> None:
+    if said is None:
+        check_loss(loss())
+    else:
+        with pytest.raises(TargetError, match=said):
+            check_loss(loss())
+
+
+def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"accelerate": "1.15.3"}
+    monkeypatch.setattr("hetflow.runtime.adapters.patching.version", found.__getitem__)
+    check_version("accelerate", ((1, 15), (1, 15)))
+    for other in ("1.14.9", "1.16.0.dev0", "2.0"):
+        found["accelerate"] = other
+        with pytest.raises(TargetError, match=f"accelerate {other} is installed"):
+            check_version("accelerate", ((1, 15), (1, 15)))
+
+
+def test_the_installed_versions_are_those_that_the_adapters_name() -> None:
+    from hetflow.runtime.adapters import accelerate, transformers
+
+    for library, adapter in (("accelerate", accelerate), ("transformers", transformers)):
+        assert importlib.metadata.version(library)
+        check_version(library, adapter.VERSIONS)

@@ -1,0 +1,213 @@
+"""A loss function is tested when it is first used: is its loss a mean over samples?"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hetflow import runtime as hf
+from hetflow.schema import files
+from hetflow.schema.errors import TargetError
+from hetflow.schema.plan import SplitPlan
+from hetflow.tests import programs
+from hetflow.tests.runtime.losses import RIGHT, WRONG
+
+BATCH = 16
+
+
+@pytest.fixture(autouse=True)
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HETFLOW_PLAN", "RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def data(dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * BATCH, 5, generator=generator).to(dtype)
+    x[0, 0] = -1.0
+    y = torch.randint(3, (2 * BATCH,), generator=generator)
+    y[[1, 5, 6]] = -100
+    return TensorDataset(x, y)
+
+
+def model_of(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(1)
+    layers = (nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Tanh(), nn.Linear(7, 3))
+    return nn.Sequential(*layers).to(dtype)
+
+
+@pytest.fixture
+def jobs() -> Iterator[Callable[..., hf.Job]]:
+    made = []
+
+    def prepare(*arguments: object, **options: object) -> hf.Job:
+        made.append(hf.prepare(*arguments, **options))
+        return made[-1]
+
+    yield prepare
+    for job in made:
+        job.finish()
+
+
+def step(job: hf.Job, loss_of: Callable[..., object], dataset: TensorDataset, **options: object):
+    batch = next(iter(job.batches(DataLoader(dataset, batch_size=BATCH))))
+    return job.backward(loss_of, batch, **options)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        pytest.param(torch.float32, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_means_over_samples_train(
+    jobs: Callable[..., hf.Job], name: str, dtype: torch.dtype
+) -> None:
+    model = model_of(dtype)
+    step(jobs(model), RIGHT[name](model), data(dtype))
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_losses_are_refused_before_an_update(jobs: Callable[..., hf.Job], name: str) -> None:
+    model, (make, said) = model_of(), WRONG[name]
+    before = [value.clone() for value in model.state_dict().values()]
+    with pytest.raises(TargetError, match=said) as refused:
+        step(jobs(model), make(model), data())
+    assert refused.value.hint
+    if name != "a fixed batch":  # which has run on its batch before
+        after = model.state_dict().values()
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_loss_of_each_virtual_nodes_own_is_taken_where_the_script_says_so(
+    jobs: Callable[..., hf.Job],
+) -> None:
+    model = model_of()
+    step(jobs(model), WRONG["in-batch negatives"][0](model), data(), per_virtual_node=True)
+
+
+def test_nothing_is_left_behind(jobs: Callable[..., hf.Job]) -> None:
+    """The first step has the draws, buffers and variables that it would have without a test."""
+
+    class Meter:
+        def __init__(self) -> None:
+            self.values: list[int] = []
+            self.total, self.average = 0, torch.zeros(1)
+
+        def add(self, number: int) -> None:
+            self.values.append(number)
+            self.total += number
+            self.average += number
+
+    def train(**options: object) -> tuple[object, ...]:
+        model, meter, seen, count = model_of(), Meter(), [], 0
+        generator, rng = torch.Generator().manual_seed(3), np.random.default_rng(3)
+        torch.manual_seed(5)
+        random.seed(5)
+        job = jobs(model)
+
+        def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += len(x)
+            seen.append(len(x))
+            meter.add(len(x))
+            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype) * rng.random()
+            x = x + noise + torch.rand_like(x) + random.random()
+            return nn.functional.cross_entropy(model(x), y.clamp(min=0))
+
+        step(job, loss_of, data(), **options)
+        drawn = torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002
+        kept = count, seen, meter.values, meter.total, float(meter.average), drawn, rng.random()
+        return (
+            *kept,
+            torch.rand(1, generator=generator),
+            [p.grad for p in model.parameters()],
+            [b.clone() for b in model.buffers()],
+            model.training,
+        )
+
+    assert str(train()) == str(train(per_virtual_node=True))
+
+
+def test_a_function_is_tested_again_where_the_samples_said_little(
+    jobs: Callable[..., hf.Job],
+) -> None:
+    model = nn.Linear(5, 1).double()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    job = jobs(model)
+    batches = iter(job.batches(DataLoader(data(), batch_size=BATCH)))
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (1 + model(x).square()).mean().log()
+
+    job.backward(loss_of, next(batches))  # all losses are equal: nothing can be said
+    nn.init.ones_(model.weight)
+    with pytest.raises(TargetError, match="something else than samples"):
+        job.backward(loss_of, next(batches))
+
+
+def test_weights_and_other_values(jobs: Callable[..., hf.Job]) -> None:
+    model = model_of().eval()
+    job = jobs(model)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
+        logits = model(x)
+        return nn.functional.cross_entropy(logits, y), {"right": (logits.argmax(1) == y).sum()}
+
+    loss, rest = step(
+        job, loss_of, data(), has_aux=True, weight=lambda x, y: int((y != -100).sum())
+    )
+    assert len(rest) == 1
+    x, y = data()[:BATCH]
+    assert int(rest[0]["right"]) == int((model(x).argmax(1) == y).sum())
+    assert loss.item() == pytest.approx(nn.functional.cross_entropy(model(x), y).item())
+    with pytest.raises(TargetError, match=r"must return \(loss, other values\)"):
+        step(jobs(model), lambda x, y: model(x).mean(), data(), has_aux=True)
+    with pytest.raises(TargetError, match="weight must be a function of the batch"):
+        step(jobs(model), loss_of, data(), weight=3)
+
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from hetflow import runtime as hf
+from hetflow.tests.runtime import test_promise, losses
+model = test_promise.model_of()
+job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loss_of = losses.WRONG[sys.argv[1]][0](model)
+for batch in job.batches(DataLoader(test_promise.data(), batch_size=16)):
+    job.backward(loss_of, batch)
+    open("updated", "w").close()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("launches", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_script_ends_with_one_line(
+    tmp_path: Path, plan_of: Callable[..., SplitPlan], launches: bool
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    files.write(tmp_path / "plan.json", plan_of([(2, 4), (2, 4)]))
+    launch = ["-m", "hetflow.cli.main", "launch", "plan.json"] if launches else []
+    done = programs.run(
+        [sys.executable, *launch, "train.py", "log of the mean"], timeout=120, cwd=tmp_path
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert "mean of their parts (1 + " in lines[0]
+    assert "train.py, line" in lines[0]
+    assert lines[1].startswith("hint: ")
+    assert len(lines) == 2, done.stderr
+    assert not (tmp_path / "updated").exists()
