@@ -23,10 +23,26 @@ for name, value in {**pins("elastic"), "PYTHONUNBUFFERED": "1"}.items():
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
-# Under nohup, or in the background of a script, SIGINT is ignored; all that the tests start would
-# inherit that. A handled signal is not inherited: they start with the default.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What each signal that a user stops a program with does by default, in Python.
+_DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
+def _heed_signals() -> None:
+    """Ignore none of them: all that the tests start would inherit that.
+
+    SIGINT is ignored under nohup and in the background of a script, and each of them after a
+    command that ran in this process and ignored what came too late to stop it.
+    """
+    for number, handler in _DEFAULTS.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+_heed_signals()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,11 +60,12 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, Any, Any]:
-    """Collect a file's garbage at its end, and leave what stays out of later collections.
+    """Heed signals again, and collect a file's garbage at its end; what stays is left out later.
 
     Else each walks all that the files before have imported and cached, soon for most of a second.
     """
     done = yield
+    _heed_signals()
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
