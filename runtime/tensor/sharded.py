@@ -81,17 +81,35 @@ class ShardedModel:
                 self._forwards.append((module, partial(dropped_tokens, module, group)))
 
     @contextmanager
-    def traceable(self) -> Iterator[None]:
-        """Trace the model inside: its first block spreads tokens, and the graph shows it."""
-        if self._entry is None:
-            yield
-            return
-        module, forward = self._entry
-        module.forward = forward
+    def traceable(self, *, by_values: bool) -> Iterator[None]:
+        """Trace the model inside, as this worker computes it.
+
+        Its first block spreads tokens. Sizes are divided, because torch.fx writes the numbers that
+        a forward reads into the graph as constants.
+
+        Args:
+            by_values: Whether the trace computes values (torch.export). Then modules are split into
+                operators on whole parameters, which need whole sizes.
+        """
+        if not by_values:
+            self._divide_sizes()
+        if self._entry is not None:
+            self._entry[0].forward = self._entry[1]
         try:
             yield
         finally:
-            del module.forward
+            if self._entry is not None:
+                del self._entry[0].forward
+            if not by_values:
+                self._restore_sizes()
+
+    def _divide_sizes(self) -> None:
+        for module, attribute, degree in self._sizes:
+            setattr(module, attribute, getattr(module, attribute) // degree)
+
+    def _restore_sizes(self) -> None:
+        for module, attribute, degree in self._sizes:
+            setattr(module, attribute, getattr(module, attribute) * degree)
 
     def passing(self) -> AbstractContextManager[None]:
         """A context for a stage's pass; a lone worker has no regions, so nothing is done there."""
@@ -113,8 +131,7 @@ class ShardedModel:
             module.forward = forward
         if self._entry is not None:
             self._entry[0].forward = self._entry[1]
-        for module, attribute, degree in self._sizes:
-            setattr(module, attribute, getattr(module, attribute) // degree)
+        self._divide_sizes()
         self._is_installed = True
 
     def remove(self) -> None:
@@ -125,8 +142,7 @@ class ShardedModel:
             del module.forward
         if self._entry is not None:
             del self._entry[0].forward
-        for module, attribute, degree in self._sizes:
-            setattr(module, attribute, getattr(module, attribute) * degree)
+        self._restore_sizes()
         self._is_installed = False
 
     def _forward_of(

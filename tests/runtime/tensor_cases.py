@@ -85,6 +85,24 @@ def drop_weights(attention, x):
     return attention.project_out(made.transpose(1, 2).flatten(2))
 
 
+def sized():
+    """The zoo's GPT whose attention reads its number of heads, as most people's does."""
+    model = zoo()
+    for block in model.blocks:
+        block.attention.heads_here = 4
+        block.attention.forward = partial(attend_by_heads, block.attention)
+    hf.tensor_parallel(model, {}, sizes={"blocks.*.attention": ["heads_here"]}, known=True)
+    return model
+
+
+def attend_by_heads(attention, x):
+    qkv = attention.project_in(x)
+    fused = qkv.view(x.size(0), x.size(1), 3, attention.heads_here, -1)
+    q, k, v = fused.permute(2, 0, 3, 1, 4)
+    made = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return attention.project_out(made.transpose(1, 2).flatten(2))
+
+
 def qwen():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -99,7 +117,7 @@ def qwen():
 MODELS = {
     "zoo": zoo, "llama": llama, "gpt2": gpt2, "qwen": qwen, "dropping": dropping,
     "gpt2-drop": partial(gpt2, 0.2), "gpt2-eager": partial(gpt2, 0.2, "eager"),
-    "llama-logits": llama_of_logits,
+    "llama-logits": llama_of_logits, "sized": sized,
 }  # fmt: skip
 
 

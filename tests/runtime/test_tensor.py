@@ -29,7 +29,7 @@ CHUNKS = (FIRST[:5], FIRST[5:], LAST[:3], LAST[3:])  # of two rounds over two po
 APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
 AT_NORM = ((*FIRST, *LAST[:1]), LAST[1:])  # behind a norm
 
-OURS = {"zoo", "dropping", "layers"}  # what does without transformers
+OURS = {"zoo", "sized", "dropping", "layers"}  # what does without transformers
 # name: (case, stages)
 WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
     "t2": (2, {
@@ -67,6 +67,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "zoo": ("zoo:sgd:clip", [(WHOLE, (2, 1))]),
         "gpt2": ("gpt2:adam:clip-inf", [(WHOLE, (1, 2))]),
         "odd": ("zoo:sgd:", [(WHOLE, (3,))]),
+        "sized": ("sized:sgd:clip", [(WHOLE, (2, 1))]),
         "gpt2-shards": ("gpt2:adam:clip-inf", [(WHOLE, (1, 2))]),
         "d3": ("gpt2:adam:clip-inf", [(WHOLE, (1, 1, 1))]),
         "d3-shards": ("gpt2:adam:clip-inf", [(WHOLE, (1, 1, 1))]),
@@ -84,6 +85,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "tokens": ("zoo:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
         "back-tokens": ("zoo:adam:clip-inf", [(FIRST, (1,)), (LAST, (2,))]),
         "apart": ("zoo:sgd:", [(APART[0], (2,)), (APART[1], (1,))]),
+        "sized": ("sized:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
         "chunks": ("zoo:sgd:clip", [(part, (2 - place % 2,)) for place, part in enumerate(CHUNKS)]),
     }),
     "p2-t2": (4, {
@@ -96,6 +98,8 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "chunks": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-cores": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
+        "sized": ("sized:sgd:clip", [(FIRST, (2,)), (LAST, (2,))]),
+        "sized-chunks": ("sized:sgd:clip", [(part, (2,)) for part in CHUNKS]),
         "apart-cores": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
         "again": ("zoo:adam:clip", [(FIRST, (2,)), (LAST, (2,))]),
         "chunks-again": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
