@@ -25,6 +25,9 @@ from ...schema.parallel import ParallelProblem
 from .bound import stage_seconds
 from .space import ROOM, Option, Spaces
 
+_MOST_NODES = 50_000
+"""Nodes of all searches for cuts that fit: about a second."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -87,6 +90,7 @@ def search(problem: ParallelProblem, spaces: Spaces) -> tuple[Interleaved | None
     )
     best: Interleaved | None = None
     limit, tried = inf, []
+    work = _Work(_MOST_NODES)
     for seconds, shape in by_bound:
         if seconds >= limit:
             break
@@ -94,7 +98,7 @@ def search(problem: ParallelProblem, spaces: Spaces) -> tuple[Interleaved | None
         seconds = _least_seconds(problem, shape, slowest)
         tried.append(Tried(shape, seconds))
         if seconds < limit:
-            found = _planned(problem, shape, slowest)
+            found = _planned(problem, shape, slowest, work)
             if found is not None and found.step_seconds < limit:
                 best, limit = found, found.step_seconds
     return best, tried
@@ -276,19 +280,32 @@ def _least_maxima(option: Option, num_chunks: int) -> np.ndarray:
     return least
 
 
-def _planned(problem: ParallelProblem, shape: Shape, slowest: float) -> Interleaved | None:
-    """The plan of a shape whose chunks are the most alike under that cap; None if it does not fit.
+def _planned(
+    problem: ParallelProblem, shape: Shape, slowest: float, work: "_Work"
+) -> Interleaved | None:
+    """The plan of a shape whose chunks are the most alike under that cap.
+
+    Where these do not fit, the slowest chunk is as fast as a search for cuts that fit finds.
 
     Args:
         problem: Whose layers.
         shape: The degrees.
         slowest: Seconds of the slowest chunk, for which a cut exists.
+        work: What the search may still take.
+
+    Returns:
+        None if no cut that fits was found.
     """
-    cuts = _even_cuts(shape.option, shape.num_chunks, slowest)
     option, positions = shape.option, shape.num_positions
-    memory = tuple(_memory(shape, cuts, position) for position in range(positions))
+    cuts: tuple[int, ...] | None = _even_cuts(option, shape.num_chunks, slowest)
+    assert cuts is not None
+    memory = _memories(shape, cuts)
     if option.memory_bytes is not None and max(memory) > option.memory_bytes * ROOM:
-        return None
+        cuts = _fastest_that_fits(shape, work)
+        if cuts is None:
+            return None
+        memory, seconds = _memories(shape, cuts), stage_seconds(option)
+        slowest = max(float(seconds[start, end]) for start, end in pairwise(cuts))
     gradients, pool = _gradients(problem, shape), problem.pools[option.pool]
     updates = tuple(option.updates[end] - option.updates[start] for start, end in pairwise(cuts))
     reduces = tuple(
@@ -329,10 +346,83 @@ def _even_cuts(option: Option, num_chunks: int, slowest: float) -> tuple[int, ..
     return tuple(reversed(cuts))
 
 
+@dataclass(slots=True)
+class _Work:
+    """Nodes that searches for cuts that fit may still visit, over all shapes."""
+
+    nodes: int
+
+
+def _fastest_that_fits(shape: Shape, work: _Work) -> tuple[int, ...] | None:
+    """The cuts that fit whose slowest chunk is the fastest, by bisection over chunks' times.
+
+    A larger cap allows all cuts of a smaller one, so bisection is right. Where the work is spent,
+    a cut that fits may be missed.
+    """
+    caps = np.unique(stage_seconds(shape.option))
+    caps = caps[np.isfinite(caps)]
+    found = _that_fit(shape, inf, work)
+    low, high = 0, len(caps) - 1
+    while found is not None and low < high:
+        middle = (low + high) // 2
+        faster = _that_fit(shape, float(caps[middle]), work)
+        if faster is None:
+            low = middle + 1
+        else:
+            found, high = faster, middle
+    return found
+
+
+def _that_fit(shape: Shape, cap: float, work: _Work) -> tuple[int, ...] | None:
+    """Cuts that fit, no chunk slower than the cap: depth first, chunk by chunk.
+
+    What a position holds only grows with more chunks, so a branch ends where it is too much.
+    """
+    option, chunks = shape.option, shape.num_chunks
+    seconds, size = stage_seconds(option), len(option.seconds) - 1
+    room = (option.memory_bytes or inf) * ROOM
+
+    def next_ends(cuts: list[int]) -> Iterator[int]:
+        """Ends of the next chunk, those nearest to an equal share of the layers first."""
+        start, left = cuts[-1], chunks - len(cuts) + 1
+        ends = range(start + 1, size - left + 2) if left > 1 else (size,)
+        aim = start + (size - start) / left
+        return iter(sorted(ends, key=lambda each: abs(each - aim)))
+
+    cuts = [0]
+    open_ends = [next_ends(cuts)]
+    while open_ends and work.nodes > 0:
+        end = next(open_ends[-1], None)
+        if end is None:
+            open_ends.pop()
+            cuts.pop()
+            continue
+        if seconds[cuts[-1], end] > cap * (1 + 1e-12):
+            continue
+        work.nodes -= 1
+        position = (len(cuts) - 1) % shape.num_positions
+        cuts.append(end)
+        if _memory(shape, tuple(cuts), position) > room:
+            cuts.pop()
+        elif len(cuts) > chunks:
+            return tuple(cuts)
+        else:
+            open_ends.append(next_ends(cuts))
+    return None
+
+
+def _memories(shape: Shape, cuts: tuple[int, ...]) -> tuple[float, ...]:
+    """[positions] bytes on each device of a position."""
+    return tuple(_memory(shape, cuts, position) for position in range(shape.num_positions))
+
+
 def _memory(shape: Shape, cuts: tuple[int, ...], position: int) -> float:
-    """Bytes on each device of a position: all its chunks, at the schedule's fullest moment."""
+    """Bytes on each device of a position: all its chunks, at the schedule's fullest moment.
+
+    Chunks that are not cut yet hold nothing.
+    """
     option, p, v = shape.option, shape.num_positions, shape.num_model_chunks
-    own = [cuts[place : place + 2] for place in range(position, p * v, p)]
+    own = [cuts[place : place + 2] for place in range(position, len(cuts) - 1, p)]
     weights = sum(option.weights[end] - option.weights[start] for start, end in own)
     weights += max(option.uneven_bytes(start, end) for start, end in own)
     stashed = [option.stashed[end] - option.stashed[start] for start, end in own]
@@ -340,5 +430,5 @@ def _memory(shape: Shape, cuts: tuple[int, ...], position: int) -> float:
     if option.recompute == "full":
         again, stashed = max(stashed), [option.inputs[start] for start, _ in own]
     in_flight = interleaved_in_flight(p, shape.num_microbatches, v, position)
-    held = max(sum(n * each for n, each in zip(one, stashed, strict=True)) for one in in_flight)
+    held = max(sum(n * each for n, each in zip(one, stashed, strict=False)) for one in in_flight)
     return option.reserved_bytes + weights + held + again

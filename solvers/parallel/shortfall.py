@@ -81,7 +81,8 @@ def _might_fit(problem: ParallelProblem, more_bytes: int) -> bool:
 def _fewest_devices(problem: ParallelProblem, pool: ParallelPool) -> int | None:
     size, best = len(problem.layers), None
     most_stages = min(size, problem.most_stages or size)
-    many = replace(pool, num_devices=max(t.tensor_parallel_size for t in pool.times))
+    most = max((t.tensor_parallel_size for t in pool.times), default=1)
+    many = replace(pool, num_devices=most)
     alone = replace(problem, pools=(many,))
     spaces = Spaces(alone)
     for microbatch in spaces.microbatch_sizes:

@@ -65,6 +65,8 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
             f"(timed: {', '.join(map(str, timed))})",
             hint="profile smaller microbatches, or take a larger batch",
         )
+    if not any(space.options for space in spaces.alone):
+        raise _infeasible(problem, spaces)
     chunked, tried = interleaved.search(problem, spaces)
     best, bound = None, inf
     if 1 in problem.num_model_chunks:

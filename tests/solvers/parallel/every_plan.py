@@ -143,6 +143,11 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
     def row(values: st.SearchStrategy) -> tuple:  # type: ignore[type-arg]
         return tuple(draw(values) for _ in range(num_layers))
 
+    def timed(degrees: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The tables of a type: all, or some (large microbatches may need a higher degree)."""
+        every = list(product(degrees, sizes))
+        return draw(st.just(every) | st.lists(st.sampled_from(every), min_size=1, unique=True))
+
     pools = tuple(
         ParallelPool(
             device_type=name,
@@ -158,8 +163,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
                     update_seconds=row(SECONDS),
                     core_seconds=row(SECONDS) if has_cores else (),
                 )
-                for degree in degrees
-                for size in sizes
+                for degree, size in timed(degrees, sizes)
             ),
             links=tuple(
                 DegreeLink(
