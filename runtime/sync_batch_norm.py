@@ -34,7 +34,7 @@ def over_workers(norms: Sequence[nn.SyncBatchNorm], place: Place) -> Iterator[No
 
     Enter it on all workers; each runs one forward and one backward pass in it.
     """
-    gather = partial(_gathered, place=place)
+    gather = partial(gathered, place=place)
     for norm in norms:
         norm.forward = partial(_forward, norm, gather=gather)  # type: ignore[method-assign]
     try:
@@ -75,7 +75,8 @@ def joined(inputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     )
 
 
-def _gathered(numbers: Tensor, *, place: Place) -> Tensor:
+def gathered(numbers: Tensor, *, place: Place) -> Tensor:
+    """[workers, n] the numbers [n] of every worker, in order of ranks; call it on all workers."""
     if not place.distributed:
         return numbers[None]
     sent = numbers.to(wire_device(place.device)).contiguous()
@@ -89,15 +90,54 @@ def _forward(norm: nn.SyncBatchNorm, x: Tensor, *, gather: Gather) -> Tensor:
         return nn.functional.batch_norm(
             x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
         )
-    y, mean, variance, count = _Normalise.apply(x, norm.weight, norm.bias, norm.eps, gather)  # type: ignore[no-untyped-call]
-    if norm.running_mean is not None and norm.running_var is not None:
+    momentum = norm.momentum
+    if norm.running_mean is not None:
         assert norm.num_batches_tracked is not None
         norm.num_batches_tracked.add_(1)
-        new = norm.momentum if norm.momentum is not None else 1 / int(norm.num_batches_tracked)
+        momentum = momentum if momentum is not None else 1 / int(norm.num_batches_tracked)
+    return normalised(
+        x,
+        norm.running_mean,
+        norm.running_var,
+        norm.weight,
+        norm.bias,
+        momentum=momentum or 0.0,
+        eps=norm.eps,
+        gather=gather,
+    )
+
+
+def normalised(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+    gather: Gather,
+    counts: bool = True,
+) -> Tensor:
+    """Normalise by the statistics of all workers, and move the running ones; call it on all.
+
+    Args:
+        x: [samples, channels, ...] this worker's samples.
+        running_mean: [channels], changed in place; None where it is not tracked.
+        running_var: [channels], likewise.
+        weight: [channels] the factor after; None is 1.
+        bias: [channels] the term after; None is 0.
+        momentum: What the batch counts in the running statistics.
+        eps: What is added to the variance.
+        gather: Gathers the workers' numbers.
+        counts: Whether these samples count; a worker without any runs one that does not.
+    """
+    y, mean, variance, count = _Normalise.apply(x, weight, bias, eps, gather, counts)  # type: ignore[no-untyped-call]
+    if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), new)
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             unbiased = variance * (count / (count - 1))
-            norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), new)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     return y  # type: ignore[no-any-return]
 
 
@@ -106,7 +146,13 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gather: Gather
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        gather: Gather,
+        counts: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [d for d in range(x.dim()) if d != 1]
@@ -114,17 +160,19 @@ class _Normalise(torch.autograd.Function):
         own_mean = wide.mean(dims)
         squares = (wide - own_mean.view(shape)).square().sum(dims)
         own_count = wide.new_full((1,), wide.numel() / wide.shape[1])
-        count, mean, total = wide.new_zeros(1), 0.0 * own_mean, 0.0 * squares
-        for row in gather(torch.cat([own_count, own_mean, squares])):
+        own = torch.cat([own_count, own_mean, squares])
+        count, mean, total = wide.new_zeros(1), own_mean.new_zeros(()), own_mean.new_zeros(())
+        for row in gather(own if counts else torch.zeros_like(own)):
             n, m, s = row.split([1, len(own_mean), len(own_mean)])
-            apart = m - mean
-            total = total + s + apart.square() * (count * n / (count + n))
-            mean = mean + apart * (n / (count + n))
+            apart, both = m - mean, (count + n).clamp(min=1)  # the first workers may have none
+            total = total + s + apart.square() * (count * n / both)
+            mean = mean + apart * (n / both)
             count = count + n
         scale = (total / count + eps).rsqrt()
         normal = (wide - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(normal, scale, weight, count)
         ctx.gather, ctx.dims, ctx.shape, ctx.has_bias = gather, dims, shape, bias is not None
+        ctx.counts = counts
         y = normal if weight is None else normal * weight.view(shape)
         y = y if bias is None else y + bias.view(shape)
         variance = total / count
@@ -136,6 +184,8 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         normal, scale, weight, count = ctx.saved_tensors
         wide = gradient.to(normal.dtype)
+        if not ctx.counts:  # it may hold what is no number, which no factor of 0 removes
+            wide, normal = torch.zeros_like(wide), torch.zeros_like(normal)
         of_bias, of_weight = wide.sum(ctx.dims), (wide * normal).sum(ctx.dims)
         rows = ctx.gather(torch.cat([of_bias, of_weight]))
         mean, product = (rows.sum(0) / count).view(2, *ctx.shape[1:])[:, None]
@@ -147,6 +197,7 @@ class _Normalise(torch.autograd.Function):
             of_bias.to(gradient.dtype if weight is None else weight.dtype)
             if ctx.has_bias
             else None,
+            None,
             None,
             None,
         )

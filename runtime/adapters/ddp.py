@@ -1,8 +1,8 @@
 """Plain DistributedDataParallel under a plan, in scripts that torchrun starts as they are.
 
 A DataLoader with a DistributedSampler has a batch size for each worker; all of them together are
-the global batch, and each worker takes the plan's share of it. DistributedDataParallel's gradients
-get the weight of the share. accelerate and Trainer wrap their models by it too.
+the global batch, and each worker takes the plan's share of it. Backward passes get the weight of
+the share. accelerate and Trainer wrap their models by it too.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...schema.errors import TargetError
+from .batch_norm import adapt as adapt_batch_norm
 from .losses import check_loss
 from .patching import around
 from .training import Cuts, Training, begun, training
@@ -30,10 +31,12 @@ def adapt() -> None:
     # hetflow's own call of init_process_group is bound in runtime/peers.py, which is imported.
     around(dist, "init_process_group", _join)
     around(DistributedDataParallel, "__init__", _wrap)
+    around(DistributedDataParallel, "forward", _run)
     around(DistributedSampler, "__init__", _take_whole_order)
     around(DataLoader, "__init__", _cut_batches)
     around(DataLoader, "__iter__", _deliver)
-    around(Tensor, "backward", _backward)
+    around(torch.autograd, "backward", _backward)  # Tensor.backward calls it
+    adapt_batch_norm()
 
 
 class _Script:
@@ -70,22 +73,38 @@ def _wrap(original: Any, self: Any, module: nn.Module, *values: Any, **options: 
     original(self, module, *values, **options)
     if current is not None:
         current.train(module)
-        self.register_forward_pre_hook(_begin_pass)
 
 
-def _begin_pass(module: nn.Module, _: Any) -> None:
-    if module.training and torch.is_grad_enabled():
-        training().begin_pass()
-
-
-def _backward(original: Any, self: Tensor, *values: Any, **options: Any) -> None:
+def _run(original: Any, self: Any, *values: Any, **options: Any) -> Any:
     current = begun()
     if current is None:
-        original(self, *values, **options)
+        return original(self, *values, **options)
+    if self.training and torch.is_grad_enabled():
+        current.begin_pass()
+    with current.running(trains=self.training):
+        return original(self, *values, **options)
+
+
+def _backward(
+    original: Any, tensors: Any, grad_tensors: Any = None, *values: Any, **options: Any
+) -> None:
+    """Go back from this worker's share of the loss."""
+    current = begun()
+    if current is None or current.is_going_back:  # within one: recomputed activations
+        original(tensors, grad_tensors, *values, **options)
         return
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if current.is_own_pass:
-        check_loss(self)
-    original(self, *values, **options)
+        for root in roots:
+            check_loss(root)
+    given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
+    dtype = min((root.dtype for root in roots), key=lambda kind: kind.itemsize)
+    with current.going_back(dtype) as share:
+        gradients = [
+            torch.full_like(root, share) if gradient is None else gradient * share
+            for root, gradient in zip(roots, given or [None] * len(roots), strict=True)
+        ]
+        original(roots, gradients, *values, **options)
     current.end_pass()
 
 
@@ -127,12 +146,6 @@ def _cut_batches(original: Any, self: Any, *values: Any, **options: Any) -> None
             hint="give it a batch_size",
         )
     global_batch = self.batch_size * current.world_size
-    last = len(self.sampler) % global_batch
-    if last and not self.drop_last and not current.smallest_share(last):
-        raise TargetError(
-            f"the last batch of {last} samples leaves a worker of the plan without any",
-            hint="give the DataLoader drop_last=True, or another batch_size",
-        )
     batches = BatchSampler(self.sampler, global_batch, self.drop_last)
     # A DataLoader refuses other batches once it is made; only its iterators read them.
     object.__setattr__(self, "batch_sampler", Cuts(current, batches))
@@ -144,6 +157,9 @@ def _deliver(original: Any, self: Any) -> Iterator[Any]:
 
 
 def _taken(batches: Iterator[Any], loader: Any) -> Iterator[Any]:
+    """This worker's shares; one that counts nothing is needed where the others train."""
     for batch in batches:
-        training().take(loader.batch_sampler.pieces.popleft())
-        yield batch
+        piece = loader.batch_sampler.pieces.popleft()
+        if piece.own_samples or not training().is_evaluating:
+            training().take(piece)
+            yield batch

@@ -1,11 +1,12 @@
 """What an adapter needs of hetflow: this worker's share of each global batch, and its weight.
 
 The script keeps its loop, its wrapped model (DistributedDataParallel) and its optimizer. Every
-worker draws the same global batches and keeps its share of each. DistributedDataParallel takes the
-plain mean of the workers' gradients. So the gradients of a worker with n of N samples count
-n / N * workers: then that mean is the mean over the global batch (VirtualFlow 5.2). A library's
-adapter says where batches come from and where results are gathered; nothing is known here of any
-library.
+worker draws the same global batches and keeps its share of each. A worker with n of N samples goes
+back from n / N of its loss. So every gradient inside its graph is what one process has there, and
+layers that see the whole batch can sum theirs over workers. DistributedDataParallel takes the plain
+mean of the workers' gradients, where their sum is the global batch's (VirtualFlow 5.2): so
+parameters' gradients count as often as there are workers. A library's adapter says where batches
+come from and where results are gathered; nothing is known here of any library.
 """
 
 import functools
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from ..group import Place, join
 from ..places import batch_sizes_of, holders_of
 from ..session import Session
 from ..setup import final_tensors
-from ..shares import slices
+from ..shares import share_out, slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Training:
         place: This worker among the others.
         piece: This worker's part of the batch that the script works on; None before the first.
         pass_samples: This worker's samples in the pass that runs.
+        is_going_back: Whether a backward pass runs.
     """
 
     def __init__(self, start: Start) -> None:
@@ -92,6 +95,9 @@ class Training:
         self.piece: Piece | None = None
         self.pass_samples = 0
         self._part_weight: float | None = None
+        self._num_running = 0
+        self._factor = 1.0
+        self.is_going_back = False
         self._ahead: deque[Piece] | None = None
         self._mark: Mark | None = None
         self._is_begun, self._is_counted = False, False
@@ -119,6 +125,12 @@ class Training:
         return self.place.world_size
 
     @property
+    def is_evaluating(self) -> bool:
+        """Whether the script evaluates: without gradients, or with all models in that mode."""
+        trains = any(model.training for model in self.models)
+        return not torch.is_grad_enabled() or (len(self.models) > 0 and not trains)
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of a full global batch."""
         return sum(self._sizes)
@@ -127,21 +139,25 @@ class Training:
 
     def cut(self, num_samples: int, batch_size: int | None) -> Piece:
         """This worker's part of a global batch of ``num_samples`` samples."""
-        cuts = slices(num_samples, self._sizes)
+        cuts = self._slices(num_samples)
         start, end = cuts[self._nodes[0]][0], cuts[self._nodes[-1]][1]
         return Piece(num_samples, start, end - start, batch_size)
 
-    def smallest_share(self, num_samples: int) -> int:
-        """Samples of the worker that has the fewest of a global batch."""
-        shares = [0] * self.world_size
-        cuts = slices(num_samples, self._sizes)
-        for rank, (start, end) in zip(holders_of(self.place), cuts, strict=True):
-            shares[rank] += end - start
-        return min(shares)
+    def _slices(self, num_samples: int) -> list[tuple[int, int]]:
+        """[virtual nodes] (start, end) of each in a batch; in a short one, none is left out.
+
+        A worker without samples would run one that counts nothing.
+        """
+        spare = num_samples - len(self._sizes)
+        found = slices(num_samples, self._sizes)
+        if spare < 0 or all(end > start for start, end in found):
+            return found
+        more = share_out(spare, self._sizes)
+        return list(pairwise([0, *accumulate(1 + size for size in more)]))
 
     def parts_of(self, piece: Piece) -> list[tuple[int, int]]:
         """[virtual nodes with samples] (start, end) of each within this worker's part."""
-        cuts = [slices(piece.num_samples, self._sizes)[node] for node in self._nodes]
+        cuts = [self._slices(piece.num_samples)[node] for node in self._nodes]
         return [(a - piece.start, b - piece.start) for a, b in cuts if b > a] or [(0, 1)]
 
     def take(self, piece: Piece) -> None:
@@ -240,28 +256,82 @@ class Training:
         """Whether a pass of training runs that is weighted by its samples alone."""
         return self._mark is not None and self._part_weight is None
 
+    @contextmanager
+    def running(self, *, trains: bool) -> Iterator[None]:
+        """A context for a call of a model that DistributedDataParallel synchronises.
+
+        Args:
+            trains: Whether the model is in training mode.
+        """
+        self._num_running += trains
+        try:
+            yield
+        finally:
+            self._num_running -= trains
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether all workers run this layer in training mode now, on parts of one batch.
+
+        A backward pass counts: it runs layers again whose activations were not kept.
+        """
+        return self.piece is not None and (self._num_running > 0 or self.is_going_back)
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether this worker's samples count in the pass that runs."""
+        return self.pass_samples > 0
+
+    @property
+    def has_one_sample(self) -> bool:
+        """Whether the global batch is one sample."""
+        return self.piece is not None and self.piece.num_samples == 1
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether this worker runs several virtual nodes one after another."""
+        return self._part_weight is not None and len(self._nodes) > 1
+
     def weight(self) -> float:
         """What this pass counts in the workers' plain mean."""
         piece = self.piece
-        assert piece is not None
+        if piece is None:
+            return 1.0
         if self._part_weight is not None:
             return self._part_weight
         return piece.own_samples * self.world_size / piece.num_samples
 
+    @contextmanager
+    def going_back(self, dtype: torch.dtype) -> Iterator[float]:
+        """A context for a backward pass.
+
+        It gives what the gradients at the pass's roots count in the global batch's. That is rounded
+        to ``dtype``, the roots' own; what is left goes into parameters' gradients.
+        """
+        share = self.weight() / self.world_size
+        rounded = float(torch.tensor(share, dtype=dtype))
+        self._factor = self.world_size * share / rounded if rounded else 0.0
+        self.is_going_back = True
+        try:
+            yield rounded
+        finally:
+            self.is_going_back = False
+
     def train(self, model: nn.Module) -> None:
-        """Weight the gradients of a model that DistributedDataParallel takes the mean of."""
+        """Sum the gradients of a model that DistributedDataParallel takes the mean of."""
         self.models.append(model)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(self._weighted)  # type: ignore[no-untyped-call]
+                parameter.register_hook(self._summed)  # type: ignore[no-untyped-call]
                 self._trained.add(id(parameter))
 
-    def _weighted(self, gradient: Tensor) -> Tensor:
+    def _summed(self, gradient: Tensor) -> Tensor:
+        if not self.is_going_back:  # torch.autograd.grad, which changes no .grad
+            return gradient
         self.begin_pass()  # where the model was in evaluation mode, or two passes end together
-        weight = self.weight()
-        if weight == 0:  # such gradients may be no numbers
+        if not self._factor or not self.has_samples:  # such gradients may be no numbers
             return torch.zeros_like(gradient)
-        return gradient if weight == 1 else gradient * weight
+        return gradient * self._factor
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
         self.end_pass()

@@ -117,6 +117,28 @@ def test_trainer_weights_a_mean_over_labels_by_labels(tmp_path: Path, plan_of: P
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize("library", ["ddp", "accelerate", "trainer"])
+def test_batch_norm_sees_the_whole_batch(library: str, tmp_path: Path, plan_of: Plans) -> None:
+    script = SCRIPTS / "norms.py"
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    alone(tmp_path, script, library, "one", **(variables if library == "ddp" else {}))
+    # In the last batch a worker has no sample.
+    code, stderr = launch(tmp_path, plan_of([(1, 13), (1, 8), (1, 3)]), script, library, "many")
+    assert code == 0, stderr
+    assert_equal(tmp_path, parameters=1e-10, others=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_batch_norm_under_virtual_nodes_is_refused(tmp_path: Path, plan_of: Plans) -> None:
+    code, stderr = launch(tmp_path, plan_of([(2, 8), (1, 8)]), SCRIPTS / "norms.py", "", "many")
+    assert code == 2, stderr
+    assert "the model has batch norm, and the plan gives a device several" in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("devices", "said"),
     [

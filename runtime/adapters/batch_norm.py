@@ -1,0 +1,72 @@
+"""Batch norm under a plan: the statistics of the whole global batch, as one process has them.
+
+All of PyTorch's layers, and those of libraries, end in ``torch.nn.functional.batch_norm``.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...schema.errors import TargetError
+from ..sync_batch_norm import gathered, normalised
+from .patching import around
+from .training import begun
+
+
+def adapt() -> None:
+    """Change torch's functions in this process."""
+    around(nn.functional, "batch_norm", _normalise)
+    around(nn.SyncBatchNorm, "forward", _forward)
+    around(
+        nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", _allow_on_any_device
+    )
+
+
+def _forward(original: Any, self: Any, x: Tensor) -> Tensor:
+    """Run torch's SyncBatchNorm as any other layer; by itself it needs a GPU."""
+    return original(self, x) if begun() is None else _BatchNorm.forward(self, x)
+
+
+def _allow_on_any_device(original: Any, self: Any, module: nn.Module) -> None:
+    if begun() is None:
+        original(self, module)
+
+
+def _normalise(
+    original: Any,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    current = begun()
+    is_one_value = current is not None and current.has_one_sample and x.numel() == x.shape[1]
+    # Of one value there is no variance: torch refuses it.
+    if not training or current is None or not current.meets_others or is_one_value:
+        found: Tensor = original(
+            x, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+        return found
+    if current.has_parts:
+        raise TargetError(
+            "the model has batch norm, and the plan gives a device several virtual nodes, which "
+            "run one after another: batch norm needs the whole batch at once",
+            hint="solve for one virtual node a device, or replace batch norm by group norm",
+        )
+    return normalised(
+        x,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        momentum=momentum,
+        eps=eps,
+        gather=partial(gathered, place=current.place),
+        counts=current.has_samples,
+    )
