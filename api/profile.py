@@ -46,7 +46,8 @@ def profile(
     operators and a table of data sheets, and are marked as estimates.
 
     Args:
-        target: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG_OR_DIR`` or ``torchvision:NAME``.
+        target: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG_OR_DIR`` or ``torchvision:NAME``;
+            ``hf:gpt2@1024`` states the tokens of a sample (or the pixels of an image's side).
         devices: Device types: ``V100``, ``cuda:0``, ``cpu``, an emulated one such as
             ``cpu:slow=0.25``, or ``spec:H100`` to estimate. Empty: every CUDA type, or the CPU if
             there is none.

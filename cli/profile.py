@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def profile(
     target: Annotated[
         str | None,
-        typer.Argument(help="file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR or torchvision:NAME."),
+        typer.Argument(
+            help="file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR[@LENGTH] or torchvision:NAME."
+        ),
     ] = None,
     device: Annotated[
         list[str] | None,
@@ -140,7 +142,10 @@ def profile(
     if not specs:
         asked = parse_requests(device or [], local_devices())
         types = [request.device_type for request in asked]
-    model = name or targets.parse(target).model
+    parsed = targets.parse(target)
+    model = name or parsed.model
+    if parsed.source == "hf" and parsed.length is None:
+        note(f"samples have 128 tokens, or are an image; {target}@1024 states another length")
     with _paths(output, model, types, force=force) as paths:
         with _progress() as progress:
             measured_all = measure(

@@ -1,4 +1,4 @@
-"""What to profile: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG``, ``torchvision:NAME``.
+"""What to profile: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG[@LENGTH]``, ``torchvision:NAME``.
 
 A factory takes no arguments and returns ``(model, make_batch, loss)``:
 
@@ -24,25 +24,31 @@ from typing import TYPE_CHECKING, Any
 from ..devices.out_of_memory import is_out_of_memory
 from ..schema.errors import TargetError
 from ..schema.records import nearest
+from ..schema.spelling import whole_number
 from . import zoo
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-_GRAMMAR = "write file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR or torchvision:NAME"
+_GRAMMAR = "write file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR[@LENGTH] or torchvision:NAME"
 _MODULE_NAME = "__hetflow_target__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A parsed target. ``source`` is file, zoo, hf or torchvision; ``model`` names profiles."""
+    """A parsed target. ``source`` is file, zoo, hf or torchvision; ``model`` names profiles.
+
+    ``length`` is of one sample of an hf target: its tokens, or the pixels of an image's side. None
+    takes 128 tokens, or the configuration's image size.
+    """
 
     text: str
     source: str
     location: str
     factory: str
     model: str
+    length: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +72,9 @@ def parse(text: str) -> Target:
     if colon and rest and source in ("zoo", "hf", "torchvision"):
         if source == "zoo":
             zoo.check_name(rest)
-        model = _file_safe(_config_name(Path(rest)) if source == "hf" else rest)
-        return Target(text=text, source=source, location=rest, factory="", model=model)
+        if source == "hf":
+            return _hub_target(text, rest)
+        return Target(text=text, source=source, location=rest, factory="", model=_file_safe(rest))
     path, colon, factory = text.rpartition(":")
     if not colon or not factory.isidentifier() or not path.endswith(".py"):
         raise TargetError(f"target {text!r}: has no known form", hint=_GRAMMAR)
@@ -75,6 +82,22 @@ def parse(text: str) -> Target:
         raise TargetError(f"{path}: no such file", hint=_GRAMMAR)
     model = _file_safe(f"{Path(path).stem}.{factory}")
     return Target(text=text, source="file", location=path, factory=factory, model=model)
+
+
+def _hub_target(text: str, rest: str) -> Target:
+    """``CONFIG``, or ``CONFIG@LENGTH`` unless a file has that very name."""
+    location, at, length = rest.rpartition("@")
+    if not at or Path(rest).exists():
+        model = _file_safe(_config_name(Path(rest)))
+        return Target(text=text, source="hf", location=rest, factory="", model=model)
+    number = whole_number(length)
+    if not number or not location:
+        raise TargetError(
+            f"target {text!r}: behind @ stands the length of a sample",
+            hint="write for example hf:gpt2@1024, or hf:vit@384 for pixels",
+        )
+    model = _file_safe(f"{_config_name(Path(location))}-{number}")
+    return Target(text=text, source="hf", location=location, factory="", model=model, length=number)
 
 
 def load(target: Target) -> Workload:
@@ -91,8 +114,11 @@ def load(target: Target) -> Workload:
 
     if target.source == "zoo":
         return as_workload(zoo.factory_of(target.location)(), target.text)
-    maker = targets_hub.from_config if target.source == "hf" else targets_hub.from_torchvision
-    return as_workload(maker(target.location), target.text)
+    if target.source == "hf":
+        made = targets_hub.from_config(target.location, target.length)
+    else:
+        made = targets_hub.from_torchvision(target.location)
+    return as_workload(made, target.text)
 
 
 def as_workload(answer: object, name: str) -> Workload:

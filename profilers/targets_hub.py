@@ -13,26 +13,31 @@ from ..schema.records import nearest
 _TOKENS_PER_SAMPLE = 128
 
 
-def from_config(location: str) -> tuple[Any, Any, Any]:
+def from_config(location: str, length: int | None = None) -> tuple[Any, Any, Any]:
     """A transformers model from a configuration file, a folder with one, or a model type.
 
     The class is the configuration's first of ``architectures``, as a training script would have
     it; without one, the bare model. Where the class makes the loss itself of labels, it gets some.
     Else the loss is the mean square of its first output: every parameter on the way to it gets a
-    gradient, whatever the task. Samples are 128 random tokens, or one random image.
+    gradient, whatever the task. Samples are random tokens, or one random image.
+
+    Args:
+        location: The configuration.
+        length: Tokens of a sample, or pixels of an image's side; None takes 128 tokens, or the
+            configuration's image size.
 
     Raises:
         TargetError: transformers is not installed, or the configuration is not usable.
     """
     transformers = _extra("transformers", "hf")
     config = _config(transformers, location)
+    make_inputs = _hub_batches(config, location, length)
     try:
         model = _model(transformers, config)
     except (ValueError, KeyError, TypeError, ImportError) as error:
         raise TargetError(
             f"hf:{location}: no model for this configuration: {_short(error)}"
         ) from error
-    make_inputs = _hub_batches(config, location)
     make_labels = _hub_labels(type(model).__name__, config)
 
     def make_batch(samples: int) -> dict[str, Any]:
@@ -130,18 +135,26 @@ def _default_config(transformers: Any, model_type: str) -> Any:
     return transformers.CONFIG_MAPPING[model_type]()
 
 
-def _hub_batches(config: Any, location: str) -> Any:
+def _hub_batches(config: Any, location: str, length: int | None) -> Any:
     import torch
 
     vocabulary = getattr(config, "vocab_size", None)
     pixels = getattr(config, "image_size", None)
     if isinstance(vocabulary, int):
-        longest = getattr(config, "max_position_embeddings", None) or _TOKENS_PER_SAMPLE
-        tokens = min(_TOKENS_PER_SAMPLE, longest)
+        longest = getattr(config, "max_position_embeddings", None)
+        if length is not None and longest is not None and length > longest:
+            raise TargetError(
+                f"hf:{location}: samples of {length} tokens are asked for, and the model takes at "
+                f"most {longest}",
+                hint=f"hf:{location}@{longest}, or raise max_position_embeddings",
+            )
+        tokens = length or min(_TOKENS_PER_SAMPLE, longest or _TOKENS_PER_SAMPLE)
         names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
         return lambda n: {name: torch.randint(vocabulary, (n, tokens)) for name in names}
     if isinstance(pixels, int):
         channels = getattr(config, "num_channels", 3)
+        if length is not None:
+            config.image_size = pixels = length  # the model is built for its images
         return lambda n: {"pixel_values": torch.randn(n, channels, pixels, pixels)}
     raise TargetError(
         f"hf:{location}: has neither vocab_size nor image_size, so its inputs are unknown",

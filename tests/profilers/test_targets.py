@@ -166,6 +166,31 @@ def test_a_configuration_makes_the_model_that_a_script_would(
     assert all(p.grad is not None for p in workload.model.parameters())
 
 
+def test_a_target_states_the_length_of_a_sample(tmp_path: Path) -> None:
+    gpt2 = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 256, "n_embd": 16,
+            "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+    vit = {"model_type": "vit", "image_size": 32, "patch_size": 16, "hidden_size": 16,
+           "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}  # fmt: skip
+    for name, config in (("gpt2", gpt2), ("vit", vit)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    def batch(text: str) -> dict[str, torch.Tensor]:
+        workload = targets.load(targets.parse(f"hf:{tmp_path}/{text}"))
+        made: dict[str, torch.Tensor] = workload.make_batch(2)
+        workload.loss(workload.model, made).backward()
+        return made
+
+    assert batch("gpt2")["input_ids"].shape == (2, 128)
+    assert batch("gpt2@256")["input_ids"].shape == (2, 256)
+    assert batch("vit@48")["pixel_values"].shape == (2, 3, 48, 48)
+    assert targets.parse(f"hf:{tmp_path}/gpt2@256").model == "gpt2-256"
+    with pytest.raises(TargetError, match="257 tokens are asked for, and the model takes at most"):
+        batch("gpt2@257")
+    with pytest.raises(TargetError, match="behind @ stands the length"):
+        targets.parse("hf:gpt2@long")
+
+
 def test_names_of_profiles_are_safe_in_files(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text("{}", encoding="utf-8")
