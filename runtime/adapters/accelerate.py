@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.utils.data import IterableDataset
 
 from ...devices.backend import backend_of
 from ...schema.errors import TargetError
-from .losses import check_loss
+from .losses import Known
 from .patching import around, check_version
+from .streams import Read, Shared, rows_of
 from .training import Cuts, training
 
 VERSIONS = ((1, 15), (1, 15))  # the oldest and the newest that were tested
@@ -20,6 +22,7 @@ VERSIONS = ((1, 15), (1, 15))  # the oldest and the newest that were tested
 
 def adapt() -> None:
     """Change accelerate's classes in this process."""
+    import accelerate.accelerator as accelerators
     import accelerate.data_loader as loaders
     from accelerate import Accelerator, PartialState
     from accelerate.scheduler import AcceleratedScheduler
@@ -27,10 +30,15 @@ def adapt() -> None:
 
     around(PartialState, "__init__", _join)
     loaders.BatchSamplerShard = lambda batches, *_, **__: Cuts(training(), batches)
+    for module in (accelerators, loaders):
+        around(module, "prepare_data_loader", _prepare_loader)
     around(loaders.DataLoaderShard, "__iter__", _deliver)
-    around(Accelerator, "prepare_data_loader", _prepare_loader)
+    around(loaders.DataLoaderDispatcher, "__init__", _dispatch_shares)
+    around(loaders.DataLoaderDispatcher, "__iter__", _deliver_dispatched)
     around(Accelerator, "prepare_model", _prepare_model)
     around(Accelerator, "backward", _backward)
+    around(Accelerator, "reduce", _reduce)
+    around(accelerators, "load_accelerator_state", _load_state)
     around(AcceleratedScheduler, "__init__", _once_a_step)
     operations._gpu_gather = functools.partial(
         operations.recursively_apply, _gathered, error_on_other_type=True
@@ -50,20 +58,39 @@ def _join(original: Any, self: Any, cpu: bool = False, **options: Any) -> None:
     original(self, cpu or is_host, **options)
 
 
-def _prepare_loader(original: Any, self: Any, loader: Any, *values: Any, **options: Any) -> Any:
-    if getattr(loader, "_is_accelerate_prepared", False):
-        return original(self, loader, *values, **options)
-    if isinstance(loader.dataset, IterableDataset) or self.dispatch_batches:
+# Data
+
+
+def _prepare_loader(original: Any, loader: Any, *values: Any, **options: Any) -> Any:
+    """Prepare a loader that gives whole batches of the script's, of which each worker has a share.
+
+    Whether one worker reads a batch for all, or each reads it and keeps its share, is the script's
+    choice, with accelerate's defaults.
+    """
+    options["split_batches"] = False  # accelerate refuses uneven shares of it
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    is_read_once = options.get("dispatch_batches")
+    if is_read_once is None:
+        is_read_once = is_stream and options.get("put_on_device", False)
+    if getattr(loader.dataset, "_distributed", None) is not None:
         raise TargetError(
-            "an IterableDataset or dispatch_batches=True has no order of samples that a plan's "
-            "shares can be cut from",
-            hint="use a dataset with an index and dispatch_batches=False, or hf.prepare",
+            "split_dataset_by_node gives each worker other samples, and a plan's shares are cut "
+            "from global batches",
+            hint="leave it out; accelerator.prepare cuts the batches",
         )
+    if is_read_once:
+        return original(loader, *values, **options)
+    if is_stream:
+        options["num_processes"] = 1  # each worker reads all samples
+        made = original(loader, *values, **options)
+        made.base_dataloader.collate_fn = Shared(
+            made.base_dataloader.collate_fn, loader.batch_size, training().share
+        )
+        return made
     sampler = getattr(loader, "sampler", None)
     had = getattr(sampler, "generator", None)
     drawn = torch.random.get_rng_state()
-    with _whole_batches(self):
-        made = original(self, loader, *values, **options)
+    made = original(loader, *values, **options)
     if had is None and getattr(made, "synchronized_generator", None) is not None:
         # Then accelerate has drawn a seed, and every epoch's order would come from it: leave the
         # order to the process's own stream, as one process does, taken from the first worker.
@@ -74,20 +101,10 @@ def _prepare_loader(original: Any, self: Any, loader: Any, *values: Any, **optio
     return made
 
 
-class _whole_batches:
-    """A context without ``split_batches``, under which accelerate refuses uneven shares."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._settings = accelerator.dataloader_config
-
-    def __enter__(self) -> None:
-        self._asked, self._settings.split_batches = self._settings.split_batches, False
-
-    def __exit__(self, *_: object) -> None:
-        self._settings.split_batches = self._asked
-
-
 def _deliver(original: Any, self: Any) -> Iterator[Any]:
+    if isinstance(self.collate_fn, Shared):
+        yield from _read(original(self), self.collate_fn.batch_size)
+        return
     cuts, skipped = _cuts_of(self)
     if cuts is None:
         yield from original(self)
@@ -100,13 +117,69 @@ def _deliver(original: Any, self: Any) -> Iterator[Any]:
         yield batch
 
 
+def _read(batches: Iterator[Read], batch_size: int | None) -> Iterator[Any]:
+    """Take batches that each worker has read by itself."""
+    current = training()
+    for number, (num_samples, checksum, batch) in enumerate(batches):
+        if number == 0:
+            current.check_equal(
+                checksum,
+                "each worker reads other samples from the script's IterableDataset",
+                hint="give its order one seed on all workers, or let one worker read for all: "
+                "dispatch_batches=True",
+            )
+        current.take(current.cut(num_samples, batch_size))
+        yield batch
+
+
 def _cuts_of(loader: Any) -> tuple[Cuts | None, int]:
     """The cut batches below a loader's samplers, and how many of them are skipped."""
-    sampler, skipped = loader.batch_sampler, 0
+    skipped, sampler = 0, loader.batch_sampler
+    if sampler is None:
+        sampler = loader.sampler
     while sampler is not None and not isinstance(sampler, Cuts):
         skipped += int(getattr(sampler, "skip_batches", 0))
         sampler = getattr(sampler, "batch_sampler", None)
     return sampler, skipped
+
+
+def _dispatch_shares(original: Any, self: Any, *values: Any, **options: Any) -> None:
+    """Let the first worker read each batch of the script's; it is cut once it was sent to all."""
+    original(self, *values, **options)
+    self.split_batches, self._drop_last = True, True  # one batch at a time, and never filled up
+    cut = self.slice_fn
+
+    def share_of(batch: Any, _: slice, **others: Any) -> Any:
+        self.piece = training().cut(rows_of(batch), _batch_size_of(self))
+        start, own = self.piece.start, self.piece.own_samples
+        return cut(batch, slice(start, start + own) if own else slice(0, 1), **others)
+
+    self.slice_fn = share_of
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    sampler = loader.batch_sampler
+    while sampler is not None and getattr(sampler, "batch_size", None) is None:
+        sampler = getattr(sampler, "batch_sampler", None)
+    found: int | None = loader.batch_size if sampler is None else sampler.batch_size
+    return found
+
+
+def _deliver_dispatched(original: Any, self: Any) -> Iterator[Any]:
+    for batch in original(self):
+        training().take(self.piece)
+        yield batch
+
+
+# Training
+
+
+def _load_state(original: Any, folder: Any, *values: Any, **options: Any) -> Any:
+    """Load the first worker's random state where this worker was not there when it was saved."""
+    *objects, rank = values[:5]
+    if not Path(folder, f"random_states_{rank}.pkl").is_file():
+        rank = 0
+    return original(folder, *objects, rank, *values[5:], **options)
 
 
 def _prepare_model(original: Any, self: Any, model: Any, *values: Any, **options: Any) -> Any:
@@ -116,15 +189,46 @@ def _prepare_model(original: Any, self: Any, model: Any, *values: Any, **options
             f"accelerate is set to {kind}, and under a plan it trains by DistributedDataParallel",
             hint="leave DeepSpeed, FSDP and Megatron out of the script and its configuration",
         )
-    return original(self, model, *values, **options)
+    prepared = original(self, model, *values, **options)
+    if prepared is not model:
+        prepared.register_forward_hook(_weigh_output)
+    return prepared
+
+
+def _weigh_output(model: Any, _: Any, output: Any) -> None:
+    """Make a loss that a model returns the global batch's: scripts add it up before they train."""
+    loss = output.get("loss") if isinstance(output, dict) else None
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        current = training()
+        if model.training and current.is_own_pass:
+            output["loss"] = Known.apply(loss, current.weigh(loss))  # type: ignore[no-untyped-call]
 
 
 def _backward(original: Any, self: Any, loss: Tensor, **options: Any) -> None:
-    if training().is_own_pass:
-        check_loss(loss)  # accelerate divides it, and a quotient may be of a sum
-    original(self, loss, **options)
+    current = training()
+    if current.is_in_loop:
+        current.begin_pass()  # its model may be in evaluation mode
+    keeps = options.get("retain_graph") or options.get("create_graph")
+    # Here, because accelerate divides it, and a quotient may be of a sum.
+    with current.weighing([loss], keeps_values=bool(keeps)):
+        original(self, loss, **options)
 
 
 def _once_a_step(original: Any, self: Any, *values: Any, **options: Any) -> None:
     original(self, *values, **options)
     self.split_batches = True
+
+
+# Results
+
+
+def _reduce(
+    original: Any, self: Any, tensor: Any, reduction: str = "sum", *values: Any, **options: Any
+) -> Any:
+    """Reduce results: the mean over workers is that of the batch, in which samples count alike."""
+    from accelerate.utils.operations import recursively_apply
+
+    if reduction == "mean":
+        return recursively_apply(training().mean_of, tensor, error_on_other_type=True)
+    training().check_no_idle()
+    return original(self, tensor, reduction, *values, **options)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ...schema.errors import TargetError
 from .batch_norm import adapt as adapt_batch_norm
-from .losses import check_loss
 from .patching import around
 from .training import Cuts, Training, begun, training
 
@@ -93,13 +92,14 @@ def _backward(
     if current is None or current.is_going_back:  # within one: recomputed activations
         original(tensors, grad_tensors, *values, **options)
         return
+    if current.is_in_loop and current.piece is not None:
+        current.begin_pass()  # its model may be in evaluation mode, or this be its second loss
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if current.is_own_pass:
-        for root in roots:
-            check_loss(root)
     given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
     dtype = min((root.dtype for root in roots), key=lambda kind: kind.itemsize)
-    with current.going_back(dtype) as share:
+    # By position: retain_graph, create_graph.
+    keeps = any(values[:2]) or any(options.get(n) for n in ("retain_graph", "create_graph"))
+    with current.weighing(roots, keeps_values=keeps), current.going_back(dtype) as share:
         gradients = [
             torch.full_like(root, share) if gradient is None else gradient * share
             for root, gradient in zip(roots, given or [None] * len(roots), strict=True)

@@ -34,6 +34,7 @@ from ..places import batch_sizes_of, holders_of
 from ..session import Session
 from ..setup import final_tensors
 from ..shares import share_out, slices
+from .losses import is_known, mean_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,39 @@ class Piece:
         A worker without samples runs its passes too: the others wait for it in their sums.
         """
         return list(indices[self.start : self.start + self.own_samples]) or list(indices[:1])
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A worker's share of global batches; processes that read data for it have it too.
+
+    Attributes:
+        sizes: [virtual nodes of the plan] samples of each in a full batch.
+        first: The worker's first virtual node.
+        last: Its last one; those between are its own as well.
+    """
+
+    sizes: tuple[int, ...]
+    first: int
+    last: int
+
+    def of(self, num_samples: int, batch_size: int | None) -> Piece:
+        """The worker's part of a global batch of ``num_samples`` samples."""
+        cuts = self.cuts(num_samples)
+        start, end = cuts[self.first][0], cuts[self.last][1]
+        return Piece(num_samples, start, end - start, batch_size)
+
+    def cuts(self, num_samples: int) -> list[tuple[int, int]]:
+        """[virtual nodes] (start, end) of each in a batch; in a short one, none is left out.
+
+        A worker without samples would run one that counts nothing.
+        """
+        spare = num_samples - len(self.sizes)
+        found = slices(num_samples, self.sizes)
+        if spare < 0 or all(end > start for start, end in found):
+            return found
+        more = share_out(spare, self.sizes)
+        return list(pairwise([0, *accumulate(1 + size for size in more)]))
 
 
 class Training:
@@ -98,6 +132,8 @@ class Training:
         self._num_running = 0
         self._factor = 1.0
         self.is_going_back = False
+        self._pass_weight: float | None = None
+        self._is_inside, self._is_weighing, self._had_idle = False, False, False
         self._ahead: deque[Piece] | None = None
         self._mark: Mark | None = None
         self._is_begun, self._is_counted = False, False
@@ -137,27 +173,26 @@ class Training:
 
     # Data
 
+    @property
+    def share(self) -> "Share":
+        """This worker's share of global batches."""
+        return Share(tuple(self._sizes), self._nodes[0], self._nodes[-1])
+
     def cut(self, num_samples: int, batch_size: int | None) -> Piece:
         """This worker's part of a global batch of ``num_samples`` samples."""
-        cuts = self._slices(num_samples)
-        start, end = cuts[self._nodes[0]][0], cuts[self._nodes[-1]][1]
-        return Piece(num_samples, start, end - start, batch_size)
+        return self.share.of(num_samples, batch_size)
 
-    def _slices(self, num_samples: int) -> list[tuple[int, int]]:
-        """[virtual nodes] (start, end) of each in a batch; in a short one, none is left out.
-
-        A worker without samples would run one that counts nothing.
-        """
-        spare = num_samples - len(self._sizes)
-        found = slices(num_samples, self._sizes)
-        if spare < 0 or all(end > start for start, end in found):
-            return found
-        more = share_out(spare, self._sizes)
-        return list(pairwise([0, *accumulate(1 + size for size in more)]))
+    def shares(self, num_samples: int) -> list[int]:
+        """[workers] samples of each of a global batch."""
+        shares = [0] * self.world_size
+        cuts = self.share.cuts(num_samples)
+        for rank, (start, end) in zip(holders_of(self.place), cuts, strict=True):
+            shares[rank] += end - start
+        return shares
 
     def parts_of(self, piece: Piece) -> list[tuple[int, int]]:
         """[virtual nodes with samples] (start, end) of each within this worker's part."""
-        cuts = [self._slices(piece.num_samples)[node] for node in self._nodes]
+        cuts = [self.share.cuts(piece.num_samples)[node] for node in self._nodes]
         return [(a - piece.start, b - piece.start) for a, b in cuts if b > a] or [(0, 1)]
 
     def take(self, piece: Piece) -> None:
@@ -166,7 +201,19 @@ class Training:
         if self._ahead is not None:
             self._ahead.append(piece)
         self.begin_batch(piece)
+        self._had_idle = self._had_idle or not min(self.shares(piece.num_samples))
         self._clock.ask()
+
+    def check_equal(self, own: int, said: str, *, hint: str) -> None:
+        """Check that a number is equal on all workers.
+
+        Raises:
+            TargetError: It is not; ``said`` is what that means.
+        """
+        found = torch.empty(self.world_size, dtype=torch.int64, device=self.place.device)
+        peers.all_gather(found, found.new_tensor([own]))
+        if len(set(found.tolist())) > 1:
+            raise TargetError(said, hint=hint)
 
     @contextmanager
     def taking(self) -> Iterator[deque[Piece]]:
@@ -183,6 +230,7 @@ class Training:
         """Note the batch that the next passes are of."""
         self.piece, self.pass_samples = piece, piece.own_samples
         self._is_begun, self._is_counted, self._mark = False, False, None
+        self._pass_weight = None
 
     @contextmanager
     def part(self, num_samples: int, weight: float) -> Iterator[None]:
@@ -193,10 +241,20 @@ class Training:
             weight: What its gradients count in the workers' plain mean.
         """
         self.pass_samples, self._part_weight, self._is_counted = num_samples, weight, False
+        self._is_inside = True
         try:
             yield
         finally:
-            self._part_weight = None
+            self._part_weight, self._is_inside = None, False
+
+    @contextmanager
+    def evaluating(self, piece: Piece) -> Iterator[None]:
+        """A context in which the script computes results of this worker's part of a batch."""
+        self.pass_samples, self._is_inside = piece.own_samples, True
+        try:
+            yield
+        finally:
+            self._is_inside = False
 
     def begin_pass(self) -> None:
         """Note that a pass of training begins; the first of a batch begins a step.
@@ -247,13 +305,13 @@ class Training:
             num_samples=0 if self._is_counted else self.pass_samples,
             is_full=self._is_full(self.piece),
         )
-        self._mark, self._is_counted = None, True
+        self._mark, self._is_counted, self._pass_weight = None, True, None
         self._clock.computed()
         self._clock.synchronised()
 
     @property
     def is_own_pass(self) -> bool:
-        """Whether a pass of training runs that is weighted by its samples alone."""
+        """Whether a pass of training runs in a loop that is the script's own."""
         return self._mark is not None and self._part_weight is None
 
     @contextmanager
@@ -292,6 +350,63 @@ class Training:
         """Whether this worker runs several virtual nodes one after another."""
         return self._part_weight is not None and len(self._nodes) > 1
 
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether the script's own loop runs, and no part of a library's step."""
+        return self._part_weight is None
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Weight the pass that runs by what its loss is the mean over; all workers call this.
+
+        Args:
+            loss: [] the loss of this worker's share, before its backward pass.
+
+        Returns:
+            [] float64, the loss of the global batch.
+
+        Raises:
+            TargetError: The loss is seen to be no mean, or two losses of a pass need two weights.
+        """
+        counted, piece = mean_over(loss), self.piece
+        assert piece is not None
+        if is_known(loss):
+            return loss.detach().double()
+        own = self.weight() if counted is None else counted * (piece.own_samples > 0)
+        value = loss.detach().reshape(()).double()
+        weighted = value * own if own else value.new_zeros(())  # nothing's mean is no number
+        total = self.sum_of(torch.stack([weighted, value.new_tensor(own)]))
+        if counted is not None:
+            weight = own * self.world_size / max(float(total[1]), 1e-300)
+            if self._pass_weight not in (None, weight):
+                raise TargetError(
+                    "two losses of one pass are means over unlike numbers of targets, and their "
+                    "gradients need one weight",
+                    hint="call backward for each loss by itself, or use hf.prepare",
+                )
+            self._pass_weight = weight
+        return total[0] / total[1]
+
+    @contextmanager
+    def weighing(self, losses: Sequence[Tensor], *, keeps_values: bool) -> Iterator[None]:
+        """A context for a backward pass; afterwards the losses' values are the global batch's.
+
+        Args:
+            losses: The losses of this worker's share.
+            keeps_values: Whether their values must stay, because their graph is used again.
+        """
+        if not self.is_own_pass or self._is_weighing:
+            yield
+            return
+        values = [self.weigh(loss) for loss in losses]
+        self._is_weighing = True
+        try:
+            yield
+        finally:
+            self._is_weighing = False
+        for loss, value in zip(losses, values, strict=True):
+            if not keeps_values:
+                loss.data.copy_(value.view_as(loss))
+
     def weight(self) -> float:
         """What this pass counts in the workers' plain mean."""
         piece = self.piece
@@ -299,6 +414,8 @@ class Training:
             return 1.0
         if self._part_weight is not None:
             return self._part_weight
+        if self._pass_weight is not None:
+            return self._pass_weight
         return piece.own_samples * self.world_size / piece.num_samples
 
     @contextmanager
@@ -353,9 +470,23 @@ class Training:
         return total
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """[rows of all workers, ...] tensors of unlike numbers of rows, in order of the batch."""
-        own = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
-        if self.piece is not None and not self.piece.own_samples and tensor.dim():
+        """[rows of all workers, ...] tensors of unlike numbers of rows, in order of the batch.
+
+        Raises:
+            TargetError: A pass gathers, and workers run unlike numbers of passes.
+        """
+        if self._part_weight is not None and len(self._sizes) > self.world_size:
+            raise TargetError(
+                "the loss gathers results of all workers, and the plan gives some of them several "
+                "virtual nodes, which run one by one",
+                hint="solve for one virtual node on each device",
+            )
+        piece, is_scalar = self.piece, tensor.dim() == 0
+        own = (tensor[None] if is_scalar else tensor).contiguous()
+        # A loss, repeated as often as the script's batch has samples.
+        is_repeated = piece is not None and own.shape[0] == piece.batch_size != piece.own_samples
+        samples = self.pass_samples if is_scalar else piece and piece.own_samples
+        if samples == 0 and (self._is_inside or not is_scalar) and not is_repeated:
             own = own[:0]
         counts = torch.empty(self.world_size, dtype=torch.int64, device=own.device)
         peers.all_gather(counts, torch.tensor([own.shape[0]], device=own.device))
@@ -364,8 +495,38 @@ class Training:
         padded[: own.shape[0]] = own
         found = own.new_empty((self.world_size * max(rows), *own.shape[1:]))
         peers.all_gather(found, padded)
+        if piece is not None and found.is_floating_point() and len(set(rows)) == 1:
+            weights = found.new_tensor(self.shares(piece.num_samples)) / piece.num_samples
+            if is_scalar:
+                return OfWorkers.made(found, weights)
+            if is_repeated:
+                return torch.einsum(
+                    "w,w...->...", weights, found.view(len(rows), -1, *own.shape[1:])
+                )
         starts = range(0, len(found), max(rows, default=0) or 1)
         return torch.cat([own[:0], *(found[a : a + n] for a, n in zip(starts, rows, strict=False))])
+
+    def mean_of(self, own: Tensor) -> Tensor:
+        """The mean over the batch of what is a mean over each worker's share."""
+        piece = self.piece
+        share, whole = (
+            (1, self.world_size) if piece is None else (piece.own_samples, piece.num_samples)
+        )
+        return self.sum_of(own * (share / whole) if share else torch.zeros_like(own))
+
+    def check_no_idle(self) -> None:
+        """Refuse sums over workers of which one had no sample, and counted another's, lately.
+
+        Raises:
+            TargetError: A batch since the last call was too short for all workers.
+        """
+        if self._had_idle:
+            self._had_idle = False
+            raise TargetError(
+                "a worker had no sample of a short batch and ran another's, which the script's sum "
+                "over workers would count twice",
+                hint="use accelerator.gather_for_metrics, or a DataLoader with drop_last=True",
+            )
 
     def equalise_buffers(self) -> None:
         """Give all workers the first worker's buffers, as DistributedDataParallel does."""
@@ -454,6 +615,44 @@ class Cuts:
             piece = self._training.cut(len(indices), self.batch_size)
             self.pieces.append(piece)
             yield piece.of(indices)
+
+
+class OfWorkers(Tensor):
+    """[workers] a number of each worker's share; its mean is the batch's, as samples count alike.
+
+    Joined to others of its kind, as the losses of an epoch are, it keeps its weights.
+    """
+
+    weights: Tensor
+
+    @staticmethod
+    def made(values: Tensor, weights: Tensor) -> "OfWorkers":
+        """Values with their weights."""
+        made = values.as_subclass(OfWorkers)
+        made.weights = weights
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, values: Any = (), options: Any = None
+    ) -> Any:
+        """Call a function of torch's on the plain tensor, except for means and joins."""
+        options = options or {}
+        first: Any = values[0] if values else None
+        if function in (torch.mean, Tensor.mean) and len(values) == 1 and not options:
+            plain = first.as_subclass(Tensor)
+            return (plain * first.weights).sum() / first.weights.sum()
+        joined = function(
+            *torch.utils._pytree.tree_map(_plain, values),
+            **torch.utils._pytree.tree_map(_plain, options),
+        )
+        if function is torch.cat and all(isinstance(value, cls) for value in first):
+            return cls.made(joined, torch.cat([value.weights for value in first]))
+        return joined
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, OfWorkers) else value
 
 
 class _Process:

@@ -6,8 +6,14 @@ workers, and logs the plain mean of the workers' losses.
 """
 
 import contextlib
+import copy
+import functools
+import shutil
+import tempfile
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,7 +26,12 @@ from .training import Piece, Training, training
 VERSIONS = ((5, 23), (5, 23))  # the oldest and the newest that were tested
 _CLOSE = 1e-5  # of losses in 32 or 64 bits; parts of the latter may be computed in 32
 _IGNORED = -100  # the label that counts nothing
-_KINDS: tuple[Literal["sum", "samples", "items"], ...] = ("sum", "samples", "items")
+_Kind = Literal["sum", "samples", "next labels", "labels"]
+_KINDS: tuple[_Kind, ...] = ("sum", "samples", "next labels", "labels")
+_FIRST: dict[str, int] = {"next labels": 1, "labels": 0}  # the first label of a sample that counts
+_STATE, _STATE_ALONE = "rng_state_{}.pth", "rng_state.pth"  # Trainer's files in a checkpoint
+# Where trl's trainers note results of each loss until they log them; trials are none.
+_NOTES = ("_metrics", "_stored_metrics", "_total_train_tokens")
 _LOOSE = 3e-2  # of losses in 16 bits
 
 
@@ -29,11 +40,6 @@ def adapt() -> None:
     from transformers import Trainer
 
     around(Trainer, "__init__", _make)
-    around(Trainer, "get_batch_samples", _take_batches)
-    around(Trainer, "_get_num_items_in_batch", _count_items)
-    around(Trainer, "training_step", _step)
-    around(Trainer, "evaluation_loop", _evaluate)
-    around(Trainer, "prediction_step", _predict)
 
 
 def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
@@ -46,34 +52,48 @@ def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
         said = "torch_compile was not tested with virtual nodes"
     elif settings.auto_find_batch_size:
         said = "auto_find_batch_size changes the batch that was planned"
+    elif getattr(settings, "train_sampling_strategy", None) == "batch_rebalance":
+        said = "train_sampling_strategy batch_rebalance gives each worker other batches"
     if said is not None:
         raise TargetError(f"Trainer under a plan: {said}", hint="leave this argument out")
     # Else each worker counts by its own items, where one process counts by the batch's.
     settings.average_tokens_across_devices = True
     self.pieces_ahead, self.trained_form, self.evaluated_form = deque(), None, None
+    # Of this object, because classes of other libraries replace the methods of Trainer's.
+    for name, other in _METHODS.items():
+        setattr(self, name, functools.partial(other, getattr(self, name), self))
 
 
 def _take_batches(original: Any, self: Any, *values: Any, **options: Any) -> Any:
     """Remember the part of each batch that Trainer takes before it trains on the first."""
     with training().taking() as self.pieces_ahead:
-        return original(self, *values, **options)
+        return original(*values, **options)
 
 
 def _count_items(original: Any, self: Any, batches: list[Any], *values: Any) -> Any:
     """Count no items of a sample that only keeps this worker in step with the others."""
+    pieces = list(self.pieces_ahead) or [training().piece]  # more than batches at a stream's end
     counted = [
         batch
         if piece is None or piece.own_samples or "labels" not in batch
         else {**batch, "labels": torch.full_like(batch["labels"], _IGNORED)}
-        for batch, piece in zip(batches, self.pieces_ahead or [training().piece], strict=True)
+        for batch, piece in zip(batches, pieces[: len(batches)], strict=True)
     ]
-    return original(self, counted, *values)
+    return original(counted, *values)
 
 
 def _evaluate(original: Any, self: Any, *values: Any, **options: Any) -> Any:
     """Evaluate on the first worker's buffers: Trainer does so without DistributedDataParallel."""
     training().equalise_buffers()
-    return original(self, *values, **options)
+    return original(*values, **options)
+
+
+def _compute(
+    original: Any, self: Any, model: Any, inputs: Any, *values: Any, **options: Any
+) -> Any:
+    """Compute a loss, and note by how many items it is divided, for trials."""
+    self.items_asked = values[1] if len(values) > 1 else options.get("num_items_in_batch")
+    return original(model, inputs, *values, **options)
 
 
 def _predict(
@@ -81,15 +101,15 @@ def _predict(
 ) -> Any:
     """Evaluate this worker's share; the loss is that of the whole batch."""
     current = training()
-    loss, logits, labels = original(self, model, inputs, *values, **options)
+    piece = current.piece
+    assert piece is not None
+    with current.evaluating(piece):
+        loss, logits, labels = original(model, inputs, *values, **options)
     if loss is not None:
-        piece = current.piece
-        assert piece is not None
         if self.evaluated_form is None:
-            num_items = self._get_num_items_in_batch([inputs], self.args.device)
-            self.evaluated_form = _form_of(self, model, inputs, num_items, current)
+            self.evaluated_form = _form_of(self, model, inputs, self.items_asked, current)
         shares = [(inputs, piece.own_samples)]
-        (weight,) = self.evaluated_form.weights(self, shares, piece, current)
+        (weight,) = self.evaluated_form.weights(shares, piece, current)
         own = loss * (weight / current.world_size) if weight else torch.zeros_like(loss)
         loss = current.sum_of(own).as_subclass(_BatchLoss)
     return loss, logits, labels
@@ -130,13 +150,13 @@ def _step(
         (slice_tensors(inputs, slice(*part)) if len(parts) > 1 else inputs, _size_in(piece, part))
         for part in parts
     ]
-    weights = self.trained_form.weights(self, shares, piece, current)
+    weights = self.trained_form.weights(shares, piece, current)
     total = torch.zeros((), device=self.args.device)
     for number, ((share, num_samples), weight) in enumerate(zip(shares, weights, strict=True), 1):
         is_last = number == len(parts)
         waits = contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model)
         with current.part(num_samples, weight), waits:
-            loss = original(self, model, share, num_items_in_batch)
+            loss = original(model, share, num_items_in_batch)
         # What Trainer logs is the plain mean of the workers' losses.
         total = total + loss * weight if weight else total
     return total
@@ -146,12 +166,41 @@ def _size_in(piece: Piece, part: tuple[int, int]) -> int:
     return min(part[1] - part[0], piece.own_samples)
 
 
-def _items_of(trainer: Any, inputs: Any) -> int:
-    """The labels of some samples that count."""
-    labels = inputs["labels"]
-    if getattr(trainer, "_loss_shifts_labels", False):
-        labels = labels[..., 1:]
-    return int(labels.ne(_IGNORED).sum())
+def _save_random(original: Any, self: Any, folder: str) -> None:
+    """Save the state of random streams under the name that one process looks for, too."""
+    original(folder)
+    own = Path(folder, _STATE.format(0))
+    if self.args.process_index == 0 and own.is_file():
+        shutil.copy(own, Path(folder, _STATE_ALONE))
+
+
+def _load_random(original: Any, self: Any, folder: str | None) -> None:
+    """Load the first worker's random state where this worker was not there when it was saved."""
+    own = _STATE.format(self.args.process_index)
+    for name in (own, _STATE.format(0), _STATE_ALONE):
+        if folder is not None and Path(folder, name).is_file():
+            with tempfile.TemporaryDirectory() as copied:
+                shutil.copy(Path(folder, name), Path(copied, own))
+                original(copied)
+            return
+    original(folder)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "get_batch_samples": _take_batches,
+    "_get_num_items_in_batch": _count_items,
+    "training_step": _step,
+    "compute_loss": _compute,
+    "evaluation_loop": _evaluate,
+    "prediction_step": _predict,
+    "_save_rng_state": _save_random,
+    "_load_rng_state": _load_random,
+}
+
+
+def _labels_of(inputs: Any, first: int) -> int:
+    """The labels of some samples that count, from the position ``first`` of each sample on."""
+    return int(inputs["labels"][..., first:].ne(_IGNORED).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +208,20 @@ class _Form:
     """How the loss of a batch is made of the losses of its parts.
 
     Attributes:
-        kind: The batch's loss is their sum, or a mean in which samples or items (labels) count.
+        kind: The batch's loss is their sum, or a mean in which samples count, or labels, or labels
+            without the first of each sample, which a causal language model predicts from nothing.
         scale: What Trainer multiplies the loss by, because others have the rest of the batch.
     """
 
-    kind: Literal["sum", "samples", "items"]
+    kind: _Kind
     scale: float
 
     def weights(
-        self, trainer: Any, shares: list[tuple[Any, int]], piece: Piece, current: Training
+        self, shares: list[tuple[Any, int]], piece: Piece, current: Training
     ) -> list[float]:
         """[parts] what the loss of each part counts in the workers' plain mean; call it on all.
 
         Args:
-            trainer: The script's Trainer.
             shares: [parts] (inputs, samples that count) of this worker.
             piece: This worker's part of the batch.
             current: This worker's training.
@@ -183,7 +232,7 @@ class _Form:
             counts, total = [float(num_samples) for _, num_samples in shares], piece.num_samples
         else:
             counts = [
-                float(_items_of(trainer, inputs)) if num_samples else 0.0
+                float(_labels_of(inputs, _FIRST[self.kind])) if num_samples else 0.0
                 for inputs, num_samples in shares
             ]
             own = torch.tensor(sum(counts), device=current.place.device)
@@ -195,26 +244,31 @@ def _form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Traini
     """Find how the losses of parts make up the batch's, by asking the script's ``compute_loss``.
 
     It is asked for a few samples, and for them in two unequal parts, in evaluation mode. All
-    workers must find the same; one with too few samples takes the others' answer.
+    workers must find the same; one with too few samples takes the others' answer. It asks as often
+    as the others: a loss may gather results of all workers.
 
     Raises:
         TargetError: It is none of the known forms.
     """
-    found = _tried(self, model, inputs, num_items, current)
-    seen = torch.zeros(len(_KINDS) + 1, dtype=torch.float64, device=current.place.device)
-    if found is not None:
-        seen[_KINDS.index(found[0]) if found[0] in _KINDS else -1] = 1
-    seen = current.sum_of(seen)
-    scales = current.sum_of(seen.new_tensor([0.0, 0.0] if found is None else [found[1], 1.0]))
-    kinds = [kind for kind, count in zip(_KINDS, seen.tolist(), strict=False) if count]
-    if len(kinds) != 1 or seen[-1]:
+    fits, scale = _tried(self, model, inputs, num_items, current)
+    # [kinds + 2] workers that each kind fits, workers that could tell, sum of their scales
+    own = [float(kind in fits) for kind in _KINDS] if fits is not None else [0.0] * len(_KINDS)
+    own += [0.0, 0.0] if fits is None else [1.0, scale]
+    found = torch.tensor(own, dtype=torch.float64, device=current.place.device)
+    *counts, tellers, scales = current.sum_of(found).tolist()
+    kinds = [kind for kind, count in zip(_KINDS, counts, strict=True) if count == tellers]
+    if not tellers or not kinds:
         raise TargetError(
             "how the loss of a batch is made of the losses of its parts is not known: it is not "
-            "their sum, nor their mean by samples or by labels",
-            hint="compute a mean over samples, or divide by num_items_in_batch; a device needs two "
-            "samples, for a trial",
+            "their sum, nor their mean by samples or by labels"
+            if tellers
+            else "every device has less than two samples: how the loss of a batch is made of the "
+            "losses of its parts cannot be tried",
+            hint="compute a mean over samples, or divide by num_items_in_batch"
+            if tellers
+            else "use a larger batch, or a collator that gives each sample a row",
         )
-    return _Form(kinds[0], round(float(scales[0] / scales[1])))
+    return _Form(kinds[0], round(scales / tellers))
 
 
 def _with_unlike_rows(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -232,15 +286,14 @@ def _with_unlike_rows(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def _tried(
     self: Any, model: Any, inputs: Any, num_items: Any, current: Training
-) -> tuple[str, float] | None:
-    """(kind, scale) of this worker's loss; None where it has too few samples to tell."""
+) -> tuple[set[_Kind] | None, float]:
+    """(kinds that fit this worker's loss, scale); None where it has too few samples to tell."""
     from accelerate.utils import find_batch_size, slice_tensors
 
-    rows = min(find_batch_size(inputs) or 0, 4)
-    if rows < 2 or current.piece is None or current.piece.own_samples < 2:
-        return None
+    rows = min(find_batch_size(inputs) or 1, 4)
     bare = self.accelerator.unwrap_model(model)
     was_training, held = bare.training, torch.random.get_rng_state()
+    noted = {name: copy.deepcopy(getattr(self, name)) for name in _NOTES if hasattr(self, name)}
     tried = _with_unlike_rows(dict(inputs))
     parts = [slice_tensors(tried, slice(*cut)) for cut in ((0, rows), (0, 1), (1, rows))]
 
@@ -253,23 +306,23 @@ def _tried(
 
     bare.eval()
     try:
-        losses = [loss_of(part) for part in parts]
+        losses = [loss_of(part) for part in (parts if rows > 1 else parts[:1] * 3)]
         self.args.average_tokens_across_devices = False
         unscaled = float(loss_of(parts[0]))
     finally:
         self.args.average_tokens_across_devices = True
         bare.train(was_training)
         torch.random.set_rng_state(held)
+        vars(self).update(noted)
+    if rows < 2 or current.piece is None or current.piece.own_samples < 2:
+        return None, 1.0
     whole, first, second = (float(loss) for loss in losses)
-    scale = whole / unscaled if unscaled else 1.0
     is_wide = losses[0].dtype in (torch.float32, torch.float64)
     close = (_CLOSE if is_wide else _LOOSE) * max(abs(whole), abs(first), abs(second))
-    if abs(first + second - whole) <= close:
-        return "sum", scale
-    if abs((first + (rows - 1) * second) / rows - whole) <= close:
-        return "samples", scale
-    if "labels" in inputs:
-        items = [_items_of(self, part) for part in parts]
-        if abs((items[1] * first + items[2] * second) / max(items[0], 1) - whole) <= close:
-            return "items", scale
-    return "unknown", scale
+    sums = {"sum": first + second, "samples": (first + (rows - 1) * second) / rows}
+    if isinstance(inputs.get("labels"), Tensor):
+        for kind, start in _FIRST.items():
+            items = [_labels_of(part, start) for part in parts]
+            sums[kind] = (items[1] * first + items[2] * second) / max(items[0], 1)
+    fits = {kind for kind in _KINDS if kind in sums and abs(sums[kind] - whole) <= close}
+    return fits, whole / unscaled if unscaled else 1.0
