@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...devices.backend import backend_of
 from ...devices.collectives import wire_device
@@ -93,6 +94,7 @@ class Agreement:
         self._settings = SettingsNumber(subject.optimizers)
         self._epoch = -1
         self._looks = False
+        self._leaves = WeakIdKeyDictionary()  # plain tensors that losses depended on
         self._has_warned_of_schedule = False
         self._has_schedule_kept = False
 
@@ -150,7 +152,7 @@ class Agreement:
             TargetError: The loss depends on a parameter that ``prepare`` did not see.
         """
         if self._looks:
-            check_leaves(answer, self._subject.known.names, answered)
+            check_leaves(answer, self._subject.known.names, self._leaves, answered)
 
     def is_broken_by(self, sums: Sequence[Any] | Tensor) -> bool:
         """Whether a step's sums show that settings differ; ``compare`` then says how.

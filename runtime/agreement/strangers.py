@@ -6,7 +6,7 @@ the job's gets a different gradient on each worker.
 """
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -122,33 +122,48 @@ class OtherOptimizers:
             )
 
 
-def check_leaves(loss: Any, names: Mapping[int, str], answered: set[Any] | None = None) -> None:
+def check_leaves(
+    loss: Any,
+    names: Mapping[int, str],
+    met: MutableMapping[Tensor, int],
+    answered: set[Any] | None = None,
+) -> None:
     """Refuse a loss that depends on a parameter which is not the job's.
 
-    Plain tensors that require a gradient (inputs) are accepted, unless an optimizer holds them.
-    This walks autograd's whole graph, so it is too slow for every step.
+    A plain tensor that requires a gradient (an input) is accepted, unless an optimizer holds it, or
+    an earlier pass depended on it too: the script keeps it then, and may update it by hand. This
+    walks autograd's whole graph, so it is too slow for every step.
 
     Args:
         loss: The result of the script's function.
         names: Names of the job's parameters, by ``id``.
+        met: The plain tensors of earlier passes; those of this one are added.
         answered: Nodes of the graph at which to stop; by default none.
 
     Raises:
         TargetError: Names the parameter, if any module of the process has it.
     """
-    for leaf in _leaves(loss, set(answered or ())):
+    for leaf in leaves_of(loss, answered):
         if id(leaf) in names:
             continue
-        if isinstance(leaf, nn.Parameter) or _is_optimized(leaf):
+        if isinstance(leaf, nn.Parameter) or leaf in met or _is_optimized(leaf):
             raise TargetError(
                 f"the loss depends on {_name_of(leaf)}, of shape {list(leaf.shape)}, which "
                 f"hf.prepare does not know: workers would train it apart",
-                hint="make it a part of the model, or give hf.prepare the list of all optimizers",
+                hint="make it a part of the model, or give hf.prepare the list of all optimizers; "
+                "a tensor that nobody trains needs no requires_grad",
             )
+        met[leaf] = 1
 
 
-def _leaves(value: Any, seen: set[Any]) -> Iterator[Tensor]:
-    ahead = list(_nodes(value))
+def leaves_of(value: Any, answered: Collection[Any] | None = None) -> Iterator[Tensor]:
+    """The tensors that the graph of a tensor (or several in a list) goes back to.
+
+    Args:
+        value: The tensors.
+        answered: Nodes of the graph at which to stop; by default none.
+    """
+    ahead, seen = list(_nodes(value)), set(answered or ())
     while ahead:
         node = ahead.pop()
         if node in seen:

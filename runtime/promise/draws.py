@@ -59,6 +59,20 @@ class Draws:
         self.coarsest = 0.0
 
     @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Let draws in the body come from here; calls of the function are in it, each in ``of``."""
+        with ExitStack() as stack:
+            for name in _OF_PYTHON:
+                stack.enter_context(_replaced(random, name, _constant))
+            stack.enter_context(mock.patch.object(random, "shuffle", _in_place))
+            stack.enter_context(mock.patch.object(random, "sample", _first_of))
+            for name in _OF_NUMPY:
+                stack.enter_context(_replaced(np.random, name, self._numpy))
+            stack.enter_context(mock.patch.object(np.random, "shuffle", _in_place))
+            stack.enter_context(mock.patch.object(np.random, "permutation", _in_order))
+            yield
+
+    @contextmanager
     def of(self, start: int, end: int, *, keeps: bool = False) -> Iterator[None]:
         """Draw for samples ``start`` to ``end``; ``keeps`` makes this the first call."""
         self._is_first, self._at, self._start, self._end = keeps, 0, start, end
@@ -66,17 +80,7 @@ class Draws:
             self._kept = []
         seed_streams_by(_SEED)
         try:
-            with ExitStack() as stack:
-                for name in _OF_PYTHON:
-                    stack.enter_context(_replaced(random, name, _constant))
-                stack.enter_context(mock.patch.object(random, "shuffle", _in_place))
-                stack.enter_context(mock.patch.object(random, "sample", _first_of))
-                for name in _OF_NUMPY:
-                    stack.enter_context(_replaced(np.random, name, self._numpy))
-                stack.enter_context(mock.patch.object(np.random, "shuffle", _in_place))
-                stack.enter_context(mock.patch.object(np.random, "permutation", _in_order))
-                stack.enter_context(_Dispatched(self))
-                stack.enter_context(_WithoutBatchStatistics())
+            with _Dispatched(self), _WithoutBatchStatistics():
                 yield
         finally:
             for generator, state in self._generators.values():

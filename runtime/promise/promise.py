@@ -15,32 +15,37 @@ exchange is needed.
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...devices.backend import backend_of
+from ...devices.out_of_memory import is_out_of_memory
 from ...schema.errors import TargetError
+from ..agreement.strangers import leaves_of
 from ..data import Batch, copied
 from ..losses import loss_and_rest, loss_and_weight, outputs_in
 from ..streams import streams_kept
 from .draws import Draws
 from .untouched import Untouched
 
-_MOST_SAMPLES = 8  # called together; no more than the smallest virtual node has, for memory
+_MOST_SAMPLES = 8  # called together
 _ENOUGH_SAMPLES = 16  # tested in all: a third of targets ignored is then seen almost surely
 _MOST_TRIES = 5
 # Relative difference of means by rounding, by the coarsest dtype computed in; an accelerator's
 # float32 may be TF32 inside products.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _ROUNDING_OF_TF32 = 5e-3
+_REPEATED = 0.1  # of it between two calls on the same samples, which run the same kernels
 _OWN_WAY = "or say per_virtual_node=True, for a loss that is meant to be each virtual node's own"
 _OVER_BATCH = (
     "give what it computes for each sample, and the rest as over_batch=: "
@@ -78,12 +83,15 @@ class Promise:
 
     Args:
         model: The job's model.
-        least_samples: Samples of the smallest virtual node; 0 where there is one for the batch.
+        least_samples: Samples of the smallest virtual node; 0 where there is one for the batch. No
+            more are called together on a device that has no memory for ``_MOST_SAMPLES``.
     """
 
     def __init__(self, model: nn.Module, least_samples: int) -> None:
         self._model, self._least = model, least_samples
         self._tries: dict[Any, int] = {}
+        self._seen: dict[Any, int] = {}  # samples
+        self._told: dict[Any, bool] = {}
 
     def is_due(self, function: Callable[..., Any], num_samples: int) -> bool:
         """Whether a function has yet to be tested, and a batch has samples to test it on."""
@@ -101,19 +109,39 @@ class Promise:
         """
         if not self.is_due(function, batch.num_samples) or batch.first_samples is None:
             return None
-        cuts = cuts_of(min(batch.num_samples, max(2, self._least or batch.num_samples)))
+        cuts = cuts_of(batch.num_samples)
+        try:
+            failure = self._test(function, batch, form, cuts)
+            lacking = failure
+        except TargetError as error:
+            lacking = error
+            if not self._least or not _lacks_memory(error):
+                raise
+        if self._least and lacking is not None and _lacks_memory(lacking):
+            # Passes without gradients over more samples than a virtual node has may not fit.
+            cuts = cuts_of(min(batch.num_samples, max(2, self._least)))
+            failure = self._test(function, batch, form, cuts)
+        return failure
+
+    def _test(
+        self, function: Callable[..., Any], batch: Batch, form: Form, cuts: Sequence[Cut]
+    ) -> TargetError | None:
+        assert batch.first_samples is not None
         number, is_told, failure = sum(cuts[0]), False, None
+        most = _ENOUGH_SAMPLES if batch.num_samples >= 2 * _ENOUGH_SAMPLES else number
+        starts = range(0, min(batch.num_samples, most) - number + 1, number)
         with streams_kept():
-            for start in range(0, min(batch.num_samples, _ENOUGH_SAMPLES) - number + 1, number):
-                ranges = _ranges(cuts)
+            for start in starts:
+                own = cuts if start == 0 else cuts[-1:]
+                ranges = _ranges(own)
                 found = batch.first_samples([(start + a, start + b) for a, b in ranges])
                 inputs = dict(zip(ranges, found, strict=True))
                 calls = _Calls(function, self._model, inputs, form, partial(_called, function))
-                is_telling, failure = calls.judge(cuts)
+                is_telling, failure = calls.judge(own, repeats=start == 0)
                 is_told = is_told or is_telling
                 if failure is not None:
                     break
-        self.settle(function, for_good=is_told)
+        self._note(function, is_told=is_told, num_samples=number * len(starts))
         return failure
 
     def test_after_model(
@@ -155,20 +183,25 @@ class Promise:
                 part: tree_map(lambda t, rows=slice(*part): t[rows].detach(), (inputs, outputs))
                 for part in _ranges(cuts)
             }
-            is_telling, _ = _Calls(function, self._model, given, Form(), call).judge(cuts)
-        self.settle(function, for_good=is_telling)
+            calls = _Calls(function, self._model, given, Form(), call)
+            is_telling, _ = calls.judge(cuts, repeats=True)
+        self._note(function, is_told=is_telling, num_samples=_ENOUGH_SAMPLES)
 
-    def settle(self, function: Callable[..., Any], *, for_good: bool) -> None:
-        """Note a test; one whose parts all had the same loss says little, and is repeated."""
+    def _note(self, function: Callable[..., Any], *, is_told: bool, num_samples: int) -> None:
+        """Note a test; where the losses of all parts were equal, the samples said little."""
         key = _key(function)
-        self._tries[key] = _MOST_TRIES if for_good else self._tries.get(key, 0) + 1
+        self._seen[key] = self._seen.get(key, 0) + num_samples
+        self._told[key] = is_told or self._told.get(key, False)
+        self._tries[key] = self._tries.get(key, 0) + 1
+        if self._told[key] and self._seen[key] >= _ENOUGH_SAMPLES:
+            self._tries[key] = _MOST_TRIES
 
 
 def cuts_of(num_samples: int) -> tuple[Cut, ...]:
     """The parts in which so many samples are tested, at most ``_MOST_SAMPLES`` of them.
 
-    All calls together take 3 passes without gradients over the samples; a step takes about as much
-    for each of its samples.
+    All calls on 8 samples take 25 passes of a sample without gradients. A step of 16 samples takes
+    about 48; the second 8 are tested with the first only where a batch has 32.
 
     Example:
         >>> cuts_of(8)
@@ -217,9 +250,16 @@ class _Calls:
         self._draws = Draws(num_samples)
         self._num_samples = num_samples
         self._training, self._grad = False, False
+        self._own = {id(parameter) for parameter in model.parameters()}
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._really_backward = torch.autograd.backward
 
-    def judge(self, cuts: Sequence[Cut]) -> tuple[bool, TargetError | None]:
+    def judge(self, cuts: Sequence[Cut], *, repeats: bool) -> tuple[bool, TargetError | None]:
         """Compare the whole with its parts.
+
+        Args:
+            cuts: How the samples are cut into parts.
+            repeats: Also call the function twice in a row on a part.
 
         Returns:
             Whether the samples could tell; and what is wrong if the function failed on the whole.
@@ -227,18 +267,24 @@ class _Calls:
         Raises:
             TargetError: They differ.
         """
-        whole = self._whole()
-        if isinstance(whole, TargetError):
-            return True, whole
-        is_telling = False
-        for cut in cuts:
-            parts = [self._part(start, end) for start, end in pairwise([0, *accumulate(cut)])]
-            verdict = Comparison(whole, parts, rounding=self._rounding(whole.value))
-            if self._form.gives_outputs:
-                verdict.check_outputs()
-            else:
-                verdict.check_losses()
-            is_telling = is_telling or verdict.is_telling
+        with (
+            self._draws.replaced(),
+            mock.patch.object(torch.autograd, "backward", self._backward),
+        ):
+            whole = self._whole()
+            if isinstance(whole, TargetError):
+                return True, whole
+            is_telling = False
+            for cut in cuts:
+                parts = [self._part(start, end) for start, end in pairwise([0, *accumulate(cut)])]
+                verdict = Comparison(whole, parts, rounding=self._rounding(whole.value))
+                if self._form.gives_outputs:
+                    verdict.check_outputs()
+                else:
+                    verdict.check_losses()
+                is_telling = is_telling or verdict.is_telling
+            if repeats:
+                self._check_repeats(cuts[0][0])
         torch.clear_autocast_cache()  # else casts of weights made here would have no graph later
         return is_telling, None
 
@@ -257,28 +303,72 @@ class _Calls:
         refusal.__cause__ = error
         return refusal
 
-    def _part(self, start: int, end: int) -> Found:
+    def _part(self, start: int, end: int, *, leaves: bool = False) -> Found:
         try:
-            return self._call(start, end)
+            with warnings.catch_warnings():  # of so few samples: the script did not ask for them
+                warnings.simplefilter("ignore")
+                return self._call(start, end, leaves=leaves)
         except TargetError:
             raise
         except Exception as error:
             raise _unable(end - start, error) from error
 
-    def _call(self, start: int, end: int, *, keeps: bool = False) -> Found:
+    def _check_repeats(self, end: int) -> None:
+        """Refuse a function whose loss depends on how often it was called before.
+
+        Raises:
+            TargetError: On the same samples a second call has another loss than the first.
+        """
+        first, second = self._part(0, end, leaves=True), self._part(0, end)
+        scale = float(first.value.abs().nan_to_num().max())
+        difference = float((first.value - second.value).abs().nan_to_num().max())
+        if difference <= _REPEATED * self._rounding(first.value) * scale:
+            return
+        value = "the loss" if first.value.dim() == 0 else "an output"
+        raise TargetError(
+            f"{value} of the same samples differs by {difference:.3g} when the function is called "
+            f"again, and it is called once for each virtual node: it depends on its earlier calls "
+            f"(a counter of steps, a hidden state that is carried on, next(iterator))",
+            hint=f"take job.num_steps for a schedule, and keep other state out of it; {_OWN_WAY}",
+        )
+
+    def _call(self, start: int, end: int, *, keeps: bool = False, leaves: bool = False) -> Found:
         inputs = copied(self._inputs[start, end])
         with (
-            self._untouched.calling(training=self._training),
+            self._untouched.calling(training=self._training, leaves=leaves),
             self._draws.of(start, end, keeps=keeps),
             torch.set_grad_enabled(self._grad),
             _eagerly(),
         ):
-            answer = self._call_with(inputs)
+            try:
+                answer = self._call_with(inputs)
+            finally:
+                for leaf, gradient in reversed(self._gradients):
+                    leaf.grad = gradient
+                self._gradients.clear()
         number = end - start
         if self._form.gives_outputs:
             return Found(_as_rows(outputs_in(answer, number)), None, number)
         loss, weight = loss_and_weight(loss_and_rest(answer)[0] if self._form.has_aux else answer)
         return Found(_on_host(loss).reshape(()), weight, number)
+
+    def _backward(self, tensors: Any, *arguments: Any, **options: Any) -> None:
+        """Stands for ``torch.autograd.backward``, by which the function trains something else.
+
+        Raises:
+            TargetError: It adds to the gradients of the job's model.
+        """
+        given = options.get("inputs")
+        leaves = list(leaves_of(tensors)) if given is None else list(tree_leaves(given))
+        if any(id(leaf) in self._own for leaf in leaves):
+            raise TargetError(
+                "the loss function calls backward() itself, which adds to the gradients of the "
+                "model beside the gradient that job.backward makes",
+                hint="return the sum of all losses; for gradients by something else than "
+                "parameters (a penalty, an attack) use torch.autograd.grad",
+            )
+        self._gradients += [(t, None if t.grad is None else t.grad.clone()) for t in leaves]
+        self._really_backward(tensors, *arguments, **options)
 
     def _rounding(self, value: Tensor) -> float:
         coarsest = max(self._draws.coarsest, torch.finfo(torch.float64).eps)
@@ -356,10 +446,17 @@ class Comparison:
         return " + ".join(str(found.num_samples) for found in self._parts) + " samples"
 
     def _of_nothing(self) -> tuple[str, str]:
-        return (
-            "the mean is probably over nothing in one of the parts (an empty mask)",
+        kind = "the mean is probably over nothing in one of the parts (an empty mask)"
+        fix = (
             "return hf.Weighted(sum / max(count, 1), count): a weight of 0 leaves a virtual node "
-            "out",
+            "out"
+        )
+        bad = [found for found in self._counted() if not math.isfinite(float(found.value))]
+        if any(found.num_samples > 1 for found in bad):
+            return kind, fix
+        return (
+            f"{kind}, or the loss uses a statistic of the batch (a standard deviation of 1 sample)",
+            f"for a mask {fix}; for a statistic {_OVER_BATCH}",
         )
 
     def _likely(self, whole: float, losses: Sequence[float]) -> tuple[str, str]:
@@ -403,6 +500,10 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _weight(found: Found) -> float:
     return float(found.num_samples) if found.weight is None else found.weight
+
+
+def _lacks_memory(error: TargetError) -> bool:
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def _unable(num_samples: int, error: Exception) -> TargetError:

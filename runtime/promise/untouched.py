@@ -47,6 +47,7 @@ class Untouched:
 
     def __init__(self, function: Any, model: nn.Module) -> None:
         self._undo: list[Undo] = []
+        self._streams: list[Undo] = []  # generators of random numbers
         self._modules: list[nn.Module] = []
         self._seen: dict[int, Any] = {}  # holds what was met, so that no identity is used again
         self._ahead: list[Any] = [function, model]
@@ -54,17 +55,28 @@ class Untouched:
             self._meet(self._ahead.pop())
 
     @contextmanager
-    def calling(self, *, training: bool) -> Iterator[None]:
-        """Call the function in the body, with all its modules in one mode."""
+    def calling(self, *, training: bool, leaves: bool = False) -> Iterator[None]:
+        """Call the function in the body, with all its modules in one mode.
+
+        Args:
+            training: Whether modules that train do so in the body.
+            leaves: Leave what the body writes to the next call, if it ends well; random streams
+                and buffers are put back nevertheless.
+        """
+        modes = [(module, module.training) for module in self._modules]
         with buffers_apart(self._modules):
             for module in self._modules:
                 # Not by ``eval()``: some modules merge weights there.
                 module.training = module.training and training
+            is_done = False
             try:
                 yield
+                is_done = True
             finally:
-                for undo in self._undo:
+                for undo in self._streams if leaves and is_done else [*self._undo, *self._streams]:
                     undo()
+                for module, mode in modes:
+                    module.training = mode
 
     def _meet(self, thing: Any) -> None:
         if isinstance(thing, _LEFT_ALONE) or id(thing) in self._seen:
@@ -87,13 +99,13 @@ class Untouched:
             self._meet_function(thing)
         elif isinstance(thing, torch.Generator):
             state = thing.get_state()
-            self._undo.append(lambda: _set_state(thing, state))
+            self._streams.append(lambda: _set_state(thing, state))
         elif isinstance(thing, np.random.Generator):
             numbers, held = thing.bit_generator.state, thing.bit_generator
-            self._undo.append(lambda: setattr(held, "state", numbers))
+            self._streams.append(lambda: setattr(held, "state", numbers))
         elif isinstance(thing, random.Random):
             python = thing.getstate()
-            self._undo.append(lambda: thing.setstate(python))
+            self._streams.append(lambda: thing.setstate(python))
         elif hasattr(thing, "__dict__") and not _is_foreign(type(thing).__module__):
             self._meet_attributes(thing)
 

@@ -32,7 +32,7 @@ from hetflow.tests.runtime import losses, over_batch
 BATCH = 16
 MAPPINGS = {"even nodes": [(3, 4), (1, 4)], "uneven nodes": [(1, 13), (3, 1)]}
 # Draws and counts of calls belong to a virtual node, so no other mapping repeats them.
-_OWN_DRAWS = {"diffusion", "dropped", "mixed_up", "scheduled_by_hand"}
+_OWN_DRAWS = {"diffusion", "dropped", "mixed_up", "scaled_at_random"}
 RIGHT = {name: make for name, make in losses.RIGHT.items() if name not in _OWN_DRAWS}
 # That of a fixed batch fails by its own error in whatever splits a batch.
 WRONG = {name: make for name, (make, _) in losses.WRONG.items() if name != "a fixed batch"}

@@ -76,13 +76,12 @@ def with_gradient_penalty(model):
     return loss_of
 
 
-def scheduled_by_hand(model):
+def scaled_at_random(model):
     rng, counts = np.random.default_rng(0), {"calls": 0}
 
     def loss_of(x, y):
         counts["calls"] += 1
-        scale = 1 + rng.random() / counts["calls"] + random.random()
-        return scale * each(model, x, y).mean()
+        return (1 + rng.random() + random.random()) * each(model, x, y).mean()
 
     return loss_of
 
@@ -91,7 +90,7 @@ RIGHT = {
     f.__name__: f
     for f in (
         mean, smoothed, ignoring, masked, penalised, diffusion, dropped, mixed_up,
-        with_gradient_penalty, scheduled_by_hand,
+        with_gradient_penalty, scaled_at_random,
     )
 }  # fmt: skip
 
@@ -122,6 +121,43 @@ def _weighted_by_batch(model):
     return loss_of
 
 
+def _scheduled_by_hand(model):
+    counts = {"calls": 0}
+
+    def loss_of(x, y):
+        counts["calls"] += 1
+        return (1 + 0.01 * counts["calls"]) * each(model, x, y).mean()
+
+    return loss_of
+
+
+def _carried_on(model):
+    state = [0.0]
+
+    def loss_of(x, y):
+        seen = torch.tanh(model(x).mean(0) + state[0])
+        state[0] = seen.detach()
+        return (model(x) * seen.detach()).sum(1).square().mean()
+
+    return loss_of
+
+
+def _backward_inside(model):
+    def loss_of(x, y):
+        (0.1 * model(x).square().mean()).backward()
+        return each(model, x, y).mean()
+
+    return loss_of
+
+
+def _standardised(model):
+    def loss_of(x, y):
+        gain = (x[:, 0] - x[:, 0].mean()) / (x[:, 0].std() + 1e-8)
+        return (each(model, x, y) * gain).mean()
+
+    return loss_of
+
+
 def _masked_mean(model):
     def loss_of(x, y):
         mask = (x[:, 0] > 0).to(x)
@@ -144,6 +180,10 @@ WRONG = {
     ),
     "log of the mean": (lambda m: lambda x, y: each(m, x, y).mean().log(), NOT_SAMPLES),
     "root of the mean": (lambda m: lambda x, y: m(x).square().mean().sqrt(), NOT_SAMPLES),
+    "counts its calls": (_scheduled_by_hand, "depends on its earlier calls"),
+    "carried on": (_carried_on, "parts|earlier calls"),
+    "backward inside": (_backward_inside, r"calls backward\(\) itself"),
+    "standard deviation": (_standardised, "a statistic of the batch"),
     "empty mask": (_masked_mean, "over nothing in one of the parts"),
     "ignored": (lambda m: lambda x, y: F.cross_entropy(m(x), y), "parts"),
     "a fixed batch": (

@@ -385,6 +385,23 @@ def test_a_leaf_that_only_a_second_optimizer_knows_is_refused(
 
 
 @pytest.mark.usefixtures("launched")
+def test_a_leaf_that_the_script_updates_by_hand_is_refused(jobs: Callable[..., hf.Job]) -> None:
+    model = nn.Linear(5, 2)
+    delta = torch.zeros(1, 5, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        inputs = x.clone().requires_grad_()  # a leaf that nobody trains
+        return N.cross_entropy(model(inputs + delta), y)
+
+    job = jobs(model, optimizer)
+    with pytest.raises(TargetError, match=r"depends on a tensor, of shape \[1, 5\]"):
+        list(steps(job, loss_of, optimizer))
+    assert job.num_steps <= 1
+    job.abandon()
+
+
+@pytest.mark.usefixtures("launched")
 def test_a_second_optimizer_of_the_model_is_refused_unless_its_state_is_kept(
     jobs: Callable[..., hf.Job],
 ) -> None:

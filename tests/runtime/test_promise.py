@@ -89,6 +89,42 @@ def test_other_losses_are_refused_before_an_update(jobs: Callable[..., hf.Job], 
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.fixture
+def small_virtual_nodes(
+    tmp_path: Path, plan_of: Callable[..., SplitPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(tmp_path / "plan.json", plan_of([(16, 1)]))
+    monkeypatch.setenv("HETFLOW_PLAN", str(tmp_path / "plan.json"))
+
+
+def hardest(model: nn.Module) -> Callable[..., torch.Tensor]:
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = nn.functional.cross_entropy(model(x), y.clamp(min=0), reduction="none")
+        return each.topk(min(4, len(each))).values.mean()
+
+    return loss_of
+
+
+@pytest.mark.usefixtures("small_virtual_nodes")
+def test_more_samples_are_tested_than_a_virtual_node_has(jobs: Callable[..., hf.Job]) -> None:
+    model = nn.Linear(5, 3).double()
+    with pytest.raises(TargetError, match="the loss of 8 samples"):
+        step(jobs(model), hardest(model), data())
+
+
+@pytest.mark.usefixtures("small_virtual_nodes")
+def test_fewer_are_tested_where_memory_lacks(jobs: Callable[..., hf.Job]) -> None:
+    model = nn.Linear(5, 3).double()
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("no memory for more")
+        return nn.functional.cross_entropy(model(x), y.clamp(min=0), reduction="sum")
+
+    with pytest.raises(TargetError, match="the loss of 2 samples"):
+        step(jobs(model), loss_of, data())
+
+
 def test_a_loss_of_each_virtual_nodes_own_is_taken_where_the_script_says_so(
     jobs: Callable[..., hf.Job],
 ) -> None:
