@@ -7,7 +7,7 @@ import typer
 
 from ..schema.errors import HetflowError
 from . import completing
-from .common import JsonFlag, asked_pool, asked_reserve, emit, emit_json
+from .common import JsonFlag, asked_pool, asked_reserve, emit, emit_json, warn
 
 if TYPE_CHECKING:
     from ..schema.jobs import Allocation as AllocationRecord
@@ -88,6 +88,7 @@ def check(
     """
     from .. import check as faults_of
     from ..planning.inputs import pool_of
+    from ..protocol.lower import obstacle_of
     from ..schema import files
     from ..schema.jobs import Allocation
     from ..schema.optimizer import asked_optimizer
@@ -95,6 +96,7 @@ def check(
 
     found = files.read_any(plan)
     pool = None if gpus is None and cluster is None else asked_pool(gpus, cluster)
+    obstacle = None
     if isinstance(found, Allocation):
         faults = faults_of(
             found,
@@ -119,12 +121,17 @@ def check(
             memory_reserve_bytes=asked_reserve(memory_reserve),
         )
         termination = claim_of(found, None if pool is None else pool_of(pool))
+        obstacle = obstacle_of(found)
     else:
         raise HetflowError(f"{plan}: a {found.schema} file holds nothing that can be checked")
     if json:
-        emit_json({"plan": str(plan), "valid": not faults, "faults": faults})
+        emit_json(
+            {"plan": str(plan), "valid": not faults, "faults": faults, "cannot_launch": obstacle}
+        )
     elif not faults:
         emit(f"{plan}: valid ({termination})")
+    if obstacle is not None:
+        warn(f"{plan}: the plan cannot be launched: {obstacle}")
     if faults:
         raise HetflowError(f"{plan}: {'; '.join(faults)}")
 

@@ -10,7 +10,7 @@ from ..solvers.effort import Effort
 from ..solvers.pipeline.simplest import simplest_of
 from .limits import Clock
 from .request import SolveRequest
-from .solve_pipeline import links_between, solve_pipeline
+from .solve_pipeline import links_between, say_obstacle, solve_pipeline
 
 _log = logging.getLogger("hetflow")
 
@@ -48,8 +48,7 @@ def best_pipeline(request: SolveRequest, clock: Clock) -> PipelinePlan:
     check_flags(request)
     plan = _best(request, clock)
     _say_links(request)
-    if plan.trace is not None and plan.trace.obstacle is not None:
-        _log.warning(f"the plan cannot be launched: its layers were {plan.trace.obstacle}")
+    say_obstacle(plan.trace, len(plan.stages))
     _say_what_is_simpler(plan)
     return plan
 

@@ -8,6 +8,7 @@ from ..costs.memory import reserve_of
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ..schema.files import Plan
+from ..schema.layer_trace import cannot_spread
 from ..schema.parallel import ParallelPlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan, SyncBound
 from ..schema.problem import SplitProblem
@@ -76,8 +77,11 @@ def _restrictions(plan: Plan, request: SolveRequest) -> Restrictions | None:
             num_model_chunks=asked.num_model_chunks,
             replication=None if asked.replication else False,
         )
-    if isinstance(plan, ParallelPlan) and not request.parallel.recompute:
-        found = dataclasses.replace(found, recompute=False)
+    if isinstance(plan, ParallelPlan):
+        if not request.parallel.recompute:
+            found = dataclasses.replace(found, recompute=False)
+        if plan.sequence_parallel and cannot_spread(plan.trace):
+            found = dataclasses.replace(found, num_stages=1)
     return None if found == Restrictions() else found
 
 

@@ -4,12 +4,13 @@ import logging
 from dataclasses import replace
 
 from ..schema.errors import BackendError, InfeasibleError
+from ..schema.layer_trace import cannot_spread
 from ..schema.parallel import ParallelPlan, ParallelProblem, parallel_schedule
 from ..schema.schedule_traits import traits
 from .limits import Clock
 from .plan_dollars import priced
 from .request import SolveRequest
-from .solve_pipeline import links_between, trace_for
+from .solve_pipeline import links_between, say_obstacle, trace_for
 
 _log = logging.getLogger("hetflow")
 
@@ -33,6 +34,7 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
     from .parallel_problem import parallel_problem
 
     asked = request.pipeline
+    trace = trace_for(request.profiles, request.pool)
     problem = parallel_problem(
         request.profiles,
         request.pool,
@@ -41,6 +43,7 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
         link_bytes_per_second=asked.link_bytes_per_second,
         recompute=request.parallel.recompute,
         optimizer=request.optimizer,
+        most_stages=1 if request.parallel.sequence_parallel and cannot_spread(trace) else None,
         num_model_chunks=_chunks(asked.num_model_chunks),
         memory_reserve_bytes=request.memory_reserve_bytes,
         sequence_parallel=bool(request.parallel.sequence_parallel),
@@ -61,6 +64,7 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     for line in _unused_degrees(problem):
         _log.warning(line)
+    say_obstacle(trace, len(plan.stages))
     others = alternatives(problem, plan, request.top - 1)
     degrees = {size.tensor_parallel_size for size in problem.sizes}
     if degrees == {1} and request.strategy == "parallel":
@@ -80,7 +84,7 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
         assumptions=links_between(
             request.profiles, request.pool, asked.link_bytes_per_second
         ).assumed,
-        trace=trace_for(request.profiles, request.pool),
+        trace=trace,
         cluster=request.pool,  # always stated: degrees depend on the servers
         provenance={"pool": request.pool_name},
     )
@@ -106,7 +110,12 @@ def _chunks(asked: int | None) -> tuple[int, ...]:
 
 
 def _spreadable(request: SolveRequest) -> bool:
-    """Whether all profiles in use with degrees above 1 have them with sequence parallelism too."""
+    """Whether all profiles in use with degrees above 1 have them with sequence parallelism too.
+
+    False where stages could not be launched so.
+    """
+    if cannot_spread(trace_for(request.profiles, request.pool)):
+        return False
     used = [p for p in request.profiles if p.device_type in request.pool.num_devices]
     tables = [bool(profile.sequence_layers) for profile in used if profile.tensor_layers]
     return bool(tables) and all(tables)

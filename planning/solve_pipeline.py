@@ -1,6 +1,7 @@
 """Plan a pipeline for ``hetflow solve``, and check the plan."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 from ..schema.cluster import Cluster
@@ -18,6 +19,8 @@ from ..schema.profile import Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from ..solvers.effort import DEFAULT, Effort
 from ..solvers.pipeline_links import PoolLinks, links_of
+
+_log = logging.getLogger("hetflow")
 
 
 def solve_pipeline(
@@ -119,6 +122,12 @@ def trace_for(profiles: Sequence[Profile], pool: Cluster) -> LayerTrace | None:
     found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
     blocked = [trace for trace in found if trace is not None and trace.obstacle is not None]
     return [*blocked, *found][0]
+
+
+def say_obstacle(trace: LayerTrace | None, num_stages: int) -> None:
+    """Warn of a plan whose stages cannot be launched."""
+    if num_stages > 1 and trace is not None and trace.obstacle is not None:
+        _log.warning(f"the plan cannot be launched: its layers were {trace.obstacle}")
 
 
 def links_between(

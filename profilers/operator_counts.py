@@ -36,7 +36,7 @@ from .layer_passes import Piece, chosen, detached, weight_row
 from .layer_traces import call_of, find_layers
 from .nests import mapped, tensors_in
 from .storages import storage_key
-from .tensor_roles import NoTensorRolesError, heads_divisor, tensor_roles
+from .tensor_roles import NoTensorRolesError, heads_divisor, shared_layers, tensor_roles
 
 # Names of operators that move nothing, although they are no views by their schema.
 _FREE = {
@@ -367,7 +367,8 @@ def _with_roles(
     """The tables with each layer's tensor-parallel role, what degrees must divide, or why not."""
     try:
         divisor = heads_divisor(bench.model)
-        roles = [tensor_roles([row.id for row in t.layers], t.edges) for t in tables]
+        shared = shared_layers(bench.model)
+        roles = [tensor_roles([row.id for row in t.layers], t.edges, shared) for t in tables]
     except NoTensorRolesError as error:
         return tuple(tables), None, str(error)
     return (

@@ -39,6 +39,19 @@ def check_pipeline_level(level: Determinism) -> None:
         )
 
 
+def obstacle_of(plan: Plan) -> str | None:
+    """Why ``hetflow launch`` would refuse a plan before it starts; None if it would not.
+
+    A plan may be a valid answer and yet not run: its layers may have been found in a way that
+    cannot be cut.
+    """
+    try:
+        lower(plan)
+    except ProblemError as error:
+        return error.message
+    return None
+
+
 def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> LaunchConfig:
     """Turn a plan into a launch config: the work of each rank.
 

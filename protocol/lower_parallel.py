@@ -5,6 +5,7 @@ from itertools import count
 from ..devices.emulated import is_emulated
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork
+from ..schema.layer_trace import cannot_spread
 from ..schema.parallel import ParallelPlan, ParallelStage
 from .limits import check_numbers
 from .lower_pipeline import check_trace, config_of, schedule_of
@@ -22,6 +23,12 @@ def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
     """
     if len(plan.stages) > 1:
         check_trace(plan.model, plan.trace)
+        if plan.sequence_parallel and cannot_spread(plan.trace):
+            raise ProblemError(
+                f"{plan.model} cannot be cut into stages that spread tokens: its layers were found "
+                "by torch.export, whose graph does not show where sequence parallelism begins",
+                hint="solve with --no-sequence-parallel",
+            )
     num_microbatches = -(-plan.global_batch_size // plan.microbatch_size)
     most = max(stage.num_replicas for stage in plan.stages)
     if num_microbatches < most:

@@ -50,6 +50,11 @@ class LayerTrace:
         )
 
 
+def cannot_spread(trace: LayerTrace | None) -> bool:
+    """Whether stages of these layers cannot spread tokens (sequence parallelism)."""
+    return trace is not None and trace.way == "export"
+
+
 def trace_of(plain: dict[str, Any]) -> LayerTrace:
     """Rebuild a trace from the dict that another process sent."""
     trace: LayerTrace = adapter_of(LayerTrace).validate_json(json.dumps(plain))

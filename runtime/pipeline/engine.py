@@ -105,9 +105,7 @@ class PipelineEngine:
         self._tensor = tensor = tensor_group(place, groups)
         self._holdings_of = partial(holdings_of, sharing=sharing, sequence_parallel=spreads)
         self._sharded = ShardedModel(model, sharing, tensor, sequence_parallel=spreads)
-        by_values = work.trace is not None and work.trace.way == "export"
-        self._traceable = partial(self._sharded.traceable, by_values=by_values)
-        with self._traceable():
+        with self._sharded.traceable():
             parts, check_call = self._parts()
         check_shared(parts, sharing, model)
         self._last_stage = len(parts) - 1
@@ -505,7 +503,7 @@ class PipelineEngine:
         self._model.release()
         self._sharded.remove()
         try:
-            with self._traceable():
+            with self._sharded.traceable():
                 parts, check_call = self._parts_in_evaluation()
             ownership.check_held(parameters_of(parts), [stage.ranks for stage in work.stages])
         finally:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...schema.errors import TargetError
+from ..tensor.opaque import is_shared_call
 from .answers import Rebuild, taken_apart
 from .calls import TracedCall
 from .layered import Layer, LayeredModel, is_leaf, numbered
@@ -118,6 +119,7 @@ def _layered(
             graph.erase_node(node)
         elif node.op == "get_attr":
             _name_in_model(node, module, model, constants)
+    _restore_shared(model, graph)
     _restore_norms(model, graph)
     _refuse_updates(graph, dict(model.named_buffers(remove_duplicate=False)))
     output = next(node for node in graph.nodes if node.op == "output")
@@ -159,6 +161,23 @@ def _attribute(root: nn.Module, name: str) -> Any:
     return held
 
 
+def _restore_shared(model: nn.Module, graph: fx.Graph) -> None:
+    """Call the model's own module where a tensor-parallel group shares a layer."""
+    for node in list(graph.nodes):
+        call = _leaf_call(model, node) if is_shared_call(node.target) else None
+        if call is not None:
+            _call_module(graph, node, call[1])
+
+
+def _call_module(graph: fx.Graph, node: fx.Node, name: str) -> None:
+    """Call a module on an operator's first argument, in place of the operator."""
+    with graph.inserting_before(node):
+        made = graph.create_node("call_module", name, (node.args[0],))
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
 def _restore_norms(model: nn.Module, graph: fx.Graph) -> None:
     """Call the model's own module in place of operators that update its running statistics."""
     for node in list(graph.nodes):
@@ -169,11 +188,7 @@ def _restore_norms(model: nn.Module, graph: fx.Graph) -> None:
         if not isinstance(norm, _NORMS) or not norm.track_running_stats:
             continue
         if _name_of(node) in _UPDATED:
-            with graph.inserting_before(node):
-                made = graph.create_node("call_module", call[1], (node.args[0],))
-            made.meta = dict(node.meta)
-            node.replace_all_uses_with(made)
-            graph.erase_node(node)
+            _call_module(graph, node, call[1])
         elif not node.users:
             graph.erase_node(node)  # the module itself counts its batches
 

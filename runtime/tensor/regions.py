@@ -47,6 +47,16 @@ _DRAWS = {
 }
 _DROPOUTS = {functional.dropout, torch.dropout, functional.scaled_dot_product_attention}
 _RANDOM = _DROPOUTS | _OTHER_DROPOUTS | _DRAWS
+# The same in graphs of torch.export, which call operators.
+_OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.dropout.default: torch.dropout,
+    torch.ops.aten.scaled_dot_product_attention.default: functional.scaled_dot_product_attention,
+}
+_DRAWN_BY_OPERATORS = {
+    "alpha_dropout", "bernoulli", "bernoulli_", "dropout", "dropout_", "exponential_",
+    "feature_alpha_dropout", "feature_dropout", "native_dropout", "normal_", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "uniform_",
+}  # fmt: skip
 
 
 class Region(TorchFunctionMode):
@@ -112,8 +122,9 @@ class Region(TorchFunctionMode):
     ) -> Any:
         """Draw whole masks for dropout, refuse other draws, and leave everything else alone."""
         own = kwargs or {}
-        if func not in _RANDOM or not self._columns or self._is_left_open():
+        if not self._columns or not _is_random(func) or self._is_left_open():
             return func(*args, **own)
+        func = _OPERATORS.get(func, func)
         if func is functional.dropout:
             return self._dropout(*args, **own)
         if func is torch.dropout:
@@ -213,6 +224,12 @@ class Region(TorchFunctionMode):
             "numbers that would depend on the degree",
             hint=hint or "set it to 0, move it behind the row layer, or plan with degree 1",
         )
+
+
+def _is_random(func: Callable[..., Any]) -> bool:
+    if isinstance(func, torch._ops.OpOverload):
+        return func in _OPERATORS or func._opname in _DRAWN_BY_OPERATORS
+    return func in _RANDOM
 
 
 def check_attention(model: nn.Module, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Which modules of a model a tensor-parallel group shares, and how (thesis 4.2.3).
 
-Families known by the names of their modules are GPT-2, Llama and Qwen of transformers, and the
-zoo's transformers. Any other model declares it (``tensor_parallel``).
+Families known by the names of their modules are GPT-2, Llama, Qwen, GPT-NeoX, BERT and ViT of
+transformers, and the zoo's transformers. Any other model declares it (``tensor_parallel``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,18 @@ from .sequence import SequenceRole, check_sequence
 Style = Literal["column", "row", "vocabulary", "output", "logits", "inner"]
 _NOTE = "_hetflow_tensor_parallel"
 
-# Ends of modules' names, for models that declare nothing. GPT-2; Llama and Qwen; the zoo's.
+# Ends of modules' names, for models that declare nothing. GPT-2; Llama and Qwen; GPT-NeoX; BERT
+# (its vocabulary stays whole: its module of predictions reads the bias too); ViT; the zoo's.
 _KNOWN = {
     "attn.c_attn": "column:3", "mlp.c_fc": "column", "c_proj": "row", "wte": "vocabulary",
     "q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row",
     "gate_proj": "column", "up_proj": "column", "down_proj": "row", "embed_tokens": "vocabulary",
+    "embed_in": "vocabulary", "attention.query_key_value": "column", "attention.dense": "row",
+    "dense_h_to_4h": "column", "dense_4h_to_h": "row",
+    "attention.self.query": "column", "attention.self.key": "column",
+    "attention.self.value": "column", "attention.output.dense": "row",
+    "intermediate.dense": "column", "output.dense": "row",
+    "mlp.fc1": "column", "mlp.fc2": "row",
     "attention.project_in": "column:3", "attention.project_out": "row",
     "feed_forward.0": "column", "feed_forward.2": "row", "lm_head": "output",
     "q_norm": "inner", "k_norm": "inner",
@@ -198,11 +205,23 @@ def sharing_of(model: nn.Module) -> Sharing:
 
 
 def _check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
-    """Refuse a parameter beside a column layer whose use is unknown: a share may use it.
+    """Refuse names that do not add up.
+
+    These are a row layer without a column layer before it, and a parameter beside a column layer
+    whose use is unknown, since a share may use it.
 
     Raises:
         TargetError: Names the module.
     """
+    is_split = False
+    for name, role in roles.items():
+        if role.style == "row" and not is_split:
+            raise TargetError(
+                f"{name} has the name of a layer that reads a share, and no layer before it makes "
+                "shares",
+                hint="say how all are shared with hetflow.runtime.tensor_parallel(model, {...})",
+            )
+        is_split = role.style == "column" or (is_split and role.style != "row")
     parents = {name.rpartition(".")[0] for name, role in roles.items() if role.style == "column"}
     for name, module in model.named_modules():
         is_inside = any(name == parent or name.startswith(f"{parent}.") for parent in parents)

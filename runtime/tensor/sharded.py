@@ -21,6 +21,7 @@ from .layers import (
     vocabulary_embedding,
 )
 from .logits import CutLogits
+from .opaque import opaque_forward
 from .operators import SharedInput, TensorGroup, join_from
 from .regions import Region
 from .roles import Role, Sharing, is_transposed, num_outputs
@@ -52,6 +53,7 @@ class ShardedModel:
         sequence_parallel: bool = False,
     ) -> None:
         self._forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+        self._opaque: list[tuple[nn.Module, Callable[..., Tensor]]] = []  # while it is traced
         self._sizes: list[tuple[nn.Module, str, int]] = []
         self._is_installed = False
         self._region, self._input = Region(group), SharedInput(group)
@@ -66,6 +68,7 @@ class ShardedModel:
                 continue
             module = model.get_submodule(name)
             self._forwards.append((module, self._forward_of(name, module, role, group)))
+            self._opaque.append((module, opaque_forward(module, role, group.degree)))
         for name, attributes in sharing.sizes.items():
             module = model.get_submodule(name)
             self._sizes += [(module, attribute, group.degree) for attribute in attributes]
@@ -81,18 +84,15 @@ class ShardedModel:
                 self._forwards.append((module, partial(dropped_tokens, module, group)))
 
     @contextmanager
-    def traceable(self, *, by_values: bool) -> Iterator[None]:
+    def traceable(self) -> Iterator[None]:
         """Trace the model inside, as this worker computes it.
 
-        Its first block spreads tokens. Sizes are divided, because torch.fx writes the numbers that
-        a forward reads into the graph as constants.
-
-        Args:
-            by_values: Whether the trace computes values (torch.export). Then modules are split into
-                operators on whole parameters, which need whole sizes.
+        Its first block spreads tokens, shared layers are calls of their own, and sizes are divided:
+        tracers write the numbers that a forward reads into the graph as constants.
         """
-        if not by_values:
-            self._divide_sizes()
+        self._divide_sizes()
+        for module, forward in self._opaque:
+            module.forward = forward
         if self._entry is not None:
             self._entry[0].forward = self._entry[1]
         try:
@@ -100,8 +100,9 @@ class ShardedModel:
         finally:
             if self._entry is not None:
                 del self._entry[0].forward
-            if not by_values:
-                self._restore_sizes()
+            for module, _ in self._opaque:
+                del module.forward
+            self._restore_sizes()
 
     def _divide_sizes(self) -> None:
         for module, attribute, degree in self._sizes:

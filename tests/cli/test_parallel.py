@@ -319,7 +319,10 @@ def test_degrees_that_do_not_divide_a_server_are_named(hetflow: Hetflow, folder:
 def test_a_model_that_is_no_transformer_says_so(
     hetflow: Hetflow, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, reason = folder / "v100.json", "no layer has the name of a transformer's products"
+    path, reason = (
+        folder / "v100.json",
+        "no layers of ResNet are known that a tensor-parallel group could share",
+    )
     known = files.read(path, Profile)
     origin = {**(known.provenance or {}), "tensor_layers": f"none: {reason}"}
     files.write(path, replace(known, tensor_layers=(), provenance=origin), force=True)

@@ -114,10 +114,44 @@ def qwen():
     return Qwen3ForCausalLM(config)
 
 
+def neox():
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=TOKENS, rotary_pct=0.5,
+        hidden_dropout=0.0, attention_dropout=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPTNeoXForCausalLM(config)
+
+
+def bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=TOKENS, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
+def vit():
+    """Each token is a patch of one pixel; the hidden states of patches are the logits."""
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(
+        hidden_size=20, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        image_size=(2, TOKENS // 2), patch_size=1, num_channels=1, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    return ViTModel(config, add_pooling_layer=False)
+
+
 MODELS = {
     "zoo": zoo, "llama": llama, "gpt2": gpt2, "qwen": qwen, "dropping": dropping,
     "gpt2-drop": partial(gpt2, 0.2), "gpt2-eager": partial(gpt2, 0.2, "eager"),
-    "llama-logits": llama_of_logits, "sized": sized,
+    "llama-logits": llama_of_logits, "sized": sized, "bert": bert, "neox": neox,
+    "vit": vit,
 }  # fmt: skip
 
 
@@ -149,8 +183,12 @@ def build(name):
 
 
 def logits_of(model, ids):
-    answer = model(ids) if isinstance(model, GPT | nn.Sequential) else model(input_ids=ids).logits
-    return answer
+    if isinstance(model, GPT | nn.Sequential):
+        return model(ids)
+    if model.main_input_name == "pixel_values":
+        pixels = ids.view(-1, 1, 2, TOKENS // 2).double() / VOCABULARY
+        return model(pixel_values=pixels).last_hidden_state[:, 1:]
+    return model(input_ids=ids).logits
 
 
 def train(case):

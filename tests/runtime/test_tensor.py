@@ -10,6 +10,7 @@ import torch
 
 from hetflow import runtime as hf
 from hetflow.schema import files
+from hetflow.schema.layer_trace import LayerTrace, TracedInput
 from hetflow.schema.parallel import ParallelPlan
 
 from ..parallel_plans import parallel_plan
@@ -28,6 +29,72 @@ LAST = (*(f"blocks.1.{name}" for name in BLOCK), "norm")
 CHUNKS = (FIRST[:5], FIRST[5:], LAST[:3], LAST[3:])  # of two rounds over two positions
 APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
 AT_NORM = ((*FIRST, *LAST[:1]), LAST[1:])  # behind a norm
+
+# Layers of transformers' models as torch.export finds them, in two stages.
+GPT2_BLOCK = (
+    "ln_1", "attn.c_attn", "attn.c_proj", "attn.resid_dropout", "ln_2", "mlp.c_fc", "mlp.act",
+    "mlp.c_proj", "mlp.dropout",
+)  # fmt: skip
+QWEN_BLOCK = (
+    "input_layernorm", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj",
+    "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj", "post_attention_layernorm",
+    "mlp.gate_proj", "mlp.act_fn", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+BERT_BLOCK = (
+    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+    "attention.output.dropout", "attention.output.LayerNorm", "intermediate.dense",
+    "intermediate.intermediate_act_fn", "output.dense", "output.dropout", "output.LayerNorm",
+)  # fmt: skip
+NEOX_BLOCK = (
+    "input_layernorm", "attention.query_key_value", "attention.dense", "post_attention_dropout",
+    "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.act", "mlp.dense_4h_to_h",
+    "post_mlp_dropout",
+)  # fmt: skip
+VIT_BLOCK = (
+    "layernorm_before", "attention.q_proj", "attention.k_proj", "attention.v_proj",
+    "attention.o_proj", "dropout", "layernorm_after", "mlp.fc1", "mlp.activation_fn", "mlp.fc2",
+    "dropout#2",
+)  # fmt: skip
+
+
+def halves(before: tuple[str, ...], place: str, block: tuple[str, ...], behind: tuple[str, ...]):
+    """A model of two blocks, cut between them."""
+    first, second = ([f"{place}.{number}.{name}" for name in block] for number in (0, 1))
+    return (*before, *first), (*second, *behind)
+
+
+GPT2 = halves(
+    ("transformer.wte", "transformer.wpe", "transformer.drop"), "transformer.h", GPT2_BLOCK,
+    ("transformer.ln_f", "lm_head"),
+)  # fmt: skip
+QWEN = halves(("model.embed_tokens",), "model.layers", QWEN_BLOCK, ("model.norm", "lm_head"))
+BERT = halves(
+    tuple(f"bert.embeddings.{name}" for name in ("word_embeddings", "token_type_embeddings",
+          "position_embeddings", "LayerNorm", "dropout")),
+    "bert.encoder.layer", BERT_BLOCK,
+    tuple(f"cls.predictions.{name}" for name in ("transform.dense", "transform.transform_act_fn",
+          "transform.LayerNorm", "decoder")),
+)  # fmt: skip
+NEOX = halves(
+    ("gpt_neox.embed_in", "gpt_neox.emb_dropout"), "gpt_neox.layers", NEOX_BLOCK,
+    ("gpt_neox.final_layer_norm", "lm_head"),
+)  # fmt: skip
+VIT = halves(
+    ("embeddings.patch_embeddings.projection", "embeddings.dropout"),
+    "layers",
+    VIT_BLOCK,
+    ("layernorm",),
+)
+IDS = TracedInput(name="input_ids", shape=(2, 6), dtype="int64")
+PIXELS = TracedInput(name="pixel_values", shape=(2, 1, 2, 3), dtype="float64")
+OF_LOGITS = LayerTrace(way="export", inputs=(IDS,), constants={"logits_to_keep": 0})
+TRACES = {
+    "gpt2": OF_LOGITS,
+    "qwen": OF_LOGITS,
+    "neox": OF_LOGITS,
+    "bert": LayerTrace(way="export", inputs=(IDS,)),
+    "vit": LayerTrace(way="export", inputs=(PIXELS,)),
+}
 
 OURS = {"zoo", "sized", "dropping", "layers"}  # what does without transformers
 # name: (case, stages)
@@ -98,6 +165,15 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "chunks": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-cores": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
+        "exported-gpt2": ("gpt2:sgd:clip", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
+        "exported-qwen": ("qwen:adam:clip", [(QWEN[0], (2,)), (QWEN[1], (2,))]),
+        "exported-gpt2-cores": ("gpt2:sgd:clip", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
+        "exported-bert": ("bert:adam:clip", [(BERT[0], (2,)), (BERT[1], (2,))]),
+        "exported-neox": ("neox:adam:clip", [(NEOX[0], (2,)), (NEOX[1], (2,))]),
+        "exported-vit": ("vit:sgd:clip-inf", [(VIT[0], (2,)), (VIT[1], (2,))]),
+        "exported-qwen-apart": (
+            "qwen:sgd:", [((*QWEN[0], *QWEN[1][:2]), (2,)), (QWEN[1][2:], (2,))]
+        ),
         "sized": ("sized:sgd:clip", [(FIRST, (2,)), (LAST, (2,))]),
         "sized-chunks": ("sized:sgd:clip", [(part, (2,)) for part in CHUNKS]),
         "apart-cores": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
@@ -157,6 +233,8 @@ def planned(key: str, stages: list) -> ParallelPlan:
     plan = parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1)
     plan = replace(plan, sequence_parallel="tokens" in key or None)
     plan = replace(plan, shard_optimizer="shards" in key or None)
+    if key.startswith("exported"):
+        plan = replace(plan, trace=TRACES[key.split("-")[1]])
     kind = {"again": "full", "cores": "selective"}.get(key.rpartition("-")[2], "none")
     return replace(plan, stages=tuple(replace(stage, recompute=kind) for stage in plan.stages))
 
