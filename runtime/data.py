@@ -9,7 +9,7 @@ import copy
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,9 +50,23 @@ class Pass:
     is_full: bool
 
 
+class Loop(Protocol):
+    """Lets a loop of the script's own run passes; see rounds.py."""
+
+    def samples(self, batch: "Batch") -> Any:
+        """A batch's samples, where every worker has one part of it: its pass begins."""
+
+    def leave(self) -> None:
+        """Leave a batch."""
+
+
 @dataclass(slots=True)
 class Batch:
-    """One global batch, as this worker sees it: the handle that ``job.backward`` takes."""
+    """One global batch, as this worker sees it: the handle that ``job.backward`` takes.
+
+    Where every device has one virtual node, it can also be used as the samples of this worker:
+    unpacked, indexed, given as keyword arguments. ``samples`` are they as the loader gave them.
+    """
 
     epoch: int
     step: int
@@ -61,8 +75,14 @@ class Batch:
     passes: tuple[Pass, ...]
     _feed: Iterator[Any] = field(repr=False)
     first_samples: FirstSamples | None = field(default=None, repr=False)
+    _loop: Loop | None = field(default=None, repr=False)
     _taken: bool = field(default=False, repr=False)
     is_done: bool = False  # all workers have its gradient, or skipped it
+    is_over: bool = False  # the script has gone on to the next one
+    num_rounds: int = 0  # how often a loop of the script's has gone over its parts
+    _held: list[tuple[Pass, Any]] = field(default_factory=list, repr=False)
+    _reading: Iterator[tuple[Pass, Any]] | None = field(default=None, repr=False)
+    _samples: list[Any] = field(default_factory=list, repr=False)
 
     def inputs(self) -> Iterator[tuple[Pass, Any]]:
         """Yield each pass with its collated samples on the device.
@@ -73,37 +93,65 @@ class Batch:
         if self._taken:
             raise TargetError(
                 "this batch was used already: job.backward takes each batch once",
-                hint="add the losses up in one function; or take the next batch for the next "
-                "backward pass, as for a GAN's two models in turns. What needs the same batch "
-                "again (LBFGS, SAM) is not supported",
+                hint="add the losses up in one function; or loop over the batch's parts for each "
+                "backward pass (a GAN, SAM, LBFGS): for x, y in job.parts(batch): "
+                "job.backward(loss(model(x), y))",
             )
         self._taken = True
         for item in self.passes:
             yield item, next(self._feed)
 
-    def __iter__(self) -> NoReturn:
-        """Refuse ``for x, y in job.batches(loader)``: no worker has the whole batch.
+    def again(self) -> Iterator[tuple[Pass, Any]]:
+        """Yield what ``inputs`` does, any number of times: what was read is held."""
+        if self._reading is None:
+            self._reading = self.inputs()
+        number = 0
+        while True:
+            if number == len(self._held):
+                found = next(self._reading, None)
+                if found is None:
+                    return
+                self._held.append(found)
+            yield self._held[number]
+            number += 1
+
+    @property
+    def samples(self) -> Any:
+        """This worker's samples, as the loader's collate function gave them, on the device.
 
         Raises:
-            TargetError: Always; it says what to write.
+            TargetError: A device of the plan has several virtual nodes, or it is a pipeline.
         """
-        raise TargetError(
-            "a batch of job.batches holds no tensors: each worker runs the virtual nodes that it "
-            "has, and job.backward calls the loss function with the samples of each",
-            hint="for batch in job.batches(loader): job.backward(lambda x, y: loss(model(x), y), "
-            "batch)",
-        )
+        if not self._samples:
+            assert self._loop is not None
+            self._samples.append(self._loop.samples(self))
+        return self._samples[0]
 
-    def __getitem__(self, _: object) -> NoReturn:
-        """Refuse ``batch[0]`` and ``batch["x"]`` as ``__iter__`` does."""
-        self.__iter__()
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack the samples: ``for x, y in job.batches(loader)``."""
+        return iter(self.samples)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the samples: ``batch["x"]``."""
+        return self.samples[key]
+
+    def __getattr__(self, name: str) -> Any:
+        """Give what else the samples have: ``batch.keys()``, ``batch.input_ids``."""
+        if name.startswith("_"):  # what Python asks of any object
+            raise AttributeError(name)
+        return getattr(self.samples, name)
 
     def discard(self) -> None:
         """Skip passes that were not used, so that the next batch gets its own samples."""
+        if self._loop is not None:
+            self._loop.leave()
         if not self._taken:
-            for _ in self.inputs():
-                pass
-        self.is_done = True
+            self._reading = self.inputs()
+        for _ in self._reading or ():
+            pass
+        self._held.clear()
+        self._samples.clear()
+        self.is_done = self.is_over = True
 
     def renew(self, passes: tuple[Pass, ...], feed: Iterator[Any]) -> None:
         """Start again with other passes over the same samples."""

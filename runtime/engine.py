@@ -38,6 +38,8 @@ class Step:
         over_batch: Makes the loss of all samples' outputs, if the function gives outputs.
         waiting: A context in which this worker waits for the others.
         promise: Tests the function where only the engine can: on a pipeline's last stage.
+        round: How many steps over the same batch came before it.
+        has_run: Whether the script's own loop has run the passes.
         rest: [virtual nodes with samples] the other values, once the step is over.
     """
 
@@ -50,6 +52,8 @@ class Step:
     over_batch: LossFunction | None = None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     promise: Promise | None = None
+    round: int = 0
+    has_run: bool = False
     rest: list[Any] = field(default_factory=list)
 
 

@@ -10,6 +10,7 @@ from . import peers
 from .data import (
     Batch,
     Key,
+    Loop,
     PassSampler,
     epoch_order,
     feed,
@@ -101,13 +102,14 @@ class Epoch:
         runner: Runner,
         progress: Progress,
         checkpoints: Checkpoints,
+        loop: Loop,
         loader: "DataLoader[Any]",
         *,
         call: int,
     ) -> None:
         self._session, self._epochs = session, epochs
         self._runner, self._progress, self._checkpoints = runner, progress, checkpoints
-        self._call, self._loader = call, loader
+        self._call, self._loader, self._loop = call, loader, loop
         self._sampler, self._passes = epochs.passes_of(loader)
         self._source: Iterator[Any] = iter(())
         self._batch: Batch | None = None
@@ -162,6 +164,7 @@ class Epoch:
             passes=passes,
             _feed=self._source,
             first_samples=lambda ranges: epochs.read(loader, sampler.keys_of(step, ranges)),
+            _loop=self._loop,
         )
 
     def _read_from(self, step: int) -> None:

@@ -19,12 +19,14 @@ from .data import Batch, check_in_order, check_loader
 from .engine import LossFunction, Step, StepEngine
 from .epoch import Epoch, Epochs
 from .inference import PREDICTION_EPOCH, Prediction
-from .losses import weighted_by
+from .losses import Weighted, weighted_by
 from .progress import Progress
 from .promise.promise import Form, Promise
+from .rounds import Rounds
 from .runner import Runner
 from .saving import Checkpoints
 from .session import Session
+from .split_engine import SplitEngine
 from .step_times import StepTimes
 from .totals import check_same_length
 
@@ -56,6 +58,8 @@ class Job:
         self._backend = backend_of(session.device)
         self._progress, self._runner = progress, runner
         self._agreement, self._checkpoints = agreement, checkpoints
+        split = engine if isinstance(engine, SplitEngine) else None
+        self._rounds = Rounds(session, split, runner, agreement, tests=promise is not None)
 
     @property
     def rank(self) -> int:
@@ -122,6 +126,7 @@ class Job:
             self._runner,
             self._progress,
             self._checkpoints,
+            self._rounds,
             loader,
             call=call,
         )
@@ -139,6 +144,16 @@ class Job:
         if self._runner.is_behind:
             return self._runner.order_of(self._session.num_calls, loader, draw)
         return self._runner.run(lambda: check_same_length(draw(), self._session.place))
+
+    @overload
+    def backward(
+        self,
+        function: Tensor | Weighted,
+        *,
+        scaler: "torch.amp.GradScaler | None" = None,
+        weight: float | Tensor | None = None,
+        per_virtual_node: bool = False,
+    ) -> Tensor: ...
 
     @overload
     def backward(
@@ -168,11 +183,11 @@ class Job:
 
     def backward(
         self,
-        function: LossFunction,
-        batch: Batch,
+        function: LossFunction | Tensor | Weighted,
+        batch: Batch | None = None,
         *,
         scaler: "torch.amp.GradScaler | None" = None,
-        weight: Callable[..., float] | None = None,
+        weight: Callable[..., float] | float | Tensor | None = None,
         has_aux: bool = False,
         over_batch: LossFunction | None = None,
         per_virtual_node: bool = False,
@@ -187,15 +202,19 @@ class Job:
         When a function is first used, it is called on a few samples together and in parts
         (runtime/promise/): if its loss is no mean over samples, the script ends before an update.
 
+        In a loop that computes its losses by itself, give the loss of the part that the loop is at,
+        and no batch: ``job.backward(loss)``. What its graph shows is checked in place of a call.
+
         Args:
-            function: Called once for each virtual node as ``function(*batch)``, or as
+            function: The loss of a part of the batch (see ``parts``): [] or ``hf.Weighted``. Or a
+                function. It is called once for each virtual node as ``function(*batch)``, or as
                 ``function(batch)`` where the collated batch is no tuple or list. Returns the mean
                 loss over its samples; or ``hf.Weighted(mean loss, weight)`` where the mean is over
                 something else, such as tokens.
-            batch: A handle from ``batches``.
+            batch: A handle from ``batches``; None with a loss.
             scaler: The GradScaler of mixed precision, if the script has one.
             weight: Called as the function is; returns the weight of its loss, in place of
-                ``hf.Weighted``.
+                ``hf.Weighted``. With a loss, its weight.
             has_aux: The function returns ``(loss, other values)``. The other values, tensors and
                 plain data alone or in tuples, lists and dicts, come back on every worker.
             over_batch: For a loss that compares samples: ``function`` then returns outputs with one
@@ -207,7 +226,8 @@ class Job:
                 the same result, which is not that of one device.
 
         Returns:
-            [] float64, detached: the mean loss over the global batch, equal on every worker. With
+            [] float64, detached: the mean loss over the global batch, equal on every worker; for a
+            part that is not this worker's last one, the mean over its parts so far. With
             ``has_aux``, also a list of what each virtual node gave beside its loss, in order of the
             samples, with tensors on the host.
 
@@ -215,6 +235,17 @@ class Job:
             TargetError: The loss is no mean over samples; the job is finished; the workers'
                 optimizer settings differ; or the model cannot hold the plan's determinism level.
         """
+        if isinstance(function, Tensor | Weighted):
+            self._check_of_loss(batch, weight, has_aux=has_aux, over_batch=over_batch)
+            return self._rounds.backward(
+                function, scaler=scaler, weight=weight, per_virtual_node=per_virtual_node
+            )
+        if not callable(function) or batch is None:
+            raise TargetError(
+                f"job.backward takes a function and a batch, or the loss of a part of a batch; it "
+                f"got {type(function).__name__} and {'no' if batch is None else 'a'} batch",
+                hint="job.backward(lambda x, y: criterion(model(x), y), batch)",
+            )
         session, agreement = self._session, self._agreement
         if self._backend.is_capturing():
             raise TargetError(
@@ -226,7 +257,7 @@ class Job:
         session.check_open()
         form = Form(has_aux=has_aux, gives_outputs=over_batch is not None)
         self._check_form(form, weight)
-        if weight is not None:
+        if callable(weight):
             function = weighted_by(function, weight, has_aux=has_aux)
         promise = None if per_virtual_node else self._promise
         failure = (
@@ -251,6 +282,58 @@ class Job:
         if self._engine.flushes and agreement.is_broken_by(self._engine.settings_sums):
             self.compare()
         return (loss, step.rest) if has_aux else loss
+
+    def _check_of_loss(
+        self, batch: Batch | None, weight: object, *, has_aux: bool, over_batch: object
+    ) -> None:
+        """Refuse what goes with a function only."""
+        given = {
+            "a batch": batch is not None,
+            "has_aux": has_aux,
+            "over_batch": over_batch is not None,
+            "a function as weight": callable(weight),
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise TargetError(
+                    f"job.backward: {name} goes with a function, not with a loss",
+                    hint="job.backward(loss) inside: for x, y in job.parts(batch)",
+                )
+
+    def parts(self, batch: Batch) -> Iterator[Any]:
+        """Iterate this worker's parts of a batch, one for each of its virtual nodes.
+
+        The loop's body computes the loss of each part and gives it to ``job.backward(loss)``. With
+        the last one, ``param.grad`` is the gradient of the mean loss over the global batch, on
+        every worker, as after ``job.backward(function, batch)``. A batch may be gone over several
+        times, each with its own update: a GAN's models, SAM's two passes, the closure of LBFGS. Its
+        samples stay on the device meanwhile.
+
+        A worker without samples in a short batch gets one part of up to two samples that count
+        nothing: so the loop's body runs as often on all workers.
+
+        Args:
+            batch: A handle from ``batches``.
+
+        Yields:
+            What the loader's collate function gave for the part's samples, on ``job.device``.
+
+        Raises:
+            TargetError: The plan is a pipeline, or the model has SyncBatchNorm.
+
+        Example:
+            >>> import hetflow, torch
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> job = hetflow.prepare(model, optimizer)
+            >>> data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+            >>> for batch in job.batches(torch.utils.data.DataLoader(data, batch_size=2)):
+            ...     for (x,) in job.parts(batch):
+            ...         loss = job.backward(model(x).mean())
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+        """
+        return self._rounds.parts(batch)
 
     def _check_form(self, form: Form, weight: object) -> None:
         if weight is not None and not callable(weight):

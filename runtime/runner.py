@@ -46,6 +46,13 @@ class Runner(Protocol):
     def waiting(self) -> "AbstractContextManager[None]":
         """A context in which this worker waits for the others."""
 
+    def runs_passes(self, *, resizes: bool) -> None:
+        """Note that the script's own loop runs passes, so that a step cannot be repeated.
+
+        Args:
+            resizes: Whether workers may still join and leave between steps.
+        """
+
     def boundary(self) -> None:
         """Do what is due between two steps, once the first one's checkpoint is taken."""
 
@@ -92,6 +99,9 @@ class Alone:
     def waiting(self) -> Iterator[None]:
         """Do nothing: no other worker waits."""
         yield
+
+    def runs_passes(self, *, resizes: bool) -> None:
+        """Do nothing: no step is ever repeated."""
 
     def boundary(self) -> None:
         """Do nothing: no worker joins or leaves."""

@@ -104,11 +104,16 @@ class Session:
         if self.is_finished:
             raise TargetError("the job is finished", hint="call job.finish after the last step")
 
-    def close_step(self, loss: Tensor) -> Tensor:
-        """End a step: count it, and seed the streams that must be equal on all workers after it."""
+    def close_step(self, loss: Tensor, *, round: int = 0) -> Tensor:
+        """End a step: count it, and seed the streams that must be equal on all workers after it.
+
+        Args:
+            loss: [] its mean loss.
+            round: How many steps over the same batch came before it; the first one counts.
+        """
         self.clock.synchronised()
-        seed_streams(self.seed, "between", self.num_steps)
-        self.num_steps += 1
+        seed_streams(self.seed, "between", self.num_steps, *(("round", round) if round else ()))
+        self.num_steps += int(not round)
         self.last_loss = loss
         tell_first_step()
         return loss

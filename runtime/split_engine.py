@@ -38,7 +38,7 @@ from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .setup import final_tensors
 from .shares import share_out, slices
-from .streams import seed_streams
+from .streams import seed_streams, streams_kept
 from .sync_batch_norm import joined, over_workers, synchronised_norms
 from .totals import StepTotals, Sums, packed_sums
 
@@ -79,8 +79,38 @@ class SplitEngine:
 
     def run_passes(self, step: Step) -> None:
         """Run this worker's virtual nodes; after ``undo`` it can be called again for the step."""
+        if step.has_run:
+            return
+        self.begin(step)
+        batch = step.batch
+        with self._refusing():
+            if self._norms:
+                self._run_at_once(step)
+            elif step.over_batch is not None:
+                self._run_twice(step, step.over_batch)
+            else:
+                for number, (item, inputs) in enumerate(batch.inputs(), start=1):
+                    self._run_pass(step, item, inputs, last=number == len(batch.passes))
+        self.end(step)
+        if step.has_aux:
+            step.rest[:] = self._in_order(step, self._rest)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Say in one line what the level of determinism does not allow."""
+        try:
+            yield
+        except RuntimeError as error:
+            refusal = refusal_of(error, self._session.place.start.determinism)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    def begin(self, step: Step) -> None:
+        """Begin the passes of a step."""
         session, batch = self._session, step.batch
-        session.clock.begin_step(is_full=batch.is_full)
+        if not step.round:
+            session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
         if self._holder:
             self._holder.begin_step()
@@ -90,24 +120,57 @@ class SplitEngine:
         self.totals.wants_stop = self._session.wants_stop
         self.totals.begin(batch.num_samples)
         self._rest = {}
-        try:
-            if self._norms:
-                self._run_at_once(step)
-            elif step.over_batch is not None:
-                self._run_twice(step, step.over_batch)
-            else:
-                for number, (item, inputs) in enumerate(batch.inputs(), start=1):
-                    self._run_pass(step, item, inputs, last=number == len(batch.passes))
-        except RuntimeError as error:
-            refusal = refusal_of(error, session.place.start.determinism)
-            if refusal is None:
-                raise
-            raise refusal from error
+
+    def end(self, step: Step) -> None:
+        """End the passes of a step: ``exchange`` follows."""
         self._script_hooks.check(are_carried=self.reducer.carried)
         self.reducer.launch_rest()
-        session.clock.computed()
-        if step.has_aux:
-            step.rest[:] = self._in_order(step, self._rest)
+        self._session.clock.computed()
+
+    @contextmanager
+    def looping(self, step: Step, item: Pass) -> Iterator[None]:
+        """Let the script's own loop run a virtual node's pass in the body; ``give`` ends it."""
+        with self._refusing(), self._passing(item, counts=not step.round):
+            self._seed(step, item)
+            yield
+
+    def check_loops(self) -> None:
+        """Refuse a loop of the script's own where a worker's share must run in one pass.
+
+        Raises:
+            TargetError: The model has SyncBatchNorm.
+        """
+        if self._norms:
+            raise TargetError(
+                "SyncBatchNorm runs a worker's whole share in one pass, and goes with no loop of "
+                "the script's own",
+                hint="job.backward(lambda x, y: loss(model(x), y), batch); or use BatchNorm",
+            )
+
+    def drop(self) -> None:
+        """Leave a step that ``begin`` began, and of which no loss came.
+
+        Raises:
+            TargetError: Gradients came all the same.
+        """
+        self._script_hooks.put_back()
+        if self.reducer.has_some:
+            raise TargetError(
+                "the script called loss.backward(), and the gradients are of this worker's "
+                "samples alone",
+                hint="write job.backward(loss) in its place",
+            )
+
+    @contextmanager
+    def looping_idly(self) -> Iterator[None]:
+        """Let the script's own loop run a pass in the body that leaves nothing behind."""
+        with streams_kept(), buffers_apart(self._session.model.modules()):
+            yield
+
+    def give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> Tensor:
+        """Take the loss of a pass and run its backward pass; return the mean loss so far: []."""
+        self._give(step, item, answer, last=last)
+        return self.totals.own_mean()
 
     def _write_sums(self, sums: Tensor) -> None:
         self.totals.wants_stop = self._session.wants_stop
@@ -136,15 +199,18 @@ class SplitEngine:
             if step.has_aux:
                 answer, rest = loss_and_rest(answer)
                 self._rest[item.virtual_node] = encoded(rest)
-            share = self.totals.add(answer, item.num_samples, item.virtual_node)
-            step.agreement.look_at(answer.loss if isinstance(answer, Weighted) else answer)
-            if last and self._overlap:
-                self.reducer.arm(defer_last=self._holder is not None)
-            if share is not None:
-                self._go_back(*share, step.scaler)
+            self._give(step, item, answer, last=last)
+
+    def _give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> None:
+        share = self.totals.add(answer, item.num_samples, item.virtual_node)
+        step.agreement.look_at(answer.loss if isinstance(answer, Weighted) else answer)
+        if last and self._overlap:
+            self.reducer.arm(defer_last=self._holder is not None)
+        if share is not None:
+            self._go_back(*share, step.scaler)
 
     @contextmanager
-    def _passing(self, item: Pass) -> Iterator[None]:
+    def _passing(self, item: Pass, *, counts: bool = True) -> Iterator[None]:
         """Run a virtual node's pass in the body: with its buffers, into its gradient."""
         session = self._session
         began = session.clock.begin_pass()
@@ -154,13 +220,18 @@ class SplitEngine:
             yield
             self.buffers.save(item.virtual_node)
             self.reducer.leave()
-        session.clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
+        number = item.num_samples if counts else 0
+        session.clock.end_pass(began, num_samples=number, is_full=item.is_full)
 
     def _call(self, step: Step, item: Pass, inputs: Any) -> Any:
-        session = self._session
-        seed_streams(session.seed, "pass", session.num_steps, item.virtual_node)
+        self._seed(step, item)
         many = isinstance(inputs, tuple | list)
         return step.function(*inputs) if many else step.function(inputs)
+
+    def _seed(self, step: Step, item: Pass) -> None:
+        session = self._session
+        again = ("round", step.round) if step.round else ()
+        seed_streams(session.seed, "pass", session.num_steps, item.virtual_node, *again)
 
     def _run_twice(self, step: Step, over_batch: LossFunction) -> None:
         """Run the passes of a loss over the whole batch; see over_batch.py."""

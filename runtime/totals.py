@@ -134,6 +134,14 @@ class StepTotals:
         share = own / self._share_of if weighted else own / self._num_samples
         return loss, share
 
+    def own_mean(self) -> Tensor:
+        """[] float64: the mean loss of this worker's passes so far; not a number without any."""
+        weight = math.fsum(self._weights.values())
+        if not weight:
+            return torch.tensor(math.nan, dtype=torch.float64)
+        parts = [loss * (self._weights[node] / weight) for node, loss in self._losses.items()]
+        return torch.as_tensor(reduce(operator.add, parts)).double()
+
     def gradient(self, loss: Tensor, share: float) -> Tensor | None:
         """The gradient [] to start backward with, so that gradients are those of ``loss * share``.
 

@@ -136,6 +136,14 @@ class Agreement:
         subject.others.has_met_unknown = False
         subject.others.begin_step()
 
+    def withhold(self) -> None:
+        """Let no optimizer of the job step until ``release``: gradients are only some workers'."""
+        self._subject.others.withhold()
+
+    def release(self) -> None:
+        """Let the job's optimizers step: they have the gradients of the whole batch."""
+        self._subject.others.begin_step()
+
     @property
     def looks(self) -> bool:
         """Whether ``look_at`` inspects losses in this step."""

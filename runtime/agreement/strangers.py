@@ -12,7 +12,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ...schema.errors import TargetError
 from ..unplanned import is_on_trial
@@ -58,12 +61,19 @@ class OtherOptimizers:
         # Own optimizers that have used up the gradients of the last ``job.backward``.
         self._spent = set(map(id, own))
         self._open.append(self)
-        self._handle = register_optimizer_step_pre_hook(self._stepping)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._stepping),
+            register_optimizer_step_post_hook(self._stepped),
+        ]
 
     def begin_step(self) -> None:
         """Note a call of ``job.backward``: each optimizer of a job may step after it."""
         for others in self._open:
             others._spent.clear()
+
+    def withhold(self) -> None:
+        """Note that gradients are in the making: no own optimizer may step."""
+        self._spent.update(map(id, self._own))
 
     def clear(self, optimizer: object) -> None:
         """Accept an optimizer that is registered with the job, because its state is saved."""
@@ -72,14 +82,18 @@ class OtherOptimizers:
 
     def close(self) -> None:
         """Stop watching."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if self in self._open:
             self._open.remove(self)
 
-    def _stepping(self, optimizer: Any, *_: Any) -> None:
+    def _stepping(self, optimizer: Any, values: Any, options: Any) -> None:
         for own in self._own:  # as a rule; to ask a WeakSet takes several times as long
             if own is optimizer:
-                self._spend(own)
+                if _has_closure(values, options):  # which may call ``job.backward``
+                    self._spent.add(id(own))
+                else:
+                    self._spend(own)
                 return
         if is_on_trial() or optimizer in self._cleared or optimizer in self._of_jobs:
             return
@@ -106,6 +120,11 @@ class OtherOptimizers:
         if len(ours) == len(held) or not self._is_launched:
             self._cleared.add(optimizer)
 
+    def _stepped(self, optimizer: Any, values: Any, options: Any) -> None:
+        """After a step with a closure: it must have called ``job.backward``."""
+        if _has_closure(values, options) and any(own is optimizer for own in self._own):
+            self._spend(optimizer)
+
     def _spend(self, own: Any) -> None:
         """Refuse gradients that ``job.backward`` has not made: each worker would use its own."""
         if id(own) not in self._spent:
@@ -120,6 +139,11 @@ class OtherOptimizers:
                 hint="in the loop: for batch in job.batches(loader), and job.backward(function, "
                 "batch) in place of loss.backward(), once before each step",
             )
+
+
+def _has_closure(values: Any, options: Any) -> bool:
+    """Whether ``optimizer.step`` got a closure, by what its hooks get."""
+    return any(callable(value) for value in (*values[1:], options.get("closure")))
 
 
 def check_leaves(

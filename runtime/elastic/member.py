@@ -86,8 +86,16 @@ class Member:
         self._is_outside = session.place.is_outside
         self._has_said_so = self._is_outside
         self._survives = control.survives
-        self._waits = False
+        self._waits, self._repeats = False, True
         self._check_backend()
+
+    def runs_passes(self, *, resizes: bool) -> None:
+        """See ``Runner``."""
+        if not resizes:
+            self._control.close("the script's loop takes a device's batch in one part")
+        if self._repeats:
+            self._repeats = False
+            self._check_backend()
 
     def _check_backend(self) -> None:
         """Go on without lost workers over NCCL only if that was asked for: it takes a wait a step.
@@ -95,6 +103,9 @@ class Member:
         NCCL does not tell the host when a collective is complete, so the host must wait for it.
         """
         self._waits = False
+        if not self._repeats and self._survives:
+            self._survives = False
+            self._control.send(Fragile())
         on_host = self._survives and not is_on_devices()
         give_up_when((lambda: self._control.is_broken) if on_host else None)
         if not self._survives or on_host:

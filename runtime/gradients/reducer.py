@@ -124,6 +124,11 @@ class GradientReducer:
         """Whether gradients of an earlier step were still there when this step began."""
         return bool(self._carried)
 
+    @property
+    def has_some(self) -> bool:
+        """Whether a gradient has come in this step, as far as hooks on parameters tell."""
+        return bool(self._arrivals.used)
+
     def begin(
         self,
         write_sums: Callable[[Tensor], None] | None = None,

@@ -4,7 +4,7 @@
 is there; after each step in HOLD it waits until the file ``go-STEP`` is there. Writes the digest of
 all that training leaves. With AWKWARD set the script does all that is awkward for a change: data
 workers, a sampler of its own, weighted losses, gradients kept over two steps, a buffer that is no
-batch-norm's, predictions.
+batch-norm's, predictions. With IN_PARTS set its own loop goes over the parts of each batch.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from hetflow.tests.launcher.saved_log import Log
 NUM_SAMPLES, BATCH = 44, 16
 result, epochs, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 holds = {int(step) for step in sys.argv[4:]}
-awkward = bool(os.environ.get("AWKWARD"))
+awkward, in_parts = bool(os.environ.get("AWKWARD")), bool(os.environ.get("IN_PARTS"))
 HERE = result.parent
 
 
@@ -88,7 +88,11 @@ for _ in range(epochs):
         keeps = awkward and batch.epoch % 2 == 0
         # The weights are any numbers, so that the mean is one of this training's own.
         function = weighted if awkward and not keeps else loss_of
-        loss = job.backward(function, batch, per_virtual_node=True)
+        if in_parts:
+            for part in job.parts(batch):
+                loss = job.backward(function(*part), per_virtual_node=True)
+        else:
+            loss = job.backward(function, batch, per_virtual_node=True)
         if not keeps or batch.step % 2:
             optimizer.step()
             optimizer.zero_grad()

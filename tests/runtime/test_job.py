@@ -256,11 +256,6 @@ def refusal_of(use: Callable[[hf.Job, DataLoader, nn.Module], object]) -> str:
     return str(caught.value)
 
 
-def unpack(job: hf.Job, loader: DataLoader, model: nn.Module) -> None:
-    for _x, _y in job.batches(loader):
-        pass
-
-
 def use_twice(job: hf.Job, loader: DataLoader, model: nn.Module) -> None:
     batch = next(iter(job.batches(loader)))
     for _ in range(2):
@@ -287,11 +282,6 @@ def shuffled_by_its_own(job: hf.Job, loader: DataLoader, model: nn.Module) -> No
 
 
 ORDINARY = {
-    "a batch is unpacked": (unpack, "a batch of job.batches holds no tensors"),
-    "a batch is indexed": (
-        lambda job, loader, model: next(iter(job.batches(loader)))["x"],
-        "a batch of job.batches holds no tensors",
-    ),
     "a batch is used twice": (use_twice, "job.backward takes each batch once"),
     "get_batch in place of a loader": (
         lambda job, loader, model: job.batches(lambda: (1, 2)),

@@ -1,0 +1,247 @@
+"""The passes that a script's own loop runs: the parts of a batch, one round after another.
+
+In a round the script gets each part of a batch that this worker has, one for each virtual node,
+and gives its loss back. The last one's backward pass overlaps with the sums over the workers, as in
+a step that calls a function. A batch may have several rounds, as for a GAN's models or for SAM: the
+first counts as a step.
+
+Under all this the script's loop runs once. So a round cannot be repeated when another worker is
+lost, and a loss cannot be called on a few samples for a trial: its graph is looked at.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices.backend import backend_of
+from ..schema.errors import TargetError
+from .agreement.agreement import Agreement
+from .data import Batch, Pass
+from .engine import Step
+from .losses import Weighted, loss_and_weight
+from .promise.graph import check_loss
+from .runner import Runner
+from .session import Session
+from .split_engine import SplitEngine
+
+_PARTS = "for x, y in job.parts(batch): job.backward(criterion(model(x), y))"
+_WEIGHT = (
+    "give job.backward(loss, weight=number of what it is the mean over); or "
+    "per_virtual_node=True, for a loss that is meant to be each virtual node's own"
+)
+
+
+@dataclass(slots=True)
+class _Round:
+    """A round that has begun.
+
+    Attributes:
+        step: Its step.
+        is_whole: Whether the script took the batch as one part, without ``job.parts``.
+        given: The parts whose losses have come.
+        item: The pass that runs; None on a worker without samples.
+        running: What is undone when the pass ends.
+        runs: Whether a pass runs.
+    """
+
+    step: Step
+    is_whole: bool
+    given: int = 0
+    item: Pass | None = None
+    running: ExitStack = field(default_factory=ExitStack)
+    runs: bool = False
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of this worker, one where it has no samples."""
+        return max(len(self.step.batch.passes), 1)
+
+
+class Rounds:
+    """The rounds of one job.
+
+    Args:
+        session: The state that the parts of the job share.
+        engine: Runs the passes; None under a pipeline, where no worker runs whole ones.
+        runner: Ends the steps.
+        agreement: Checks that the workers agree.
+        tests: Whether losses are checked.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        engine: SplitEngine | None,
+        runner: Runner,
+        agreement: Agreement,
+        *,
+        tests: bool,
+    ) -> None:
+        self._session, self._split, self._runner = session, engine, runner
+        self._agreement, self._tests = agreement, tests
+        self._open: _Round | None = None
+
+    @property
+    def _engine(self) -> SplitEngine:
+        if self._split is None:
+            raise TargetError(
+                "under a pipeline no worker runs whole passes, so a loop of the script's own "
+                "cannot run them",
+                hint="for batch in job.batches(loader): job.backward(lambda x, y: loss(model(x), "
+                "y), batch); or solve for a split plan",
+            )
+        return self._split
+
+    def parts(self, batch: Batch) -> Iterator[Any]:
+        """Yield this worker's parts of a batch; the loop's body gives the loss of each."""
+        self._engine.check_loops()
+        self._runner.runs_passes(resizes=True)
+        return self._each(batch)
+
+    def _each(self, batch: Batch) -> Iterator[Any]:
+        held = self._begin(batch, is_whole=False)
+        for item, inputs in self._passes_of(batch):
+            self._enter(held, item)
+            yield inputs
+            if held.runs:
+                raise TargetError(
+                    "a part of job.parts(batch) has no loss: the other workers would wait for it",
+                    hint="call job.backward(loss) once for each part; hf.Weighted(loss, 0) leaves "
+                    "one out",
+                )
+
+    def samples(self, batch: Batch) -> Any:
+        """A batch's samples, where every worker has one part of it: its pass begins."""
+        self._engine.check_loops()
+        most = max(Counter(self._session.holders).values())
+        if most > 1:
+            raise TargetError(
+                f"a device of this plan has {most} virtual nodes, so its batch comes in as many "
+                f"parts",
+                hint=_PARTS,
+            )
+        self._runner.runs_passes(resizes=False)
+        held = self._begin(batch, is_whole=True)
+        item, inputs = next(self._passes_of(batch))
+        self._enter(held, item)
+        return inputs
+
+    def _passes_of(self, batch: Batch) -> Iterator[tuple[Pass | None, Any]]:
+        if batch.passes:
+            yield from batch.again()
+            return
+        # A worker without samples runs the script's loop too: its numbers of passes are equal.
+        assert batch.first_samples is not None
+        yield None, batch.first_samples([(0, min(2, batch.num_samples))])[0]
+
+    def _begin(self, batch: Batch, *, is_whole: bool) -> _Round:
+        session, agreement = self._session, self._agreement
+        if backend_of(session.device).is_capturing():
+            raise TargetError(
+                "a step cannot be captured in a graph of kernels: it reads the batch and the sums "
+                "of the step before on the host",
+                hint="take the batch's samples outside of the capture",
+            )
+        self._runner.join()
+        session.check_open()
+        if self._open is not None:
+            raise self._unfinished()
+        if batch.is_over:
+            raise TargetError(
+                "this batch is over: the loop has gone on to the next one",
+                hint="run its passes in the body of: for batch in job.batches(loader)",
+            )
+        agreement.begin_step(session.num_steps, batch.epoch)
+        agreement.withhold()
+        step = Step(
+            _no_function,
+            batch,
+            None,
+            agreement,
+            agreement.settings_number,
+            round=batch.num_rounds,
+            has_run=True,
+        )
+        self._engine.begin(step)
+        self._open = _Round(step, is_whole)
+        return self._open
+
+    def _unfinished(self) -> TargetError:
+        return TargetError(
+            "the loop over job.parts(batch) was left before its last part",
+            hint="give every part's loss: the other workers wait for it",
+        )
+
+    def _enter(self, held: _Round, item: Pass | None) -> None:
+        engine = self._engine
+        held.item, held.runs = item, True
+        held.running.enter_context(
+            engine.looping_idly() if item is None else engine.looping(held.step, item)
+        )
+
+    def backward(
+        self,
+        answer: Any,
+        *,
+        scaler: "torch.amp.GradScaler | None",
+        weight: Any,
+        per_virtual_node: bool,
+    ) -> Tensor:
+        """Take the loss of the pass that runs; see ``Job.backward``."""
+        held = self._open
+        if held is None or not held.runs:
+            raise TargetError(
+                "job.backward got a loss, and no part of a batch waits for one",
+                hint="each part takes one: add losses up; for several backward passes on a batch "
+                f"(a GAN, SAM, LBFGS) loop over its parts for each: {_PARTS}",
+            )
+        if weight is not None:
+            answer = Weighted(answer, weight)
+        loss, stated = loss_and_weight(answer)
+        engine, item = self._engine, held.item
+        held.given, held.runs = held.given + 1, False
+        is_last = held.given == held.num_parts
+        if item is None:
+            held.running.close()
+            mean = loss.detach().double()
+        else:
+            if self._tests and stated is None and not per_virtual_node:
+                check_loss(loss, _WEIGHT, (item.num_samples, held.step.batch.num_samples))
+            with held.running.pop_all():
+                step = replace(held.step, scaler=scaler)
+                mean = engine.give(step, item, answer, last=is_last)
+        return self._end(held) if is_last else mean
+
+    def _end(self, held: _Round) -> Tensor:
+        step, agreement, engine = held.step, self._agreement, self._engine
+        engine.end(step)
+        loss = self._session.close_step(self._runner.step(step), round=step.round)
+        step.batch.num_rounds += 1
+        self._open = None
+        agreement.release()
+        # The workers' optimizers have different settings and would diverge: end before the update.
+        if agreement.is_broken_by(engine.settings_sums):
+            agreement.compare(self._session.num_steps)
+        return loss
+
+    def leave(self) -> None:
+        """Leave a batch: drop the pass of one that was only looked at.
+
+        Raises:
+            TargetError: Only some of its parts have losses.
+        """
+        held, self._open = self._open, None
+        if held is None:
+            return
+        if not held.is_whole:
+            raise self._unfinished()
+        self._engine.drop()
+
+
+def _no_function(*_: Any) -> Any:
+    raise AssertionError("the script's loop has run the passes")
