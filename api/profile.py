@@ -25,6 +25,7 @@ def profile(
     target: str,
     devices: Sequence[str] = (),
     *,
+    arguments: Sequence[str] = (),
     name: str | None = None,
     batch_sizes: Sequence[Count] | str | None = None,
     max_batch_size: Count | None = None,
@@ -46,11 +47,13 @@ def profile(
     operators and a table of data sheets, and are marked as estimates.
 
     Args:
-        target: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG_OR_DIR`` or ``torchvision:NAME``;
+        target: ``file.py`` (a training script, which is run until its loop has been measured),
+            ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG_OR_DIR`` or ``torchvision:NAME``;
             ``hf:gpt2@1024`` states the tokens of a sample (or the pixels of an image's side).
         devices: Device types: ``V100``, ``cuda:0``, ``cpu``, an emulated one such as
             ``cpu:slow=0.25``, or ``spec:H100`` to estimate. Empty: every CUDA type, or the CPU if
             there is none.
+        arguments: A script's own arguments.
         name: Name of the model; None takes the target's.
         batch_sizes: Sizes, or a range such as ``"8-256"``; None tries growing sizes from 1.
         max_batch_size: Largest size to try.
@@ -96,7 +99,9 @@ def profile(
         named_optimizer(optimizer)  # raises for an unknown name
     if layers and not microbatch_sizes:
         raise ProblemError("layers are profiled at a microbatch size", hint="give at least one")
-    parsed = targets.parse(target)
+    parsed = targets.parse(target, arguments)
+    if parsed.is_script:
+        _check_script(devices, layers=layers, links=links, optimizer=optimizer)
     parsed = replace(parsed, model=name) if name else parsed
     options = ProfileOptions()
     if effort == "quick":
@@ -157,6 +162,23 @@ def profile(
     if progress is None:
         return profile_target(parsed, requests, options)
     return profile_target(parsed, requests, options, progress)
+
+
+def _check_script(
+    devices: Sequence[str], *, layers: bool, links: bool | None, optimizer: str | None
+) -> None:
+    """Refuse what cannot be taken from a script's loop."""
+    from ..profilers.estimate import specs_of
+
+    said = None
+    if layers or links:
+        said = "--layers and --links: a script's loop trains the whole model"
+    elif specs_of(devices):
+        said = "spec: devices are estimated, and a script is measured where it runs"
+    elif optimizer is not None:
+        said = "--optimizer: a script has its own"
+    if said is not None:
+        raise ProblemError(said, hint="leave it out, or profile a factory (file.py:factory)")
 
 
 def _measured(given: Profile | Path | str | None) -> Profile | None:

@@ -25,8 +25,12 @@ def profile(
     target: Annotated[
         str | None,
         typer.Argument(
-            help="file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR[@LENGTH] or torchvision:NAME."
+            help="train.py (your script as it is), file.py:factory, zoo:NAME, "
+            "hf:CONFIG_OR_DIR[@LENGTH] or torchvision:NAME."
         ),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own arguments, after --.")
     ] = None,
     device: Annotated[
         list[str] | None,
@@ -114,6 +118,7 @@ def profile(
     Devices named spec:NAME are estimated from counted operators and data sheets, not measured.
 
     \b
+    hetflow profile train.py -o profiles -- --epochs 3
     hetflow profile zoo:resnet18 -o profiles
     hetflow profile train.py:workload --device cpu:fast --device cpu:slow=0.25 --quick
     hetflow profile zoo:resnet18 --device spec:H100 --device spec:A100 -o profiles
@@ -142,7 +147,7 @@ def profile(
     if not specs:
         asked = parse_requests(device or [], local_devices())
         types = [request.device_type for request in asked]
-    parsed = targets.parse(target)
+    parsed = targets.parse(target, arguments or ())
     model = name or parsed.model
     if parsed.source == "hf" and parsed.length is None:
         note(f"samples have 128 tokens, or are an image; {target}@1024 states another length")
@@ -151,6 +156,7 @@ def profile(
             measured_all = measure(
                 target,
                 device or [],
+                arguments=arguments or (),
                 name=name,
                 batch_sizes=batch_sizes,
                 max_batch_size=max_batch_size,
@@ -175,7 +181,9 @@ def profile(
         emit("\n\n".join(table(measured) for measured in measured_all))
     for measured in measured_all[:1]:
         _say_how_found(measured)
-    note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")
+    size = (measured_all[0].provenance or {}).get("script_batch_size") or "..."
+    folder = shlex.quote(str(output))
+    note(f"next: hetflow solve --profiles {folder} --gpus ... --batch-size {size}")
 
 
 def fold_runs(

@@ -133,7 +133,7 @@ class Bench:
         return {
             "name": type(self.optimizer).__name__,
             "is_own": self.workload.make_optimizer is not None,
-            "state_bytes": sum(map(_tensor_bytes, self.optimizer.state.values())),
+            "state_bytes": sum(map(tensor_bytes, self.optimizer.state.values())),
             "workspace_bytes": self.update_workspace_bytes(),
         }
 
@@ -252,12 +252,12 @@ def _make_optimizer(name: str, parameters: list[Any]) -> Any:
     return kinds[name](parameters, lr=1e-4)
 
 
-def _tensor_bytes(value: Any) -> int:
+def tensor_bytes(value: Any) -> int:
     """Bytes of all tensors in nested dicts, lists and tuples."""
     if isinstance(value, dict):
-        return sum(map(_tensor_bytes, value.values()))
+        return sum(map(tensor_bytes, value.values()))
     if isinstance(value, tuple | list):
-        return sum(map(_tensor_bytes, value))
+        return sum(map(tensor_bytes, value))
     return int(value.numel() * value.element_size()) if hasattr(value, "element_size") else 0
 
 

@@ -93,6 +93,7 @@ def measure_busy(
                     options.policy,
                     clock,
                     lambda text, left: progress(f"{text}, {number} devices busy", left),
+                    is_of_script=target.is_script,
                 ).run()
 
             try:
@@ -149,6 +150,8 @@ def _sync_of(
             )
     except (HetflowError, ChildDied, MemoryError) as error:
         crew.release()
+        if target.is_script:
+            return None, {"skipped": f"the workers failed: {links.said(error)}"}, {}, None
         progress("gradient synchronisation", None)
         other, provenance = links.measure_sync(target, request, sync)
         return other, {**provenance, "not_in_the_loop": links.said(error)}, {}, None

@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,8 +28,10 @@ from .bench import Bench
 from .estimate import answer_counts
 from .exchange import exchange
 from .layers import measure_layers
+from .meeting import hold_store
 from .messages import exchange_messages
 from .rehearsal import rehearse
+from .script_loop import receiving, run_measured
 from .timing import RepeatPolicy
 
 _PR_SET_PDEATHSIG = 1
@@ -39,9 +42,20 @@ def main() -> None:
     die_with_parent()
     requests, answers = _private_channels()
     server = _Server()
-    for line in requests:
-        answers.write(json.dumps(server.answer(json.loads(line))) + "\n")
+
+    def answer(found: dict[str, Any]) -> None:
+        answers.write(json.dumps(found) + "\n")
         answers.flush()
+
+    receive = receiving(requests)
+    while True:
+        request = receive()
+        if request["operation"] == "script":
+            del request["operation"]
+            script = partial(run_measured, receive=receive, answer=answer)
+            answer(_answered(partial(script, **request)))
+            os._exit(0)  # the script's own exit functions would save or report
+        answer(server.answer(request))
 
 
 def die_with_parent() -> None:
@@ -69,24 +83,8 @@ class _Server:
         self.bench: Bench | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request; faults of the workload and lack of memory are answers too."""
-        try:
-            return {"ok": self._do(request)}
-        except HetflowError as error:
-            return {
-                "error": error.message,
-                "hint": error.hint,
-                "traceback": traceback.format_exc(),
-            }
-        except Exception as error:
-            # The workload's code or ours: whoever asked is told, with the whole traceback.
-            if is_out_of_memory(error):
-                return {"out_of_memory": True}
-            return {
-                "error": f"the measuring process failed: {first_cause(error)}",
-                "hint": "--debug shows the whole traceback",
-                "traceback": traceback.format_exc(),
-            }
+        """Answer a request."""
+        return _answered(lambda: self._do(request))
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
         operation = request.pop("operation")
@@ -105,6 +103,27 @@ class _Server:
         base_memory.warm_up(bench, batch_size)
         del bench
         return base_memory.left_bytes()
+
+
+def _answered(work: Callable[[], Any]) -> dict[str, Any]:
+    """The answer to a request; faults of the workload and lack of memory are answers too."""
+    try:
+        return {"ok": work()}
+    except HetflowError as error:
+        return {
+            "error": error.message,
+            "hint": error.hint,
+            "traceback": traceback.format_exc(),
+        }
+    except Exception as error:
+        # The workload's code or ours: whoever asked is told, with the whole traceback.
+        if is_out_of_memory(error):
+            return {"out_of_memory": True}
+        return {
+            "error": f"the measuring process failed: {first_cause(error)}",
+            "hint": "--debug shows the whole traceback",
+            "traceback": traceback.format_exc(),
+        }
 
 
 def first_cause(error: BaseException) -> str:
@@ -179,6 +198,7 @@ _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "exchange": exchange,
     "messages": exchange_messages,
     "rehearse": rehearse,
+    "store": hold_store,
 }
 
 

@@ -14,6 +14,7 @@ from ..runtime.step_times import StepTimes
 from ..schema import files
 from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig
+from .loading import Loading
 from .process import GROUP_ANSWER_SECONDS, Child, ChildDied
 from .rehearsal import config_of
 from .targets import Target
@@ -44,13 +45,16 @@ class Crew:
         self, target: Target, request: DeviceRequest, num_workers: int, optimizer: str
     ) -> None:
         self._request, self.num_workers = request, num_workers
-        self._load = {
-            "target": target.text,
-            "memory_bytes": request.local.memory_bytes,
-            "optimizer": optimizer,
-            "num_threads": request.local.num_threads,
-        }
+        self._loading = Loading(
+            target,
+            device_type=request.local.device_type,
+            memory_bytes=request.local.memory_bytes,
+            optimizer=optimizer,
+            num_threads=request.local.num_threads,
+        )
         self._children: list[Child] = []
+        self._synchronising: list[Child] = []
+        self._store: Child | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_meetings = 0
 
@@ -69,6 +73,11 @@ class Crew:
     def backend(self) -> str:
         """What the workers exchange over."""
         return self._request.local.backend.collective
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether they train in a script's own loop, of one pass a step."""
+        return self._loading.target.is_script
 
     def beside(
         self, sizes: Sequence[int], *, num_steps: int, is_empty: bool = False
@@ -153,8 +162,7 @@ class Crew:
     ) -> list[dict[str, Any]]:
         """Have the first workers do the same, each with values of its own; their answers."""
         try:
-            self.start()
-            workers = self._children[: len(asked)]
+            workers = self._workers_for(asked)[: len(asked)]
             for worker, values in zip(workers, asked, strict=True):
                 worker.send(operation, **values, **named)
             return self._answers(workers)
@@ -177,6 +185,14 @@ class Crew:
             raise next((e for e in failures if isinstance(e, MemoryError)), failures[0])
         return answers
 
+    def _workers_for(self, asked: list[dict[str, Any]]) -> list[Child]:
+        """Those that do it: workers of a script meet once, when they start."""
+        if self.is_of_script and "group" in asked[0]:
+            self._start_synchronising()
+            return self._synchronising
+        self.start()
+        return self._children
+
     def start(self) -> None:
         """Start the processes, which takes seconds, and load the workload in each; once.
 
@@ -185,14 +201,32 @@ class Crew:
         """
         if self._children:
             return
-        local = self._request.local
         for index in range(self.num_workers):
-            pinned = pinned_worker(local, index)
-            child = Child(LOOPBACK | pinned.environment, num_threads=local.num_threads)
+            child, device = self._started(index)
             self._children.append(child)
-            child.send("load", device=pinned.device, **self._load)
-        for child in self._children:
-            child.receive(GROUP_ANSWER_SECONDS)
+            self._loading.ask_alone(child, device)
+        self._answers(self._children)
+
+    def _start_synchronising(self) -> None:
+        """Start a script's workers that synchronise, beside those that do not."""
+        if self._synchronising:
+            return
+        self._store = Child()
+        self._store.send("store")
+        port = self._store.receive(GROUP_ANSWER_SECONDS)["port"]
+        for rank in range(self.num_workers):
+            child, device = self._started(rank)
+            self._synchronising.append(child)
+            self._loading.ask_together(
+                child, device, rank=rank, workers=self.num_workers, port=port
+            )
+        self._answers(self._synchronising)
+
+    def _started(self, index: int) -> tuple[Child, str]:
+        local = self._request.local
+        pinned = pinned_worker(local, index)
+        child = Child(LOOPBACK | pinned.environment, num_threads=local.num_threads)
+        return child, pinned.device
 
     def _meeting_place(self) -> Path:
         if self._folder is None:
@@ -202,9 +236,10 @@ class Crew:
 
     def release(self) -> None:
         """End the processes."""
-        children, self._children = self._children, []
-        for child in children:
+        store = [] if self._store is None else [self._store]
+        for child in (*self._children, *self._synchronising, *store):
             child.stop()
+        self._children, self._synchronising, self._store = [], [], None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

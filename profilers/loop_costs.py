@@ -198,6 +198,7 @@ class LoopCosts:
 class _Size:
     batch_size: int
     pass_seconds: float
+    is_of_script: bool
     nodes: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
     seconds_left: float = 0.0  # of its part of the budget
@@ -208,6 +209,8 @@ class _Size:
 
     @property
     def num_nodes(self) -> int:
+        if self.is_of_script:
+            return 1
         return _NUM_LONG_NODES if self.is_long else _NUM_NODES
 
     @property
@@ -238,6 +241,8 @@ class Rounds:
         policy: When to stop.
         clock: Wall seconds.
         progress: Told what is rehearsed, and how many seconds there are left at most.
+        is_of_script: Whether a script's own loop is rehearsed: its steps have one pass, which with
+            its loading is all that a step costs beside its update.
     """
 
     def __init__(
@@ -247,10 +252,15 @@ class Rounds:
         policy: LoopPolicy,
         clock: Callable[[], float],
         progress: Callable[[str, float], None] = lambda text, left: None,
+        *,
+        is_of_script: bool = False,
     ) -> None:
+        self._is_of_script = is_of_script
         self._rehearse, self._policy, self._clock = rehearse, policy, clock
         self._progress = progress
-        self._sizes = [_Size(size, pass_seconds[size]) for size in sorted(pass_seconds)]
+        self._sizes = [
+            _Size(size, pass_seconds[size], is_of_script) for size in sorted(pass_seconds)
+        ]
         parts = policy.parts(
             [size.pass_seconds for size in self._sizes],
             [size.rehearsal_seconds for size in self._sizes],
@@ -284,10 +294,11 @@ class Rounds:
                 if size in self._sizes and not (self._num_rounds and late):
                     self._progress(f"batch size {size.batch_size}", max(0.0, end - self._clock()))
                     self._visit(size)
-            self._visit_empty()
-            self._check(self._num_rounds)
+            if not self._is_of_script:
+                self._visit_empty()
+                self._check(self._num_rounds)
             self._num_rounds += 1
-        for number in range(self._num_rounds, len(_CHECKED_NODES)):
+        for number in range(self._num_rounds, 0 if self._is_of_script else len(_CHECKED_NODES)):
             self._check(number)
         return self._summary()
 
@@ -301,6 +312,12 @@ class Rounds:
         size.seconds_left -= self._clock() - began
         for steps in workers:
             for number, step in enumerate(steps):
+                if self._is_of_script:
+                    if number:
+                        size.nodes.append(step.computed)
+                        size.loads.append(step.passes[0][0])
+                        self._updates.append(step.update_seconds)
+                    continue
                 later = [after[1] - before[1] for before, after in pairwise(step.passes)]
                 if number or size.is_long:
                     size.nodes += later
@@ -354,11 +371,12 @@ class Rounds:
             )
             for size in self._sizes
         )
-        fixed, update = max(0.0, statistics.median(self._fixed)), Timing.of(self._updates)
+        fixed = max(0.0, statistics.median(self._fixed)) if self._fixed else 0.0
+        update = Timing.of(self._updates)
         step_seconds = {point.batch_size: point.step_seconds for point in points}
         return LoopCosts(
             points=points,
-            virtual_node_seconds=statistics.median(self._empty),
+            virtual_node_seconds=statistics.median(self._empty) if self._empty else 0.0,
             fixed_seconds=fixed,
             update=update,
             checks=tuple(

@@ -2,22 +2,25 @@
 
 import dataclasses
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from ..devices.cpu import DEVICE_TYPE
 from ..devices.out_of_memory import says_out_of_memory
 from ..runtime.step_times import StepTimes
 from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.plan import PassTime
 from .batch_curve import SizeResult
+from .loading import Loading
 from .process import Child, ChildDied
 from .rehearsal import config_of
 from .targets import Target
 from .timing import RepeatPolicy, Timing
 
 ANSWER_SECONDS = 900.0
+_Answer = TypeVar("_Answer")
 
 
 class Measurer:
@@ -26,6 +29,7 @@ class Measurer:
     Args:
         target: What to measure.
         device: A torch device.
+        device_type: Its type.
         memory_bytes: The device's memory; enforced on a host's own.
         optimizer: The optimizer where the workload brings none.
         num_threads: Of its arithmetic on the host.
@@ -38,6 +42,7 @@ class Measurer:
         target: Target,
         *,
         device: str,
+        device_type: str = DEVICE_TYPE,
         memory_bytes: int,
         optimizer: str,
         num_threads: int = 1,
@@ -47,13 +52,14 @@ class Measurer:
         self.facts: dict[str, Any] = {}
         self.death: str | None = None
         self.no_loading: str | None = None
-        self._load = {
-            "target": target.text,
-            "device": device,
-            "memory_bytes": memory_bytes,
-            "optimizer": optimizer,
-            "num_threads": num_threads,
-        }
+        self._loading = Loading(
+            target,
+            device_type=device_type,
+            memory_bytes=memory_bytes,
+            optimizer=optimizer,
+            num_threads=num_threads,
+        )
+        self._device = device
         self._num_threads, self._environment = num_threads, dict(environment or {})
         self._answer_seconds = answer_seconds
         self._child: Child | None = None
@@ -69,6 +75,16 @@ class Measurer:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+    def load(self) -> dict[str, Any]:
+        """Start the process, if there is none, and load the workload; the facts about it.
+
+        Raises:
+            MemoryError: It does not fit the device's memory.
+            TargetError: The workload is at fault, or gave no answer in time.
+        """
+        self._guarded(lambda child: None)
+        return self.facts
 
     def measure(self, batch_size: int, policy: RepeatPolicy) -> SizeResult | None:
         """Measure one batch size; None where it does not fit the device's memory.
@@ -157,16 +173,27 @@ class Measurer:
             ) from None
 
     def _ask(self, operation: str, **values: Any) -> dict[str, Any]:
+        def ask(child: Child) -> dict[str, Any]:
+            child.send(operation, **values)
+            return child.receive(self._answer_seconds)
+
+        return self._guarded(ask)
+
+    def _guarded(self, ask: Callable[[Child], _Answer]) -> _Answer:
+        """Ask the process, which is started where there is none; explain its death."""
         try:
             if self._child is None:
                 self._child = Child(self._environment, num_threads=self._num_threads)
-                self._child.send("load", **self._load)
+                self._loading.ask_alone(self._child, self._device)
                 self.facts = self._child.receive(self._answer_seconds)
-            self._child.send(operation, **values)
-            return self._child.receive(self._answer_seconds)
+            return ask(self._child)
         except ChildDied as death:
             self.release()
             raise self._explained(death) from None
+        except TargetError:
+            if self._loading.target.is_script:  # it has ended
+                self.release()
+            raise
 
     def _explained(self, death: ChildDied) -> Exception:
         """Running out of memory where the death looks like it, else the model's own fault.

@@ -1,6 +1,7 @@
 """The rendezvous of one measurement's processes: a file, so no port is opened."""
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ..runtime.peers import SharedStore
 
 TIMEOUT = timedelta(seconds=120)
+LOOPBACK_ADDRESS = "127.0.0.1"
 _LOOK_SECONDS = 0.0005
 _FAILED = "failed"
 
@@ -91,3 +93,25 @@ class StartingLine:
             if failed or time.monotonic() > end:
                 raise TargetError("another measuring process failed")
             time.sleep(_LOOK_SECONDS)
+
+
+_STORES: list[object] = []  # they live as long as the process
+
+
+def hold_store(_: object) -> dict[str, int]:
+    """Hold a store in which the workers of a script meet; its ``port`` on this host."""
+    import torch.distributed as dist
+
+    with socket.socket() as listening:
+        listening.bind((LOOPBACK_ADDRESS, 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK_ADDRESS,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    _STORES.append(store)
+    return {"port": port}

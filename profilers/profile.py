@@ -14,7 +14,7 @@ from ..costs.compute import busy_ratio
 from ..devices.backend import DeviceRequest
 from ..devices.local import pinned
 from ..schema.device_memory import BesideTensors
-from ..schema.errors import HetflowError
+from ..schema.errors import HetflowError, TargetError
 from ..schema.optimizer import OptimizerState
 from ..schema.profile import BatchPoint, BusyHost, Emulation, LayerGraph, Profile
 from ..schema.step_costs import Links, PipelineCosts, TypeLink
@@ -188,6 +188,7 @@ def _measurer(target: Target, request: DeviceRequest, options: ProfileOptions) -
     return Measurer(
         target,
         device=pin.device,
+        device_type=request.local.device_type,
         environment=pin.environment,
         memory_bytes=request.local.memory_bytes,
         optimizer=options.optimizer or DEFAULT_OPTIMIZER,
@@ -214,6 +215,8 @@ def _measure(
 
     say("starting")
     try:
+        if target.is_script:
+            limits = _within(limits, measurer.load())
         curve = measure_curve(
             lambda size: measurer.measure(size, limits.repeats),
             _limits_of(request, limits),
@@ -221,7 +224,7 @@ def _measure(
             lambda size: say(f"looking at batch size {size}"),
         )
         kept = measurer.optimizer_state(curve.results[0].batch_size)
-        carried = _measured_alone(curve, measurer, options, say)
+        carried = _measured_alone(curve, measurer, options, say, is_of_script=target.is_script)
         costs = carried.costs
         repeats = min(limits.repeats.max_repeats, LAYER_REPEATS)
         layers = []
@@ -268,15 +271,41 @@ def _measure(
     )
 
 
+def _within(limits: CurveLimits, facts: dict[str, Any]) -> CurveLimits:
+    """Limits within the samples that a script's dataset has."""
+    known: int | None = facts["num_samples"]
+    if known is None:
+        return limits
+    asked = max(limits.sizes or (limits.first,))
+    if asked > known:
+        raise TargetError(
+            f"batch size {asked}: the script's dataset has {known} samples",
+            hint=f"profile sizes up to {known}, or give the script more data",
+        )
+    return replace(limits, largest=min(known, limits.largest or known))
+
+
 def _measured_alone(
-    curve: Curve, measurer: Measurer, options: ProfileOptions, progress: Progress
+    curve: Curve,
+    measurer: Measurer,
+    options: ProfileOptions,
+    progress: Progress,
+    *,
+    is_of_script: bool,
 ) -> Carried:
     """All sizes in the loop, by themselves; of sizes that nobody stated, some are carried."""
     walls = {result.batch_size: result.wall_seconds for result in curve.results}
 
     def rehearsed(sizes: Sequence[int]) -> LoopCosts:
         known = {size: walls[size] for size in sizes}
-        return Rounds(measurer.rehearse, known, options.loop, time.monotonic, progress).run()
+        return Rounds(
+            measurer.rehearse,
+            known,
+            options.loop,
+            time.monotonic,
+            progress,
+            is_of_script=is_of_script,
+        ).run()
 
     if options.limits.sizes is not None or not options.loop.carries:
         return Carried(costs=rehearsed(list(walls)))
@@ -536,6 +565,11 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
         "curve_stopped": base.curve.stopped,
         "died_of": base.death,
         "loading": base.no_loading or "measured",
+        **(
+            {"script_batch_size": base.facts["own_batch_size"]}
+            if "own_batch_size" in base.facts
+            else {}
+        ),
         "alone": _as_provenance(base.alone),
         "busy": (
             {"skipped": base.busy.costs_skipped}

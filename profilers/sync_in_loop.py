@@ -106,7 +106,8 @@ def measure_sync_in_loop(
             break
         for size in sizes:
             progress(f"gradient synchronisation at {size}", max(0.0, end - clock()))
-            nodes, num_steps = [size] * _NUM_NODES, _num_steps(pass_seconds[size])
+            nodes = [size] * (1 if crew.is_of_script else _NUM_NODES)
+            num_steps = _num_steps(pass_seconds[size])
             config = config_of([nodes] * crew.num_workers)
             apart = slowest(crew.beside(nodes, num_steps=num_steps))
             whole = slowest(crew.together(config, num_steps=num_steps))

@@ -1,4 +1,7 @@
-"""What to profile: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG[@LENGTH]``, ``torchvision:NAME``.
+"""What to profile: ``file.py``, ``file.py:factory``, or a model of the zoo or another library.
+
+``file.py`` is a training script: it is run until its loop trains, and measured in that
+(``script_loop``).
 
 A factory takes no arguments and returns ``(model, make_batch, loss)``:
 
@@ -13,10 +16,11 @@ Only a ``file.py`` target runs code of the user's, as asked; nothing is download
 
 import importlib.util
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -31,16 +35,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-_GRAMMAR = "write file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR[@LENGTH] or torchvision:NAME"
+_GRAMMAR = (
+    "write train.py, file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR[@LENGTH] or torchvision:NAME"
+)
 _MODULE_NAME = "__hetflow_target__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A parsed target. ``source`` is file, zoo, hf or torchvision; ``model`` names profiles.
+    """A parsed target.
 
-    ``length`` is of one sample of an hf target: its tokens, or the pixels of an image's side. None
-    takes 128 tokens, or the configuration's image size.
+    ``source`` is script, file, zoo, hf or torchvision; ``model`` names profiles; ``arguments`` are
+    a script's. ``length`` is of one sample of an hf target: its tokens, or the pixels of an image's
+    side. None takes 128 tokens, or the configuration's image size.
     """
 
     text: str
@@ -49,6 +56,12 @@ class Target:
     factory: str
     model: str
     length: int | None = None
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is measured in its own loop, of one pass a step, and not by a factory."""
+        return self.source == "script"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +75,27 @@ class Workload:
     dataset: Any = None
 
 
-def parse(text: str) -> Target:
+def parse(text: str, arguments: Sequence[str] = ()) -> Target:
     """Read a target without running any of it.
 
+    Args:
+        text: The target.
+        arguments: A script's own arguments.
+
     Raises:
-        TargetError: It has no known form, or names a file or zoo model that is not there.
+        TargetError: It has no known form, or names a file or zoo model that is not there; or it
+            is no script and there are arguments.
     """
+    target = _parsed(text)
+    if arguments and not target.is_script:
+        raise TargetError(
+            f"{text} takes no arguments, got {shlex.join(arguments)}",
+            hint="only a script does, as in: hetflow profile train.py -- --epochs 3",
+        )
+    return replace(target, arguments=tuple(arguments))
+
+
+def _parsed(text: str) -> Target:
     source, colon, rest = text.partition(":")
     if colon and rest and source in ("zoo", "hf", "torchvision"):
         if source == "zoo":
@@ -75,6 +103,11 @@ def parse(text: str) -> Target:
         if source == "hf":
             return _hub_target(text, rest)
         return Target(text=text, source=source, location=rest, factory="", model=_file_safe(rest))
+    if not colon and text.endswith(".py"):
+        if not Path(text).is_file():
+            raise TargetError(f"{text}: no such file", hint=_GRAMMAR)
+        model = _file_safe(Path(text).stem)
+        return Target(text=text, source="script", location=text, factory="", model=model)
     path, colon, factory = text.rpartition(":")
     if not colon or not factory.isidentifier() or not path.endswith(".py"):
         raise TargetError(f"target {text!r}: has no known form", hint=_GRAMMAR)
@@ -177,7 +210,9 @@ def one_line(error: BaseException, file: str | None = None, doing: str = "") -> 
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     said = f"{doing} raised {said}" if doing else said
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if file and Path(frame.filename) == Path(file).resolve()]
+    own = [
+        frame for frame in frames if file and Path(frame.filename).resolve() == Path(file).resolve()
+    ]
     return f"{file}:{own[-1].lineno}: {said}" if own else said
 
 

@@ -23,6 +23,14 @@ class RepeatPolicy:
     tolerance: float = 0.04
     budget_seconds: float = 8.0
 
+    def is_enough(self, samples: Sequence[float], seconds: float) -> bool:
+        """Whether these samples are, after so many seconds of wall time."""
+        if len(samples) >= self.max_repeats:
+            return True
+        return len(samples) >= self.min_repeats and (
+            seconds >= self.budget_seconds or _tight(samples, self.tolerance)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -93,12 +101,8 @@ def repeat(
     """
     start = clock()
     samples: list[float] = []
-    while len(samples) < policy.max_repeats:
+    while not policy.is_enough(samples, clock() - start):
         samples.append(measure())
-        if len(samples) >= policy.min_repeats and (
-            clock() - start >= policy.budget_seconds or _tight(samples, policy.tolerance)
-        ):
-            break
     return samples
 
 

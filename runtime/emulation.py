@@ -28,7 +28,7 @@ class PassHolder:
         ordered = sorted(passes, key=lambda entry: entry.batch_size)
         self._sizes = [entry.batch_size for entry in ordered]
         self._seconds = [entry.step_seconds for entry in ordered]
-        self._deadline = 0.0
+        self._deadline, self._allowed, self._started = 0.0, 0.0, 0.0
         self.num_passes = 0
         self.num_overruns = 0
         self.worst_overrun_seconds = 0.0
@@ -58,20 +58,27 @@ class PassHolder:
 
     @contextmanager
     def hold(self, batch_size: int) -> Iterator[None]:
-        """Run one pass inside the ``with`` block; leave it no earlier than its deadline.
+        """Run one pass inside the ``with`` block; leave it no earlier than its deadline."""
+        self.begin_pass(batch_size)
+        yield
+        self.end_pass()
+
+    def begin_pass(self, batch_size: int) -> None:
+        """Note that a pass of ``batch_size`` samples begins."""
+        self._allowed, self._started = self.pass_seconds(batch_size), time.perf_counter()
+
+    def end_pass(self) -> None:
+        """Wait for the deadline of the pass that has begun.
 
         A pass whose real arithmetic took longer than its table time is counted: there the
         emulated device was slower than the table says.
         """
-        allowed = self.pass_seconds(batch_size)
-        started = time.perf_counter()
-        yield
-        overrun = time.perf_counter() - started - allowed
+        overrun = time.perf_counter() - self._started - self._allowed
         self.num_passes += 1
         if overrun > 0:
             self.num_overruns += 1
             self.worst_overrun_seconds = max(self.worst_overrun_seconds, overrun)
-        self._deadline += allowed
+        self._deadline += self._allowed
         _sleep_until(self._deadline)
 
 

@@ -54,10 +54,7 @@ def main(arguments: list[str]) -> None:
         install()
     try:
         _choose_device()
-        if arguments[0] == "-m":
-            _run_module(arguments[1:])
-        else:
-            _run_file(arguments)
+        run_script(arguments)
         unplanned.check_end()
     except SystemExit as stop:
         code[0] = _code_of(stop)
@@ -124,6 +121,14 @@ def _choose_device() -> None:
         from ..devices.backend import backend_of
 
         backend_of(name).set_current(torch.device(name))
+
+
+def run_script(arguments: list[str]) -> None:
+    """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` as ``__main__``."""
+    if arguments[0] == "-m":
+        _run_module(arguments[1:])
+    else:
+        _run_file(arguments)
 
 
 def _run_file(arguments: list[str]) -> None:

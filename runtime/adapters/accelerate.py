@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from ...devices.backend import backend_of
@@ -78,6 +79,9 @@ def _prepare_loader(original: Any, loader: Any, *values: Any, **options: Any) ->
             "from global batches",
             hint="leave it out; accelerator.prepare cuts the batches",
         )
+    if training().watcher is not None and (is_read_once or is_stream):
+        options["dispatch_batches"] = False
+        return _measured(original(loader, *values, **options))
     if is_read_once:
         return original(loader, *values, **options)
     if is_stream:
@@ -98,7 +102,20 @@ def _prepare_loader(original: Any, loader: Any, *values: Any, **options: Any) ->
         assert sampler is not None
         sampler.generator = None
         made.synchronized_generator, made.rng_types = None, ["torch"]
-    return made
+    return _measured(made) if training().world_size == 1 else made
+
+
+def _measured(loader: Any) -> Any:
+    """A loader of a script that is measured, with batches of the sizes that are wanted.
+
+    Also of a stream: its loader reads as many samples as it has indices.
+    """
+    if training().world_size > 1 or loader.batch_sampler is None:
+        raise TargetError("a stream is measured on one worker only, and with a batch_size")
+    # A DataLoader refuses other batches once it is made; only its iterators read them.
+    cuts = Cuts(training(), loader.batch_sampler)
+    object.__setattr__(loader.base_dataloader, "batch_sampler", cuts)
+    return loader
 
 
 def _deliver(original: Any, self: Any) -> Iterator[Any]:
@@ -109,7 +126,7 @@ def _deliver(original: Any, self: Any) -> Iterator[Any]:
     if cuts is None:
         yield from original(self)
         return
-    for batch in original(self):
+    for batch in training().asking(iter(original(self)), cuts):
         for _ in range(skipped):
             cuts.pieces.popleft()
         skipped = 0
@@ -120,7 +137,7 @@ def _deliver(original: Any, self: Any) -> Iterator[Any]:
 def _read(batches: Iterator[Read], batch_size: int | None) -> Iterator[Any]:
     """Take batches that each worker has read by itself."""
     current = training()
-    for number, (num_samples, checksum, batch) in enumerate(batches):
+    for number, (num_samples, checksum, batch) in enumerate(current.asking(batches)):
         if number == 0:
             current.check_equal(
                 checksum,
@@ -166,7 +183,7 @@ def _batch_size_of(loader: Any) -> int | None:
 
 
 def _deliver_dispatched(original: Any, self: Any) -> Iterator[Any]:
-    for batch in original(self):
+    for batch in training().asking(original(self)):
         training().take(self.piece)
         yield batch
 
@@ -190,6 +207,9 @@ def _prepare_model(original: Any, self: Any, model: Any, *values: Any, **options
             hint="leave DeepSpeed, FSDP and Megatron out of the script and its configuration",
         )
     prepared = original(self, model, *values, **options)
+    current = training()
+    if current.world_size == 1 and not isinstance(prepared, DistributedDataParallel):
+        current.train_alone(prepared)
     if prepared is not model:
         prepared.register_forward_hook(_weigh_output)
     return prepared

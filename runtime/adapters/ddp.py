@@ -72,6 +72,7 @@ def _wrap(original: Any, self: Any, module: nn.Module, *values: Any, **options: 
     original(self, module, *values, **options)
     if current is not None:
         current.train(module)
+        current.hold_sums(self)
 
 
 def _run(original: Any, self: Any, *values: Any, **options: Any) -> Any:
@@ -158,7 +159,7 @@ def _deliver(original: Any, self: Any) -> Iterator[Any]:
 
 def _taken(batches: Iterator[Any], loader: Any) -> Iterator[Any]:
     """This worker's shares; one that counts nothing is needed where the others train."""
-    for batch in batches:
+    for batch in training().asking(batches, loader.batch_sampler):
         piece = loader.batch_sampler.pieces.popleft()
         if piece.own_samples or not training().is_evaluating:
             training().take(piece)

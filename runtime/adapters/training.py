@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...devices.backend import Mark
@@ -28,13 +30,16 @@ from ...schema.errors import TargetError
 from .. import peers
 from ..agreement.watch import Watch
 from ..digest import digest_of
+from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
 from ..group import Place, join
+from ..measurements import StepClock
 from ..places import batch_sizes_of, holders_of
 from ..session import Session
 from ..setup import final_tensors
 from ..shares import share_out, slices
 from .losses import is_known, mean_over
+from .measured import FEW_SAMPLES, Sized
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +114,16 @@ class Training:
         piece: This worker's part of the batch that the script works on; None before the first.
         pass_samples: This worker's samples in the pass that runs.
         is_going_back: Whether a backward pass runs.
+        models: The models that the script trains.
+        optimizers: The optimizers that have made an update.
+        num_full_steps: Steps that have begun with a full global batch.
+        sized: The batches under measurement that the script asked for last; None in a launch.
+        watcher: Who measures the script; None in a launch.
     """
 
     def __init__(self, start: Start) -> None:
-        _check_start(start)
+        self.watcher = _Process.watcher
+        _check_start(start, is_measured=self.watcher is not None)
         self.place: Place = join(start)
         if self.place.control is not None:
             self.place.control.close("the script has a training loop of its own")
@@ -125,7 +136,11 @@ class Training:
         self._session = Session(
             self.models, (), self.place, seed=start.seed, watch=Watch(0, watches_first=False)
         )
-        self._clock = self._session.clock
+        self._clock, self._holder = self._session.clock, self._session.holder
+        self._is_asked, self._is_held = False, False
+        self.sized: Sized | None = None
+        self.num_full_steps = 0
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.piece: Piece | None = None
         self.pass_samples = 0
         self._part_weight: float | None = None
@@ -178,6 +193,23 @@ class Training:
         """This worker's share of global batches."""
         return Share(tuple(self._sizes), self._nodes[0], self._nodes[-1])
 
+    def resize(self, batch_sizes: Sequence[int]) -> None:
+        """Share out global batches of another size from now on, while the script is measured.
+
+        Args:
+            batch_sizes: [virtual nodes of all workers] samples of each.
+        """
+        self._sizes = tuple(batch_sizes)
+
+    def hold_by(self, holder: PassHolder | None) -> None:
+        """Hold the passes to another table from now on; None lets them run freely."""
+        self._holder = holder
+
+    @property
+    def clock(self) -> StepClock:
+        """The times of the steps so far."""
+        return self._clock
+
     def cut(self, num_samples: int, batch_size: int | None) -> Piece:
         """This worker's part of a global batch of ``num_samples`` samples."""
         return self.share.of(num_samples, batch_size)
@@ -195,14 +227,37 @@ class Training:
         cuts = [self.share.cuts(piece.num_samples)[node] for node in self._nodes]
         return [(a - piece.start, b - piece.start) for a, b in cuts if b > a] or [(0, 1)]
 
+    def asking(self, batches: Iterator[Any], cuts: "Cuts | None" = None) -> Iterator[Any]:
+        """Give a loader's batches, and note whenever the script asks for one.
+
+        Then the last step ends, and the next one begins, if the script trains on the batch.
+        """
+        sized = None if cuts is None else cuts.sized
+        while True:
+            self._clock.end_step()
+            self.sized = sized
+            if self.watcher is not None and sized is not None and sized.is_trained_on:
+                self.watcher.asked(self, sized)
+            self._clock.ask()
+            self._begin_hold()
+            self._is_asked = True
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            try:
+                yield batch
+            except GeneratorExit:
+                if self.watcher is not None and sized is not None and sized.is_trained_on:
+                    self.watcher.left()
+                raise
+
     def take(self, piece: Piece) -> None:
-        """Note that the script takes a batch: the step with it begins, if it trains on it."""
-        self._clock.end_step()
+        """Note the part of the batch that the script gets now."""
         if self._ahead is not None:
             self._ahead.append(piece)
         self.begin_batch(piece)
         self._had_idle = self._had_idle or not min(self.shares(piece.num_samples))
-        self._clock.ask()
 
     def check_equal(self, own: int, said: str, *, hint: str) -> None:
         """Check that a number is equal on all workers.
@@ -273,13 +328,30 @@ class Training:
             self._is_begun = True
             self._session.num_steps += 1
             self._clock.begin_step(is_full=self._is_full(piece))
+            self.num_full_steps += self._is_full(piece)
+            if self.sized is not None:
+                self.sized.is_trained_on = True
+            if not self._is_asked:
+                self._begin_hold()
+            self._is_asked = False
         if self._mark is None:
             self._mark = self._clock.begin_pass()
+            if self._holder is not None:
+                if self._is_counted:
+                    raise TargetError(
+                        "the script runs several backward passes on a batch, and an emulated "
+                        "device's time for a batch is held in one",
+                        hint="launch it on real devices, or train with hf.prepare",
+                    )
+                self._holder.begin_pass(self.pass_samples)
+                self._is_held = True
 
     def _is_full(self, piece: Piece) -> bool:
         return piece.num_samples == self.global_batch_size
 
     def _check_batch(self, piece: Piece) -> None:
+        if self.watcher is not None:
+            return
         size = piece.batch_size or max(piece.num_samples, self.global_batch_size)
         if size != self.global_batch_size:
             raise TargetError(
@@ -300,6 +372,7 @@ class Training:
         """Note that a pass is done; after a batch's last one gradients are summed."""
         if self._mark is None or self.piece is None:
             return
+        self._end_hold()
         self._clock.end_pass(
             self._mark,
             num_samples=0 if self._is_counted else self.pass_samples,
@@ -308,6 +381,32 @@ class Training:
         self._mark, self._is_counted, self._pass_weight = None, True, None
         self._clock.computed()
         self._clock.synchronised()
+
+    def _begin_hold(self) -> None:
+        if self._holder is not None:
+            self._holder.begin_step()
+
+    def _end_hold(self) -> None:
+        """Wait until the time of an emulated device's pass is over."""
+        if self._holder is not None and self._is_held:
+            self._is_held = False
+            self._holder.end_pass()
+
+    def hold_sums(self, replica: DistributedDataParallel) -> None:
+        """Let the last gradients of an emulated device's pass come when its time is over."""
+        if self._holder is not None:
+            replica.register_comm_hook(None, self._held_sum)
+
+    def _held_sum(
+        self,
+        _: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
+        if bucket.is_last():
+            self._end_hold()
+        world = dist.group.WORLD
+        assert world is not None
+        return allreduce_hook(world, bucket)
 
     @property
     def is_own_pass(self) -> bool:
@@ -333,7 +432,8 @@ class Training:
 
         A backward pass counts: it runs layers again whose activations were not kept.
         """
-        return self.piece is not None and (self._num_running > 0 or self.is_going_back)
+        runs = self._num_running > 0 or self.is_going_back
+        return self.place.distributed and self.piece is not None and runs
 
     @property
     def has_samples(self) -> bool:
@@ -434,6 +534,15 @@ class Training:
         finally:
             self.is_going_back = False
 
+    def train_alone(self, model: nn.Module) -> None:
+        """Watch the passes of a model that nothing synchronises, as the only worker."""
+        self.train(model)
+        model.register_forward_pre_hook(self._see_pass)
+
+    def _see_pass(self, module: nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.begin_pass()
+
     def train(self, model: nn.Module) -> None:
         """Sum the gradients of a model that DistributedDataParallel takes the mean of."""
         self.models.append(model)
@@ -452,6 +561,8 @@ class Training:
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
         self.end_pass()
+        if not any(known is optimizer for known in self.optimizers):
+            self.optimizers.append(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._trained:
@@ -466,7 +577,8 @@ class Training:
     def sum_of(self, own: Tensor) -> Tensor:
         """The sum of a tensor over all workers."""
         total = own.detach().clone()
-        peers.all_reduce(total)
+        if self.place.distributed:
+            peers.all_reduce(total)
         return total
 
     def gathered(self, tensor: Tensor) -> Tensor:
@@ -530,7 +642,7 @@ class Training:
 
     def equalise_buffers(self) -> None:
         """Give all workers the first worker's buffers, as DistributedDataParallel does."""
-        for buffer in self.models.buffers():
+        for buffer in self.models.buffers() if self.place.distributed else ():
             peers.broadcast(buffer, src=0)
 
     # The end
@@ -554,16 +666,14 @@ class Training:
         return dict((models[0] if len(models) == 1 else self.models).named_parameters())
 
 
-def _check_start(start: Start) -> None:
+def _check_start(start: Start, *, is_measured: bool) -> None:
     config = start.config
     assert config is not None
     said, hint = None, "train with hf.prepare: docs/training.md"
     if config.pipeline is not None:
         said, hint = "this plan is a pipeline", "hetflow solve; or train with hf.prepare"
-    elif config.world_size == 1:
+    elif config.world_size == 1 and not is_measured:
         said, hint = "this plan has one worker", "start the script with python"
-    elif config.emulated:
-        said = "this plan has emulated devices, whose passes only hf.prepare stretches"
     elif start.determinism != "none":
         said = f"--determinism {start.determinism} needs sums in a fixed order"
     elif start.checkpoint_every or start.from_scratch:
@@ -584,6 +694,7 @@ class Cuts:
 
     Attributes:
         batch_sampler: The script's batch sampler.
+        sized: Its batches under measurement; None in a launch.
         pieces: The parts of the batches that were drawn and not delivered yet, in order.
     """
 
@@ -591,6 +702,9 @@ class Cuts:
     split_batches, even_batches = True, False
 
     def __init__(self, training: Training, batches: Any) -> None:
+        self.sized: Sized | None = None
+        if training.watcher is not None:
+            batches = self.sized = Sized(batches, FEW_SAMPLES * training.world_size)
         self._training, self.batch_sampler = training, batches
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.drop_last = bool(getattr(batches, "drop_last", False))
@@ -655,10 +769,31 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, OfWorkers) else value
 
 
+class Watcher(Protocol):
+    """A profiler in the script's process, which measures the loop from inside of it."""
+
+    def asked(self, training: Training, batches: Sized) -> None:
+        """The script asks for a batch to train on, and its last step has ended.
+
+        It goes on when this returns. ``batches`` may be given another size, and the training too.
+        """
+        ...
+
+    def left(self) -> None:
+        """The script has left the loop in which it trains, and would go on to what comes after."""
+        ...
+
+
 class _Process:
-    """The training of this process; None before the script begins one."""
+    """The training of this process, None before the script begins one, and who measures it."""
 
     training: Training | None = None
+    watcher: Watcher | None = None
+
+
+def watch(watcher: Watcher) -> None:
+    """Measure the script that this process will run; it may be one worker by itself."""
+    _Process.watcher = watcher
 
 
 def training() -> Training:

@@ -32,6 +32,8 @@ _FIRST: dict[str, int] = {"next labels": 1, "labels": 0}  # the first label of a
 _STATE, _STATE_ALONE = "rng_state_{}.pth", "rng_state.pth"  # Trainer's files in a checkpoint
 # Where trl's trainers note results of each loss until they log them; trials are none.
 _NOTES = ("_metrics", "_stored_metrics", "_total_train_tokens")
+_ENDLESS = 1_000_000_000  # steps
+_INTEGRATIONS = "transformers.integrations"  # loggers of other tools
 _LOOSE = 3e-2  # of losses in 16 bits
 
 
@@ -56,12 +58,22 @@ def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
         said = "train_sampling_strategy batch_rebalance gives each worker other batches"
     if said is not None:
         raise TargetError(f"Trainer under a plan: {said}", hint="leave this argument out")
+    if training().watcher is not None:
+        _leave_no_trace(self)
     # Else each worker counts by its own items, where one process counts by the batch's.
     settings.average_tokens_across_devices = True
     self.pieces_ahead, self.trained_form, self.evaluated_form = deque(), None, None
     # Of this object, because classes of other libraries replace the methods of Trainer's.
     for name, other in _METHODS.items():
         setattr(self, name, functools.partial(other, getattr(self, name), self))
+
+
+def _leave_no_trace(trainer: Any) -> None:
+    """Let a Trainer that is measured train on and on, and neither save nor log to other tools."""
+    settings, callbacks = trainer.args, trainer.callback_handler.callbacks
+    settings.max_steps, settings.save_strategy, settings.eval_strategy = _ENDLESS, "no", "no"
+    settings.load_best_model_at_end = settings.eval_on_start = False
+    callbacks[:] = [c for c in callbacks if not type(c).__module__.startswith(_INTEGRATIONS)]
 
 
 def _take_batches(original: Any, self: Any, *values: Any, **options: Any) -> Any:
