@@ -29,10 +29,10 @@ def rent_prices(
 
     The job uses one device at a time and may move when a price changes (thesis section 6.3).
     Machines on demand, and spot machines at a price without a history, count beside the histories,
-    for as long as these last.
+    for as long as these last; where none is of such devices, for ever.
 
     Args:
-        market: Markets with price histories, or their files.
+        market: Markets with prices, or their files.
         rates: Device type -> speed of one device, in any unit.
         work_hours: Work to do, in hours of the first rate's device.
         start: When the job starts, such as ``2020-03-07T00:00:00Z``; None: as soon as all prices

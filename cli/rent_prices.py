@@ -11,7 +11,7 @@ from .rent_options import above_zero, finite
 
 def rent_prices(
     markets: Annotated[
-        list[Path], typer.Argument(help="Markets with price histories: hetflow.market/1.")
+        list[Path], typer.Argument(help="Markets with prices: hetflow.market/1.")
     ],
     rate: Annotated[
         list[str],

@@ -10,7 +10,7 @@ that is left. A strategy decides at the times at which a price changes.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isfinite, nan
+from math import inf, isfinite, nan
 
 import numpy as np
 from numpy.typing import NDArray
@@ -222,7 +222,8 @@ def history_of(
     Args:
         markets: Whose price histories.
         device_types: Those that count.
-        fixed: Add the machines whose prices do not change, for as long as the histories last.
+        fixed: Add the machines whose prices do not change, for as long as the histories last, or
+            for ever where there are none.
 
     Raises:
         ProblemError: A machine's devices are not known, or no machine has such devices.
@@ -243,13 +244,14 @@ def history_of(
                     )
                 )
                 steps.append(history.stretches())
-    if not offers:
-        raise _no_machine(markets, device_types)
     if fixed:
-        begin, end = min(step[0][0] for step in steps), max(step[-1][1] for step in steps)
+        begin = min((step[0][0] for step in steps), default=0.0)
+        end = max((step[-1][1] for step in steps), default=inf)
         for offer, price in _fixed_offers(markets, device_types):
             offers.append(offer)
             steps.append([(begin, end, price)])
+    if not offers:
+        raise _no_machine(markets, device_types)
     return History(tuple(offers), tuple(steps))
 
 

@@ -150,3 +150,19 @@ def test_a_machine_at_a_fixed_price_is_taken_where_it_is_cheaper(
     without_two = hetflow("rent", "prices", target, "--cloud", "gcp", "--work-hours", 30, "--rate",
                           "K80=1", "--restart-seconds", 0, "--json")  # fmt: skip
     assert json.loads(without_two.stdout)["outcomes"]["one_device"]["dollars"] == pytest.approx(9)
+
+
+def test_prices_that_never_change_are_enough(hetflow, tmp_path: Path) -> None:
+    """A market without a history of the devices was refused, whatever it knew of their prices."""
+    table, target = tmp_path / "machines.csv", tmp_path / "market.json"
+    table.write_text("Instance,GPU type,# GPUs,On demand $/h,Spot $/h,Cloud\n"
+                     "p3,V100,1,3,,aws\np3s,V100,4,,8,gcp\n")  # fmt: skip
+    assert hetflow("import", table, "--format", "instance-types", "-o", target).code == 0
+    asked = ("rent", "prices", target, "--work-hours", 1000, "--restart-seconds", 0)
+    answer = hetflow(*asked, "--rate", "V100=1", "--json")
+    assert answer.code == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    dollars = {name: one["dollars"] for name, one in report["outcomes"].items()}
+    assert dollars["one_device"] == pytest.approx(3000)
+    assert dollars["multi_cloud"] == pytest.approx(2000) == report["bound_dollars"]
+    assert hetflow(*asked, "--rate", "H100=1").code == 2
