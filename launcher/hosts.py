@@ -50,6 +50,7 @@ SILENCE_AFTER_A_LOSS_SECONDS = 8.0
 # How long a host whose worker only lost another waits for the cause: a lost host is known by then.
 CAUSE_SECONDS = SILENCE_SECONDS + 5.0
 FAREWELL_SECONDS = 10.0
+JOIN_SECONDS = 10.0  # of one attempt: what answers may be a host 0 that has gone meanwhile
 TOLD_AFTER_SECONDS = 1.0  # a host that waits for another says so then
 _log = logging.getLogger("hetflow")
 
@@ -257,7 +258,11 @@ class Together:
                 try:
                     socket.create_connection((place.host, place.port), timeout=2).close()
                     said[0] = f"what answers on {self._endpoint} is no rendezvous of a launch"
-                    found.append(join_store(place.host, place.port, self._limit_seconds))
+                    limit = self._limit_seconds
+                    found.append(join_store(place.host, place.port, limit, JOIN_SECONDS))
+                except ConnectionRefusedError:
+                    said[0] = f"nothing listens on {self._endpoint}"
+                    is_over.wait(0.2)
                 except (OSError, RuntimeError):
                     is_over.wait(0.2)
 
@@ -567,7 +572,8 @@ class Together:
             if self.is_first:
                 self._store.set(self._again, "no")
             self._store.set(f"left/{self._place.node_rank}", "1")
-            others = [f"left/{node}" for node in range(self._place.num_nodes)]
+            nodes = range(self._place.num_nodes) if self.is_first else ()
+            others = [f"left/{node}" for node in nodes if self._store.check([f"rank/{node}"])]
             deadline = time.monotonic() + FAREWELL_SECONDS
             while self.is_first and not self._store.check(others):
                 is_lost = self.lost_host(SILENCE_AFTER_A_LOSS_SECONDS) is not None
@@ -673,7 +679,8 @@ def expected_slots(config: LaunchConfig, place: Rendezvous) -> Sequence[WorkerSl
     devices = [own, dict(rest)] if is_first else [dict(rest), own]
     mine = assigned_slots(config, devices)[0][0 if is_first else 1]
     if not mine:
-        raise LaunchError(f"the plan has no work for the devices of this host, {own}")
+        named = ", ".join(f"{number}x{name}" for name, number in own.items()) or "none"
+        raise LaunchError(f"the plan has no work for the devices of this host: {named}")
     return [config.workers[rank] for rank in mine]
 
 

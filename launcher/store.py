@@ -83,9 +83,9 @@ def behind(token: str, store: Any) -> Any:
 
 
 def _tcp_store_class() -> Any:
-    """Import torch with its C++ warnings off: a lost connection is ours to report."""
+    """Import torch with its C++ messages off: a lost connection is ours to report."""
     before = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
     finally:
@@ -94,11 +94,23 @@ def _tcp_store_class() -> Any:
     return TCPStore
 
 
-def join_store(host: str, port: int, timeout_seconds: float) -> Any:
-    """Join a store held elsewhere."""
+def join_store(host: str, port: int, timeout_seconds: float, join_seconds: float) -> Any:
+    """Join a store held elsewhere.
+
+    Args:
+        host: Who holds it.
+        port: Where.
+        timeout_seconds: The longest wait for a key.
+        join_seconds: The longest wait until it answers for the first time.
+
+    Raises:
+        RuntimeError: It has not answered in time; torch's.
+    """
     store_class = _tcp_store_class()
-    limit = timedelta(seconds=timeout_seconds)
-    return store_class(host, port, None, False, timeout=limit, wait_for_workers=False)
+    limit = timedelta(seconds=min(timeout_seconds, join_seconds))
+    store = store_class(host, port, None, False, timeout=limit, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    return store
 
 
 def read_reports(store: Any, last: LastGeneration) -> list[WorkerReport]:

@@ -57,7 +57,7 @@ def test_a_lone_host_says_for_whom_it_waits_and_keeps_the_limit(
     host: Callable[..., Together], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts, "TOLD_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(hosts, "FAREWELL_SECONDS", 0.1)
+    monkeypatch.setattr(hosts, "FAREWELL_SECONDS", 1e9)  # nobody came to whom to say it
     for rank, said in ((0, "host 1 of 2 did not come within 0.3 s"), (1, "host 0 did not come")):
         port, began = free_port(), time.monotonic()
         alone = host(place(rank, port), 0.3)
@@ -73,6 +73,25 @@ def test_a_port_of_another_program_is_no_host_0(host: Callable[..., Together]) -
         at = place(1, other.getsockname()[1])
         with pytest.raises(LaunchError, match="within 0.5 s: what answers .* is no rendezvous"):
             host(at, 0.5).join(lambda: None)
+
+
+def test_a_host_0_that_goes_before_it_answers_has_gone(
+    host: Callable[..., Together], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its port was open. Torch went on asking for all of the time limit, and said so itself."""
+    monkeypatch.setattr(hosts, "JOIN_SECONDS", 0.2)
+    before = socket.create_server(("127.0.0.1", 0))
+    asked = []
+
+    def watch() -> None:
+        asked.append(time.monotonic())
+        if before.fileno() >= 0 and asked[-1] - asked[0] > 0.5:
+            before.close()
+
+    at = place(1, before.getsockname()[1])
+    with pytest.raises(LaunchError, match="within 2 s: nothing listens on"):
+        host(at, 2.0).join(watch)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_name_without_an_address_is_refused_at_once(
@@ -136,5 +155,5 @@ def test_a_dry_run_shows_what_the_devices_of_this_host_would_run() -> None:
     assert [slot.rank for slot in expected_slots(config, at)] == [1, 2]
     last = replace(at, node_rank=1, devices={"cpu:fast": 1, "cpu:slow": 1})
     assert [slot.rank for slot in expected_slots(config, last)] == [0, 2]
-    with pytest.raises(LaunchError, match="no work for the devices of this host"):
+    with pytest.raises(LaunchError, match="no work for the devices of this host: 2xV100"):
         expected_slots(config, replace(at, devices={"V100": 2}))
