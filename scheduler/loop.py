@@ -18,6 +18,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -49,6 +50,7 @@ MOST_FAILURES = 10
 _ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
 _USAGE = 2  # of a launch that makes no sense: it would make none the next time
 _SHARED_BY = "shared_by"  # the policy that the shares in the state are of
+_LOOK_SECONDS = 5.0  # between looks at devices that are down, while a job waits
 _LONGEST_ROUND = 2.0  # lengths of a round: so far later first steps put its end off
 
 
@@ -75,6 +77,8 @@ class Scheduler:
         self._round_began: float | None = store.get("round_began")
         self._has_news = True  # since the last decision
         self._failed = set[int]()  # jobs that failed in this round: they wait for the next one
+        self._drained = set[str](store.get("drained") or ())  # as the last decision had it
+        self._looked = -math.inf  # when devices were last asked for
         self._slowest_start = 0.0  # seconds that a launch took to its first step
         self._now = -math.inf
         names = sorted(self._devices)
@@ -477,8 +481,10 @@ class Scheduler:
             return None
         if self._round_ends is None:
             return "round"
-        self._has_news |= self._rests.somebody_rose(now)
         open_ = leases.open_leases(self._store)
+        self._has_news |= self._rests.somebody_rose(now)
+        if not self._has_news and self._somebody_waits(open_):
+            self._has_news = self._has_more_devices(now)
         is_free = self._has_news and (self._sharing.moves_running_jobs or not open_)
         if now >= round_end(
             self._round_ends,
@@ -489,6 +495,18 @@ class Scheduler:
         held = {name for lease in open_ for name in (*lease.devices, *lease.resizing_to)}
         is_idle = self._has_news and self._devices.keys() > held
         return "idle" if is_idle and self._somebody_waits(open_) else None
+
+    def _has_more_devices(self, now: float) -> bool:
+        """Whether a device that was drained or down at the last decision can be used again."""
+        if self._drained - set(self._store.get("drained") or ()):
+            return True
+        down = {name for name, device in self._devices.items() if not device.is_up}
+        if not down or now - self._looked < _LOOK_SECONDS:
+            return False
+        self._looked = now
+        with suppress(HetflowError):  # the batch system does not answer
+            return any(one.is_up for one in self._engine.devices() if one.name in down)
+        return False
 
     def _somebody_waits(self, open_: Sequence[Lease]) -> bool:
         """Whether a job has no device and no prospect of one; not one that failed in this round."""
@@ -513,6 +531,7 @@ class Scheduler:
         """Begin a round; or give what is idle to those that wait, within the round."""
         store = self._store
         self._devices = {device.name: device for device in self._engine.devices()}
+        self._drained = set(store.get("drained") or ())
         open_ = leases.open_leases(store)
         with store.transaction():
             self._ledger.count_targets(self._state, now)
@@ -521,7 +540,7 @@ class Scheduler:
                 self._take_up_pool()
             occupied = occupancy(
                 open_, self._places, self._devices,
-                drained=store.get("drained") or (), resting=self._rests.resting(now),
+                drained=self._drained, resting=self._rests.resting(now),
                 waiting=self._failed if only_idle else (),
                 only_idle=only_idle,
             )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from hetflow.engines.protocol import FIRST_STEP
 from hetflow.scheduler.leases import PLAN, RUN
 from hetflow.scheduler.serve import steady_time
-from hetflow.scheduler.view import queue
+from hetflow.scheduler.view import drain, queue
 from hetflow.schema.files import read_plan, write
 from hetflow.schema.run import RunRecord
 
@@ -176,6 +176,31 @@ def test_a_job_that_comes_gets_an_idle_device_and_one_that_fails_waits_for_the_n
     one.engine.end(one.engine.jobs()[3], 143)  # by somebody else; it goes on at once
     one.tick(1.0)
     assert one.states() == ["running", "queued", "running"]
+
+
+@pytest.mark.parametrize("policy", ["fifo", "las_weighted", "easyscale"])
+@pytest.mark.parametrize("why", ["drained", "down"])
+def test_a_device_that_comes_back_is_given_to_who_waits_within_the_round(
+    tmp_path: Path, asked: Asked, policy: str, why: str
+) -> None:
+    """It stood idle beside the queue to the round's end."""
+    cluster = Cluster(tmp_path / "state", FakeEngine(number=1), policy)
+    if why == "drained":
+        drain(cluster.store, "cpu:fast", undo=False)
+    else:
+        cluster.engine.down = {"cpu:fast:0"}
+    cluster.submit(asked("a"), asked("b"))
+    cluster.tick()
+    cluster.tick(0.1)
+    assert sorted(cluster.states()) == ["queued", "running"]
+    if why == "drained":
+        drain(cluster.store, "cpu:fast", undo=True)
+    else:
+        cluster.engine.down = set()
+    cluster.tick(ROUND / 2)
+    cluster.tick(0.1)
+    assert cluster.states() == ["running", "running"]
+    assert not cluster.engine.stopping
 
 
 def test_a_job_that_does_not_fit_what_is_idle_is_not_tried_again_and_again(
