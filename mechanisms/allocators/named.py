@@ -84,7 +84,8 @@ class PolicyAllocator:
         given: dict[str, object] = {
             "weight": active.weight,
             "steps": active.left,
-            "elapsed_seconds": now_seconds - arrivals,
+            # Not before they came, though a clock that was set may say so of a live cluster's.
+            "elapsed_seconds": np.maximum(now_seconds - arrivals, 0.0),
             "isolated_seconds": active.isolated,
             "slo_seconds": np.array(deadlines) - now_seconds,
         }

@@ -215,7 +215,7 @@ def _root(goal: LeastCurve, y: Floats, bound: float, low: float, high: float) ->
         return float(y @ goal.needed(v)) - bound
 
     while excess(high) > 0:
-        low, high = high, 2.0 * high
+        low, high = high, high + (abs(high) or 1.0)
     for _ in range(200):
         middle = 0.5 * (low + high)
         if not low < middle < high:

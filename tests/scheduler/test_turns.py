@@ -141,6 +141,18 @@ def test_a_clock_that_was_set_back_stops_no_round_and_charges_nobody(
     assert now <= steady_time() < now + 60.0
 
 
+def test_jobs_of_a_clock_that_was_ahead_do_not_hang_finish_time_fairness(
+    tmp_path: Path, asked: Asked
+) -> None:
+    """They came two hours after now, and it looked for a ratio below zero for ever."""
+    cluster = Cluster(tmp_path / "state", FakeEngine(number=1), "finish_time_fairness")
+    cluster.now = steady_time() - 7200.0
+    cluster.submit(asked("a"), asked("b", steps=10.0))
+    cluster.tick()
+    cluster.tick(1.0)
+    assert cluster.states() == ["running", "running"]
+
+
 def test_a_device_that_falls_free_is_given_to_who_waits_within_the_round(
     one: Cluster, asked: Asked
 ) -> None:
