@@ -11,7 +11,7 @@ from types import FrameType
 from typing import IO, Any
 
 from ..preload import Preload
-from ..protocol.ended import ended_path
+from ..protocol.ended import ended_path, left_path
 from ..protocol.environment import Channel
 from ..protocol.handover import STOPPED_EXIT_CODE
 from ..protocol.messages import FromWorker, Report, Reported, Unreadable
@@ -99,8 +99,8 @@ class Workers:
     def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Start them all. Call from the main thread: their lives hang on the starting thread."""
         for command in commands:
-            failure = failure_path(self._folder, command.name)
-            for old in (failure, ended_path(failure)):
+            failure = self._failure_path(command.name)
+            for old in (failure, ended_path(failure), left_path(failure)):
                 old.unlink(missing_ok=True)
             self._types[command.name] = command.device_type
             self._processes[command.name] = self._start(command)
@@ -215,8 +215,19 @@ class Workers:
 
     def is_done(self, name: str) -> bool:
         """Whether it has left with exit code 0."""
-        process = self._processes.get(name)
-        return process is not None and process.poll() == 0
+        return name in self._processes and self._code(name) == 0
+
+    def _code(self, name: str) -> int | None:
+        """A worker's exit code; None while it is there.
+
+        A signal that ends it when it has nothing left to do changes nothing.
+        """
+        code = self._processes[name].poll()
+        was_done = code is not None and code < 0 and left_path(self._failure_path(name)).exists()
+        return 0 if was_done else code
+
+    def _failure_path(self, name: str) -> Path:
+        return failure_path(self._folder, name)
 
     def logs(self, name: str) -> tuple[Path, Path]:
         """Where a worker's stdout and stderr are kept."""
@@ -224,7 +235,7 @@ class Workers:
 
     def has_ended(self, name: str) -> bool:
         """Whether its script has ended well; its process may still be there."""
-        return self.is_done(name) or ended_path(failure_path(self._folder, name)).exists()
+        return self.is_done(name) or ended_path(self._failure_path(name)).exists()
 
     def have_ended(self) -> bool:
         """Whether every worker's script has ended well: no later signal undoes that."""
@@ -232,7 +243,7 @@ class Workers:
 
     def all_done(self) -> bool:
         """Whether every worker has left with exit code 0."""
-        return all(process.poll() == 0 for process in self._processes.values())
+        return all(map(self.is_done, self._processes))
 
     def failures(self) -> list[Failure]:
         """The workers that have failed so far."""
@@ -241,12 +252,12 @@ class Workers:
                 int(name),
                 self._types[name],
                 code,
-                failure_path(self._folder, name),
+                self._failure_path(name),
                 self.logs(name)[1],
                 why=self._killed.get(name, ""),
             )
-            for name, process in self._processes.items()
-            if (code := process.poll())
+            for name in self._processes
+            if (code := self._code(name))
         ]
 
     def running(self) -> list[Failure]:

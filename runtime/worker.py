@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import ClassVar
 
-from ..protocol.ended import tell_ended
+from ..protocol.ended import tell_ended, tell_left
 from ..protocol.environment import DETERMINISM, DEVICE, FAILURE, PLAN, SEED
 from ..protocol.failure_note import FailureNote
 from ..protocol.launch_token import take_token
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
     """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` and leave with its exit code."""
     ScriptRun.active, code = True, ScriptRun.code
     # Registered first, so it runs last: after all exit functions of the script.
-    atexit.register(_leave_at_once_if_failed, code)
+    atexit.register(_leave, code, os.getpid())
     take_token()
     Control.of_process()  # heartbeats start here, however long the script takes to prepare
     _seed_script()
@@ -234,11 +234,15 @@ def _print(error: BaseException) -> None:
     traceback.print_exception(type(error), error, frames or error.__traceback__)
 
 
-def _leave_at_once_if_failed(code: list[int]) -> None:
+def _leave(code: list[int], worker: int) -> None:
+    """The last exit function, also of processes that the script forked from the worker's."""
     if code[0]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code[0])
+    path = os.environ.get(FAILURE)
+    if path and os.getpid() == worker:
+        tell_left(Path(path))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from ..engines.accounts import Account, account, give
 from ..engines.protocol import FIRST_STEP, OUTPUT, Engine, EngineDevice, EngineForUsers, Work
 from ..protocol import environment
+from ..protocol.ended import have_all_left
 from ..schema import files
 from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.run import RunRecord
@@ -363,10 +364,10 @@ def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
     fate = engine.fate(folder)
     if fate.is_open:
         return None
-    digest, step_seconds, has_finished = None, None, False
+    digest, step_seconds, has_finished = None, None, have_all_left(folder / RUN / "logs")
     with suppress(HetflowError, OSError):
         record = _record(folder / RUN / "run.json")
-        has_finished = record.status == "done"
+        has_finished |= record.status == "done"
         digest, step_seconds = record.parameters_digest, record.measured_step_seconds
         terms = [device.terms for device in record.devices if device.terms is not None]
         if record.generations:  # of several sets of devices

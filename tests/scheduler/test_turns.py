@@ -269,3 +269,23 @@ def test_a_job_whose_script_has_ended_is_never_queued_again(
         one.tick(ROUND)
     [job] = queue(one.store)
     assert (job.state, job.digest, job.leases) == ("done", "d" * 64, 1)
+
+
+def test_a_job_whose_launch_was_killed_before_it_could_write_its_record_is_done(
+    one: Cluster, asked: Asked
+) -> None:
+    """All that its workers had to do was done, the last save too; of another's, only one's was."""
+    one.submit(asked("a"), asked("b"))
+    one.tick()
+    for job, left in ((1, (0, 1)), (2, (0,))):
+        folder = one.engine.jobs()[job]
+        logs = folder / RUN / "logs"
+        logs.mkdir(parents=True)
+        for rank in range(2):
+            (logs / f"rank{rank}.out").touch()
+        for rank in left:
+            (logs / f"rank{rank}.left").touch()
+        one.engine.end(folder, 137)
+    one.tick(1.0)
+    found = {job.number: (job.state, job.leases) for job in queue(one.store)}
+    assert found == {1: ("done", 1), 2: ("running", 2)}
