@@ -10,9 +10,7 @@ from .rent_options import above_zero, finite
 
 
 def rent_prices(
-    markets: Annotated[
-        list[Path], typer.Argument(help="Markets with prices: hetflow.market/1.")
-    ],
+    markets: Annotated[list[Path], typer.Argument(help="Markets with prices: hetflow.market/1.")],
     rate: Annotated[
         list[str],
         typer.Option(help="Speed of one device of a type, in any unit: V100=9.6 (repeatable)."),

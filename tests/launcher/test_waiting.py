@@ -76,7 +76,9 @@ def test_a_port_of_another_program_is_no_host_0(host: Callable[..., Together]) -
 
 
 def test_a_host_0_that_goes_before_it_answers_has_gone(
-    host: Callable[..., Together], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    host: Callable[..., Together],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Its port was open. Torch went on asking for all of the time limit, and said so itself."""
     monkeypatch.setattr(hosts, "JOIN_SECONDS", 0.2)
