@@ -145,9 +145,20 @@ class Queue:
                  "script": str(self._folder / "train.py"), "arguments": [str(here)],
                  "profiles": str(self._folder / "profiles")}  # fmt: skip
         job = submit(self._store, submission(asked, base=self._folder, name=here.name))
-        again = story is not None and self._send(story, job, here)
-        self._until(lambda: self._is_over(job))
-        [row] = [row for row in view.queue(self._store) if row.number == job]
+        try:
+            again = story is not None and self._send(story, job, here)
+            self._until(lambda: self._is_over(job))
+            digest = self._check(job, here, again)
+        except Violation as error:
+            [row] = self._row(job)
+            raise Violation(f"{error}\n{row}\n{_lines(here)}") from None
+        return digest, again
+
+    def _row(self, job: int) -> list[view.QueuedJob]:
+        return [row for row in view.queue(self._store) if row.number == job]
+
+    def _check(self, job: int, here: Path, again: bool) -> str | None:
+        [row] = self._row(job)
         notes = Counter(line.split()[0] + line.split()[1] for line in _lines(here))
         if row.state != "done":
             raise Violation(f"{row.state}: {row.reason}")
@@ -158,7 +169,7 @@ class Queue:
             if not any(times) or (max(times) > 1 and not again):  # a launch may lose a worker
                 raise Violation(f"{what} {times} times by workers 0 and 1")
         self._until(lambda: _is_free(here / "lock 0") and _is_free(here / "lock 1"))
-        return row.digest, again
+        return row.digest
 
     def _is_over(self, job: int) -> bool:
         time.sleep(0.02)
