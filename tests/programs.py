@@ -148,13 +148,18 @@ def run(
 
 
 def run_until_stopped(
-    command: Sequence[str | Path], asks: Path, told: Path, *, timeout: float
+    command: Sequence[str | Path],
+    asks: Path,
+    told: Path,
+    *,
+    timeout: float,
+    cwd: str | Path | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """The same for a program that gets SIGTERM as soon as a file is there; another says so.
 
     What it has started cannot send it: the parent of a forked process is its preloaded host.
     """
-    program = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    program = start(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + timeout
         while not asks.exists() and program.poll() is None:

@@ -15,10 +15,11 @@ from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from .losses import Known
 from .patching import around, check_version
+from .scalars import with_scalars
 from .streams import Read, Shared, rows_of
 from .training import Cuts, training
 
-VERSIONS = ((1, 15), (1, 15))  # the oldest and the newest that were tested
+VERSIONS = ((1, 10), (1, 15))  # the oldest and the newest that were tested
 
 
 def adapt() -> None:
@@ -39,6 +40,7 @@ def adapt() -> None:
     around(Accelerator, "prepare_model", _prepare_model)
     around(Accelerator, "backward", _backward)
     around(Accelerator, "reduce", _reduce)
+    around(Accelerator, "log", _log)
     around(accelerators, "load_accelerator_state", _load_state)
     around(AcceleratedScheduler, "__init__", _once_a_step)
     operations._gpu_gather = functools.partial(
@@ -57,6 +59,8 @@ def _join(original: Any, self: Any, cpu: bool = False, **options: Any) -> None:
     if is_host:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     original(self, cpu or is_host, **options)
+    if is_host:
+        self.device = training().place.device  # older ones add a number, and torch.load fails
 
 
 # Data
@@ -78,6 +82,11 @@ def _prepare_loader(original: Any, loader: Any, *values: Any, **options: Any) ->
             "split_dataset_by_node gives each worker other samples, and a plan's shares are cut "
             "from global batches",
             hint="leave it out; accelerator.prepare cuts the batches",
+        )
+    if options.get("use_stateful_dataloader"):
+        raise TargetError(
+            "a StatefulDataLoader goes back to a position that is not known to be the plan's",
+            hint="leave use_stateful_dataloader out, and call accelerator.skip_first_batches",
         )
     if training().watcher is not None and (is_read_once or is_stream):
         options["dispatch_batches"] = False
@@ -240,6 +249,10 @@ def _once_a_step(original: Any, self: Any, *values: Any, **options: Any) -> None
 
 
 # Results
+
+
+def _log(original: Any, self: Any, values: Any, *others: Any, **options: Any) -> None:
+    original(self, with_scalars(values, training()), *others, **options)
 
 
 def _reduce(

@@ -10,12 +10,13 @@ come from and where results are gathered; nothing is known here of any library.
 """
 
 import functools
+import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from ..places import batch_sizes_of, holders_of
 from ..session import Session
 from ..setup import final_tensors
 from ..shares import share_out, slices
+from ..stopping import StopRequests, leave
 from .losses import is_known, mean_over
 from .measured import FEW_SAMPLES, Sized
 
@@ -153,6 +155,7 @@ class Training:
         self._mark: Mark | None = None
         self._is_begun, self._is_counted = False, False
         self._is_finished = False
+        self._stops: StopRequests | None = None
         self._trained: set[int] = set()
         register_optimizer_step_pre_hook(self._stepping)
         at_exit(self)
@@ -185,6 +188,11 @@ class Training:
     def global_batch_size(self) -> int:
         """Samples of a full global batch."""
         return sum(self._sizes)
+
+    @property
+    def measured_step_seconds(self) -> float | None:
+        """The median of full steps so far, without waiting for the device; None before any."""
+        return self._clock.timings(wait=False).step
 
     # Data
 
@@ -647,11 +655,39 @@ class Training:
 
     # The end
 
+    def note_requests(self) -> None:
+        """Note requests to save and leave, for a library that asks for them after each step.
+
+        Only where the launch has --checkpoint: without it a signal ends the workers.
+        """
+        if self._stops is not None or self.place.start.checkpoint_folder is None:
+            return
+
+        def ask() -> None:
+            self._session.wants_stop = True
+
+        self._stops = StopRequests([signal.SIGTERM], ask)
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether any worker was asked to save and leave; all workers call this together."""
+        if self._stops is None:
+            return False
+        own = torch.tensor(float(self._session.wants_stop), device=self.place.device)
+        return bool(self.sum_of(own))
+
+    def leave(self) -> NoReturn:
+        """End this worker, which has saved what the script saves."""
+        self._clock.end_step()
+        self._is_finished = True
+        leave(self._session)
+
     def finish(self, *, whole: bool = False) -> None:
         """Report what was measured and the digest of the models, and leave the group."""
         if self._is_finished:
             return
         self._is_finished = True
+        if self._stops is not None:
+            self._stops.close()
         session = self._session
         session.is_finished = True
         if session.num_steps:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ...schema.errors import TargetError
 from .patching import around, check_version
+from .scalars import with_scalars
 from .training import Piece, Training, training
 
-VERSIONS = ((5, 23), (5, 23))  # the oldest and the newest that were tested
+VERSIONS = ((4, 57), (5, 24))  # the oldest and the newest that were tested
 _CLOSE = 1e-5  # of losses in 32 or 64 bits; parts of the latter may be computed in 32
 _IGNORED = -100  # the label that counts nothing
 _Kind = Literal["sum", "samples", "next labels", "labels"]
@@ -66,6 +67,15 @@ def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
     # Of this object, because classes of other libraries replace the methods of Trainer's.
     for name, other in _METHODS.items():
         setattr(self, name, functools.partial(other, getattr(self, name), self))
+    training().note_requests()
+    for callback in self.callback_handler.callbacks:
+        if type(callback).__module__.startswith(_INTEGRATIONS):
+            callback.on_log = functools.partial(_log, callback.on_log)
+
+
+def _log(original: Any, *values: Any, logs: dict[str, Any] | None = None, **options: Any) -> None:
+    """Log to W&B, TensorBoard, MLflow and their like."""
+    original(*values, logs=None if logs is None else with_scalars(logs, training()), **options)
 
 
 def _leave_no_trace(trainer: Any) -> None:
@@ -198,6 +208,15 @@ def _load_random(original: Any, self: Any, folder: str | None) -> None:
     original(folder)
 
 
+def _save_when_asked(original: Any, self: Any, *values: Any, **options: Any) -> None:
+    """Save after a step, and leave, where this launch was asked to (--checkpoint, SIGTERM)."""
+    is_asked = training().is_asked_to_stop()
+    self.control.should_save = self.control.should_save or is_asked
+    original(*values, **options)
+    if is_asked:
+        training().leave()
+
+
 _METHODS: dict[str, Callable[..., Any]] = {
     "get_batch_samples": _take_batches,
     "_get_num_items_in_batch": _count_items,
@@ -205,6 +224,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "compute_loss": _compute,
     "evaluation_loop": _evaluate,
     "prediction_step": _predict,
+    "_maybe_log_save_evaluate": _save_when_asked,
     "_save_rng_state": _save_random,
     "_load_rng_state": _load_random,
 }

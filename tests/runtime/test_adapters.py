@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboardX.proto.event_pb2 import Event
 from torch import nn
 
 from hetflow.runtime.adapters.losses import mean_over
@@ -20,6 +21,7 @@ from hetflow.schema.plan import SplitPlan
 from hetflow.tests import programs
 
 SCRIPTS = Path(__file__).parent / "adapters"
+ROOT = Path(__file__).parents[2]
 Plans = Callable[..., SplitPlan]
 LAUNCH = [sys.executable, "-m", "hetflow.cli.main", "launch", "plan.json"]
 
@@ -92,7 +94,7 @@ def scripts(*names: str) -> list[str | Path]:
 def test_scripts_of_accelerate_train_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
     """Labels that are padded, streams, LoRA; states that are saved and loaded in the middle."""
     same = ("ner.py", "streamed.py:once", "streamed.py:alike")
-    alone(tmp_path, *scripts("one", *same, "resumed.py:saved"))
+    alone(tmp_path, *scripts("one", *same, "resumed.py:saved", "resumed.py:again:saved"))
     plan = plan_of([(1, 16), (1, 10), (1, 6)])
     code, stderr = launch(tmp_path, plan, *scripts("many", *same, "resumed.py:other:saved"))
     assert code == 0, stderr
@@ -146,6 +148,8 @@ def test_a_script_for_torchrun_trains_as_one_process(tmp_path: Path, plan_of: Pl
 def test_trainer_resumes_under_another_plan_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
     alone(tmp_path, SCRIPTS / "language.py", "one", "alone")
     saved = tmp_path / "alone" / "checkpoint-3"
+    # Older libraries resume in another order of samples than they had, in one process too.
+    alone(tmp_path, SCRIPTS / "language.py", "one", "again", saved)
     plan = plan_of([(3, 8), (1, 8)])
     code, stderr = launch(tmp_path, plan, SCRIPTS / "language.py", "many", "out", saved)
     assert code == 0, stderr
@@ -184,6 +188,83 @@ def test_batch_norm_under_virtual_nodes_is_refused(tmp_path: Path, plan_of: Plan
     assert code == 2, stderr
     assert "the model has batch norm, and the plan gives a device several" in stderr
     assert "Traceback" not in stderr
+
+
+def scalars_in(folder: Path) -> list[tuple[int, str, float]]:
+    """(step, name, value) of each scalar in TensorBoard's files below a folder."""
+    found = []
+    for path in folder.rglob("events.out.tfevents.*"):
+        data = path.read_bytes()
+        while data:  # length, checksum, an event, checksum
+            length = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + length])
+            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+            data = data[16 + length :]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_trainer_saves_on_a_signal_and_logs_as_one_run(tmp_path: Path, plan_of: Plans) -> None:
+    script = SCRIPTS / "stopped.py"
+    alone(tmp_path, script, "one", "alone")
+    files.write(tmp_path / "first.json", plan_of([(2, 12), (1, 8)]))
+    command = [*LAUNCH[:-1], "--checkpoint", "saved", "first.json", str(script), "many", "out"]
+    asks, told = tmp_path / "out.stepped", tmp_path / "told"
+    stopped = programs.run_until_stopped([*command, "slow"], asks, told, timeout=180, cwd=tmp_path)
+    assert stopped.returncode == 143, stopped.stderr
+    (saved,) = (tmp_path / "out").glob("checkpoint-*")
+    assert 0 < int(saved.name.split("-")[1]) < 30
+    code, stderr = launch(tmp_path, plan_of([(1, 24), (1, 8)]), script, "many", "out", "resume")
+    assert code == 0, stderr
+    assert_equal(tmp_path, parameters=1e-12, others=1e-6)
+    logged = scalars_in(tmp_path / "out")
+    losses = [step for step, name, _ in logged if name == "train/loss"]
+    assert sorted(losses) == list(range(1, 31))  # once each, and of one worker
+    shown = {name: value for _, name, value in logged if name.startswith("train/hetflow/")}
+    assert shown.pop("train/hetflow/measured_step_seconds") > 0
+    assert shown.pop("train/hetflow/predicted_step_seconds") == pytest.approx(0.01)
+    assert shown == {
+        "train/hetflow/samples_0_cpu_fast": 24,
+        "train/hetflow/samples_1_cpu_fast": 8,
+    }
+
+
+REFUSED = {
+    "sum": "the loss is a sum over samples",
+    "twice": "the script's sum over workers would count twice",
+    "unlike": "each worker reads other samples",
+    "nodes": "split_dataset_by_node gives each worker other samples",
+    "compiled": "torch_compile was not tested",
+    "finding": "auto_find_batch_size changes the batch",
+    "rebalanced": "batch_rebalance gives each worker other batches",
+    "unknown": "not their sum, nor their mean by samples or by labels",
+    "stateful": "a StatefulDataLoader goes back to a position",
+    "fsdp": "accelerate is set to FSDP",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_libraries_may_not_do_is_refused_in_a_line(tmp_path: Path, plan_of: Plans) -> None:
+    plan = plan_of([(1, 24), (1, 8)])
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "refused.py", "said", *REFUSED)
+    assert code == 0, stderr
+    said = json.loads((tmp_path / "said").read_text())
+    assert said.keys() == REFUSED.keys()
+    for kind, part in REFUSED.items():
+        assert part in said[kind]
+        assert "\n" not in said[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_loss_that_gathers_is_refused_under_virtual_nodes(tmp_path: Path, plan_of: Plans) -> None:
+    plan = plan_of([(3, 8), (1, 8)])
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "refused.py", "said", "gathering")
+    assert code == 0, stderr
+    said = json.loads((tmp_path / "said").read_text())
+    assert "the loss gathers results of all workers" in said["gathering"]
 
 
 @pytest.mark.slow
@@ -270,6 +351,9 @@ def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPat
 def test_the_installed_versions_are_those_that_the_adapters_name() -> None:
     from hetflow.runtime.adapters import accelerate, transformers
 
+    oldest = (ROOT / ".ci" / "libraries").read_text()
     for library, adapter in (("accelerate", accelerate), ("transformers", transformers)):
         assert importlib.metadata.version(library)
         check_version(library, adapter.VERSIONS)
+        major, minor = adapter.VERSIONS[0]
+        assert f"{library}=={major}.{minor}." in oldest

@@ -86,13 +86,17 @@ elif kind == "bf16":
     options = {}
 else:
     data = rows
+    is_old = "group_by_length" in TrainingArguments.__dataclass_fields__
+    by_length = (
+        {"group_by_length": True} if is_old else {"train_sampling_strategy": "group_by_length"}
+    )
     arguments = TrainingArguments(
         folder,
         num_train_epochs=6,
         gradient_accumulation_steps=2,
         label_smoothing_factor=0.1,
         gradient_checkpointing=True,
-        train_sampling_strategy="group_by_length",
+        **by_length,
         dataloader_num_workers=2,
         eval_strategy="epoch",
         save_strategy="epoch",

@@ -40,13 +40,15 @@ for epoch in range(first, 4):
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        if epoch > 1 or (epoch, step) == (1, 2):
-            losses.append(loss.item())
-            scheduler.step(losses[-1])
+        losses.append(loss.item())
+        scheduler.step(losses[-1])
         if (epoch, step) == (1, 1) and not saved:
             accelerator.save_state(folder)
+            break
+    if not saved and epoch == 1:
+        break
 trained = [p for p in accelerator.unwrap_model(model).parameters() if p.requires_grad]
-if accelerator.is_main_process:
+if accelerator.is_main_process and saved:
     with open(answer, "w") as stream:
         rates = [group["lr"] for group in optimizer.param_groups]
         parameters = [p.tolist() for p in trained]

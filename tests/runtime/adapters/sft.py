@@ -4,6 +4,7 @@ import json
 import sys
 
 import torch
+import trl
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -69,7 +70,9 @@ trainer = SFTTrainer(
 )
 trainer.train(resume_from_checkpoint=sys.argv[4] if len(sys.argv) > 4 else None)
 if trainer.is_world_process_zero():
-    names = ("loss", "grad_norm", "eval_loss", "num_tokens", "mean_token_accuracy", "entropy")
+    names = ("loss", "grad_norm", "eval_loss", "num_tokens", "mean_token_accuracy")
+    # Before, trl takes the mean of the workers' entropies, whatever their shares are.
+    names += ("entropy",) if int(trl.__version__.split(".")[0]) else ()
     names += tuple(f"eval_{name}" for name in names)
     logs = [{n: e[n] for n in names if n in e} for e in trainer.state.log_history]
     trained = [p.tolist() for p in trainer.model.parameters() if p.requires_grad]

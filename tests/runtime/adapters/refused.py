@@ -1,0 +1,138 @@
+"""What accelerate and Trainer may not do under a plan, one thing after another: what was said."""
+
+import json
+import sys
+import tempfile
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from transformers import Trainer, TrainingArguments
+
+from hetflow.schema.errors import TargetError
+
+answer, *kinds = sys.argv[1:]
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(33, 3), torch.randn(33, 3))
+
+
+class Layers(nn.Module):
+    """A model as Trainer wants it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, labels=None):
+        """The outputs and their loss."""
+        found = self.layer(x)
+        return {"loss": nn.functional.mse_loss(found, labels), "logits": found}
+
+
+class Unknown(Trainer):
+    """A loss in which samples count by what they are."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The largest error."""
+        outputs = model(**inputs)
+        loss = (outputs["logits"] - inputs["labels"]).abs().max()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Gathering(Trainer):
+    """A loss that gathers results of all workers."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The model's loss."""
+        outputs = model(**inputs)
+        self.accelerator.gather(outputs["loss"].detach())
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class Unlike(IterableDataset):
+    """Other samples on each worker."""
+
+    def __iter__(self):
+        """Samples."""
+        return iter(torch.randn(40, 3) + accelerator.process_index)
+
+
+def prepared(dataset=data, **options):
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(dataset, batch_size=32, **options)
+    return accelerator.prepare(model, optimizer, loader)
+
+
+def sum_of_samples():
+    model, _, loader = prepared()
+    for x, y in loader:
+        accelerator.backward(nn.functional.mse_loss(model(x), y, reduction="sum"))
+
+
+def counted_twice():
+    _, _, loader = prepared()
+    for x, _ in loader:  # the last batch has one sample
+        accelerator.reduce(torch.tensor(len(x)))
+
+
+def unlike_streams():
+    for _ in prepared(Unlike())[2]:
+        pass
+
+
+def split_by_node():
+    rows = Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
+    prepared(split_dataset_by_node(rows, accelerator.process_index, accelerator.num_processes))
+
+
+def stateful():
+    accelerator.dataloader_config.use_stateful_dataloader = True
+    prepared()
+
+
+def fully_sharded():
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.prepare_model(nn.Linear(3, 3))
+
+
+def trained(trainer=Trainer, **options):
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=32,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        max_steps=1,
+        **options,
+    )
+    rows = [{"x": x, "labels": y} for x, y in data]
+    trainer(Layers(), arguments, train_dataset=rows).train()
+
+
+FAULTS = {
+    "sum": sum_of_samples,
+    "twice": counted_twice,
+    "unlike": unlike_streams,
+    "nodes": split_by_node,
+    "stateful": stateful,
+    "fsdp": fully_sharded,
+    "compiled": lambda: trained(torch_compile=True),
+    "finding": lambda: trained(auto_find_batch_size=True),
+    "rebalanced": lambda: trained(train_sampling_strategy="batch_rebalance"),
+    "unknown": lambda: trained(Unknown),
+    "gathering": lambda: trained(Gathering),
+}
+said = {}
+for kind in kinds:
+    try:
+        FAULTS[kind]()
+    except TargetError as error:
+        said[kind] = str(error)
+if accelerator.is_main_process:
+    with open(answer, "w") as stream:
+        json.dump(said, stream)
