@@ -281,6 +281,12 @@ def _alike(left: tuple[float, ...], right: tuple[float, ...], scale: float = 0.0
     return not any(differ(a, b, 1e-12 * whole) for a, b in zip(left, right, strict=True))
 
 
+def bound_faults(plan: SplitPlan, problem: SplitProblem) -> list[str]:
+    """What of a larger problem refutes the proof of a plan that uses some of its devices."""
+    floor = [] if plan.proof.lower_bound is None else list(_bound_faults(plan, problem))
+    return [fault for fault in floor if "lower_bound" in fault]
+
+
 def _bound_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
     """Compare the proof with a bound that no plan can beat, and with simple plans."""
     if plan.objective != "step_seconds":

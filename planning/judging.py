@@ -12,7 +12,9 @@ from ..schema.optimizer import OptimizerState
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.plans import devices_for
+from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
+from .pool_parts import is_part_of
 
 
 def faults_of_plan(
@@ -75,24 +77,29 @@ def _faults_of_kind(
                 "a parallel plan is judged against its layers", hint="add --profiles DIR"
             )
         return _parallel_faults(plan, profiles, pool, link_bytes_per_second, optimizer, free)
-    from ..checks.batch_split import check
+    from ..checks.batch_split import bound_faults, check
     from ..checks.profiled import split_faults
 
     if profiles is None:
         return check(plan, None)
     from .split_problem import split_problem
 
-    pool = pool or pool_of_plan(plan)
-    problem = split_problem(
-        profiles,
-        pool,
-        plan.global_batch_size,
-        virtual_nodes=plan.uniform_virtual_nodes,
-        interpolate=any(group.interpolated for group in plan.groups),
-        optimizer=optimizer,
-        memory_reserve_bytes=free,
-    )
-    return check(plan, problem) + split_faults(plan, profiles, pool, optimizer, free)
+    def problem_on(devices: Cluster) -> SplitProblem:
+        return split_problem(
+            profiles,
+            devices,
+            plan.global_batch_size,
+            virtual_nodes=plan.uniform_virtual_nodes,
+            interpolate=any(group.interpolated for group in plan.groups),
+            optimizer=optimizer,
+            memory_reserve_bytes=free,
+        )
+
+    judged = judged_pool(plan, pool)
+    faults = check(plan, problem_on(judged))
+    if pool is not None and judged is not pool:
+        faults += bound_faults(plan, problem_on(pool))
+    return faults + split_faults(plan, profiles, judged, optimizer, free)
 
 
 def _pipeline_faults(
@@ -124,7 +131,7 @@ def _parallel_faults(
     from ..checks.profiled import parallel_faults
     from .parallel_problem import parallel_problem
 
-    pool = pool or pool_of_plan(plan)
+    pool = judged_pool(plan, pool)
     chunks = {plan.num_model_chunks, *(other.num_model_chunks for other in plan.alternatives)}
     problem = parallel_problem(
         profiles,
@@ -139,6 +146,13 @@ def _parallel_faults(
         shard_optimizer=bool(plan.shard_optimizer),
     )
     return parallel_faults(problem, profiles, pool, memory_reserve_bytes) + check(plan, problem)
+
+
+def judged_pool(plan: Plan, pool: Cluster | None) -> Cluster:
+    """The pool whose links a plan is judged by: its own, where that is a part of the given one."""
+    if pool is None or (plan.cluster is not None and is_part_of(plan.cluster, pool)):
+        return pool_of_plan(plan)
+    return pool
 
 
 def pool_of_plan(plan: Plan) -> Cluster:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, gcd
+from math import ceil
 
 from ..costs.memory import exchange_bytes
 from ..schema.cluster import Cluster
@@ -22,6 +22,7 @@ from ..schema.pipeline import TopologyLevel
 from ..schema.profile import LayerGraph, LayerNode, Profile
 from ..solvers.pipeline_links import PoolLinks, links_of
 from .pipeline_problem import layers_of_graph, optimizer_of, reserve_in_pipeline
+from .pool_parts import width_of
 
 
 def parallel_problem(
@@ -200,7 +201,7 @@ def _pool(
     return ParallelPool(
         device_type=name,
         num_devices=cluster.num_devices[name],
-        devices_per_server=_width(cluster, name),
+        devices_per_server=width_of(cluster, name),
         memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
         times=tuple(_times(profile, degree, table, names) for degree, table in tables),
         links=tuple(DegreeLink(tensor_parallel_size=d, curve=curve) for d in degrees),
@@ -208,14 +209,32 @@ def _pool(
     )
 
 
+def slowest_rates(
+    profiles: Sequence[Profile], cluster: Cluster, link_bytes_per_second: float | None
+) -> dict[str, float]:
+    """Device type -> bytes per second of the slowest link of its devices, at which plans count.
+
+    Args:
+        profiles: Profiles of the cluster's types, and perhaps of others.
+        cluster: The pool.
+        link_bytes_per_second: Bandwidth of links that the pool does not state.
+
+    Raises:
+        ProblemError: A type has no profile, or a bandwidth is unknown.
+    """
+    chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
+    links = links_of(chosen, cluster, link_bytes_per_second)
+    return {name: _slowest(links.levels[name], links.between_types) for name in links.levels}
+
+
+def degrees_of(profiles: Sequence[Profile]) -> dict[str, set[int]]:
+    """Device type -> tensor-parallel degrees at which its layers were timed."""
+    return {p.device_type: {degree for degree, _ in _tables(p)} for p in profiles if p.layers}
+
+
 def _slowest(levels: tuple[TopologyLevel, ...], between_types: float | None) -> float:
     rates = [level.bytes_per_second for level in levels]
     return min(rates if between_types is None else [*rates, between_types])
-
-
-def _width(cluster: Cluster, name: str) -> int:
-    """Devices of a type per server that has it; the greatest common divisor if servers differ."""
-    return gcd(*(group.devices[name] for group in cluster.servers if name in group.devices))
 
 
 def _times(profile: Profile, degree: int, table: LayerGraph, names: Sequence[str]) -> ShardTimes:

@@ -5,6 +5,7 @@ import logging
 from typing import Any, Literal
 
 from ..costs.memory import reserve_of
+from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ..schema.files import Plan
@@ -18,6 +19,7 @@ from .inputs import flat, types_of
 from .limits import Clock
 from .options import Kind, refuse_unread
 from .plan_dollars import with_dollars
+from .pool_parts import among_parts, network_rates, parts_of
 from .request import SolveRequest
 
 _log = logging.getLogger("hetflow")
@@ -42,7 +44,7 @@ def solve(request: SolveRequest, clock: Clock | None = None) -> Plan:
     found = _plan(request, clock or Clock(request.limits))
     plan = _with_reserves(_with_estimates(found, request), request)
     plan = with_dollars(plan, request.pool)
-    if request.pool != flat(request.pool):
+    if plan.cluster is None and request.pool != flat(request.pool):
         plan = dataclasses.replace(plan, cluster=request.pool)
     plan = dataclasses.replace(plan, restrictions=_restrictions(plan, request))
     if not request.corrected_by:
@@ -102,7 +104,7 @@ def _reserve(plan: Plan, profile: Profile, request: SolveRequest) -> MemoryReser
         return reserve_of(_as_used(profile, plan), asked, num_devices=plan.num_devices)
     from .pipeline_problem import reserve_in_pipeline
 
-    return reserve_in_pipeline(profile, request.pool, plan.schedule, asked)
+    return reserve_in_pipeline(profile, plan.cluster or request.pool, plan.schedule, asked)
 
 
 def _as_used(profile: Profile, plan: SplitPlan) -> Profile:
@@ -271,27 +273,53 @@ def _why_refused(kind: str, reason: HetflowError) -> dict[str, Any]:
 
 
 def _split(request: SolveRequest, clock: Clock) -> SplitPlan:
+    """The best split of the pool and of its parts without slow links, with the bound of all."""
+    _warn_about_one_size(request)
+    pools = [request.pool]
+    if request.objective == "step_seconds":
+        pools = parts_of(request.pool, network_rates)
+    found: list[tuple[Cluster, SplitPlan]] = []
+    refused: InfeasibleError | None = None
+    for pool in pools:
+        try:
+            plan = _split_in(pool, request, clock, warns=pool is request.pool)
+        except InfeasibleError as error:
+            refused = refused or error
+            continue
+        found.append((pool, plan))
+    if not found:
+        assert refused is not None
+        raise refused
+    pool, plan = min(found, key=lambda one: one[1].proof.objective)  # of equal ones, the pool's
+    plan = among_parts(plan, [each.proof.lower_bound for _, each in found])
+    if pool is not request.pool:
+        plan = dataclasses.replace(plan, cluster=pool)
+        _log.info(f"the plan is for {pool.title} of the pool: the network would make it slower")
+    for bound in plan.sync_bounds:
+        _log.warning(f"{bound}; measure longer with --thorough")
+    _say_what_is_simpler(plan)
+    return plan
+
+
+def _split_in(pool: Cluster, request: SolveRequest, clock: Clock, *, warns: bool) -> SplitPlan:
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
     from .split_problem import split_problem
 
     flags = request.split
     problem = split_problem(
-        request.profiles, request.pool, request.batch_size, flags.virtual_nodes,
-        flags.interpolate, request.optimizer, request.memory_reserve_bytes,
+        request.profiles, pool, request.batch_size, flags.virtual_nodes, flags.interpolate,
+        request.optimizer, request.memory_reserve_bytes,
     )  # fmt: skip
-    _warn_about_free_communication(problem)
-    _warn_about_one_size(request)
+    if warns:
+        _warn_about_free_communication(problem)
     plan = _with_origin(_solve_split(problem, request, clock), request)
     faults = check(plan, problem)
     faults += split_faults(
-        plan, request.profiles, request.pool, request.optimizer, request.memory_reserve_bytes
+        plan, request.profiles, pool, request.optimizer, request.memory_reserve_bytes
     )
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
-    for bound in plan.sync_bounds:
-        _log.warning(f"{bound}; measure longer with --thorough")
-    _say_what_is_simpler(plan)
     return plan
 
 

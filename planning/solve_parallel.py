@@ -2,13 +2,17 @@
 
 import logging
 from dataclasses import replace
+from math import inf
 
+from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, InfeasibleError
-from ..schema.layer_trace import cannot_spread
+from ..schema.layer_trace import LayerTrace, cannot_spread
 from ..schema.parallel import ParallelPlan, ParallelProblem, parallel_schedule
 from ..schema.schedule_traits import traits
 from .limits import Clock
+from .parallel_problem import degrees_of, parallel_problem, slowest_rates
 from .plan_dollars import priced
+from .pool_parts import among_parts, parts_of
 from .request import SolveRequest
 from .solve_pipeline import links_between, say_obstacle, trace_for
 
@@ -30,36 +34,20 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
     from ..checks.parallel import check
     from ..checks.profiled import parallel_faults
     from ..solvers.parallel.pareto import alternatives, gains
-    from ..solvers.parallel.solve import solve
-    from .parallel_problem import parallel_problem
 
     asked = request.pipeline
     trace = trace_for(request.profiles, request.pool)
-    problem = parallel_problem(
-        request.profiles,
-        request.pool,
-        request.batch_size,
-        microbatch_size=asked.microbatch_size,
-        link_bytes_per_second=asked.link_bytes_per_second,
-        recompute=request.parallel.recompute,
-        optimizer=request.optimizer,
-        most_stages=1 if request.parallel.sequence_parallel and cannot_spread(trace) else None,
-        num_model_chunks=_chunks(asked.num_model_chunks),
-        memory_reserve_bytes=request.memory_reserve_bytes,
-        sequence_parallel=bool(request.parallel.sequence_parallel),
-        shard_optimizer=request.parallel.shard_optimizer,
-    )
     try:
-        plan = solve(problem, effort=clock.effort())
+        pool, problem, plan = _in_the_best_part(request, trace, clock)
     except InfeasibleError:
         if request.parallel.sequence_parallel is not None or not _spreadable(request):
             raise
         # The tokens of norms and residuals may be what does not fit.
         options = replace(request.parallel, sequence_parallel=True)
         return best_parallel(replace(request, parallel=options), clock)
-    faults = parallel_faults(
-        problem, request.profiles, request.pool, request.memory_reserve_bytes
-    ) + check(plan, problem)
+    faults = parallel_faults(problem, request.profiles, pool, request.memory_reserve_bytes) + check(
+        plan, problem
+    )
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     for line in _unused_degrees(problem):
@@ -81,12 +69,78 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
         with_more_devices=gains(problem, plan) if request.top > 1 else (),
         sequence_parallel=request.parallel.sequence_parallel or None,
         link_bytes_per_second=asked.link_bytes_per_second,
-        assumptions=links_between(
-            request.profiles, request.pool, asked.link_bytes_per_second
-        ).assumed,
+        assumptions=links_between(request.profiles, pool, asked.link_bytes_per_second).assumed,
         trace=trace,
-        cluster=request.pool,  # always stated: degrees depend on the servers
+        cluster=pool,  # always stated: degrees depend on the servers
         provenance={"pool": request.pool_name},
+    )
+
+
+def _in_the_best_part(
+    request: SolveRequest, trace: LayerTrace | None, clock: Clock
+) -> tuple[Cluster, ParallelProblem, ParallelPlan]:
+    """The fastest plan of the pool and of its parts with faster links: (part, its problem, plan).
+
+    The plan's bound is that of all of them.
+
+    Raises:
+        InfeasibleError: No plan fits; says what the whole pool lacks.
+    """
+    from ..solvers.parallel.solve import least_seconds, solve
+
+    said = request.pipeline.link_bytes_per_second
+    pools = parts_of(
+        request.pool,
+        lambda pool: slowest_rates(request.profiles, pool, said),
+        degrees_of(request.profiles),
+    )
+    best: tuple[Cluster, ParallelProblem, ParallelPlan] | None = None
+    bounds: list[float | None] = []
+    refused: InfeasibleError | None = None
+    whole_seconds = inf
+    for number, pool in enumerate(pools):
+        problem = _problem(request, pool, trace)
+        if best is not None and least_seconds(problem) >= best[2].predicted.step_seconds:
+            continue
+        try:
+            plan = solve(problem, effort=clock.effort(len(pools) - number))
+        except InfeasibleError as error:
+            refused = refused or error
+            continue
+        bounds.append(plan.proof.lower_bound)
+        if number == 0:
+            whole_seconds = plan.predicted.step_seconds
+        if best is None or plan.predicted.step_seconds < best[2].predicted.step_seconds:
+            best = pool, problem, plan
+    if best is None:
+        assert refused is not None
+        raise refused
+    pool, problem, plan = best
+    if pool is not request.pool:
+        step = plan.predicted.step_seconds
+        others = "no plan fits" if whole_seconds == inf else f"a step takes {whole_seconds:.4g} s"
+        _log.info(
+            f"the plan is for {pool.title} of the pool, with a step of {step:.4g} s: over all its "
+            f"devices and links {others}"
+        )
+    return pool, problem, among_parts(plan, bounds)
+
+
+def _problem(request: SolveRequest, pool: Cluster, trace: LayerTrace | None) -> ParallelProblem:
+    asked = request.pipeline
+    return parallel_problem(
+        request.profiles,
+        pool,
+        request.batch_size,
+        microbatch_size=asked.microbatch_size,
+        link_bytes_per_second=asked.link_bytes_per_second,
+        recompute=request.parallel.recompute,
+        optimizer=request.optimizer,
+        most_stages=1 if request.parallel.sequence_parallel and cannot_spread(trace) else None,
+        num_model_chunks=_chunks(asked.num_model_chunks),
+        memory_reserve_bytes=request.memory_reserve_bytes,
+        sequence_parallel=bool(request.parallel.sequence_parallel),
+        shard_optimizer=request.parallel.shard_optimizer,
     )
 
 

@@ -195,8 +195,10 @@ def _levels(
     if servers > 1:
         between = source.between_servers(cluster.inter_bytes_per_second)
         if widths == {1} or len(widths) > 1:
+            within = [g.intra_bytes_per_second for g in groups if g.devices[name] > 1]
+            rate = min([between, *(each for each in within if each is not None)])
             total = cluster.num_devices[name]
-            return (TopologyLevel(num_components=total, bytes_per_second=between),)
+            return (TopologyLevel(num_components=total, bytes_per_second=rate),)
     width = widths.pop()
     stated = [group.intra_bytes_per_second for group in groups]
     if servers == 1 and width == 1:

@@ -84,6 +84,22 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
     raise interleaved.refusal(problem, spaces)
 
 
+def least_seconds(problem: ParallelProblem) -> float:
+    """Seconds that no plan's step is faster than, by what the pool can compute alone; quick."""
+    spaces = Spaces(problem)
+    devices = sum(pool.num_devices for pool in problem.pools)
+    return min(
+        (
+            -(-problem.global_batch_size // space.microbatch_size)
+            * space.least_worth
+            / space.worth_per_second
+            for space in spaces.alone
+            if space.options and devices
+        ),
+        default=inf,
+    )
+
+
 def _search(
     problem: ParallelProblem, spaces: Spaces, effort: Effort, limit: float
 ) -> tuple[Found | None, float]:
