@@ -25,8 +25,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from hetflow.checks.parallel import counted_memory, counted_step
-from hetflow.costs import parallel
-from hetflow.importers.sailor import read_problem
+from hetflow.papers.ptdp import closed_forms as parallel
+from hetflow.papers.sailor.read import read_problem
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,

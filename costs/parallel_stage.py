@@ -3,6 +3,13 @@
 from ..schema.parallel import CostRule, LinkCurve
 
 
+def bubble_fraction(
+    pipeline_parallel_size: int, num_microbatches: int, num_model_chunks: int = 1
+) -> float:
+    """Idle time over ideal time of a pipeline that flushes, (p - 1) / (v m); 4.2.2."""
+    return (pipeline_parallel_size - 1) / (num_model_chunks * num_microbatches)
+
+
 def bucketed_ring_seconds(
     gradient_bytes: float, num_replicas: int, curve: LinkCurve, bucket_bytes: int | None
 ) -> float:

@@ -113,7 +113,7 @@ class TraceImporter:
 LAYER_IMPORTERS: Registry[LayerImporter] = Registry(
     "import format",
     group="hetflow.importers",
-    own=("hetflow.importers.pipedream", "hetflow.importers.piper"),
+    own=("hetflow.importers.pipedream", "hetflow.papers.piper.read"),
 )
 JOBS_IMPORTERS: Registry[JobsImporter] = Registry(
     "format of jobs",

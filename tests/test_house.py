@@ -44,10 +44,12 @@ MAY_IMPORT = {
     "examples": {
         "schema", "schedules", "costs", "checks", "solvers", "planning", "devices", "protocol",
         "runtime", "profilers", "mechanisms", "simulator", "importers", "exporters", "plugins",
+        "papers",
     },
     "plugins": {
         "schema", "schedules", "solvers", "checks", "devices", "importers", "exporters", "engines",
     },
+    "papers": {"schema", "costs", "schedules", "solvers", "importers"},  # nobody imports it
     "api": {
         "schema", "planning", "solvers", "importers", "profilers", "devices", "protocol", "runtime",
         "launcher", "mechanisms", "simulator", "checks", "exporters", "reports", "schedules",

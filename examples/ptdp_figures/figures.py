@@ -14,7 +14,7 @@ from math import ceil
 from pathlib import Path
 
 from hetflow.checks.parallel import counted_memory, counted_step
-from hetflow.costs import parallel
+from hetflow.papers.ptdp import closed_forms as parallel
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,

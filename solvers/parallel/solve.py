@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from itertools import count, pairwise
 from math import ceil, inf
 
-from ...costs.parallel import bubble_fraction
+from ...costs.parallel_stage import bubble_fraction
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.parallel import (
     ParallelPlan,

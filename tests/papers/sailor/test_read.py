@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetflow.checks.parallel import check, counted_step
-from hetflow.importers.sailor import read_problem
+from hetflow.papers.sailor.read import read_problem
 from hetflow.schema.errors import FileError
 from hetflow.schema.parallel import ParallelPlan
 from hetflow.solvers.parallel.solve import solve

@@ -15,8 +15,8 @@ import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.plan import Proof
-from ...schema.steady import SteadyPlan, SteadyProblem, SteadyStage
 from .knapsack import Packed, exact, greedy
+from .problem import SteadyPlan, SteadyProblem, SteadyStage
 
 _MOST_DOWNSETS = 5_000
 _CLOSE = 1e-3  # relative; from there on every better plan is looked for

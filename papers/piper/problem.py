@@ -5,9 +5,9 @@ objective is the time per sample. Devices are of one type. Layers are a graph, a
 one or two ways to be computed at each tensor-parallel degree.
 """
 
-from .errors import ProblemError
-from .plan import Proof
-from .records import (
+from ...schema.errors import ProblemError
+from ...schema.plan import Proof
+from ...schema.records import (
     Bytes,
     Count,
     Name,

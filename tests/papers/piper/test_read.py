@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from hetflow.checks.steady import check, counted_seconds
 from hetflow.cli.main import run
-from hetflow.importers.piper import read_layers, read_problem, read_tensor_layers
+from hetflow.papers.piper.check import check, counted_seconds
+from hetflow.papers.piper.problem import SteadyPlan, SteadyProblem, SteadyStage
+from hetflow.papers.piper.read import read_layers, read_problem, read_tensor_layers
+from hetflow.papers.piper.solve import solve
 from hetflow.schema.errors import FileError
 from hetflow.schema.files import from_json
 from hetflow.schema.parallel import ParallelPlan
 from hetflow.schema.plan import Proof
-from hetflow.schema.steady import SteadyPlan, SteadyProblem, SteadyStage
-from hetflow.solvers.parallel.steady import solve
 from hetflow.tests.data.reference import planners
 
 FILES = {"bert": "bert32a100.json", "resnet": "resnet.json"}

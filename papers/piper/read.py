@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..schema.errors import FileError
-from ..schema.profile import LayerGraph, LayerNode, TensorLayers
-from ..schema.steady import (
+from ...importers.registry import layer_importer
+from ...schema.errors import FileError
+from ...schema.profile import LayerGraph, LayerNode, TensorLayers
+from .problem import (
     SteadyChoice,
     SteadyDegree,
     SteadyEdge,
@@ -19,7 +20,6 @@ from ..schema.steady import (
     SteadyProblem,
     SteadySync,
 )
-from .registry import layer_importer
 
 _BYTES_PER_SECOND = 25.0 * 2**30  # in all of Piper's experiments, whatever the file says
 

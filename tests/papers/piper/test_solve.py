@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.checks.steady import check, counted_memory, counted_seconds
-from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.plan import Proof
-from hetflow.schema.steady import (
+from hetflow.papers.piper import knapsack
+from hetflow.papers.piper.check import check, counted_memory, counted_seconds
+from hetflow.papers.piper.problem import (
     SteadyChoice,
     SteadyDegree,
     SteadyEdge,
@@ -22,8 +21,9 @@ from hetflow.schema.steady import (
     SteadyStage,
     SteadySync,
 )
-from hetflow.solvers.parallel import knapsack
-from hetflow.solvers.parallel.steady import solve
+from hetflow.papers.piper.solve import solve
+from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.plan import Proof
 from hetflow.tests.profiles import examples
 
 UNPROVED = Proof(termination="feasible", objective=0.0, lower_bound=None, gap=None, method="")

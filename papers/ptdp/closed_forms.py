@@ -7,14 +7,7 @@ hidden size h, sequences of s tokens, a vocabulary of V. Volumes are elements, n
 
 from math import sqrt
 
-from ..schema.parallel import Recompute
-
-
-def bubble_fraction(
-    pipeline_parallel_size: int, num_microbatches: int, num_model_chunks: int = 1
-) -> float:
-    """Idle time over ideal time of a pipeline that flushes, (p - 1) / (v m); 4.2.2."""
-    return (pipeline_parallel_size - 1) / (num_model_chunks * num_microbatches)
+from ...schema.parallel import Recompute
 
 
 def bubble_of_data_parallel(

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.costs import parallel
 from hetflow.costs.parallel_stage import (
+    bubble_fraction,
     bucketed_ring_seconds,
     interleaved_step_seconds,
     step_seconds,
     transfer_seconds,
 )
+from hetflow.papers.ptdp import closed_forms as parallel
 from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
@@ -143,16 +144,14 @@ def test_equation_4_4_does_not_explain_table_4_2() -> None:
 
 
 def test_bubbles() -> None:
-    assert parallel.bubble_fraction(4, 8) == 3 / 8
-    assert parallel.bubble_fraction(4, 8, num_model_chunks=2) == 3 / 16
+    assert bubble_fraction(4, 8) == 3 / 8
+    assert bubble_fraction(4, 8, num_model_chunks=2) == 3 / 16
     # Figure 4.6: n = 32, b' = 128; more replicas leave a smaller bubble.
     bubbles = [parallel.bubble_of_data_parallel(32, d, 128) for d in (1, 2, 4, 8, 16, 32)]
     assert bubbles == sorted(bubbles, reverse=True)
     assert bubbles[-1] == 0
     p, d, b_prime = 8, 4, 128
-    assert parallel.bubble_of_data_parallel(p * d, d, b_prime) == parallel.bubble_fraction(
-        p, b_prime // d
-    )
+    assert parallel.bubble_of_data_parallel(p * d, d, b_prime) == bubble_fraction(p, b_prime // d)
 
 
 def test_volumes() -> None:
@@ -247,4 +246,4 @@ def test_an_interleaved_step_is_that_of_the_schedule(
     assert makespan(*([each] * (p * v) for each in longest)) == pytest.approx(step)
     assert makespan(forward, backward) <= step + 1e-9
     whole = parallel.batch_seconds(m, 1, v * longest[0], v * longest[1])
-    assert step == pytest.approx(whole * (1 + parallel.bubble_fraction(p, m, v)))
+    assert step == pytest.approx(whole * (1 + bubble_fraction(p, m, v)))

@@ -1,0 +1,1 @@
+"""Sailor (SOSP'25): the inputs of its planner as a problem of three dimensions."""
