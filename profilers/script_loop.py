@@ -72,7 +72,8 @@ def run_measured(
     import torch
 
     from ..runtime.adapters.hook import install
-    from ..runtime.adapters.training import watch
+    from ..runtime.adapters.training import begun, watch
+    from ..runtime.group import has_joined
     from ..runtime.worker import run_script
 
     parsed = files.from_json(config, LaunchConfig, name="config")
@@ -90,6 +91,8 @@ def run_measured(
         if stop.code not in (None, 0):
             raise TargetError(f"{script[0]}: the script ended: {stop.code}") from None
     except HetflowError:
+        if has_joined() and begun() is None:
+            raise _prepared(script[0]) from None
         raise
     except Exception as error:
         if is_out_of_memory(error):
@@ -370,6 +373,13 @@ def _own_size_of(batches: "Sized") -> int | None:
         return None
     size: int | None = getattr(own, "batch_size", None)
     return size
+
+
+def _prepared(script: str) -> TargetError:
+    return TargetError(
+        f"{script} calls hf.prepare, and such a script is measured by a factory",
+        hint=f"let a function of it give (model, make_batch, loss), and name it: {script}:workload",
+    )
 
 
 def _watch_updates(loop: _Loop) -> None:

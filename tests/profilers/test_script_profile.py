@@ -46,6 +46,10 @@ accelerator = None if "--alone" in sys.argv else Accelerator()
 data = torch.utils.data.TensorDataset(torch.randn(40, 4))
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
 model = nn.Linear(4, 1)
+if "--prepare" in sys.argv:
+    from hetflow import runtime as hf
+    job = hf.prepare(model)
+    job.batches(loader)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 if accelerator:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -143,6 +147,11 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
     [
         ("2,4", ["--short"], "loop.py: its loop ended after 5 batches, and measuring takes more"),
         ("2,4", ["--alone"], "loop.py trains by itself"),
+        (
+            "2,4",
+            ["--alone", "--prepare"],
+            "loop.py calls hf.prepare, and such a script is measured",
+        ),
         ("2,64", [], "batch size 64: the script's dataset has 40 samples"),
         ("8,16", ["--fixed", "--size", "16"], "its own is 16 (--size 16)"),
     ],
