@@ -316,18 +316,43 @@ def _with_unlike_rows(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "labels": labels}
 
 
+def _with_labels(inputs: dict[str, Any], keeps: Tensor) -> dict[str, Any]:
+    return {**inputs, "labels": inputs["labels"].masked_fill(~keeps, _IGNORED)}
+
+
+def _parts_to_try(inputs: dict[str, Any], num_samples: int) -> tuple[list[Any], set[_Kind]]:
+    """([3] some inputs, and two parts of them; the kinds that their losses can tell).
+
+    Where a collator joins samples in one row, the parts are the same row, with some labels each.
+    """
+    from accelerate.utils import find_batch_size, slice_tensors
+
+    rows, labels = min(find_batch_size(inputs) or 1, 4), inputs.get("labels")
+    if rows > 1:
+        tried = _with_unlike_rows(inputs)
+        kinds: set[_Kind] = {"sum", "samples"}
+        if isinstance(labels, Tensor):
+            kinds |= {"labels", "next labels"}
+        parts = [slice_tensors(tried, slice(*cut)) for cut in ((0, rows), (0, 1), (1, rows))]
+        return parts, kinds if num_samples > 1 else set()
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not num_samples:
+        return [inputs] * 3, set()
+    counts = labels != _IGNORED
+    first = counts & (counts.flatten().cumsum(0).view_as(counts) <= counts.sum() // 3)
+    parts = [inputs, _with_labels(inputs, first), _with_labels(inputs, counts & ~first)]
+    # Of one sample, means by samples and by labels look alike.
+    return parts, {"sum", "labels", "next labels"} if num_samples > 1 else {"sum"}
+
+
 def _tried(
     self: Any, model: Any, inputs: Any, num_items: Any, current: Training
 ) -> tuple[set[_Kind] | None, float]:
     """(kinds that fit this worker's loss, scale); None where it has too few samples to tell."""
-    from accelerate.utils import find_batch_size, slice_tensors
-
-    rows = min(find_batch_size(inputs) or 1, 4)
+    assert current.piece is not None
+    parts, kinds = _parts_to_try(dict(inputs), current.piece.own_samples)
     bare = self.accelerator.unwrap_model(model)
     was_training, held = bare.training, torch.random.get_rng_state()
     noted = {name: copy.deepcopy(getattr(self, name)) for name in _NOTES if hasattr(self, name)}
-    tried = _with_unlike_rows(dict(inputs))
-    parts = [slice_tensors(tried, slice(*cut)) for cut in ((0, rows), (0, 1), (1, rows))]
 
     def loss_of(part: Any) -> Tensor:
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -338,7 +363,7 @@ def _tried(
 
     bare.eval()
     try:
-        losses = [loss_of(part) for part in (parts if rows > 1 else parts[:1] * 3)]
+        losses = [loss_of(part) for part in parts]
         self.args.average_tokens_across_devices = False
         unscaled = float(loss_of(parts[0]))
     finally:
@@ -346,15 +371,24 @@ def _tried(
         bare.train(was_training)
         torch.random.set_rng_state(held)
         vars(self).update(noted)
-    if rows < 2 or current.piece is None or current.piece.own_samples < 2:
-        return None, 1.0
     whole, first, second = (float(loss) for loss in losses)
     is_wide = losses[0].dtype in (torch.float32, torch.float64)
     close = (_CLOSE if is_wide else _LOOSE) * max(abs(whole), abs(first), abs(second))
-    sums = {"sum": first + second, "samples": (first + (rows - 1) * second) / rows}
-    if isinstance(inputs.get("labels"), Tensor):
-        for kind, start in _FIRST.items():
-            items = [_labels_of(part, start) for part in parts]
-            sums[kind] = (items[1] * first + items[2] * second) / max(items[0], 1)
-    fits = {kind for kind in _KINDS if kind in sums and abs(sums[kind] - whole) <= close}
-    return fits, whole / unscaled if unscaled else 1.0
+    fits = set()
+    for kind in kinds:
+        _, a, b = (_weight_in(part, kind) for part in parts)
+        found = first + second if kind == "sum" else (a * first + b * second) / max(a + b, 1)
+        if abs(found - whole) <= close:
+            fits.add(kind)
+    # A worker of one sample in a row tells a sum only.
+    is_silent = not kinds or (kinds == {"sum"} and not fits)
+    return None if is_silent else fits, whole / unscaled if unscaled else 1.0
+
+
+def _weight_in(part: Any, kind: _Kind) -> int:
+    """What a part counts in a mean of some kind."""
+    from accelerate.utils import find_batch_size
+
+    if kind in _FIRST:
+        return _labels_of(part, _FIRST[kind])
+    return find_batch_size(part) or 1

@@ -93,13 +93,19 @@ def scripts(*names: str) -> list[str | Path]:
 @pytest.mark.processes
 def test_scripts_of_accelerate_train_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
     """Labels that are padded, streams, LoRA; states that are saved and loaded in the middle."""
-    same = ("ner.py", "streamed.py:once", "streamed.py:alike")
-    alone(tmp_path, *scripts("one", *same, "resumed.py:saved", "resumed.py:again:saved"))
+    same = ("streamed.py:once", "streamed.py:alike")
+    first = ("ner.py:alone", *same, "resumed.py:saved", "resumed.py:again:saved")
+    alone(tmp_path, *scripts("one", *first))
     plan = plan_of([(1, 16), (1, 10), (1, 6)])
-    code, stderr = launch(tmp_path, plan, *scripts("many", *same, "resumed.py:other:saved"))
+    then = ("ner.py:logs", *same, "resumed.py:other:saved")
+    code, stderr = launch(tmp_path, plan, *scripts("many", *then))
     assert code == 0, stderr
     # The language model computes its loss in 32 bits.
     assert_equal(tmp_path, parameters=1e-6, others=1e-6)
+    logged = scalars_in(tmp_path / "logs")
+    assert [step for step, name, _ in sorted(logged) if name == "train_loss"] == [0, 1, 2]
+    shares = [v for step, name, v in sorted(logged) if step == 2 and "samples_" in name]
+    assert shares == [16, 10, 6]
 
 
 @pytest.mark.slow
@@ -123,8 +129,8 @@ def test_trainers_arguments_do_as_in_one_process(tmp_path: Path, plan_of: Plans)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_trl_and_peft_train_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
-    """A packed corpus; LoRA on prompts whose completions alone count."""
-    kinds = ("packing", "completion-lora")
+    """Packed corpora, one in a single row; LoRA on prompts whose completions alone count."""
+    kinds = ("packing-whole", "packing", "completion-lora")
     alone(tmp_path, *scripts("one", *(f"sft.py:one-{kind}:{kind}" for kind in kinds)))
     plan = plan_of([(1, 16), (1, 10), (1, 6)])
     code, stderr = launch(tmp_path, plan, *scripts("many", *(f"sft.py:{k}:{k}" for k in kinds)))

@@ -9,7 +9,10 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForTokenClassification, get_scheduler
 
-accelerator = Accelerator(gradient_accumulation_steps=2, split_batches=True)
+answer, folder = sys.argv[1:]
+accelerator = Accelerator(
+    gradient_accumulation_steps=2, split_batches=True, log_with="tensorboard", project_dir=folder
+)
 set_seed(1)
 config = BertConfig(
     vocab_size=64,
@@ -42,8 +45,9 @@ scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_
 model, optimizer, train, evaluation, scheduler = accelerator.prepare(
     model, optimizer, train, evaluation, scheduler
 )
+accelerator.init_trackers("ner")
 losses, steps, rates, found = [], [], [], []
-for _ in range(3):
+for epoch in range(3):
     model.train()
     total_loss = 0
     for batch in train:
@@ -57,6 +61,7 @@ for _ in range(3):
             scheduler.step()
             optimizer.zero_grad()
     losses.append(total_loss.item() / len(train))
+    accelerator.log({"train_loss": losses[-1]}, step=epoch)
     rates.append(scheduler.get_last_lr()[0])
     model.eval()
     for batch in evaluation:
@@ -68,9 +73,11 @@ for _ in range(3):
         labels = accelerator.pad_across_processes(labels, dim=1, pad_index=-100)
         predictions, labels = accelerator.gather_for_metrics((predictions, labels))
         found += [int(right) for right in (predictions == labels)[labels != -100]]
+for tracker in accelerator.trackers:
+    tracker.finish()
 if accelerator.is_main_process:
     final = accelerator.unwrap_model(model)
-    with open(sys.argv[1], "w") as stream:
+    with open(answer, "w") as stream:
         json.dump(
             {
                 "losses": losses,

@@ -45,7 +45,7 @@ arguments = SFTConfig(
     folder,
     max_length=16,
     packing="packing" in kind,
-    packing_strategy="wrapped",
+    packing_strategy="bfd" if "whole" in kind else "wrapped",
     per_device_train_batch_size=32,
     per_device_eval_batch_size=20,
     gradient_accumulation_steps=2,
