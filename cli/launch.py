@@ -75,7 +75,11 @@ def launch(
     ] = None,
     grace: Annotated[
         int,
-        typer.Option(min=0, help="Seconds that workers have to write a checkpoint after SIGTERM."),
+        typer.Option(
+            min=0,
+            help="Seconds that workers have to write a checkpoint after SIGTERM, and scripts to "
+            "handle the KeyboardInterrupt of Ctrl-C.",
+        ),
     ] = 30,
     timeout: Annotated[
         int, typer.Option(min=1, help="Longest wait for other workers, in seconds.")

@@ -203,6 +203,8 @@ class _Run:
                 failure = hosts.tell_failure(failure)
                 if failure.interrupted:
                     workers.let_report(self._signals)
+                if failure.exit_code == 128 + signal.SIGINT and failure.interrupted:
+                    workers.interrupt(self._signals, self._request.grace_seconds, self._warn)
             workers.stop(self._signals)
         if supervisor is None:
             last = LastGeneration(world_size=self._request.config.world_size)

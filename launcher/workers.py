@@ -23,6 +23,8 @@ from .output import follow, tee
 from .spawn import Process, WorkerCommand, failure_path, signal_group, start
 
 GRACE_SECONDS = 5.0
+HANDLING_SECONDS = 1.5
+"""How long a script may handle an interruption without a word to the user."""
 REPORT_SECONDS = 1.0
 """How long workers that are about to be ended may take to report what they have measured."""
 
@@ -280,14 +282,41 @@ class Workers:
 
         Waits until they are gone, the grace is over, or another signal comes.
         """
-        asked, deadline = signals.count, time.monotonic() + grace_seconds
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        while any(process.poll() is None for process in self._processes.values()):
+        self._ask(signal.SIGTERM, list(self._processes), signals, grace_seconds)
+
+    def interrupt(
+        self, signals: Signals, grace_seconds: float, warn: Callable[[str], None]
+    ) -> None:
+        """Let scripts have the KeyboardInterrupt that Ctrl-C is under plain ``python``.
+
+        Waits until they are gone, the grace is over, or another signal comes; those that have ended
+        their scripts only wait for the others. ``warn`` tells the user if it takes longer.
+        """
+        names = [name for name in self._processes if not self.has_ended(name)]
+        first = min(grace_seconds, HANDLING_SECONDS)
+        if self._ask(signal.SIGINT, names, signals, first) or grace_seconds <= first:
+            return
+        warn(
+            f"the script handles the interruption, for up to {grace_seconds:g} s (--grace); Ctrl-C "
+            f"again ends it at once"
+        )
+        self._wait_for(names, signals, grace_seconds - first)
+
+    def _ask(self, number: int, names: Sequence[str], signals: Signals, seconds: float) -> bool:
+        """Send these workers a signal, and wait until they are gone; False where some are not."""
+        for name in names:
+            if self._processes[name].poll() is None:
+                self._processes[name].send_signal(number)
+        return self._wait_for(names, signals, seconds)
+
+    def _wait_for(self, names: Sequence[str], signals: Signals, seconds: float) -> bool:
+        """Wait until workers are gone; False where the time is over or another signal comes."""
+        asked, deadline = signals.count, time.monotonic() + seconds
+        while any(self._processes[name].poll() is None for name in names):
             if time.monotonic() > deadline or signals.count > asked:
-                return
+                return False
             time.sleep(0.02)
+        return True
 
     def let_report(self, signals: Signals) -> None:
         """Ask the workers that train what they have measured so far.

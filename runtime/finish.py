@@ -45,6 +45,9 @@ class Ending(Protocol):
     def finish(self, *, whole: bool) -> None:
         """End the job; ``whole`` says whether the script can still use the model."""
 
+    def abandon(self) -> None:
+        """Leave the job at once, without the other workers."""
+
 
 def at_exit(job: Ending) -> None:
     """Finish a job when the interpreter ends, unless the script failed."""
@@ -67,7 +70,9 @@ def at_exit(job: Ending) -> None:
 
 
 def _end(job: Ending) -> None:
-    if not Outcome.failed:
+    if not Outcome.failed and ScriptRun.interrupted:
+        job.abandon()
+    elif not Outcome.failed:
         try:
             job.finish(whole=False)
         except BaseException as error:

@@ -17,8 +17,8 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import ClassVar
+from types import CodeType, FrameType, ModuleType
+from typing import ClassVar, NoReturn
 
 from ..protocol.ended import tell_ended, tell_left
 from ..protocol.environment import DETERMINISM, DEVICE, FAILURE, PLAN, SEED
@@ -36,6 +36,7 @@ class ScriptRun:
 
     active = False
     told = False  # whether a failure was reported to the launcher
+    interrupted = False  # whether the launch was, so that the other workers cannot be met
     skipped_epochs = False  # whether epochs that are done gave the script no batches
     code: ClassVar[list[int]] = [0]  # the exit code
 
@@ -43,6 +44,7 @@ class ScriptRun:
 def main(arguments: list[str]) -> None:
     """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` and leave with its exit code."""
     ScriptRun.active, code = True, ScriptRun.code
+    signal.signal(signal.SIGINT, _interrupted)
     # Registered first, so it runs last: after all exit functions of the script.
     atexit.register(_leave, code, os.getpid())
     take_token()
@@ -64,10 +66,17 @@ def main(arguments: list[str]) -> None:
         fail(error)
     if code[0]:
         sys.exit(code[0])
+    if ScriptRun.interrupted:  # the script has handled it
+        return
     _end_well()
     group = sys.modules.get("hetflow.runtime.group")
     if group is not None:
         group.tell_left()
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    ScriptRun.interrupted = True
+    raise KeyboardInterrupt
 
 
 def _end_well() -> None:
@@ -228,6 +237,8 @@ def _print(error: BaseException) -> None:
         if not ScriptRun.told:
             sys.stderr.write(f"hint: {error.hint}\n{error.message}\n")
         return  # the launcher prints it, in one line
+    if os.environ.get(FAILURE) and isinstance(error, KeyboardInterrupt):
+        return  # the launcher says that it was interrupted
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
         frames = frames.tb_next

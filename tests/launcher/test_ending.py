@@ -37,6 +37,24 @@ import os, pathlib
 here, rank = pathlib.Path(os.environ["HERE"]), os.environ["RANK"]
 (here / ("ended" + rank)).touch()
 """
+HANDLES = """
+import os, pathlib, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+here, rank = pathlib.Path(os.environ["HERE"]), os.environ["RANK"]
+model = torch.nn.Linear(2, 1)
+job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=8)
+try:
+    while True:
+        for batch in job.batches(data):
+            job.backward(lambda x: model(x).pow(2).mean(), batch)
+        (here / ("trains" + rank)).touch()
+except KeyboardInterrupt:
+    (here / ("caught" + rank)).touch()
+    time.sleep(float(os.environ["TAKES"]))
+    torch.save(model.state_dict(), here / ("saved" + rank))
+"""
 # A launcher that is signalled as it writes the record, and once more when its work is done.
 SIGNALLED = """
 import atexit, signal, sys
@@ -131,6 +149,30 @@ def test_an_end_that_hangs_is_cut_off_after_the_grace_time(here: Path) -> None:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143, said
     assert status(here) == ("interrupted", 143)
+
+
+@pytest.mark.parametrize(("takes", "is_saved"), [("0.1", True), ("60", False)])
+def test_the_script_handles_ctrl_c_within_the_grace_time(
+    here: Path, monkeypatch: pytest.MonkeyPatch, takes: str, is_saved: bool
+) -> None:
+    monkeypatch.setenv("TAKES", takes)
+    write_script(here, HANDLES)
+    grace = "30" if is_saved else "2"
+    with programs.start(
+        [*LAUNCH, "--grace", grace, "-o", "run", "plan.json", "script.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        wait_until(lambda: all((here / f"trains{rank}").exists() for rank in range(2)))
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert status(here) == ("interrupted", 130)
+    assert "Traceback" not in said
+    for rank in range(2):
+        assert (here / f"caught{rank}").exists()
+        assert (here / f"saved{rank}").exists() == is_saved
+        assert not (here / "run" / "logs" / f"rank{rank}.ended").exists()
 
 
 @pytest.mark.slow
