@@ -52,9 +52,14 @@ class Ending(Protocol):
 def at_exit(job: Ending) -> None:
     """Finish a job when the interpreter ends, unless the script failed."""
     atexit.register(_end, job)
+
+
+def say_errors_in_one_line() -> None:
+    """Let errors of hetflow's that end the script be one line and an exit code of their own."""
     if Outcome.hooked:
         return
     Outcome.hooked = True
+    atexit.register(_leave_with_code)
     before = sys.excepthook
 
     def failed(
@@ -67,6 +72,13 @@ def at_exit(job: Ending) -> None:
             before(kind, error, traceback)
 
     sys.excepthook = failed
+
+
+def _leave_with_code() -> None:
+    if Outcome.code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(Outcome.code)
 
 
 def _end(job: Ending) -> None:
@@ -82,9 +94,7 @@ def _end(job: Ending) -> None:
             sys.stderr.flush()
             os._exit(code)
     elif Outcome.code is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(Outcome.code)
+        _leave_with_code()
     elif job.world_size > 1 and not ScriptRun.active:
         # Collectives in flight would keep the interpreter alive until their time limit.
         sys.stdout.flush()

@@ -5,7 +5,7 @@ A job passes the script's calls on to its parts; docs/architecture.md lists them
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from .session import Session
 from .split_engine import SplitEngine
 from .step_times import StepTimes
 from .totals import check_same_length
+from .unplanned import HINT, has_gone_back
 
 
 class Job:
@@ -91,6 +92,17 @@ class Job:
     def step_times(self) -> tuple[StepTimes, ...]:
         """When the parts of each full step that has ended began and ended. Waits for the device."""
         return self._session.clock.steps
+
+    def __iter__(self) -> NoReturn:
+        """Refuse ``model, optimizer, loader = hf.prepare(...)``, as other libraries have it.
+
+        Raises:
+            TargetError: Always; it says what to write.
+        """
+        raise TargetError(
+            "hf.prepare returns one job; the model and the optimizers stay the script's own",
+            hint="job = hf.prepare(model, optimizer); then for batch in job.batches(loader)",
+        )
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on the main worker only."""
@@ -445,7 +457,7 @@ class Job:
                 Then parts of the model can be called too, and parameters can be read.
         """
         model, engine = self._session.model, self._engine
-        training = model.training
+        training, self._session.has_evaluated = model.training, True
         if self._join_for_model():
             self._merge_buffers()
             if whole:
@@ -483,6 +495,7 @@ class Job:
                 pipeline, where no worker runs a whole pass.
         """
         self._engine.check_predicts()
+        self._session.has_evaluated = True
         check_loader(loader, None)
         check_in_order(loader)
         self._runner.join()
@@ -523,6 +536,12 @@ class Job:
             return
         self._runner.join()
         session.is_finished = True
+        if session.num_steps == 0 and not session.has_evaluated and has_gone_back():
+            raise TargetError(
+                "the script has called hf.prepare and trained by backward passes of its own: each "
+                "worker on whole batches, not under the plan",
+                hint=HINT,
+            )
         finish.meet_all(session, self._runner.run)
         self.compare()
         self._checkpoints.finish()

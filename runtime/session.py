@@ -43,6 +43,7 @@ class Session:
         last_loss: The last step's mean loss, [] float64; None before the first step.
         wants_stop: Whether this worker was asked to save and leave.
         is_finished: Whether the job has ended on this worker.
+        has_evaluated: Whether the script has evaluated the model by the job.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Session:
         self.watch = watch
         self.num_steps, self.num_calls, self.next_epoch = 0, 0, 0
         self.last_loss: Tensor | None = None
-        self.wants_stop, self.is_finished = False, False
+        self.wants_stop, self.is_finished, self.has_evaluated = False, False, False
         self._place = place
 
     @property

@@ -20,7 +20,7 @@ from .determinism import apply_level, check_level
 from .elastic.member import Member
 from .engine import StepEngine
 from .epoch import Epochs
-from .finish import at_exit, report_when_asked
+from .finish import at_exit, report_when_asked, say_errors_in_one_line
 from .group import Place, join
 from .initial_values import settle
 from .job import Job
@@ -80,6 +80,7 @@ def prepare(
         ...     optimizer.zero_grad()
     """
     speak()
+    say_errors_in_one_line()
     if others:
         raise TargetError(
             f"hf.prepare takes a model and its optimizers, got also a {type(others[0]).__name__}",

@@ -8,6 +8,7 @@ Other scripts train once on every worker, side by side.
 Nothing here imports torch. A worker whose script does not use it starts at once.
 """
 
+import functools
 import gc
 import os
 import sys
@@ -28,6 +29,7 @@ _LIBRARIES = ("torch", "hetflow")
 
 
 _trials: list[None] = []
+_went_back: list[None] = []  # filled once a backward pass has run
 
 
 @contextmanager
@@ -38,6 +40,11 @@ def on_trial() -> Iterator[None]:
         yield
     finally:
         _trials.pop()
+
+
+def has_gone_back() -> bool:
+    """Whether a backward pass has run in this worker, since ``Unplanned`` watches it."""
+    return bool(_went_back)
 
 
 def is_on_trial() -> bool:
@@ -64,6 +71,8 @@ class Unplanned:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         register_optimizer_step_pre_hook(self._stepping)
+        for name in ("backward", "grad"):
+            _note_calls(name)
         if not dist.is_available():
             return
         make = dist.init_process_group
@@ -86,9 +95,9 @@ class Unplanned:
         """Refuse a script that has ended and has trained without an optimizer of torch's.
 
         Raises:
-            TargetError: It never called ``hf.prepare``, and there are gradients.
+            TargetError: It never called ``hf.prepare``, and has run a backward pass.
         """
-        if "torch" in sys.modules and not has_prepared() and _are_there_gradients():
+        if has_gone_back() and not has_prepared():
             raise self._refusal("there are gradients, and")
 
     def _refusal(self, why: str) -> TargetError:
@@ -129,13 +138,19 @@ def _batches() -> str:
     )
 
 
-def _are_there_gradients() -> bool:
+def _note_calls(name: str) -> None:
+    """Note calls of a function of autograd's, which ``Tensor.backward`` and libraries use."""
     import torch
 
-    return any(
-        issubclass(type(found), torch.Tensor) and found.is_leaf and found.grad is not None
-        for found in gc.get_objects()
-    )
+    original = getattr(torch.autograd, name)
+
+    @functools.wraps(original)
+    def noted(*arguments: Any, **options: Any) -> Any:
+        if not _went_back:
+            _went_back.append(None)
+        return original(*arguments, **options)
+
+    setattr(torch.autograd, name, noted)
 
 
 def _caller(frame: FrameType | None) -> str:

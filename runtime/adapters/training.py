@@ -681,6 +681,10 @@ class Training:
         self._is_finished = True
         leave(self._session)
 
+    def abandon(self) -> None:
+        """Leave without the other workers: the launch is interrupted."""
+        self._is_finished = True
+
     def finish(self, *, whole: bool = False) -> None:
         """Report what was measured and the digest of the models, and leave the group."""
         if self._is_finished:

@@ -80,6 +80,33 @@ def test_more_devices_than_virtual_nodes_are_refused_before_a_start(saved: Path)
     assert len(done.stderr.splitlines()) <= 2, done.stderr
 
 
+AS_ELSEWHERE = """
+import torch
+from torch.utils.data import DataLoader
+from hetflow import runtime as hf
+model = torch.nn.Linear(5, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "model, optimizer, loader = hf.prepare(model, optimizer, DataLoader(range(8)))",
+            "got also a DataLoader",
+        ),
+        ("model, optimizer = hf.prepare(model, optimizer)", "hf.prepare returns one job"),
+    ],
+)
+def test_prepare_as_other_libraries_have_it_is_refused_under_plain_python(
+    tmp_path: Path, line: str, said: str
+) -> None:
+    (tmp_path / "bad_input.py").write_text(AS_ELSEWHERE + line)
+    done = programs.run([sys.executable, "bad_input.py"], timeout=60, cwd=tmp_path)
+    refused(done, said, "job.batches(loader)")
+
+
 @pytest.mark.slow
 def test_a_full_disk_keeps_the_earlier_checkpoints_and_the_run(saved: Path, tmp_path: Path) -> None:
     """Checkpoints on the way that do not fit are warnings; the last and one asked for are not."""

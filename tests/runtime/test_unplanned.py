@@ -40,6 +40,14 @@ BY_HAND = """
 for (x,) in loader:
     model(x).square().mean().backward()
 """
+UPDATED_BY_HAND = """
+for (x,) in loader:
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+"""
 UNPLANNED = {
     "a plain loop": (
         START + LOOP,
@@ -55,6 +63,14 @@ UNPLANNED = {
         "SGD steps, and there was no job.backward since hf.prepare",
     ),
     "without an optimizer": (START + BY_HAND, "there are gradients, and the script has not called"),
+    "updated by hand": (
+        START + UPDATED_BY_HAND,
+        "there are gradients, and the script has not called",
+    ),
+    "prepared, and updated by hand": (
+        START + PREPARED + UPDATED_BY_HAND,
+        "trained by backward passes of its own",
+    ),
 }
 
 
@@ -78,7 +94,11 @@ def test_a_training_that_is_not_under_its_plan_is_refused(
     assert said in last
     assert "hint: " in stderr
     assert "Traceback" not in stderr
-    assert kind == "without an optimizer" or "script.py, line" in last.rpartition("(")[2]
+    assert (
+        "hand" in kind
+        or kind == "without an optimizer"
+        or "script.py, line" in last.rpartition("(")[2]
+    )
     assert not (tmp_path / "updated").exists()
 
 
