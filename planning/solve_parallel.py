@@ -37,36 +37,33 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
 
     asked = request.pipeline
     trace = trace_for(request.profiles, request.pool)
+    others_follow = request.top > 1
     try:
-        pool, problem, plan = _in_the_best_part(request, trace, clock)
+        own = clock.part(1 + others_follow)
+        pool, problem, plan = _in_the_best_part(request, trace, own)
     except InfeasibleError:
         if request.parallel.sequence_parallel is not None or not _spreadable(request):
             raise
         # The tokens of norms and residuals may be what does not fit.
         options = replace(request.parallel, sequence_parallel=True)
         return best_parallel(replace(request, parallel=options), clock)
-    faults = parallel_faults(problem, request.profiles, pool, request.memory_reserve_bytes) + check(
-        plan, problem
-    )
-    if faults:
-        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     for line in _unused_degrees(problem):
         _log.warning(line)
     say_obstacle(trace, len(plan.stages))
-    others = alternatives(problem, plan, request.top - 1)
+    others = alternatives(problem, plan, request.top - 1, clock.part(2).effort)
     degrees = {size.tensor_parallel_size for size in problem.sizes}
     if degrees == {1} and request.strategy == "parallel":
         _log.info(
             f"the profiles hold no tensor_layers{_why_none(request)}: tensor-parallel degrees "
             "above 1 are not tried"
         )
-    return replace(
+    whole = replace(
         plan,
         alternatives=tuple(
             replace(one, predicted=priced(one.predicted, one.devices_by_type, request.pool))
             for one in others
         ),
-        with_more_devices=gains(problem, plan) if request.top > 1 else (),
+        with_more_devices=gains(problem, plan, clock.effort) if others_follow else (),
         sequence_parallel=request.parallel.sequence_parallel or None,
         link_bytes_per_second=asked.link_bytes_per_second,
         assumptions=links_between(request.profiles, pool, asked.link_bytes_per_second).assumed,
@@ -74,6 +71,11 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
         cluster=pool,  # always stated: degrees depend on the servers
         provenance={"pool": request.pool_name},
     )
+    faults = parallel_faults(problem, request.profiles, pool, request.memory_reserve_bytes)
+    faults += check(whole, problem)
+    if faults:
+        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    return whole
 
 
 def _in_the_best_part(
@@ -85,6 +87,7 @@ def _in_the_best_part(
 
     Raises:
         InfeasibleError: No plan fits; says what the whole pool lacks.
+        BackendError: The limit of time came before there was a plan.
     """
     from ..solvers.parallel.solve import least_seconds, solve
 
@@ -96,15 +99,24 @@ def _in_the_best_part(
     )
     best: tuple[Cluster, ParallelProblem, ParallelPlan] | None = None
     bounds: list[float | None] = []
-    refused: InfeasibleError | None = None
+    refused: InfeasibleError | BackendError | None = None
     whole_seconds = inf
     for number, pool in enumerate(pools):
         problem = _problem(request, pool, trace)
-        if best is not None and least_seconds(problem) >= best[2].predicted.step_seconds:
+        least = least_seconds(problem)
+        if best is not None and least >= best[2].predicted.step_seconds:
+            continue
+        share = clock.part(len(pools) - number)
+        if best is not None and share.effort().should_stop():
+            bounds.append(least)
             continue
         try:
-            plan = solve(problem, effort=clock.effort(len(pools) - number))
+            plan = solve(problem, effort=share.effort(), chunked=share.effort(2))
         except InfeasibleError as error:
+            refused = refused or error
+            continue
+        except BackendError as error:  # stopped before it had a plan
+            bounds.append(least)
             refused = refused or error
             continue
         bounds.append(plan.proof.lower_bound)

@@ -17,6 +17,7 @@ from itertools import combinations
 import numpy as np
 
 from ...schema.parallel import ParallelPool
+from ..effort import DEFAULT, Effort
 from .space import Option, Space, fitting
 
 _RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # between two types' prices
@@ -104,6 +105,10 @@ class Completions:
         cap_seconds: Longest time of a stage for a microbatch.
         most_stages: Stages that there may be.
         num_microbatches: m: no stage has more in flight.
+        effort: Says when to stop.
+
+    Raises:
+        OutOfTimeError: The effort's limit came first.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class Completions:
         cap_seconds: float,
         most_stages: int,
         num_microbatches: int,
+        effort: Effort,
     ) -> None:
         size, rows = len(space.least_seconds), len(prices.budget)
         nothing = np.where(np.arange(size) == 0, 0.0, np.inf)
@@ -132,6 +138,7 @@ class Completions:
             # From a later start on no fewer layers are left: the first allowed start is the least.
             onwards = np.minimum.accumulate(later[devices][:, ::-1], axis=1)[:, ::-1]
             for option, seconds, priced in costs:
+                effort.check()
                 allowed = np.where(fitting(option, in_flight), seconds, np.inf)
                 is_allowed = np.isfinite(allowed)
                 first, has_any = is_allowed.argmax(axis=0), is_allowed.any(axis=0)
@@ -162,6 +169,7 @@ class Coverage:
             layers ``start`` to ``end - 1`` takes at least.
         most_stages: Stages that there may be.
         num_microbatches: m: no stage has more in flight.
+        effort: Says when to stop.
     """
 
     def __init__(
@@ -171,16 +179,22 @@ class Coverage:
         reduce_seconds: np.ndarray,
         most_stages: int,
         num_microbatches: int,
+        effort: Effort = DEFAULT,
     ) -> None:
         self._seconds = _space_seconds(space)
         self._reduce = reduce_seconds
         self._budget = prices.budget
         self._priced = np.stack([_priced(option, prices) for option in space.options], axis=1)
         self._in_flight = [min(n + 1, num_microbatches) for n in range(most_stages)]
-        self._space = space
+        self._space, self._effort = space, effort
 
     def covers(self, cap_seconds: np.ndarray, cap_reduce_seconds: np.ndarray) -> np.ndarray:
-        """For each pair of caps [cases] whether the relaxation covers all layers."""
+        """For each pair of caps [cases] whether the relaxation covers all layers.
+
+        Raises:
+            OutOfTimeError: The effort's limit came first.
+        """
+        self._effort.check()
         size, cases, rows = self._seconds.shape[-1], len(cap_seconds), len(self._budget)
         allowed = self._seconds <= cap_seconds[:, None, None, None] * (1 + 1e-12)
         allowed &= self._reduce <= cap_reduce_seconds[:, None, None, None] * (1 + 1e-12)
@@ -195,6 +209,7 @@ class Coverage:
         num_before, first = 0, by_time
         for in_flight in reversed(self._in_flight):
             if in_flight != num_before:
+                self._effort.check()
                 by_memory = _space_first_by_memory(self._space, in_flight)
                 first = np.maximum(by_time, by_memory)
                 first = np.where(first < ends, first, size)

@@ -3,11 +3,34 @@
 import numpy as np
 
 from ...schema.parallel import LinkCurve, ParallelProblem
+from ..effort import DEFAULT, Effort
 from .space import Space
 
 
+def reduce_seconds(
+    problem: ParallelProblem,
+    space: Space,
+    num_replicas: int,
+    mix: tuple[int, ...],
+    start: int,
+    end: int,
+) -> float:
+    """Seconds of the all-reduce of one stage, an element of the first of ``reduce_tables``."""
+    options = [space.options[o] for o in mix]
+    degree = min(option.tensor_parallel_size for option in options)
+    shard = _gradients(problem, degree, [start, end])[:1, 1:]
+    return max(
+        float(
+            _ring_seconds(
+                shard, num_replicas, problem.pools[option.pool].link(1), problem.bucket_bytes
+            )[0, 0]
+        )
+        for option in options
+    )
+
+
 def reduce_tables(
-    problem: ParallelProblem, space: Space, num_replicas: int
+    problem: ParallelProblem, space: Space, num_replicas: int, effort: Effort = DEFAULT
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each stage's all-reduce, by mix and at least by option.
 
@@ -18,15 +41,20 @@ def reduce_tables(
         problem: Whose weights and links.
         space: The options, and the mixes of them.
         num_replicas: d, of every stage.
+        effort: Says when to stop.
 
     Returns:
         By mix [mixes, layers + 1, layers + 1] and by option [options, layers + 1, layers + 1];
         the first layer, then the one behind the last.
+
+    Raises:
+        OutOfTimeError: The effort's limit came first.
     """
     known: dict[tuple[int, int], np.ndarray] = {}
 
     def seconds(pool: int, degree: int) -> np.ndarray:
         if (pool, degree) not in known:
+            effort.check()
             known[pool, degree] = _ring_seconds(
                 _gradients(problem, degree),
                 num_replicas,
@@ -57,12 +85,15 @@ def reduce_tables(
     return np.array(by_mix), np.array(by_option)
 
 
-def _gradients(problem: ParallelProblem, degree: int) -> np.ndarray:
-    """Bytes that a device of a group of that degree reduces [starts, ends]."""
+def _gradients(
+    problem: ParallelProblem, degree: int, places: "list[int] | slice" = slice(None)
+) -> np.ndarray:
+    """Bytes that a device of a group of that degree reduces [starts, ends], at some places."""
     sizes = problem.sizes_of(1 if problem.cost_rule == "sailor" else degree)
     assert sizes is not None  # a problem has those of degree 1, an option those of its own
     shards = min(degree, 4) if problem.cost_rule == "sailor" else 1
     held = np.concatenate([[0.0], np.cumsum(np.array(sizes.weight_bytes, dtype=float))])
+    held = held[places]
     whole: np.ndarray = np.maximum(held[None, :] - held[:, None], 0.0) / shards
     return whole
 

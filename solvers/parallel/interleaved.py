@@ -22,6 +22,7 @@ from ...costs.parallel_stage import (
 from ...schedules.closed_forms import interleaved_in_flight
 from ...schema.errors import InfeasibleError
 from ...schema.parallel import ParallelProblem
+from ..effort import Effort, OutOfTimeError
 from .bound import stage_seconds
 from .space import ROOM, Option, Spaces
 
@@ -74,34 +75,42 @@ class Tried:
     least_seconds: float
 
 
-def search(problem: ParallelProblem, spaces: Spaces) -> tuple[Interleaved | None, list[Tried]]:
+def search(
+    problem: ParallelProblem, spaces: Spaces, effort: Effort
+) -> tuple[Interleaved | None, list[Tried], float]:
     """The best interleaved plan found, and the shapes that were tried.
 
-    No other shape is faster than that plan. O(N^2 p v) vector operations for N layers and each
-    degree.
+    No other shape is faster than that plan, unless ``effort`` ended the search. O(N^2 p v) vector
+    operations for N layers and each degree.
 
     Args:
         problem: Whose layers; its ``num_model_chunks`` above 1 are tried.
         spaces: The options at each microbatch size.
+        effort: Says when to stop.
+
+    Returns:
+        The plan, the shapes, and seconds that no shape left untried is faster than.
     """
     by_bound = sorted(
         ((_least_seconds(problem, shape, None), shape) for shape in _shapes(problem, spaces)),
         key=lambda each: each[0],
     )
     best: Interleaved | None = None
-    limit, tried = inf, []
-    work = _Work(_MOST_NODES)
+    limit, tried = inf, list[Tried]()
+    work = _Work(_MOST_NODES, effort)
     for seconds, shape in by_bound:
         if seconds >= limit:
             break
-        slowest = _slowest_chunks(shape.option, shape.num_chunks)
-        seconds = _least_seconds(problem, shape, slowest)
-        tried.append(Tried(shape, seconds))
-        if seconds < limit:
-            found = _planned(problem, shape, slowest, work)
-            if found is not None and found.step_seconds < limit:
-                best, limit = found, found.step_seconds
-    return best, tried
+        try:
+            slowest = _slowest_chunks(shape.option, shape.num_chunks, effort)
+            least = _least_seconds(problem, shape, slowest)
+            found = _planned(problem, shape, slowest, work) if least < limit else None
+        except OutOfTimeError:
+            return best, tried, seconds
+        tried.append(Tried(shape, least))
+        if found is not None and found.step_seconds < limit:
+            best, limit = found, found.step_seconds
+    return best, tried, inf
 
 
 def refusal(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
@@ -262,9 +271,15 @@ def _gradients(problem: ParallelProblem, shape: Shape) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(np.array(sizes.weight_bytes, dtype=float))])
 
 
-@lru_cache(maxsize=4096)
-def _slowest_chunks(option: Option, num_chunks: int) -> float:
-    """The least time of the slowest chunk over all cuts into so many chunks."""
+def _slowest_chunks(option: Option, num_chunks: int, effort: Effort) -> float:
+    """The least time of the slowest chunk over all cuts into so many chunks.
+
+    Raises:
+        OutOfTimeError: The effort's limit came first; what was counted until then is kept.
+    """
+    for fewer in range(1, num_chunks):
+        effort.check()
+        _least_maxima(option, fewer)
     return float(_least_maxima(option, num_chunks)[-1])
 
 
@@ -295,9 +310,12 @@ def _planned(
 
     Returns:
         None if no cut that fits was found.
+
+    Raises:
+        OutOfTimeError: The limit of time came first.
     """
     option, positions = shape.option, shape.num_positions
-    cuts: tuple[int, ...] | None = _even_cuts(option, shape.num_chunks, slowest)
+    cuts: tuple[int, ...] | None = _even_cuts(option, shape.num_chunks, slowest, work.effort)
     assert cuts is not None
     memory = _memories(shape, cuts)
     if option.memory_bytes is not None and max(memory) > option.memory_bytes * ROOM:
@@ -330,13 +348,14 @@ def _planned(
     return Interleaved(step, shape, cuts, memory, updates, reduces)
 
 
-def _even_cuts(option: Option, num_chunks: int, slowest: float) -> tuple[int, ...]:
+def _even_cuts(option: Option, num_chunks: int, slowest: float, effort: Effort) -> tuple[int, ...]:
     """The cuts with the least sum of squared times, no chunk slower than the cap."""
     seconds = stage_seconds(option)
     squares = np.where(seconds <= slowest * (1 + 1e-12), np.square(seconds), inf)
     least = np.where(np.arange(len(seconds)) == 0, 0.0, inf)
     parents = []
     for _ in range(num_chunks):
+        effort.check()
         reached = least[:, None] + squares
         parents.append(reached.argmin(axis=0))
         least = reached.min(axis=0)
@@ -348,9 +367,10 @@ def _even_cuts(option: Option, num_chunks: int, slowest: float) -> tuple[int, ..
 
 @dataclass(slots=True)
 class _Work:
-    """Nodes that searches for cuts that fit may still visit, over all shapes."""
+    """Nodes that searches for cuts that fit may still visit, over all shapes; when to stop."""
 
     nodes: int
+    effort: Effort
 
 
 def _fastest_that_fits(shape: Shape, work: _Work) -> tuple[int, ...] | None:
@@ -400,6 +420,7 @@ def _that_fit(shape: Shape, cap: float, work: _Work) -> tuple[int, ...] | None:
         if seconds[cuts[-1], end] > cap * (1 + 1e-12):
             continue
         work.nodes -= 1
+        work.effort.check()
         position = (len(cuts) - 1) % shape.num_positions
         cuts.append(end)
         if _memory(shape, tuple(cuts), position) > room:

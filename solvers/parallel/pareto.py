@@ -1,9 +1,10 @@
 """What fewer devices would cost in time, and what more would save."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-from ...schema.errors import InfeasibleError
+from ...schema.errors import BackendError, InfeasibleError
 from ...schema.parallel import (
     ParallelAlternative,
     ParallelGain,
@@ -11,14 +12,18 @@ from ...schema.parallel import (
     ParallelPool,
     ParallelProblem,
 )
+from ..effort import DEFAULT, Effort
 from .solve import solve
+
+Efforts = Callable[[int], Effort]
+"""How much a search may do of what is left for so many searches, itself included."""
 
 _SHARES = (1.0, 0.5, 0.25, 0.0)
 _MOST_POOLS = 32  # parts of a pool that are solved
 
 
 def alternatives(
-    problem: ParallelProblem, plan: ParallelPlan, most: int
+    problem: ParallelProblem, plan: ParallelPlan, most: int, effort: Efforts = lambda _: DEFAULT
 ) -> tuple[ParallelAlternative, ...]:
     """Plans that no other found is at least as good as in every figure at once.
 
@@ -31,15 +36,20 @@ def alternatives(
         problem: The whole pool's.
         plan: Its plan, which the alternatives are compared with.
         most: How many to give, the fastest first.
+        effort: Of each part's search; after its limit no more parts are solved.
     """
     if most < 1:
         return ()
     prices = {pool.device_type: pool.dollars_per_hour for pool in problem.pools}
     found = [_as_alternative(plan)]
-    for pools in _parts(problem):
+    parts = _parts(problem)
+    for number, pools in enumerate(parts):
+        share = effort(len(parts) - number)
+        if share.should_stop():
+            break
         try:
-            found.append(_as_alternative(solve(replace(problem, pools=pools))))
-        except InfeasibleError:
+            found.append(_as_alternative(solve(replace(problem, pools=pools), effort=share)))
+        except (InfeasibleError, BackendError):
             continue
     figures = {_figures(one, prices): one for one in reversed(found)}
     kept = {
@@ -51,7 +61,9 @@ def alternatives(
     return tuple(kept[mine] for mine in sorted(kept))[:most]
 
 
-def gains(problem: ParallelProblem, plan: ParallelPlan) -> tuple[ParallelGain, ...]:
+def gains(
+    problem: ParallelProblem, plan: ParallelPlan, effort: Efforts = lambda _: DEFAULT
+) -> tuple[ParallelGain, ...]:
     """What one more device of each type would buy, and one more server of it.
 
     Never more than the plan's own step, which stays possible.
@@ -59,20 +71,30 @@ def gains(problem: ParallelProblem, plan: ParallelPlan) -> tuple[ParallelGain, .
     Args:
         problem: The pool's.
         plan: Its plan.
+        effort: Of each search; one that it stops says nothing of what devices would buy.
     """
+    asked = [
+        (number, more)
+        for number, pool in enumerate(problem.pools)
+        for more in sorted({1, pool.devices_per_server})
+    ]
     found = []
-    for number, pool in enumerate(problem.pools):
-        for more in sorted({1, pool.devices_per_server}):
-            pools = list(problem.pools)
-            pools[number] = replace(pool, num_devices=pool.num_devices + more)
-            step = solve(replace(problem, pools=tuple(pools))).predicted.step_seconds
-            found.append(
-                ParallelGain(
-                    device_type=pool.device_type,
-                    num_devices=more,
-                    step_seconds=min(step, plan.predicted.step_seconds),
-                )
-            )
+    for place, (number, more) in enumerate(asked):
+        pool, pools = problem.pools[number], list(problem.pools)
+        pools[number] = replace(pool, num_devices=pool.num_devices + more)
+        share = effort(len(asked) - place)
+        if share.should_stop():
+            break
+        try:
+            larger = solve(replace(problem, pools=tuple(pools)), effort=share)
+        except BackendError:
+            continue
+        if share.should_stop():
+            continue
+        step = min(larger.predicted.step_seconds, plan.predicted.step_seconds)
+        found.append(
+            ParallelGain(device_type=pool.device_type, num_devices=more, step_seconds=step)
+        )
     return tuple(found)
 
 

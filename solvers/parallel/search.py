@@ -15,9 +15,10 @@ import numpy as np
 
 from ...costs.parallel_stage import gather_seconds, transfer_seconds
 from ...schema.parallel import ParallelProblem
+from ..effort import DEFAULT, Effort
 from .bound import Completions, Coverage, Prices, device_prices, stage_seconds, time_prices
 from .counts import deal
-from .gradients import reduce_tables
+from .gradients import reduce_seconds, reduce_tables
 from .space import Space, fitting
 
 _HALVINGS = 4  # of the range of the slowest stage's time, for a bound
@@ -91,10 +92,14 @@ class Search:
         problem: Whose plans.
         space: The options at the microbatch size.
         num_replicas: d, of every stage.
+        effort: Says when to stop. All but ``one_stage`` and ``balanced``, which take milliseconds,
+            then raise OutOfTimeError.
     """
 
-    def __init__(self, problem: ParallelProblem, space: Space, num_replicas: int) -> None:
-        self.problem, self.space, self.d = problem, space, num_replicas
+    def __init__(
+        self, problem: ParallelProblem, space: Space, num_replicas: int, effort: Effort = DEFAULT
+    ) -> None:
+        self.problem, self.space, self.d, self.effort = problem, space, num_replicas, effort
         per_round = space.microbatch_size * num_replicas
         self.num_microbatches = -(-problem.global_batch_size // per_round)
         self.size = len(problem.layers)
@@ -253,6 +258,7 @@ class Search:
         least = np.where(np.arange(self.size + 1) == 0, 0.0, inf)
         parents = []
         for place, numbers in enumerate(line):
+            self.effort.check()
             in_flight = min(len(line) - place, self.num_microbatches)
             reached = np.maximum(least[:, None], self._line_seconds(tuple(numbers), in_flight))
             parents.append(reached.argmin(axis=0))
@@ -295,7 +301,12 @@ class Search:
         """
         self._prices = time_prices(self.problem.pools, self.d, self.space.least_seconds[-1])
         self._table = Completions(
-            self.space, self._prices, self._cap(below), self.most_stages, self.num_microbatches
+            self.space,
+            self._prices,
+            self._cap(below),
+            self.most_stages,
+            self.num_microbatches,
+            self.effort,
         )
         self._mix_prices = np.array([self._price(mix, self._prices) for mix in self._mixes])
         root = self._root(np.zeros(len(self._prices.budget)))
@@ -310,6 +321,7 @@ class Search:
         Also the best plan under ``limit`` whose first stage is all that is left.
         """
         placed, cap = len(node.stages), self._cap(limit)
+        self.effort.check()
         rows, best = self._prices.of_devices, None
         allowed = self._allowed(min(placed + 1, self.num_microbatches), node.end)
         compute = self._compute[:, : node.end, node.end]
@@ -398,7 +410,11 @@ class Search:
 
     @cached_property
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
-        return reduce_tables(self.problem, self.space, self.d)
+        return reduce_tables(self.problem, self.space, self.d, self.effort)
+
+    def _reduce(self, number: int, start: int, end: int) -> float:
+        """All-reduce of one stage on the mix of that number, before there are tables too."""
+        return reduce_seconds(self.problem, self.space, self.d, self._mixes[number], start, end)
 
     @cached_property
     def _reduced(self) -> np.ndarray:
@@ -410,7 +426,12 @@ class Search:
     @cached_property
     def _coverage(self) -> Coverage:
         return Coverage(
-            self.space, self._devices, self._tables[1], self.most_stages, self.num_microbatches
+            self.space,
+            self._devices,
+            self._tables[1],
+            self.most_stages,
+            self.num_microbatches,
+            self.effort,
         )
 
     def _is_affordable(self, mix: tuple[int, ...]) -> bool:
@@ -442,7 +463,7 @@ class Search:
             mix=mix,
             compute_seconds=compute,
             transfer_seconds=0.0,
-            reduce_seconds=float(self._reduced[child.mix, start, end]),
+            reduce_seconds=self._reduce(child.mix, start, end),
             update_seconds=self._update(start, end, child.mix),
         )
         return replace(
@@ -509,7 +530,7 @@ class Search:
             mix=mix,
             compute_seconds=compute,
             transfer_seconds=transfer,
-            reduce_seconds=float(self._reduced[number, 0, node.end]),
+            reduce_seconds=self._reduce(number, 0, node.end),
             update_seconds=self._update(0, node.end, number),
         )
         stages = (first, *settled.stages)
@@ -539,7 +560,7 @@ class Search:
         options = [self.space.options[o] for o in self._mixes[number]]
         gathers = 0.0
         if self.problem.shard_optimizer:
-            gathers = gather_seconds(float(self._reduced[number, start, end]))
+            gathers = gather_seconds(self._reduce(number, start, end))
         if self.problem.cost_rule == "sailor":
             return max(option.update_at[start] for option in options) + gathers
         return max(option.updates[end] - option.updates[start] for option in options) + gathers

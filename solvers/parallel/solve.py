@@ -11,7 +11,7 @@ from itertools import count, pairwise
 from math import ceil, inf
 
 from ...costs.parallel_stage import bubble_fraction
-from ...schema.errors import InfeasibleError, ProblemError
+from ...schema.errors import BackendError, InfeasibleError, ProblemError
 from ...schema.parallel import (
     ParallelPlan,
     ParallelPrediction,
@@ -21,7 +21,7 @@ from ...schema.parallel import (
     ReplicaGroup,
     parallel_schedule,
 )
-from ..effort import DEFAULT, Effort
+from ..effort import DEFAULT, Effort, OutOfTimeError
 from . import interleaved
 from .interleaved import Interleaved
 from .search import Child, Found, Node, Search, StageChoice
@@ -39,7 +39,9 @@ _CHUNKS = "interleaved: a dynamic program over cuts for each shape"
 _METHOD = "branch and bound over stages; devices left are bounded by prices on their types"
 
 
-def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan:
+def solve(
+    problem: ParallelProblem, *, effort: Effort = DEFAULT, chunked: Effort | None = None
+) -> ParallelPlan:
     """The plan of the shortest step.
 
     Exact over the space that the plan's proof states. For each microbatch size b and number of
@@ -52,10 +54,13 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
     Args:
         problem: Layers by type, degree and microbatch size; devices, memory and links.
         effort: When to stop, and the gap to accept.
+        chunked: When to stop looking for interleaved pipelines, which comes first; None takes
+            ``effort``.
 
     Raises:
         ProblemError: No type was timed at a microbatch size that the batch is large enough for.
         InfeasibleError: No plan fits the memory; says by how much.
+        BackendError: ``effort`` stopped the search before it had a plan.
     """
     spaces = Spaces(problem)
     if not spaces.microbatch_sizes:
@@ -67,18 +72,21 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
         )
     if not any(space.options for space in spaces.alone):
         raise _infeasible(problem, spaces)
-    chunked, tried = interleaved.search(problem, spaces)
+    in_chunks, tried, untried = interleaved.search(problem, spaces, chunked or effort)
     best, bound = None, inf
     if 1 in problem.num_model_chunks:
-        limit = _ceiling(problem, spaces) if chunked is None else chunked.step_seconds
+        limit = _ceiling(problem, spaces) if in_chunks is None else in_chunks.step_seconds
         best, bound = _search(problem, spaces, effort, limit)
-    taken = best or chunked
+    taken = best or in_chunks
     if taken is not None:
-        bound = min(bound, interleaved.least_seconds(problem, tried, taken.step_seconds))
+        others = interleaved.least_seconds(problem, tried, taken.step_seconds)
+        bound = min(bound, untried, others)
     if best is not None:
         return _plan(problem, best, bound)
-    if chunked is not None:
-        return _interleaved_plan(problem, chunked, bound)
+    if in_chunks is not None:
+        return _interleaved_plan(problem, in_chunks, bound)
+    if effort.should_stop():
+        raise BackendError("the search was stopped before it had a plan", hint="give it more time")
     if 1 in problem.num_model_chunks:
         raise _infeasible(problem, spaces)
     raise interleaved.refusal(problem, spaces)
@@ -105,31 +113,49 @@ def _search(
 ) -> tuple[Found | None, float]:
     devices = sum(pool.num_devices for pool in problem.pools)
     searches = [
-        Search(problem, spaces.of(size, replicas), replicas)
+        Search(problem, spaces.of(size, replicas), replicas, effort)
         for size in spaces.microbatch_sizes
         for replicas in replica_counts(problem, size, devices)
     ]
     tree = _Tree(limit, 1.0 - max(effort.gap, 0.0))
     searches.sort(key=lambda search: search.least_by_capacity)  # stable: ties in order of size
+    bounds: dict[Search, float] = {}
+    try:
+        _try_first(tree, searches)
+        for search in searches:
+            if search.least_by_capacity < tree.limit:
+                bounds[search] = search.least_by_capacity
+                bounds[search] = search.least_step(tree.limit)
+    except OutOfTimeError:
+        for search in searches:
+            bounds.setdefault(search, search.least_by_capacity)
+    for search, least in bounds.items():
+        tree.open(search, least)
+    most_nodes = effort.tree_work / WORK_OF_A_NODE
+    while tree.is_open and tree.num_nodes < most_nodes and not effort.should_stop():
+        tree.dive_into_least()
+    return tree.best, tree.bound
+
+
+def _try_first(tree: "_Tree", searches: list[Search]) -> None:
+    """Find good plans early: those that a person would try, and one descent of the first searches.
+
+    Raises:
+        OutOfTimeError: The effort's limit came first. Until there is a plan, those that take
+            milliseconds are tried all the same.
+    """
     for search in searches:
         if search.least_by_capacity < tree.limit:
             tree.offer(search.one_stage(tree.limit))
             tree.offer(search.balanced(tree.limit))
-            tree.offer(search.of_two_types(tree.limit))
+            try:
+                tree.offer(search.of_two_types(tree.limit))
+            except OutOfTimeError:
+                if tree.best is not None:
+                    raise
     for search in searches[:NUM_TRIED_FIRST]:
         if search.least_step(tree.limit) < tree.limit:
             tree.dive(search, search.root(tree.limit), None, keep_others=False)
-    bounds = [
-        (search.least_step(tree.limit), number, search)
-        for number, search in enumerate(searches)
-        if search.least_by_capacity < tree.limit
-    ]
-    for least, _, search in bounds:
-        tree.open(search, least)
-    most_nodes = effort.tree_work / WORK_OF_A_NODE
-    while tree.is_open and tree.num_nodes < most_nodes and not effort.should_stop():
-        tree.dive(*tree.pop())
-    return tree.best, tree.bound
 
 
 class _Tree:
@@ -168,10 +194,14 @@ class _Tree:
         if least_seconds < self.limit:
             heappush(self._heap, (least_seconds, next(self._order), search, None, None))
 
-    def pop(self) -> tuple[Search, Node, Child | None]:
-        """Take the node of the least bound."""
-        _, _, search, node, child = heappop(self._heap)
-        return search, search.root(self.limit) if node is None else node, child
+    def dive_into_least(self) -> None:
+        """Follow the node of the least bound; it stays open if the effort's limit comes first."""
+        entry = heappop(self._heap)
+        _, _, search, node, child = entry
+        try:
+            self.dive(search, search.root(self.limit) if node is None else node, child)
+        except OutOfTimeError:
+            heappush(self._heap, entry)
 
     def dive(
         self, search: Search, node: Node, child: Child | None, *, keep_others: bool = True

@@ -33,13 +33,13 @@ class Candidate:
 def at_once(problem: PipelineProblem, tables: list[StageCosts]) -> list[Candidate]:
     """List the plans that fit the memory and are what is asked; there may be none."""
     nothing = Space((), Moves(*np.zeros((8, 0), np.int64)), tables[0].bandwidths)
-    positions = _positions(problem, tables[0])
+    positions = in_one_line(problem, tables[0])
     found = []
     for stages in _stages(problem, len(positions) - 1):
         moves = chain(problem, stages)
         for costs in tables:
             for curve in (costs.compute_seconds.mean(axis=0), costs.cuts.weight_bytes):
-                cuts = _cuts(problem, curve[positions], stages)
+                cuts = even_cuts(problem, curve[positions], stages)
                 at = [int(positions[cut]) for cut in cuts]
                 placed = list(zip(at, at[1:], moves, strict=False))
                 if _fits(problem, costs, placed):
@@ -47,10 +47,13 @@ def at_once(problem: PipelineProblem, tables: list[StageCosts]) -> list[Candidat
     return found
 
 
-def _positions(problem: PipelineProblem, costs: StageCosts) -> Ints:
-    """Cuts in one line, the first and the last among them."""
+def in_one_line(problem: PipelineProblem, costs: StageCosts) -> Ints:
+    """Cuts in one line, the first and the last among them, between any two of which a stage may be.
+
+    Those two alone where the layers' own order is not known to give any other.
+    """
     cuts = costs.cuts
-    if costs.is_line:
+    if cuts.before is None and (cuts.split_bytes is None or problem.traits.flushes):
         return np.arange(cuts.size)
     line = own_order(problem, cuts)
     if line is None:
@@ -87,7 +90,7 @@ def _powers(most: int, also: int | None = None) -> list[int]:
     return sorted(found | ({also} if also is not None and also <= most else set()))
 
 
-def _cuts(problem: PipelineProblem, curve: Floats, stages: list[tuple[int, int]]) -> list[int]:
+def even_cuts(problem: PipelineProblem, curve: Floats, stages: list[tuple[int, int]]) -> list[int]:
     """Places on an ascending curve that share it out by the stages' speed, all different."""
     seconds = [sum(pool.forward_seconds) + sum(pool.backward_seconds) for pool in problem.pools]
     speed = np.array([replicas / max(seconds[pool], 1e-300) for pool, replicas in stages])

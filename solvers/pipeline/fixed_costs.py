@@ -11,14 +11,18 @@ from dataclasses import replace
 from ...costs.pipeline import fixed_seconds, slowest_of_all
 from ...schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ...schema.pipeline import PipelinePlan, PipelineProblem
+from ..effort import Effort
 from .prediction import predicted, with_proof
 
 Search = Callable[[PipelineProblem], PipelinePlan]
 """The least plan of a problem without its steps' fixed cost."""
 
 
-def least_with_fixed(problem: PipelineProblem, search: Search) -> PipelinePlan:
+def least_with_fixed(problem: PipelineProblem, search: Search, effort: Effort) -> PipelinePlan:
     """The least plan, the step's fixed cost included.
+
+    After the limit of ``effort`` no fewer types are searched. No plan on some of the types beats
+    the bound of all of them.
 
     Raises:
         InfeasibleError: No types of devices have a plan.
@@ -28,9 +32,13 @@ def least_with_fixed(problem: PipelineProblem, search: Search) -> PipelinePlan:
     is_one = len(costs) == 1 or problem.workers == "exactly" or problem.minimises != "step"
     if is_one:
         return predicted(problem, search(problem))
-    plans, bounds = [], []
+    plans: list[PipelinePlan] = []
+    bounds, of_all = list[float](), 0.0
     refusals: list[HetflowError] = []
     for cost in reversed(costs):
+        if plans and effort.should_stop():
+            bounds.append(of_all + cost)
+            continue
         try:
             plan = search(_without_dearer(problem, cost))
         except (InfeasibleError, ProblemError) as error:
@@ -40,6 +48,8 @@ def least_with_fixed(problem: PipelineProblem, search: Search) -> PipelinePlan:
             bounds.append(cost)
             refusals.append(error)
             continue
+        if cost == costs[-1]:
+            of_all = plan.proof.lower_bound or 0.0
         plans.append(predicted(problem, plan))
         bounds.append((plan.proof.lower_bound or 0.0) + cost)
     if not plans:

@@ -14,6 +14,7 @@ from ...schema.errors import BackendError, InfeasibleError
 from ...schema.pipeline import PipelinePlan, PipelineProblem
 from ...schema.plan import Proof
 from ...schema.schedule_traits import SCHEDULES
+from ..effort import DEFAULT, Effort
 from ..tolerance import MOST_GIVEN_UP
 
 Solve = Callable[[PipelineProblem], PipelinePlan]
@@ -22,7 +23,11 @@ _EQUAL = 1e-9
 
 
 def simplest(
-    problem: PipelineProblem, solve: Solve, *, most_given_up: float = MOST_GIVEN_UP
+    problem: PipelineProblem,
+    solve: Solve,
+    *,
+    effort: Effort = DEFAULT,
+    most_given_up: float = MOST_GIVEN_UP,
 ) -> PipelinePlan:
     """The simplest plan within the error of the shortest step; the shortest if no error is known.
 
@@ -33,6 +38,7 @@ def simplest(
     Args:
         problem: What is asked.
         solve: The least plan of a problem, by its predicted step.
+        effort: No more problems are solved after its limit.
         most_given_up: How much slower on paper the simplest may be, relative to the least.
     """
     best = solve(problem)
@@ -43,7 +49,12 @@ def simplest(
     chosen, asked = best, problem
     if problem.num_stages is None:
         chosen = _least_number(
-            lambda count: replace(problem, most_stages=count), len(best.stages), solve, most, best
+            lambda count: replace(problem, most_stages=count),
+            len(best.stages),
+            solve,
+            most,
+            best,
+            effort,
         )
         asked = replace(problem, most_stages=len(chosen.stages))
     if problem.workers == "at_most":
@@ -53,6 +64,7 @@ def simplest(
             solve,
             most,
             chosen,
+            effort,
         )
     return _proved(chosen, best, error)
 
@@ -102,13 +114,14 @@ def _least_number(
     solve: Solve,
     most: float,
     chosen: PipelinePlan,
+    effort: Effort,
 ) -> PipelinePlan:
     """The plan under the lowest limit with which one takes at most so long, by halving.
 
     Under a higher limit no plan is slower, so halving finds it. ``chosen`` keeps to ``high``.
     """
     low = 1
-    while low < high:
+    while low < high and not effort.should_stop():
         middle = (low + high) // 2
         found = _within(limited(middle), solve, most)
         if found is None:

@@ -81,14 +81,16 @@ def solve(
     def least(asked: PipelineProblem) -> PipelinePlan:
         def at_one_price(part: PipelineProblem) -> PipelinePlan:
             return least_with_fixed(
-                part, lambda of_types: _least_of_passes(of_types, method=method, effort=effort)
+                part,
+                lambda of_types: _least_of_passes(of_types, method=method, effort=effort),
+                effort,
             )
 
         return least_of_one_or_more(asked, at_one_price)
 
     if fastest:
         return least(problem)
-    return simplest(problem, least, most_given_up=most_given_up)
+    return simplest(problem, least, effort=effort, most_given_up=most_given_up)
 
 
 def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort) -> PipelinePlan:

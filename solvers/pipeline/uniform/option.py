@@ -9,7 +9,9 @@ from ....costs.pipeline import shared_level, slowest_links, worker_bytes
 from ....schedules.operations import Schedule
 from ....schedules.timing import StageTimes, time_schedule
 from ....schema.pipeline import PipelineProblem, StagePlan
+from ...effort import Effort
 from ..assemble import listed, names_between
+from ..at_once import even_cuts, in_one_line
 from ..cuts import Floats
 from ..infeasible import needs
 from ..stage_costs import StageCosts
@@ -170,13 +172,29 @@ class Option:
             barred |= used > limit / share
         return np.where(barred, np.inf, found)
 
-    def least_maximum(self, transfers: float, share: int) -> tuple[float, Cut] | None:
-        """The cut with the least heaviest stage; O(stages x cuts^2)."""
+    def even_cut(self) -> Cut | None:
+        """A cut in the layers' own order whose stages take about as long; None if there is none."""
+        at = in_one_line(self.problem, self.costs)
+        stages = [(pool, 1) for pool in self.pools]
+        if len(at) <= len(stages):
+            return None
+        curve = self.costs.compute_seconds.mean(axis=0)[at]
+        return tuple(int(at[cut]) for cut in even_cuts(self.problem, curve, stages))
+
+    def least_maximum(
+        self, transfers: float, share: int, effort: Effort
+    ) -> tuple[float, Cut] | None:
+        """The cut with the least heaviest stage; O(stages x cuts^2).
+
+        Raises:
+            OutOfTimeError: The effort's limit came first.
+        """
         size = self.costs.cuts.size
         best = np.full(size, np.inf)
         best[0] = 0.0
         chosen = []
         for stage in range(self.shape.num_stages):
+            effort.check()
             total = np.maximum(best[:, None], self.matrix(stage, transfers, share))
             chosen.append(total.argmin(axis=0))
             best = total[chosen[-1], np.arange(size)]
@@ -244,6 +262,10 @@ class Option:
         if self.costs.cuts.split_bytes is None:
             return None
         return self.costs.tied_seconds(first, last, self.shape.layout.num_replicas)
+
+    def objective(self, cut: Cut) -> float:
+        """What is minimised: the step, or without a flush the slowest stage or boundary."""
+        return self.step(cut) if self.problem.traits.flushes else self.slowest(cut)
 
     def step(self, cut: Cut) -> float:
         """The step of a cut as the timer has it."""

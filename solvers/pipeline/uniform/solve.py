@@ -20,7 +20,7 @@ from ....schedules.operations import Schedule
 from ....schedules.registry import generate
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.pipeline import PipelinePlan, PipelineProblem
-from ...effort import DEFAULT, Effort
+from ...effort import DEFAULT, Effort, OutOfTimeError
 from ..assemble import ORDERED, finish
 from ..cuts import cuts_of
 from ..makespan.solve import relaxed_step
@@ -32,6 +32,8 @@ from .option import Cut, Option, Shape
 FEW_CUTS = 400
 """So many ways to cut, over all layouts, are all timed."""
 _TIMED_LAYOUTS, _MOVES = 12, 60
+_EVEN_OPERATIONS = 20_000
+"""Operations of schedules that are timed where a search was stopped before it had a plan."""
 _EXACT = 1e-9
 
 
@@ -175,42 +177,64 @@ def _time_all(options: Sequence[Option], size: int, best: _Best, effort: Effort)
 
 def _least_maximum(options: Sequence[Option], best: _Best, effort: Effort) -> bool:
     """The steady state's bottleneck, exactly; whether that came to its end."""
-    for option in options:
-        if effort.should_stop() and best.option is not None:
-            return False
-        if option.bound >= best.seconds * (1 - _EXACT):
-            break
-        found = option.least_maximum(1.0, 1)
-        if found is not None:
-            best.offer(option, found[1], found[0])
+    try:
+        for option in options:
+            if option.bound >= best.seconds * (1 - _EXACT):
+                break
+            found = option.least_maximum(1.0, 1, effort)
+            if found is not None:
+                best.offer(option, found[1], found[0])
+    except OutOfTimeError:
+        if best.option is None:
+            _offer_even(options, best)
+        return False
     return True
 
 
 def _approach(options: Sequence[Option], best: _Best, effort: Effort) -> bool:
     """Time the least maxima of every layout, then move the best cuts one layer at a time."""
     begun: list[tuple[float, int, Option, Cut]] = []
-    for number, option in enumerate(options):
-        is_late = effort.should_stop() and best.option is not None
-        if effort.accepts(best.seconds, option.bound) or is_late:
-            break
-        for cut in _starts(option):
-            seconds = option.step(cut)
-            begun.append((seconds, number, option, cut))
-            best.offer(option, cut, seconds)
+    try:
+        for number, option in enumerate(options):
+            if effort.accepts(best.seconds, option.bound):
+                break
+            for cut in _starts(option, effort):
+                seconds = option.step(cut)
+                begun.append((seconds, number, option, cut))
+                best.offer(option, cut, seconds)
+    except OutOfTimeError:
+        if best.option is None:
+            _offer_even(options, best)
     begun.sort(key=lambda entry: entry[:2])
     for seconds, _, option, cut in begun[:_TIMED_LAYOUTS]:
         if effort.should_stop():
             break
-        _move(option, cut, seconds, best)
+        _move(option, cut, seconds, best, effort)
     return False
 
 
-def _starts(option: Option) -> Iterator[Cut]:
-    """Least maxima with and without transfers, that fit; a chunk's share of the memory first."""
+def _offer_even(options: Sequence[Option], best: _Best) -> None:
+    """Offer an even cut of the first layouts that one fits; for searches stopped before a plan."""
+    left = _EVEN_OPERATIONS
+    for option in options:
+        cut = option.even_cut()
+        if cut is not None and option.fits(cut):
+            best.offer(option, cut, option.objective(cut))
+            left -= option.shape.schedule.num_operations
+        if left <= 0:
+            break
+
+
+def _starts(option: Option, effort: Effort) -> Iterator[Cut]:
+    """Least maxima with and without transfers, that fit; a chunk's share of the memory first.
+
+    Raises:
+        OutOfTimeError: The effort's limit came first.
+    """
     seen = set()
     for transfers in (0.0, 1.0):
         for share in dict.fromkeys((option.shape.num_chunks, 1)):
-            found = option.least_maximum(transfers, share)
+            found = option.least_maximum(transfers, share, effort)
             if option.shape.num_chunks == 1 and transfers == 0.0:
                 option.raise_bound(None if found is None else found[0])
             if found is not None and found[1] not in seen and option.fits(found[1]):
@@ -219,7 +243,7 @@ def _starts(option: Option) -> Iterator[Cut]:
                 break
 
 
-def _move(option: Option, cut: Cut, seconds: float, best: _Best) -> None:
+def _move(option: Option, cut: Cut, seconds: float, best: _Best, effort: Effort) -> None:
     """Move one boundary by one cut while that is faster; cuts in one line only."""
     if option.costs.cuts.before is not None:
         return
@@ -231,6 +255,8 @@ def _move(option: Option, cut: Cut, seconds: float, best: _Best) -> None:
                 moved = (*cut[:inner], cut[inner] + shift, *cut[inner + 1 :])
                 if not moved[inner - 1] < moved[inner] < moved[inner + 1]:
                     continue
+                if effort.should_stop():
+                    return
                 if not option.fits(moved):
                     continue
                 left -= 1
