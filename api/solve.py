@@ -34,7 +34,7 @@ class SolveOptions(TypedDict, total=False):
     """The options of ``solve`` besides its batch and strategy, for type checkers; see there."""
 
     model: str | None
-    objective: AnyObjective
+    objective: AnyObjective | None
     optimizer: OptimizerState | str | None
     memory_reserve_bytes: Bytes
     fastest: bool
@@ -43,18 +43,18 @@ class SolveOptions(TypedDict, total=False):
     runs: Path | str | None
     virtual_nodes: Count | None
     interpolate: bool
-    method: Method
-    top: Count
-    schedule: str
+    method: Method | None
+    top: Count | None
+    schedule: str | None
     microbatch_size: Count | None
     num_stages: Count | None
-    replication: bool
+    replication: bool | None
     num_model_chunks: Count | None
     link_bytes_per_second: PositiveRate | None
-    stage_cost: StageCost
+    stage_cost: StageCost | None
     repetitive: bool
-    cost_model: CostModelName
-    recompute: bool
+    cost_model: CostModelName | None
+    recompute: bool | None
     sequence_parallel: bool | None
     shard_optimizer: bool
     market: "Markets | None"
@@ -117,7 +117,7 @@ def solve(
     batch_size: Count,
     model: str | None = None,
     strategy: Strategy = "auto",
-    objective: AnyObjective = "step_seconds",
+    objective: AnyObjective | None = None,
     optimizer: OptimizerState | str | None = None,
     memory_reserve_bytes: Bytes = 0,
     fastest: bool = False,
@@ -126,18 +126,18 @@ def solve(
     runs: Path | str | None = None,
     virtual_nodes: Count | None = None,
     interpolate: bool = False,
-    method: Method = "exact",
-    top: Count = 1,
-    schedule: str = DEFAULT_SCHEDULE,
+    method: Method | None = None,
+    top: Count | None = None,
+    schedule: str | None = None,
     microbatch_size: Count | None = None,
     num_stages: Count | None = None,
-    replication: bool = True,
+    replication: bool | None = None,
     num_model_chunks: Count | None = None,
     link_bytes_per_second: PositiveRate | None = None,
-    stage_cost: StageCost = "ring",
+    stage_cost: StageCost | None = None,
     repetitive: bool = False,
-    cost_model: CostModelName = "profiled",
-    recompute: bool = True,
+    cost_model: CostModelName | None = None,
+    recompute: bool | None = None,
     sequence_parallel: bool | None = None,
     shard_optimizer: bool = False,
     market: "Markets | None" = None,
@@ -145,6 +145,9 @@ def solve(
     spot: bool | None = None,
 ) -> Plan:
     """Find the best plan for a model on a pool; the plan carries its proof and has been checked.
+
+    An option that no kind of plan in question reads is refused, also if it is given the value that
+    it has by default.
 
     Args:
         profiles: Profiles, or the folder that ``hetflow profile`` wrote.
@@ -154,8 +157,8 @@ def solve(
         model: Name of the model; None if all profiles are of one model.
         strategy: Kind of plan; ``auto`` compares splits and, if the profiles have layers,
             pipelines and parallel plans.
-        objective: ``step_seconds``; ``waste`` for splits (EasyScale 3.4); ``bottleneck`` for
-            pipelines (thesis 2.4.1).
+        objective: ``step_seconds`` [default]; ``waste`` for splits (EasyScale 3.4);
+            ``bottleneck`` for pipelines (thesis 2.4.1).
         optimizer: The optimizer that will train, by name or by its state; None takes the
             profiles'.
         memory_reserve_bytes: Bytes of each device that the plan leaves free, besides what the
@@ -168,20 +171,22 @@ def solve(
             ``cost_model="measured"``, costs are taken from them instead.
         virtual_nodes: Split the batch B into N equal virtual nodes of B/N samples.
         interpolate: Whether to allow split sizes between profiled ones.
-        method: The exact method for splits, or its MILP by ``cbc`` or ``highs``.
-        top: With ``objective="waste"``: keep the K best configurations. With
+        method: ``exact`` for splits [default], or its MILP by ``cbc`` or ``highs``.
+        top: With ``objective="waste"``: keep the K best configurations [default: 1]. With
             ``strategy="parallel"``: up to K points of time against devices and memory.
-        schedule: Schedule of a pipeline; ``auto`` takes the fastest of those that flush.
+        schedule: Schedule of a pipeline [default: ``1f1b``]; ``auto`` takes the fastest of those
+            that flush.
         microbatch_size: Samples per microbatch; None takes the fastest profiled size.
         num_stages: Exact number of stages; None lets the solver choose.
-        replication: Whether stages may have replicas.
+        replication: Whether stages may have replicas [default: they may].
         num_model_chunks: Stages per device, for ``interleaved``; None tries 2 to 4. Parallel plans
             also try 1.
         link_bytes_per_second: Bandwidth of links that the pool does not state.
-        stage_cost: How a stage's cost is computed (docs/pipeline.md).
+        stage_cost: How a stage's cost is computed [default: ``ring``] (docs/pipeline.md).
         repetitive: Plan equal stages of repeating layers, schedule ``2bw`` (thesis 3.3).
-        cost_model: With ``repetitive``: which costs to use.
-        recompute: With ``strategy="parallel"``: whether stages may recompute activations.
+        cost_model: With ``repetitive``: which costs to use [default: ``profiled``].
+        recompute: With ``strategy="parallel"``: whether stages may recompute activations
+            [default: they may].
         sequence_parallel: With ``strategy="parallel"``: whether the devices of a group spread
             tokens between the layers that they share; None only if no plan fits otherwise.
         shard_optimizer: With ``strategy="parallel"``: whether each replica of a stage keeps and
@@ -227,33 +232,44 @@ def solve(
         from ..planning.correcting import corrected_by_runs
 
         known, used = corrected_by_runs(known, Path(runs))
+    asked = {
+        "objective": objective,
+        "method": method,
+        "top": top,
+        "schedule": schedule,
+        "replication": replication,
+        "stage_cost": stage_cost,
+        "cost_model": cost_model,
+        "recompute": recompute,
+    }
     request = SolveRequest(
         profiles=known,
         pool=devices,
         pool_name=name_of(pool),
         batch_size=batch_size,
         strategy=strategy,
-        objective=objective,
-        top=top,
-        split=SplitOptions(method, virtual_nodes, interpolate),
+        objective=objective or "step_seconds",
+        top=top or 1,
+        split=SplitOptions(method or "exact", virtual_nodes, interpolate),
         pipeline=PipelineOptions(
-            schedule=schedule,
-            stage_cost=stage_cost,
+            schedule=schedule or DEFAULT_SCHEDULE,
+            stage_cost=stage_cost or "ring",
             num_stages=num_stages,
-            replication=replication,
+            replication=replication is not False,
             link_bytes_per_second=link_bytes_per_second,
             microbatch_size=microbatch_size,
             num_model_chunks=num_model_chunks,
             repetitive=repetitive,
-            cost_model=cost_model,
+            cost_model=cost_model or "profiled",
             runs=Path(runs) if measures and runs is not None else None,
         ),
-        parallel=ParallelOptions(recompute, sequence_parallel, shard_optimizer),
+        parallel=ParallelOptions(recompute is not False, sequence_parallel, shard_optimizer),
         optimizer=named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
         memory_reserve_bytes=memory_reserve_bytes,
         fastest=fastest,
         limits=limits,
         corrected_by=used,
+        stated=frozenset(name for name, value in asked.items() if value is not None),
     )
     plan = solve_request(request, clock)
     if not offers:

@@ -35,10 +35,12 @@ ForceFlag = Annotated[bool, typer.Option("--force", help="Overwrite an existing 
 
 
 class Settings:
-    """The flags that concern the whole process. The command line sets them once."""
+    """What concerns the whole process. The command line sets it once."""
 
     debug = False
     quiet = False
+    given: set[str] = set()
+    """Options of the running command that were given, by a flag, the environment or a file."""
 
 
 def one_line(text: str) -> str:
@@ -280,6 +282,8 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
         if values.pop("show_config"):
             emit(_shown_config(context, values))
             return
+        sources = {name: context.get_parameter_source(name) for name in values}
+        Settings.given = {name for name, source in sources.items() if _is_given(source)}
         with flags_are_meant(), fitted_to(_most_characters()):
             function(**values)
 
@@ -302,6 +306,18 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def _is_given(source: Any) -> bool:
+    return source is not None and source.name != "DEFAULT"
+
+
+def if_given(**values: Any) -> dict[str, Any]:
+    """The values of the running command's options, None for those that nobody gave.
+
+    So an option is told apart from its default, also where it is given that value.
+    """
+    return {name: value if name in Settings.given else None for name, value in values.items()}
 
 
 def _most_characters() -> int | None:

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
-from ..schema.pipeline import PipelinePlan
+from ..schema.pipeline import Objective, PipelinePlan
 from ..schema.schedule_traits import SCHEDULES, traits
 from ..solvers.effort import Effort
 from ..solvers.pipeline.simplest import simplest_of
@@ -207,6 +207,13 @@ def _say_links(request: SolveRequest) -> None:
             _log.warning(f"{sentence}: not measured itself; if it is another, state it")
 
 
+def _objective(request: SolveRequest) -> Objective | None:
+    """The objective that was asked for; None leaves it to the schedule."""
+    if request.objective == "bottleneck":
+        return "bottleneck"
+    return "step" if "objective" in request.stated else None
+
+
 def _pipeline_at(
     request: SolveRequest, schedule: str, microbatch_size: int, effort: Effort
 ) -> PipelinePlan:
@@ -222,7 +229,7 @@ def _pipeline_at(
         stage_cost=flags.stage_cost,
         num_stages=flags.num_stages,
         replication=flags.replication,
-        objective="bottleneck" if request.objective == "bottleneck" else None,
+        objective=_objective(request),
         num_model_chunks=flags.num_model_chunks,
         optimizer=request.optimizer,
         memory_reserve_bytes=request.memory_reserve_bytes,

@@ -71,15 +71,18 @@ def option(
     return field(default=unset, metadata={**said, "values": values or {}, "open": open_values})
 
 
-def given(record: Any) -> Iterator[Option]:
-    """Yield the options of a record, and of the records in it, that differ from what is unset."""
+def given(record: Any, stated: Collection[str] = ()) -> Iterator[Option]:
+    """Yield the options of a record, and of the records in it, that were given.
+
+    Those are what differs from what is unset, and the fields in ``stated``.
+    """
     for entry in fields(record):
         value = getattr(record, entry.name)
         if "read_by" in entry.metadata:
-            if value != entry.default:
+            if value != entry.default or entry.name in stated:
                 yield _option(entry, value)
         elif is_dataclass(entry.type):
-            yield from given(value)
+            yield from given(value, stated)
 
 
 def _option(entry: "Field[Any]", value: object) -> Option:

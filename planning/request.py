@@ -23,7 +23,7 @@ CostModelName = Literal["profiled", "closed-form", "measured"]
 class SplitOptions:
     """Options of a batch split."""
 
-    method: Method = option("exact", "milp")
+    method: Method = option("exact", "milp", values={"exact": ("split",)})
     virtual_nodes: int | None = option(None, *SPLITS)
     interpolate: bool = option(False, *SPLITS)
 
@@ -46,7 +46,7 @@ class PipelineOptions:
     """Name of a schedule that solvers plan, or ``auto``: the fastest of those that flush."""
     stage_cost: StageCost = option("ring", "pipeline")
     num_stages: int | None = option(None, "pipeline")
-    replication: bool = option(True, "pipeline")
+    replication: bool = option(True, "pipeline", open_values=[True])
     link_bytes_per_second: float | None = option(None, *PIPELINES, "parallel", narrows=False)
     microbatch_size: int | None = option(None, *PIPELINES, "parallel", narrows=False)
     num_model_chunks: int | None = option(
@@ -83,7 +83,8 @@ class SolveRequest:
     ``corrected_by`` names the runs by which the profiles were corrected. ``optimizer`` is the one
     that will train; None takes the profiles'. ``fastest`` takes the plan with the least predicted
     time, even if a simpler plan is as fast within the accuracy of the measurements.
-    ``memory_reserve_bytes`` of each device are left free besides what is measured.
+    ``memory_reserve_bytes`` of each device are left free besides what is measured. ``stated`` names
+    options that were given the value that they have anyway: who gives one expects it to be read.
     """
 
     profiles: tuple[Profile, ...]
@@ -92,9 +93,11 @@ class SolveRequest:
     batch_size: int
     strategy: Strategy = "auto"
     objective: AnyObjective = option(
-        "step_seconds", values={"waste": ("waste",), "bottleneck": ("pipeline",)}
+        "step_seconds",
+        values={"waste": ("waste",), "bottleneck": ("pipeline",), "step_seconds": ALL},
+        open_values=["step_seconds"],
     )
-    top: int = option(1, "waste", "parallel")
+    top: int = option(1, "waste", "parallel", open_values=[1])
     split: SplitOptions = field(default_factory=SplitOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
@@ -103,6 +106,7 @@ class SolveRequest:
     fastest: bool = option(False, "split", "pipeline", narrows=False)
     limits: Limits = field(default_factory=Limits)
     corrected_by: tuple[str, ...] = ()
+    stated: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.memory_reserve_bytes < 0:
@@ -143,4 +147,4 @@ class SolveRequest:
                 split=replace(self.split, virtual_nodes=None),
                 pipeline=replace(self.pipeline, microbatch_size=None),
             )
-        return list(given(known))
+        return list(given(known, self.stated))

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+import hetflow
 from hetflow.planning.options import Planner, given
 from hetflow.planning.request import (
     SolveRequest,
@@ -27,7 +28,7 @@ from hetflow.schema.profile import (
 from hetflow.tests.handmade import profile
 
 PLANNERS = get_args(Planner)
-GIVEN = {"profiles", "pool", "pool_name", "batch_size", "strategy", "corrected_by"}
+GIVEN = {"profiles", "pool", "pool_name", "batch_size", "strategy", "corrected_by", "stated"}
 """Fields of a request that are no options: what every plan is made from."""
 
 
@@ -234,3 +235,37 @@ def test_auto_compares_the_kinds_that_read_what_is_asked() -> None:
     assert compared({**LINK, "parallel.shard_optimizer": True}) == {"parallel"}
     with pytest.raises(ProblemError, match="--virtual-nodes and --num-stages: no kind of plan"):
         solve(changed(base, {"split.virtual_nodes": 8, "pipeline.num_stages": 2}))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": "1f1b"}, "schedule 1f1b is for pipelines"),
+        ({"stage_cost": "ring"}, 'stage_cost="ring" is for pipelines'),
+        ({"replication": True}, "replication is for pipelines"),
+        ({"recompute": True}, "recompute is for parallel plans"),
+        ({"cost_model": "profiled"}, 'cost_model="profiled" is for pipelines planned with'),
+        ({"top": 1}, "top is for splits by waste and parallel plans"),
+    ],
+)
+def test_the_value_of_the_default_is_refused_too_where_it_is_not_read(
+    options: dict[str, Any], said: str
+) -> None:
+    """``--schedule 1f1b``, asked for in words, gave a split without a word."""
+    flat = replace(typed("V100", 1.0), layers=None, more_layers=(), tensor_layers=())
+    with pytest.raises(ProblemError, match=f"^{said}"):
+        hetflow.solve([flat], "4xV100", batch_size=64, **options)
+
+
+def test_the_value_of_the_default_asks_for_what_another_value_asks_for() -> None:
+    pool = Cluster.parse("4xV100")
+    pool = replace(pool, servers=(replace(pool.servers[0], intra_bytes_per_second=1e9),))
+
+    def solved(**options: Any) -> Any:
+        return hetflow.solve([typed("V100", 1.0)], pool, batch_size=64, **options)
+
+    assert solved(schedule="1f1b").kind == "pipeline"
+    assert solved(method="exact").kind == "split"
+    assert solved(objective="step_seconds") == solved(top=1) == solved(recompute=True) == solved()
+    with pytest.raises(ProblemError, match="no step to minimise"):
+        solved(strategy="pipeline", schedule="2bw", objective="step_seconds")
