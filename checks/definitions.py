@@ -5,7 +5,9 @@ version here. The code is slow and simple on purpose; only the record classes ar
 """
 
 from collections.abc import Collection, Sequence
+from math import log2, prod
 
+from ..schema.parallel import LinkCurve
 from ..schema.pipeline import (
     DevicePool,
     PipelineLayer,
@@ -365,3 +367,21 @@ def tied_bytes(layers: Sequence[PipelineLayer], inside: set[str]) -> tuple[int, 
         if everybody & inside and everybody - inside:
             split += sizes[holders]
     return copied, split
+
+
+def curve_seconds(curve: LinkCurve, message_bytes: float) -> float:
+    """Seconds of a message: its latency, and its bytes over the rate that the curve has for them.
+
+    The rate is a polynomial in log2 of the message's megabytes.
+    """
+    if message_bytes <= 0:
+        return 0.0
+    size = log2(message_bytes / 1e6)
+    highest = len(curve.coefficients) - 1
+    rate = sum(each * size ** (highest - n) for n, each in enumerate(curve.coefficients))
+    return curve.latency_seconds + message_bytes / rate
+
+
+def devices_of(pool: DevicePool) -> int:
+    """Devices of a pool: the product of its levels' components."""
+    return prod(level.num_components for level in pool.levels)

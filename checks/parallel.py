@@ -20,7 +20,7 @@ from ..schema.parallel import (
     ShardTimes,
     parallel_schedule,
 )
-from . import plan_dollars
+from . import definitions, plan_dollars
 from .proofs import proof_faults
 
 _NEAR = 1e-9
@@ -453,7 +453,7 @@ def _message(
             sent = size if problem.boundary_rule == "scattered" else size * degree
             for link in _pool(problem, group).links:
                 if link.tensor_parallel_size == degree:
-                    slowest = max(slowest, link.curve.seconds(sent))
+                    slowest = max(slowest, definitions.curve_seconds(link.curve, sent))
     return slowest + slowest if problem.boundary_rule == "blocking" else slowest
 
 
@@ -486,6 +486,9 @@ def _ring(plan: ParallelPlan, problem: ParallelProblem, number: int, *, rounds: 
         for group in stage.replicas
     }
     return max(
-        sum(rounds * (replicas - 1) * curve.seconds(bucket / replicas) for bucket in buckets)
+        sum(
+            rounds * (replicas - 1) * definitions.curve_seconds(curve, bucket / replicas)
+            for bucket in buckets
+        )
         for curve in curves.values()
     )

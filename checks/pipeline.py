@@ -175,11 +175,11 @@ def _device_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         mine = [stage for stage in plan.stages if stage.device_type == pool.device_type]
         if plan.traits.is_chunked:
             mine = _one_of_each_device(mine)
-        used = sum(stage.num_replicas for stage in mine)
-        if used > pool.num_devices:
-            faults.append(f"{used} {pool.device_type} are used, {pool.num_devices} exist")
-        if problem.workers == "exactly" and used < pool.num_devices:
-            faults.append(f"{used} of {pool.num_devices} {pool.device_type} are used, not all")
+        used, known = sum(stage.num_replicas for stage in mine), definitions.devices_of(pool)
+        if used > known:
+            faults.append(f"{used} {pool.device_type} are used, {known} exist")
+        if problem.workers == "exactly" and used < known:
+            faults.append(f"{used} of {known} {pool.device_type} are used, not all")
         faults += _held_faults(mine, pool)
     for index, stage in enumerate(plan.stages):
         if pool_of(problem, stage) is None:
@@ -223,10 +223,9 @@ def _held_faults(stages: list[StagePlan], pool: DevicePool) -> list[str]:
         twice = sorted(taken & set(stage.held))
         faults += [f"device {device} of {pool.device_type} is given out twice" for device in twice]
         taken |= set(stage.held)
-    if taken and max(taken) >= pool.num_devices:
-        faults.append(
-            f"{pool.device_type}: device {max(taken)} is held, the last is {pool.num_devices - 1}"
-        )
+    last = definitions.devices_of(pool) - 1
+    if taken and max(taken) > last:
+        faults.append(f"{pool.device_type}: device {max(taken)} is held, the last is {last}")
     return faults
 
 

@@ -68,7 +68,7 @@ def _devices(plan: Plan) -> Counter[str]:
     elif isinstance(plan, ParallelPlan):
         for parallel_stage in plan.stages[: plan.num_positions]:
             for replicas in parallel_stage.replicas:
-                used[replicas.device_type] += replicas.num_devices
+                used[replicas.device_type] += replicas.tensor_parallel_size * replicas.num_replicas
     else:
         seen = set()
         for stage in plan.stages:  # several stages may be on the same devices

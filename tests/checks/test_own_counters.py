@@ -5,14 +5,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.checks import tampered
 
 from hetflow.checks.pipeline import check
 from hetflow.schedules import counting, terms
 from hetflow.schedules.operations import Schedule
 from hetflow.schedules.replay import flush_step_seconds
 from hetflow.schedules.timing import Timing, time_schedule
+from hetflow.schema.errors import BackendError
 from hetflow.schema.optimizer import OptimizerState
+from hetflow.schema.parallel import LinkCurve, ReplicaGroup
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
+from hetflow.solvers.parallel import pareto
 from hetflow.solvers.pipeline import prediction
 from hetflow.solvers.pipeline.makespan import bound
 from hetflow.solvers.pipeline.solve import solve
@@ -100,3 +104,56 @@ def test_the_replay_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "flush_step_seconds", hasty)
     faults = check(solve(problem), problem)
     assert any("predicted.step_seconds is" in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_messages_of_parallel_plans_are_timed_apart(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A curve's seconds were a method of its record, which the solver and the judge both called."""
+    true = LinkCurve.seconds
+    monkeypatch.setattr(LinkCurve, "seconds", lambda *given: true(*given) * factor)
+    with pytest.raises(BackendError, match="transfer_seconds is"):
+        solved("parallel")
+
+
+def test_devices_of_a_topology_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = DevicePool.num_devices.fget
+    assert true is not None
+    monkeypatch.setattr(DevicePool, "num_devices", property(lambda pool: true(pool) + 1))
+    with pytest.raises(BackendError, match="is held, the last is 1"):
+        solved("1f1b")
+
+
+def test_what_devices_cost_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = ReplicaGroup.num_devices.fget
+    assert true is not None
+    monkeypatch.setattr(ReplicaGroup, "num_devices", property(lambda group: true(group) + 1))
+    with pytest.raises(BackendError, match="dollars_per_hour is"):
+        solved("parallel")
+
+
+def test_other_points_of_the_pareto_table_are_judged_when_they_are_solved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were added to a parallel plan after its check."""
+    true = pareto.alternatives
+
+    def slower(*given: Any) -> Any:
+        found = true(*given)
+        return tuple(
+            replace(one, predicted=replace(one.predicted, step_seconds=9.0)) for one in found
+        )
+
+    monkeypatch.setattr("hetflow.solvers.parallel.pareto.alternatives", slower)
+    with pytest.raises(BackendError, match=r"alternatives\[0\]: step_seconds is 9"):
+        solved("parallel")
+
+
+def solved(name: str) -> Any:
+    """Solve a question of the campaign anew, with whatever is planted."""
+    tampered.answer.cache_clear()
+    try:
+        return tampered.answer(name).plan
+    finally:
+        tampered.answer.cache_clear()
