@@ -617,6 +617,8 @@ class Training:
         peers.all_gather(found, padded)
         if piece is not None and found.is_floating_point() and len(set(rows)) == 1:
             weights = found.new_tensor(self.shares(piece.num_samples)) / piece.num_samples
+            if is_scalar or is_repeated:  # what counts nothing may be no number
+                found.view(len(rows), -1)[weights == 0] = 0
             if is_scalar:
                 return OfWorkers.made(found, weights)
             if is_repeated:
@@ -750,6 +752,8 @@ class Cuts:
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.num_processes, self.process_index = training.world_size, training.place.rank
         self.pieces: deque[Piece] = deque()
+        if hasattr(batches, "set_epoch"):  # a loader looks for it here
+            self.set_epoch = batches.set_epoch
 
     @property
     def sampler(self) -> Any:

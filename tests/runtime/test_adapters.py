@@ -92,8 +92,8 @@ def scripts(*names: str) -> list[str | Path]:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_scripts_of_accelerate_train_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
-    """Labels that are padded, streams, LoRA; states that are saved and loaded in the middle."""
-    same = ("streamed.py:once", "streamed.py:alike")
+    """Padded labels, buckets, streams, LoRA; states that are saved and loaded in the middle."""
+    same = ("bucketed.py", "streamed.py:once", "streamed.py:alike")
     first = ("ner.py:alone", *same, "resumed.py:saved", "resumed.py:again:saved")
     alone(tmp_path, *scripts("one", *first))
     plan = plan_of([(1, 16), (1, 10), (1, 6)])
