@@ -90,8 +90,13 @@ class Mirror:
         return _Rows(whole, [(node, 0) for node in range(len(values))])
 
     def reset(self, state: dict[str, Any]) -> None:
-        """Take all virtual nodes' buffers from a state of ``VirtualNodeBuffers.capture``."""
+        """Take all virtual nodes' buffers from a state of ``VirtualNodeBuffers.capture``.
+
+        Those of which a virtual node has its own copy there are mirrored from now on.
+        """
         self._message = None
+        changed = {name for own in state["nodes"] for name in own}
+        self.names = self.names + [slot.name for slot in self._rest if slot.name in changed]
         if self.names and state["nodes"]:
             base = state["base"]
             self._held = self._rows_of(

@@ -79,6 +79,18 @@ def test_the_mirror_has_what_passes_changed_once_the_step_counts() -> None:
     assert mirror.state()["nodes"][1]["calls"].item() == 1
 
 
+def test_the_mirror_takes_all_that_a_captured_state_has() -> None:
+    """Where no worker can be lost, passes are not mirrored, and a resize captures their buffers."""
+    model = Counting()
+    buffers = VirtualNodeBuffers(model, [0, 1], [4, 4])
+    mirror = Mirror(buffers, 2)
+    run_pass(model, buffers, 0)
+    mirror.reset(buffers.capture([0, 0], distributed=False))
+    kept = mirror.state()["nodes"]
+    assert kept[0]["calls"].item() == 1
+    assert "calls" not in kept[1]
+
+
 def test_a_step_that_does_not_count_leaves_no_trace() -> None:
     torch.manual_seed(0)
     model = Counting()

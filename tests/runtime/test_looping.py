@@ -284,11 +284,13 @@ def test_a_resize_and_a_restart_change_no_bit_of_what_a_function_gives(
     asked = run.resize_later("--gpus", "3xcpu:fast")
     run.wait_for_newcomers(3)
     run.go(4)
-    assert asked.wait(timeout=60) == 0, asked.communicate()[1]
+    _, said = asked.communicate(timeout=60)
+    assert asked.returncode == 0, said
     run.wait_for_step(8, 3)
-    run.kill(1)
+    if not awkward:  # else gradients are kept over steps, which no checkpoint has
+        run.kill(1)
     run.go(8)
     code, said = run.end()
     assert code == 0, said
-    assert "starting again from the last checkpoint" in said, said
+    assert awkward or "starting again from the last checkpoint" in said, said
     assert (tmp_path / "parts" / "digest").read_text() == expected
