@@ -9,6 +9,7 @@ import copy
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,8 @@ from .shares import slices
 from .streams import generator_of, seed_host_streams
 
 Broadcast = Callable[[list[int]], list[int]]
+END = -1
+"""Stands after each batch in the order that a batch sampler of the script's has drawn."""
 FirstSamples = Callable[["Sequence[tuple[int, int]]"], list[Any]]
 """Collates ranges (start, end) of a global batch's samples, on this worker's device."""
 Key = tuple[int, int, int]  # epoch, sample index, how often it was drawn before in the epoch
@@ -158,49 +161,64 @@ class Batch:
         self.passes, self._feed, self._taken = passes, feed, False
 
 
-def check_loader(loader: object, global_batch_size: int | None) -> None:
+def has_index(source: object) -> bool:
+    """Whether a source is a loader that reads samples by their index."""
+    return (
+        isinstance(source, DataLoader)
+        and not isinstance(source.dataset, IterableDataset)
+        and source.batch_sampler is not None
+    )
+
+
+def check_loader(loader: object, global_batch_size: int | None, *, predicts: bool = False) -> None:
     """Refuse a loader that cannot be cut into virtual nodes exactly, and say what to change.
 
     Raises:
-        TargetError: Not a DataLoader, iterable-style data, a custom batch sampler, a sampler that
-            shards by itself, a shuffle by a generator of the script's, or a batch size other than
-            the plan's.
+        TargetError: A sampler that shards by itself, a shuffle by a generator of the script's, a
+            batch size other than the plan's, or a batch sampler without an end. For predictions
+            also what has no index, and batch samplers.
     """
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or not has_index(loader):
         raise TargetError(
-            f"job.batches needs a torch DataLoader, got {type(loader).__name__}",
-            hint="let the __getitem__(index) of a dataset give one sample (a window of the text at "
-            "that index, where a get_batch() draws windows), and give DataLoader(dataset, "
-            "batch_size=..., shuffle=True)",
+            "job.predict needs a DataLoader with a batch_size over a dataset with an index",
+            hint="give a map-style dataset (__len__ and __getitem__)",
         )
-    if isinstance(loader.dataset, IterableDataset):
-        raise TargetError(
-            "an IterableDataset cannot be shared out exactly once: its samples have no index",
-            hint="give a map-style dataset (__len__ and __getitem__), e.g. an indexed file",
-        )
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise TargetError(
-            "a custom batch_sampler (or batch_size=None) cannot be cut into virtual nodes",
-            hint="give DataLoader a batch_size, and a sampler if the order matters",
-        )
-    if isinstance(loader.sampler, DistributedSampler):
+    sampler: Any = loader.sampler
+    batches: Any = loader.batch_sampler
+    if is_batched(loader):
+        if predicts:
+            raise TargetError(
+                "job.predict cuts batches by itself, and this loader has a batch_sampler",
+                hint="give DataLoader a batch_size and shuffle=False",
+            )
+        if not hasattr(batches, "__len__"):
+            raise TargetError(
+                f"the batch_sampler ({type(batches).__name__}) has no length: it may never end, "
+                f"and an epoch's order is drawn as a whole",
+                hint="define its __len__, or give job.batches(iterable of batches, steps=...)",
+            )
+    if isinstance(sampler, DistributedSampler):
         raise TargetError(
             "a DistributedSampler shards the data, and hetflow would shard it again",
             hint="give DataLoader shuffle=True instead",
         )
-    sampler: Any = loader.sampler
     if _is_plain_shuffle(sampler) and sampler.generator is not None:
         raise TargetError(
             "the loader shuffles by a generator of its own, whose state a joining worker or a "
             "restart does not have",
             hint="leave generator= out: the order is keyed by hf.prepare(seed=...) and the epoch",
         )
-    if global_batch_size is not None and loader.batch_size != global_batch_size:
-        raise TargetError(
-            f"the loader's batch_size is {loader.batch_size}, the plan's global batch is "
-            f"{global_batch_size}",
-            hint=f"set DataLoader(batch_size={global_batch_size}); hetflow cuts it into shares",
-        )
+    size = batches.batch_size if hasattr(batches, "batch_size") else loader.batch_size
+    if None not in (global_batch_size, size) and size != global_batch_size:
+        raise other_size(size, global_batch_size)
+
+
+def other_size(size: object, global_batch_size: object) -> TargetError:
+    """The error where a loader's batch is not the plan's."""
+    return TargetError(
+        f"the loader's batch_size is {size}, the plan's global batch is {global_batch_size}",
+        hint=f"set DataLoader(batch_size={global_batch_size}); hetflow cuts it into shares",
+    )
 
 
 def check_in_order(loader: "DataLoader[Any]") -> None:
@@ -225,6 +243,12 @@ def epoch_order(
     draws on the first worker, with streams keyed by seed and epoch; the order is then broadcast.
     """
     sampler = loader.sampler
+    if is_batched(loader):
+        seed_host_streams(seed, "sampler", epoch)
+        drawn: list[int] = []
+        for batch in loader.batch_sampler or ():
+            drawn += [*map(int, batch), END]
+        return broadcast(drawn)
     if type(sampler) is SequentialSampler:
         return list(range(len(sampler)))
     if _is_plain_shuffle(sampler):
@@ -237,7 +261,13 @@ def epoch_order(
 
 def is_drawn(loader: "DataLoader[Any]") -> bool:
     """Whether the order comes from a sampler that the script wrote."""
-    return type(loader.sampler) is not SequentialSampler and not _is_plain_shuffle(loader.sampler)
+    is_usual = type(loader.sampler) is SequentialSampler or _is_plain_shuffle(loader.sampler)
+    return is_batched(loader) or not is_usual
+
+
+def is_batched(loader: "DataLoader[Any]") -> bool:
+    """Whether a batch sampler that the script wrote cuts the order into batches."""
+    return type(loader.batch_sampler) is not BatchSampler
 
 
 def _is_plain_shuffle(sampler: object) -> bool:
@@ -290,17 +320,40 @@ def _is_deterministic(dataset: object) -> bool:
 
 
 class PassSampler(Sampler[list[Key]]):
-    """The passes of this worker in one epoch, as lists of keys."""
+    """The passes of this worker in one epoch, as lists of keys.
 
-    def __init__(self, batch_sizes: Sequence[int], local: Sequence[int], drop_last: bool) -> None:
+    Args:
+        batch_sizes: [virtual nodes of the job] samples of each in a full batch.
+        local: The virtual nodes of this worker.
+        drop_last: Whether a last batch that is short is left out.
+        is_batched: Whether orders say where each batch ends.
+        is_planned: Whether a batch has at most all nodes' samples.
+
+    Attributes:
+        drawn: The order as it was drawn; with ``END`` after each batch if it ``is_batched``.
+        order: The samples of the epoch.
+    """
+
+    def __init__(
+        self,
+        batch_sizes: Sequence[int],
+        local: Sequence[int],
+        drop_last: bool,
+        *,
+        is_batched: bool = False,
+        is_planned: bool = True,
+    ) -> None:
         self.batch_sizes = tuple(batch_sizes)
         self._local = tuple(local)
         self._drop_last = drop_last
+        self._is_batched, self._is_planned = is_batched, is_planned
         self.global_batch_size = sum(batch_sizes)
         self._full_cuts = slices(self.global_batch_size, self.batch_sizes)
         self.order: Sequence[int] = []
+        self.drawn: Sequence[int] = []
         self.first_step = 0
         self._repeats: list[int] | None = None
+        self._starts: list[int] = []
         self.epoch = 0
 
     def move(self, local: Sequence[int]) -> None:
@@ -308,25 +361,62 @@ class PassSampler(Sampler[list[Key]]):
         self._local = tuple(local)
 
     def set_epoch(self, epoch: int, order: Sequence[int]) -> None:
-        """Take the order of the next epoch."""
-        self.epoch, self.order = epoch, order
-        self._repeats = _repeats(order)
+        """Take the order of the next epoch, as it was drawn.
+
+        Raises:
+            TargetError: A batch has more samples than the plan's.
+        """
+        self.epoch, self.drawn, self.order = epoch, order, order
+        if self._is_batched:
+            self._take_batches(order)
+        self._repeats = _repeats(self.order)
+
+    def _take_batches(self, drawn: Sequence[int]) -> None:
+        starts, order = [0], list[int]()
+        for index in drawn:
+            if index == END:
+                starts.append(len(order))
+            else:
+                order.append(index)
+        self._starts, self.order = starts, order
+        most = max((b - a for a, b in pairwise(starts)), default=0)
+        if self._is_planned and most > self.global_batch_size:
+            raise TargetError(
+                f"the batch_sampler draws a batch of {most} samples, the plan's global batch is "
+                f"{self.global_batch_size}",
+                hint=f"let it draw at most {self.global_batch_size}, or solve with --batch-size "
+                f"{most}",
+            )
 
     @property
     def num_steps(self) -> int:
         """Global batches in the epoch."""
+        if self._is_batched:
+            return len(self._starts) - 1
         full, rest = divmod(len(self.order), self.global_batch_size)
         return full + int(rest > 0 and not self._drop_last)
 
+    def _bounds(self, step: int) -> tuple[int, int]:
+        """Where a global batch begins in the order, and where it ends."""
+        if self._is_batched:
+            return self._starts[step], self._starts[step + 1]
+        begin = step * self.global_batch_size
+        return begin, min(begin + self.global_batch_size, len(self.order))
+
     def passes(self, step: int) -> tuple[int, tuple[Pass, ...]]:
         """The samples in a global batch, and this worker's passes over its share."""
-        num_samples = min(self.global_batch_size, len(self.order) - step * self.global_batch_size)
-        cuts = self._cuts(num_samples)
+        begin, end = self._bounds(step)
+        num_samples = end - begin
+        cuts, is_full = self._cuts(num_samples), self.is_full(num_samples)
         return num_samples, tuple(
-            Pass(node, cuts[node][1] - cuts[node][0], num_samples == self.global_batch_size)
+            Pass(node, cuts[node][1] - cuts[node][0], is_full)
             for node in self._local
             if cuts[node][1] > cuts[node][0]
         )
+
+    def is_full(self, num_samples: int) -> bool:
+        """Whether a batch of so many samples is a full one."""
+        return num_samples == self.global_batch_size or not self._is_planned
 
     def _cuts(self, num_samples: int) -> list[tuple[int, int]]:
         is_full = num_samples == self.global_batch_size
@@ -334,14 +424,13 @@ class PassSampler(Sampler[list[Key]]):
 
     def keys_of(self, step: int, ranges: Sequence[tuple[int, int]]) -> list[list[Key]]:
         """The keys of ranges (start, end) of a global batch's samples."""
-        begin = step * self.global_batch_size
+        begin, _ = self._bounds(step)
         return [self._keys(begin + start, begin + end) for start, end in ranges]
 
     def __iter__(self) -> Iterator[list[Key]]:
         for step in range(self.first_step, self.num_steps):
-            begin = step * self.global_batch_size
-            num_samples = min(self.global_batch_size, len(self.order) - begin)
-            cuts = self._cuts(num_samples)
+            begin, stop = self._bounds(step)
+            cuts = self._cuts(stop - begin)
             for node in self._local:
                 start, end = cuts[node]
                 if end > start:

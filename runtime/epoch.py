@@ -1,7 +1,7 @@
 """The script's data on this worker: loaders cut into passes, and one epoch after another."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from .data import (
     PassSampler,
     epoch_order,
     feed,
+    is_batched,
     is_drawn,
     pass_loader,
     to_device,
@@ -52,9 +53,14 @@ class Epochs:
         session = self._session
         known = self._loaders.get((id(loader), predicts))
         if known is None or known[0] is not loader:
-            assert loader.batch_size is not None
-            sizes = session.batch_sizes or (loader.batch_size,)
-            sampler = PassSampler(sizes, session.local_nodes, loader.drop_last and not predicts)
+            batched, sizes = is_batched(loader), session.batch_sizes
+            sampler = PassSampler(
+                sizes or (loader.batch_size or 1,),
+                session.local_nodes,
+                loader.drop_last and not predicts,
+                is_batched=batched,
+                is_planned=bool(sizes) or not batched,
+            )
             passes = pass_loader(loader, sampler, session.seed, session.device)
             known = (loader, sampler, passes)
             self._loaders[id(loader), predicts] = known
@@ -92,6 +98,122 @@ class Epochs:
             self.open.move()
 
 
+class Reader(Protocol):
+    """Reads the global batches of one epoch."""
+
+    epoch: int
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the epoch; more than there can be where that is not known."""
+
+    @property
+    def length(self) -> int:
+        """Samples of the epoch; 0 where that is not known."""
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The indices of the epoch's samples, in order; empty without an index."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the order comes from a sampler that the script wrote."""
+
+    def __len__(self) -> int: ...
+
+    def check(self) -> None:
+        """Refuse an epoch whose loader has begun another one."""
+
+    def start(self, step: int) -> None:
+        """Read from a step on."""
+
+    def skip(self) -> None:
+        """Leave out the epoch, which was trained on before a restart."""
+
+    def take(self, step: int) -> Batch | None:
+        """The batch of a step; None where there are no more."""
+
+    def move(self, batch: Batch) -> None:
+        """Continue with other virtual nodes: with this batch, or the next one if it is done."""
+
+
+class IndexReader:
+    """Reads an epoch of the script's loader by the indices of samples: this worker's own only.
+
+    Args:
+        session: The state that the parts of the job share.
+        epochs: The script's loaders.
+        loop: Lets a loop of the script's run passes.
+        loader: The script's loader; its sampler has the order of the epoch.
+    """
+
+    def __init__(
+        self, session: Session, epochs: Epochs, loop: Loop, loader: "DataLoader[Any]"
+    ) -> None:
+        self._session, self._epochs, self._loop, self._loader = session, epochs, loop, loader
+        self._sampler, self._passes = epochs.passes_of(loader)
+        self._source: Iterator[Any] = iter(())
+        self.epoch, self.is_drawn = self._sampler.epoch, is_drawn(loader)
+
+    def __len__(self) -> int:
+        return self._sampler.num_steps
+
+    @property
+    def num_steps(self) -> int:
+        """Global batches in the epoch."""
+        return self._sampler.num_steps
+
+    @property
+    def length(self) -> int:
+        """The samples of the epoch."""
+        return len(self._sampler.order)
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The indices of the epoch's samples, in order, as a sampler of the script's is sent."""
+        return self._sampler.drawn
+
+    @property
+    def last_batch_samples(self) -> int:
+        """The number of samples in its last global batch."""
+        return self._sampler.passes(len(self) - 1)[0]
+
+    def check(self) -> None:
+        """See ``Reader``."""
+        if self._sampler.epoch != self.epoch:
+            raise TargetError("job.batches was called again for this loader; iterate the new one")
+
+    def start(self, step: int) -> None:
+        """See ``Reader``."""
+        self._sampler.first_step = step
+        self._source = feed(iter(self._passes), self._session.device)
+
+    def skip(self) -> None:
+        """See ``Reader``; nothing was read."""
+
+    def take(self, step: int) -> Batch | None:
+        """See ``Reader``."""
+        epochs, loader, sampler = self._epochs, self._loader, self._sampler
+        num_samples, passes = sampler.passes(step)
+        # The batch refers to no epoch, which refers to it: data workers end with the epoch.
+        return Batch(
+            epoch=self.epoch,
+            step=step,
+            num_samples=num_samples,
+            is_full=sampler.is_full(num_samples),
+            passes=passes,
+            _feed=self._source,
+            first_samples=lambda ranges: epochs.read(loader, sampler.keys_of(step, ranges)),
+            _loop=self._loop,
+        )
+
+    def move(self, batch: Batch) -> None:
+        """See ``Reader``."""
+        self.start(batch.step + int(batch.is_done))
+        if not batch.is_done:
+            batch.renew(self._sampler.passes(batch.step)[1], self._source)
+
+
 class Epoch:
     """The global batches of one epoch, made by ``job.batches``; ``epoch`` is its number."""
 
@@ -102,46 +224,45 @@ class Epoch:
         runner: Runner,
         progress: Progress,
         checkpoints: Checkpoints,
-        loop: Loop,
-        loader: "DataLoader[Any]",
+        reader: Reader,
         *,
         call: int,
     ) -> None:
         self._session, self._epochs = session, epochs
         self._runner, self._progress, self._checkpoints = runner, progress, checkpoints
-        self._call, self._loader, self._loop = call, loader, loop
-        self._sampler, self._passes = epochs.passes_of(loader)
-        self._source: Iterator[Any] = iter(())
+        self._call, self._reader = call, reader
         self._batch: Batch | None = None
-        self.epoch, self.is_drawn = self._sampler.epoch, is_drawn(loader)
 
     def __len__(self) -> int:
-        return self._sampler.num_steps
+        return len(self._reader)
 
     @property
-    def order(self) -> Sequence[int]:
-        """The indices of the epoch's samples, in order."""
-        return self._sampler.order
+    def epoch(self) -> int:
+        """Its number."""
+        return self._reader.epoch
 
     @property
-    def last_batch_samples(self) -> int:
-        """The number of samples in its last global batch."""
-        return self._sampler.passes(len(self) - 1)[0]
+    def drawn(self) -> Sequence[int] | None:
+        """The order that a sampler of the script's has drawn; None where any worker knows it."""
+        return self._reader.order if self._reader.is_drawn else None
 
     def __iter__(self) -> Iterator[Batch]:
-        session, sampler, call = self._session, self._sampler, self._call
-        if sampler.epoch != self.epoch:
-            raise TargetError("job.batches was called again for this loader; iterate the new one")
+        session, reader, call = self._session, self._reader, self._call
+        reader.check()
         checkpoints = self._checkpoints
-        first = checkpoints.first_step(call, sampler.num_steps, len(sampler.order))
-        if first == sampler.num_steps:
+        num_steps = reader.num_steps
+        first = checkpoints.first_step(call, num_steps, reader.length)
+        if first == num_steps:
+            reader.skip()
             return
         self._epochs.open = self
-        self._read_from(first)
-        for step in range(first, sampler.num_steps):
+        reader.start(first)
+        for step in range(first, num_steps):
             session.clock.ask()
             self._progress.entered(call, step)
-            self._batch = batch = self._make(step)
+            self._batch = batch = reader.take(step)
+            if batch is None:
+                break
             # Seed the random draws of the loop's body: they are equal where a worker joins here.
             seed_streams(session.seed, "batch", session.num_steps)
             yield batch
@@ -152,30 +273,7 @@ class Epoch:
         self._epochs.open = None
         self._progress.epoch_done(call)
 
-    def _make(self, step: int) -> Batch:
-        epochs, loader, sampler = self._epochs, self._loader, self._sampler
-        num_samples, passes = sampler.passes(step)
-        # The batch refers to no epoch, which refers to it: data workers end with the epoch.
-        return Batch(
-            epoch=self.epoch,
-            step=step,
-            num_samples=num_samples,
-            is_full=num_samples == self._sampler.global_batch_size,
-            passes=passes,
-            _feed=self._source,
-            first_samples=lambda ranges: epochs.read(loader, sampler.keys_of(step, ranges)),
-            _loop=self._loop,
-        )
-
-    def _read_from(self, step: int) -> None:
-        self._sampler.first_step = step
-        self._source = feed(iter(self._passes), self._session.device)
-
     def move(self) -> None:
-        """Continue with other virtual nodes: with this batch, or the next one if it is done."""
-        batch = self._batch
-        if batch is None:
-            return
-        self._read_from(batch.step + int(batch.is_done))
-        if not batch.is_done:
-            batch.renew(self._sampler.passes(batch.step)[1], self._source)
+        """Continue with other virtual nodes."""
+        if self._batch is not None:
+            self._reader.move(self._batch)

@@ -15,9 +15,9 @@ from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from . import finish, peers
 from .agreement.agreement import Agreement
-from .data import Batch, check_in_order, check_loader
+from .data import Batch, check_in_order, check_loader, has_index
 from .engine import LossFunction, Step, StepEngine
-from .epoch import Epoch, Epochs
+from .epoch import Epoch, Epochs, IndexReader
 from .inference import PREDICTION_EPOCH, Prediction
 from .losses import Weighted, weighted_by
 from .progress import Progress
@@ -28,6 +28,7 @@ from .saving import Checkpoints
 from .session import Session
 from .split_engine import SplitEngine
 from .step_times import StepTimes
+from .streaming import StreamReader, check_stream
 from .totals import check_same_length
 from .unplanned import HINT, has_gone_back
 
@@ -109,27 +110,54 @@ class Job:
         if self.is_main:
             print(*values, **options)  # noqa: T201
 
-    def batches(self, loader: "DataLoader[Any]", *, epoch: int | None = None) -> Epoch:
-        """Iterate one epoch over the script's DataLoader: each sample once over all workers.
+    def batches(self, loader: Any, *, epoch: int | None = None, steps: int | None = None) -> Epoch:
+        """Iterate one epoch over the script's data: each sample once over all workers.
 
-        The loader's ``batch_size`` is the global batch size. Each call is the next epoch.
+        A batch of the loader is a global batch. Each call is the next epoch.
 
         Args:
-            loader: A map-style DataLoader; its dataset, collate function, workers, pinning, order
-                and ``drop_last`` are kept.
+            loader: A DataLoader over a dataset with an index; its dataset, collate function,
+                workers, pinning, order and ``drop_last`` are kept, also batches that a batch
+                sampler cuts. Or whole batches that every worker draws alike and keeps its rows of:
+                a DataLoader over an IterableDataset, another iterable, a function such as
+                ``get_batch``.
             epoch: Number of the epoch, which keys the order and augmentations. Set it where a
                 script resumes in the middle; by default epochs are counted from 0.
+            steps: The most steps of the epoch, for data without an index; a function needs it.
 
         Raises:
             TargetError: The loader cannot be cut into virtual nodes exactly.
+
+        Example:
+            >>> import hetflow, torch
+            >>> job = hetflow.prepare(torch.nn.Linear(2, 1))
+            >>> def get_batch():
+            ...     return torch.rand(4, 2), torch.rand(4, 1)
+            >>> [batch.num_samples for batch in job.batches(get_batch, steps=3)]
+            [4, 4, 4]
         """
         session, engine = self._session, self._engine
         config = session.place.start.config
-        check_loader(loader, config.global_batch_size if config else None)
+        size = config.global_batch_size if config else None
+        is_indexed = has_index(loader)
+        if not is_indexed:
+            check_stream(loader, steps, size)
+        else:
+            check_loader(loader, size)
+            if steps is not None:
+                raise TargetError(
+                    "job.batches: steps is for data without an index",
+                    hint="leave the loop after so many batches; or give a sampler of so many",
+                )
         self._runner.join()
         number = session.next_epoch if epoch is None else epoch
-        sampler, _ = self._epochs.passes_of(loader)
-        sampler.set_epoch(number, self._order(loader, number))
+        reader: IndexReader | StreamReader
+        if is_indexed:
+            sampler, _ = self._epochs.passes_of(loader)
+            sampler.set_epoch(number, self._order(loader, number))
+            reader = IndexReader(session, self._epochs, self._rounds, loader)
+        else:
+            reader = self._stream(loader, number, steps)
         call = session.num_calls
         session.next_epoch, session.num_calls = number + 1, call + 1
         made = Epoch(
@@ -138,16 +166,39 @@ class Job:
             self._runner,
             self._progress,
             self._checkpoints,
-            self._rounds,
-            loader,
+            reader,
             call=call,
         )
         engine.drain()
         if not engine.flushes and session.num_steps:
             self.compare()
-        if len(made):
-            engine.begin_epoch(made.epoch, len(made), made.last_batch_samples)
+        if isinstance(reader, IndexReader) and len(reader):
+            engine.begin_epoch(number, len(reader), reader.last_batch_samples)
         return made
+
+    def _stream(self, source: Any, epoch: int, steps: int | None) -> StreamReader:
+        if not self._engine.flushes:
+            raise TargetError(
+                "a schedule without flushes runs over a whole epoch, and data without an index "
+                "does not say how many batches it has",
+                hint="use a schedule that flushes, such as 1f1b; or a dataset with an index",
+            )
+        registered, dataset = self._progress.registered, getattr(source, "dataset", None)
+        is_registered = any(thing is dataset for thing in registered if dataset is not None)
+        if is_registered and getattr(source, "num_workers", None):
+            raise TargetError(
+                "the dataset is registered, and its data workers have copies of it that go on",
+                hint="use num_workers=0, or register a loader with a state (StatefulDataLoader)",
+            )
+        return StreamReader(
+            self._session,
+            source,
+            self._rounds,
+            epoch=epoch,
+            steps=steps,
+            has_state=is_registered or any(thing is source for thing in registered),
+            saw=self._agreement.saw,
+        )
 
     def _order(self, loader: "DataLoader[Any]", epoch: int) -> Sequence[int]:
         def draw() -> list[int]:
@@ -496,7 +547,7 @@ class Job:
         """
         self._engine.check_predicts()
         self._session.has_evaluated = True
-        check_loader(loader, None)
+        check_loader(loader, None, predicts=True)
         check_in_order(loader)
         self._runner.join()
         sampler, passes = self._epochs.passes_of(loader, predicts=True)

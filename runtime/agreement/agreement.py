@@ -29,13 +29,13 @@ from ..group import Place
 from ..telling import log
 from .fingerprints import fingerprint, shadow_of
 from .known import KnownParameters
-from .settings import SettingsNumber, are_alike, settings_of
+from .settings import MOST, SettingsNumber, are_alike, settings_of
 from .strangers import OtherOptimizers, check_leaves
 from .verdict import Statement, find_fault
 from .watch import Watch
 
 # Columns of a worker's row; the fingerprints of the sets of tensors follow.
-_ARITHMETIC, _SETTINGS, _FROZEN, _FINGERPRINTS = 0, 1, 2, 3
+_ARITHMETIC, _SETTINGS, _FROZEN, _DATA, _FINGERPRINTS = 0, 1, 2, 3, 4
 
 Answer = TypeVar("Answer")
 Together = Callable[[Callable[[], Answer]], Answer]
@@ -92,7 +92,7 @@ class Agreement:
     def __init__(self, subject: Subject, watch: Watch) -> None:
         self._subject, self._watch = subject, watch
         self._settings = SettingsNumber(subject.optimizers)
-        self._epoch = -1
+        self._epoch, self._data = -1, 0
         self._looks = False
         self._leaves = WeakIdKeyDictionary()  # plain tensors that losses depended on
         self._has_warned_of_schedule = False
@@ -103,7 +103,11 @@ class Agreement:
     @property
     def settings_number(self) -> int:
         """The number that this worker adds to the step's sums, along with its square."""
-        return self._settings.number
+        return self._settings.number ^ self._data & MOST
+
+    def saw(self, digest: int) -> None:
+        """Note the digest of a global batch that every worker draws by itself."""
+        self._data = digest
 
     def registered(self, thing: object) -> None:
         """Note an object that the script gave to ``job.register``."""
@@ -198,6 +202,15 @@ class Agreement:
         """
         subject = self._subject
         rows: Tensor = subject.together(lambda: _rows(subject.place(), self._own_row()))
+        data = rows[:, _DATA].tolist()
+        if len(set(data)) > 1:
+            other = next(rank for rank, number in enumerate(data) if number != data[0])
+            raise TargetError(
+                f"workers 0 and {other} drew unlike batches by step {step}, so samples were used "
+                f"twice or never",
+                hint="let every worker's stream give the same whole batches: no sharding by rank, "
+                "one seed on all workers; hetflow cuts them into shares",
+            )
         if not self._agree(rows):
             told: list[str] = subject.together(
                 lambda: _texts(subject.place(), json.dumps(self._statement().as_json()))
@@ -217,6 +230,7 @@ class Agreement:
             _hash(arithmetic_of(subject.place().device)),
             _hash(repr(settings_of(subject.optimizers))),
             _hash(repr(self._frozen())),
+            self._data,
         ]
         return torch.cat([torch.tensor(head), *(number.reshape(1).cpu() for number in numbers)])
 

@@ -15,6 +15,8 @@ Settings = list[dict[str, Value]]
 """[groups] name and value of each setting; the groups of several optimizers are concatenated."""
 
 _BITS = 22  # float64 sums the squares of such numbers exactly over 500 workers
+MOST = (1 << _BITS) - 1
+"""The largest such number."""
 _PLAIN = (bool, int, float, str, type(None))
 # Entries that no update reads: the parameters, their names, and a scheduler's notes.
 _LEFT_OUT = frozenset({"params", "param_names", "initial_lr"})

@@ -425,13 +425,13 @@ class Member:
 
     def _state(self) -> dict[str, Any]:
         """All state that a joining worker needs, in a checkpoint's form."""
-        epoch = self._epochs.open
+        drawn = None if self._epochs.open is None else self._epochs.open.drawn
         return {
             **self._behind.give(self.mirror.state()),
             "operations": self._control.num_operations + 1,
             "mirrored": self.mirror.names,
             "watched": self._session.watch.steps,
-            "order": torch.tensor(epoch.order) if epoch is not None and epoch.is_drawn else None,
+            "order": None if drawn is None else torch.tensor(drawn),
         }
 
     # Joining workers

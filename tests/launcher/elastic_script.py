@@ -4,7 +4,8 @@
 is there; after each step in HOLD it waits until the file ``go-STEP`` is there. Writes the digest of
 all that training leaves. With AWKWARD set the script does all that is awkward for a change: data
 workers, a sampler of its own, weighted losses, gradients kept over two steps, a buffer that is no
-batch-norm's, predictions. With IN_PARTS set its own loop goes over the parts of each batch.
+batch-norm's, predictions. With IN_PARTS set its own loop goes over the parts of each batch; with
+STREAM set the pictures come as a stream.
 """
 
 import hashlib
@@ -12,12 +13,13 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from hetflow import runtime as hf
 from hetflow.runtime.digest import digest_of
@@ -39,6 +41,14 @@ class Pictures(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         picture = torch.full((3, 6, 6), index / NUM_SAMPLES)
         return picture + 0.1 * torch.randn(3, 6, 6), index % 4
+
+
+class Streamed(IterableDataset):
+    """The same pictures, without an index."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        pictures = Pictures()
+        return (pictures[number] for number in range(NUM_SAMPLES))
 
 
 class Scale(nn.Module):
@@ -70,6 +80,8 @@ if awkward:
     weights = torch.arange(1.0, NUM_SAMPLES + 1)
     sampler = WeightedRandomSampler(weights, NUM_SAMPLES, replacement=True)
     loader = DataLoader(Pictures(), batch_size=BATCH, sampler=sampler, num_workers=1)
+if os.environ.get("STREAM"):
+    loader = DataLoader(Streamed(), batch_size=BATCH, num_workers=int(awkward))
 in_order = DataLoader(Pictures(), batch_size=BATCH)
 progress = HERE / f"steps-{os.getpid()}"
 sys.stdout.write(f"prepared {os.getpid()}\n")
