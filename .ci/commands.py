@@ -58,6 +58,18 @@ OTHERS = (
     "rent odds zones.json",
     "rent machines prices.json --profiles flat --batch-size 64 --steps 1000 --most-devices 2",
     "rent prices prices.json --rate V100=2 --rate P100=1 --work-hours 2",
+    "show layered",
+    "show jobs.json",
+    "show throughputs.json",
+    "show cluster.json",
+    "show zones.json",
+    "show prices.json",
+    "show counts.json",
+    "import small.graph.txt --device-type V100 --device-memory 16GB -o imported.json",
+    "import log.txt --format sacct --rate v100=2 -o imported-jobs.json",
+    "cluster replay --sacct log.txt --policy las --gpus 2xv100",
+    "queue --state state",
+    "cluster usage --state state",
 )
 
 
@@ -76,7 +88,15 @@ def main() -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write the golden cases' files, and markets."""
+    """Write the golden cases' files, markets, a log of Slurm's, and the state of a live cluster."""
+    from hetflow.scheduler.store import Store
+
+    Store.create(folder / "state").close()
+    (folder / "log.txt").write_text(
+        "JobID|JobName|State|Submit|Start|End|AllocTRES\n"
+        "1|a|COMPLETED|2026-11-23T03:11:15|2026-11-23T03:11:16|2026-11-23T03:11:18|gres/gpu:v100=2\n",
+        encoding="utf-8",
+    )
     spec = importlib.util.spec_from_file_location("inputs", ROOT / "tests" / "golden" / "inputs.py")
     inputs: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     spec.loader.exec_module(inputs)  # type: ignore[union-attr]

@@ -104,7 +104,7 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
 
         if way == "--by-cloud":
             return spread_image(first, file_format)
-        if way == "--presence" or not first.prices:
+        if way == "--presence" or not (way or first.prices):
             return presence_image(first, file_format)
         return prices_image(first, file_format, per_device=way == "--per-device")
     from ..reports.plots import curves_image, split_image

@@ -42,6 +42,19 @@ def test_prices_are_drawn(hetflow, market: Path, tmp_path: Path, options: tuple,
     assert f"<!-- {said} -->" in target.read_text()
 
 
+@pytest.mark.parametrize("way", ["--per-device", "--by-cloud"])
+def test_a_way_to_draw_prices_is_refused_where_there_are_none(
+    hetflow, tmp_path: Path, way: str
+) -> None:
+    """--per-device drew when machines were there instead, without a word."""
+    zone = {"zone": "a", "start": "2024-01-01T00:00:00Z", "tick_seconds": 600, "available": [1, 0]}
+    market = tmp_path / "market.json"
+    market.write_text(json.dumps({"schema": "hetflow.market/1", "availability": [zone]}))
+    answer = hetflow("show", market, "--plot", tmp_path / "prices.svg", way)
+    assert answer.code == 2
+    assert "this market has no prices to plot" in answer.stderr
+
+
 def test_a_catalogue_alone_is_a_market(hetflow, tmp_path: Path) -> None:
     table, target = tmp_path / "machines.csv", tmp_path / "market.json"
     table.write_text("Instance,GPU type,# GPUs,On demand $/h,Spot $/h,Egress $/GB,Region\n"
