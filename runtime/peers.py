@@ -186,6 +186,7 @@ all_gather = _collective(getattr(dist, "all_gather_single", dist.all_gather_into
 all_to_all_single = _collective(dist.all_to_all_single)
 isend = _starting(dist.isend)
 irecv = _starting(dist.irecv)
+all_gather_object = guarded("all_gather_object", dist.all_gather_object)
 send = guarded("send", dist.send)
 receive = guarded("receive", cast("Callable[..., int | None]", dist.recv))
 init_process_group = guarded("init_process_group", dist.init_process_group)

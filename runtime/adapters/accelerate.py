@@ -22,7 +22,7 @@ from .training import Cuts, training
 VERSIONS = ((1, 10), (1, 15))  # the oldest and the newest that were tested
 
 
-def adapt() -> None:
+def adapt(_: Any) -> None:
     """Change accelerate's classes in this process."""
     import accelerate.accelerator as accelerators
     import accelerate.data_loader as loaders

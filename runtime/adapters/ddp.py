@@ -20,7 +20,7 @@ from .training import Cuts, Training, begun, training
 _CUT: WeakSet[Any] = WeakSet()
 
 
-def adapt() -> None:
+def adapt(_: Any) -> None:
     """Change torch's classes in this process."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -79,9 +79,10 @@ def _run(original: Any, self: Any, *values: Any, **options: Any) -> Any:
     current = begun()
     if current is None:
         return original(self, *values, **options)
-    if self.training and torch.is_grad_enabled():
+    trains = self.module.training  # Lightning leaves the wrapper itself in evaluation mode
+    if trains and torch.is_grad_enabled():
         current.begin_pass()
-    with current.running(trains=self.training):
+    with current.running(trains=trains):
         return original(self, *values, **options)
 
 
@@ -147,10 +148,14 @@ def _cut_batches(original: Any, self: Any, *values: Any, **options: Any) -> None
             hint="give it a batch_size",
         )
     global_batch = self.batch_size * current.world_size
-    batches = BatchSampler(self.sampler, global_batch, self.drop_last)
+    cut_loader(self, Cuts(current, BatchSampler(self.sampler, global_batch, self.drop_last)))
+
+
+def cut_loader(loader: Any, cuts: Cuts) -> None:
+    """Let a DataLoader give this worker's parts, and note each as the script takes it."""
     # A DataLoader refuses other batches once it is made; only its iterators read them.
-    object.__setattr__(self, "batch_sampler", Cuts(current, batches))
-    _CUT.add(self)
+    object.__setattr__(loader, "batch_sampler", cuts)
+    _CUT.add(loader)
 
 
 def _deliver(original: Any, self: Any) -> Iterator[Any]:
@@ -161,6 +166,6 @@ def _taken(batches: Iterator[Any], loader: Any) -> Iterator[Any]:
     """This worker's shares; one that counts nothing is needed where the others train."""
     for batch in training().asking(batches, loader.batch_sampler):
         piece = loader.batch_sampler.pieces.popleft()
-        if piece.own_samples or not training().is_evaluating:
+        if piece.own_samples or loader.batch_sampler.gives_all or not training().is_evaluating:
             training().take(piece)
             yield batch

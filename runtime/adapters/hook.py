@@ -1,5 +1,6 @@
 """Adapt a library when a script imports it."""
 
+import sys
 from functools import partial
 from importlib import import_module
 
@@ -10,17 +11,18 @@ ADAPTED = {
     "torch": ".ddp",
     "accelerate": ".accelerate",
     "transformers.trainer": ".transformers",
-    "lightning.pytorch.trainer.trainer": ".lightning",
-    "pytorch_lightning.trainer.trainer": ".lightning",
-    "lightning.fabric.fabric": ".lightning",
+    "lightning.fabric": ".lightning",
+    "lightning.pytorch": ".lightning",
+    "lightning_fabric": ".lightning",
+    "pytorch_lightning": ".lightning",
 }
 
 
 def install() -> None:
     """Adapt libraries as the script imports them; call it before the script runs."""
     for name, adapter in ADAPTED.items():
-        after_import(name, partial(_adapt, adapter))
+        after_import(name, partial(_adapt, adapter, name))
 
 
-def _adapt(adapter: str) -> None:
-    import_module(adapter, __package__).adapt()
+def _adapt(adapter: str, name: str) -> None:
+    import_module(adapter, __package__).adapt(sys.modules[name])

@@ -101,6 +101,19 @@ def _read(node: Any, terms: list[_Term], *, is_whole: bool, is_divided: bool = F
         terms.append(_Term())
 
 
+def ignores_targets(loss: Tensor) -> bool:
+    """Whether a loss is seen to hold a cross entropy that ignores targets or weights classes."""
+    ahead: list[Any] = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if hasattr(node, "_saved_total_weight") and node._saved_reduction != _SUMMED:
+            if float(node._saved_total_weight) != node._saved_target.numel():
+                return True
+        elif type(node).__name__ in _FACTORS | _TERMS | {"DivBackward0"}:
+            ahead += [following for following, _ in node.next_functions]
+    return False
+
+
 def is_known(loss: Tensor) -> bool:
     """Whether a loss is a multiple of one whose value is the global batch's by now."""
     node: Any = loss.grad_fn

@@ -11,10 +11,11 @@ come from and where results are gathered; nothing is known here of any library.
 
 import functools
 import signal
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn, Protocol
 
@@ -53,12 +54,14 @@ class Piece:
         start: Position of this worker's first sample in it.
         own_samples: This worker's samples; 0 where the batch is too short for all workers.
         batch_size: Samples of the script's full batches; None where its sampler does not say.
+        digest: Of the samples' indices: equal on workers that draw the same batch.
     """
 
     num_samples: int
     start: int
     own_samples: int
     batch_size: int | None
+    digest: int = 0
 
     def of(self, indices: Sequence[Any]) -> list[Any]:
         """This worker's entries of a global batch's; if it has none, one that counts nothing.
@@ -121,6 +124,7 @@ class Training:
         num_full_steps: Steps that have begun with a full global batch.
         sized: The batches under measurement that the script asked for last; None in a launch.
         watcher: Who measures the script; None in a launch.
+        num_taken: Batches that the script has taken since an adapter last looked.
     """
 
     def __init__(self, start: Start) -> None:
@@ -145,6 +149,7 @@ class Training:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.piece: Piece | None = None
         self.pass_samples = 0
+        self.num_taken = 0
         self._part_weight: float | None = None
         self._num_running = 0
         self._factor = 1.0
@@ -222,6 +227,11 @@ class Training:
         """This worker's part of a global batch of ``num_samples`` samples."""
         return self.share.of(num_samples, batch_size)
 
+    @property
+    def some_run_parts(self) -> bool:
+        """Whether any device of the plan has several virtual nodes."""
+        return len(self._sizes) > self.world_size
+
     def shares(self, num_samples: int) -> list[int]:
         """[workers] samples of each of a global batch."""
         shares = [0] * self.world_size
@@ -262,6 +272,7 @@ class Training:
 
     def take(self, piece: Piece) -> None:
         """Note the part of the batch that the script gets now."""
+        self.num_taken += 1
         if self._ahead is not None:
             self._ahead.append(piece)
         self.begin_batch(piece)
@@ -373,7 +384,7 @@ class Training:
                 f"the plan gives this device {len(self._nodes)} virtual nodes, and the script's "
                 "own loop would run them in one pass, with more memory than planned",
                 hint="profile larger batches and solve again, for one virtual node on each device; "
-                "or use transformers' Trainer or hf.prepare, which run them one by one",
+                "or train by the Trainer of transformers or Lightning, or by hf.prepare",
             )
 
     def end_pass(self) -> None:
@@ -553,9 +564,10 @@ class Training:
 
     def train(self, model: nn.Module) -> None:
         """Sum the gradients of a model that DistributedDataParallel takes the mean of."""
-        self.models.append(model)
+        if model not in self.models:  # a script may train a model twice
+            self.models.append(model)
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and id(parameter) not in self._trained:
                 parameter.register_hook(self._summed)  # type: ignore[no-untyped-call]
                 self._trained.add(id(parameter))
 
@@ -588,6 +600,30 @@ class Training:
         if self.place.distributed:
             peers.all_reduce(total)
         return total
+
+    def numbers_of_all(self, own: Sequence[float]) -> list[list[float]]:
+        """[workers][numbers] the numbers of all workers, as many on each."""
+        device = self.place.device
+        found = torch.empty(self.world_size * len(own), dtype=torch.float64, device=device)
+        peers.all_gather(found, torch.tensor(own, dtype=torch.float64, device=device))
+        rows: list[list[float]] = found.view(self.world_size, len(own)).tolist()
+        return rows
+
+    def are_all_true(self, own: bool) -> bool:
+        """Whether something is true on all workers."""
+        return all(row[0] for row in self.numbers_of_all([float(own)]))
+
+    def exchanged(self, own: Any) -> list[Any]:
+        """[workers] an object of each; for what is seldom exchanged."""
+        found: list[Any] = [None] * self.world_size
+        peers.all_gather_object(found, own)
+        return found
+
+    def equalise_draws(self) -> None:
+        """Give all workers the first worker's stream of random numbers on the host."""
+        state = torch.get_rng_state().to(self.place.device)
+        peers.broadcast(state, src=0)
+        torch.set_rng_state(state.cpu())
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """[rows of all workers, ...] tensors of unlike numbers of rows, in order of the batch.
@@ -653,7 +689,10 @@ class Training:
     def equalise_buffers(self) -> None:
         """Give all workers the first worker's buffers, as DistributedDataParallel does."""
         for buffer in self.models.buffers() if self.place.distributed else ():
-            peers.broadcast(buffer, src=0)
+            held = buffer.to(self.place.device)  # Lightning moves models to the host at the end
+            peers.broadcast(held, src=0)
+            if held is not buffer:
+                buffer.copy_(held)
 
     # The end
 
@@ -733,6 +772,8 @@ class Cuts:
     Args:
         training: This worker's training.
         batches: The script's batch sampler, equal on every worker.
+        draws_alike: Whether to take the first worker's random stream before each epoch's order.
+        gives_all: Whether a worker without samples gets one that counts nothing in evaluation too.
 
     Attributes:
         batch_sampler: The script's batch sampler.
@@ -743,7 +784,15 @@ class Cuts:
     # What accelerate asks of its own sampler: batches are split, and not filled up.
     split_batches, even_batches = True, False
 
-    def __init__(self, training: Training, batches: Any) -> None:
+    def __init__(
+        self,
+        training: Training,
+        batches: Any,
+        *,
+        draws_alike: bool = False,
+        gives_all: bool = False,
+    ) -> None:
+        self._draws_alike, self.gives_all = draws_alike, gives_all
         self.sized: Sized | None = None
         if training.watcher is not None:
             batches = self.sized = Sized(batches, FEW_SAMPLES * training.world_size)
@@ -769,9 +818,11 @@ class Cuts:
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.pieces.clear()
+        if self._draws_alike:
+            self._training.equalise_draws()
         for indices in self.batch_sampler:
             piece = self._training.cut(len(indices), self.batch_size)
-            self.pieces.append(piece)
+            self.pieces.append(replace(piece, digest=zlib.crc32(repr(indices).encode())))
             yield piece.of(indices)
 
 

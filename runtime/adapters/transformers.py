@@ -38,7 +38,7 @@ _INTEGRATIONS = "transformers.integrations"  # loggers of other tools
 _LOOSE = 3e-2  # of losses in 16 bits
 
 
-def adapt() -> None:
+def adapt(_: Any) -> None:
     """Change Trainer in this process."""
     from transformers import Trainer
 

@@ -277,7 +277,7 @@ class _Calls:
             is_telling = False
             for cut in cuts:
                 parts = [self._part(start, end) for start, end in pairwise([0, *accumulate(cut)])]
-                verdict = Comparison(whole, parts, rounding=self._rounding(whole.value))
+                verdict = Comparison(whole, parts, rounding=self._rounding())
                 if self._form.gives_outputs:
                     verdict.check_outputs()
                 else:
@@ -322,7 +322,7 @@ class _Calls:
         first, second = self._part(0, end, leaves=True), self._part(0, end)
         scale = float(first.value.abs().nan_to_num().max())
         difference = float((first.value - second.value).abs().nan_to_num().max())
-        if difference <= _REPEATED * self._rounding(first.value) * scale:
+        if difference <= _REPEATED * self._rounding() * scale:
             return
         value = "the loss" if first.value.dim() == 0 else "an output"
         raise TargetError(
@@ -370,14 +370,24 @@ class _Calls:
         self._gradients += [(t, None if t.grad is None else t.grad.clone()) for t in leaves]
         self._really_backward(tensors, *arguments, **options)
 
-    def _rounding(self, value: Tensor) -> float:
-        coarsest = max(self._draws.coarsest, torch.finfo(torch.float64).eps)
-        known = [r for dtype, r in _ROUNDING.items() if torch.finfo(dtype).eps >= coarsest]
-        rounding = min(known, default=0.1)
-        leaves = tree_leaves(next(iter(self._inputs.values())))
-        on_host = all(backend_of(t.device).is_host for t in leaves if isinstance(t, Tensor))
-        is_single = rounding == _ROUNDING[torch.float32]
-        return _ROUNDING_OF_TF32 if is_single and not on_host else rounding
+    def _rounding(self) -> float:
+        return rounding_of(self._draws.coarsest, next(iter(self._inputs.values())))
+
+
+def rounding_of(coarsest: float, inputs: Any) -> float:
+    """The relative difference by rounding that a mean over samples may have.
+
+    Args:
+        coarsest: The largest ``eps`` of the dtypes in which it was computed.
+        inputs: What it was computed from.
+    """
+    coarsest = max(coarsest, torch.finfo(torch.float64).eps)
+    known = [r for dtype, r in _ROUNDING.items() if torch.finfo(dtype).eps >= coarsest]
+    rounding = min(known, default=0.1)
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    on_host = all(backend_of(tensor.device).is_host for tensor in tensors)
+    is_single = rounding == _ROUNDING[torch.float32]
+    return _ROUNDING_OF_TF32 if is_single and not on_host else rounding
 
 
 class Comparison:

@@ -140,6 +140,73 @@ def test_trl_and_peft_train_as_one_process(tmp_path: Path, plan_of: Plans) -> No
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("script", "devices", "parameters"),
+    [
+        # The last batch has two samples, so one of three workers has none.
+        (("lit_classifier.py", "norm"), [(1, 16), (1, 10), (1, 6)], 1e-9),
+        (("lit_classifier.py", "plain"), [(3, 8), (1, 8)], 1e-9),
+        (("lit_gan.py",), [(1, 24), (1, 8)], 1e-9),
+        (("fabric.py",), [(1, 16), (1, 10), (1, 6)], 1e-9),
+    ],
+)
+def test_lightning_trains_and_logs_as_one_process(
+    script: tuple[str, ...],
+    devices: list[tuple[int, int]],
+    parameters: float,
+    tmp_path: Path,
+    plan_of: Plans,
+) -> None:
+    path, *rest = script
+    alone(tmp_path, SCRIPTS / path, "one", "alone", *rest)
+    code, stderr = launch(tmp_path, plan_of(devices), SCRIPTS / path, "many", "out", *rest)
+    assert code == 0, stderr
+    assert_equal(tmp_path, parameters=parameters, others=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_lightning_resumes_under_another_plan_as_one_process(
+    tmp_path: Path, plan_of: Plans
+) -> None:
+    alone(tmp_path, SCRIPTS / "lit_language.py", "one", "alone")
+    saved = (tmp_path / "checkpoints" / "epoch=0.ckpt").rename(tmp_path / "saved.ckpt")
+    plan = plan_of([(3, 8), (1, 8)])
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "lit_language.py", "many", "out", saved)
+    assert code == 0, stderr
+    # Parts of the loss are computed in 32 bits.
+    assert_equal(tmp_path, parameters=1e-6, others=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_lightning_is_refused_where_it_would_train_something_else(
+    tmp_path: Path, plan_of: Plans
+) -> None:
+    code, stderr = launch(tmp_path, plan_of([(2, 4), (1, 4)]), SCRIPTS / "lit_refused.py", "said")
+    assert code == 0, stderr
+    said = json.loads((tmp_path / "said").read_text())
+    expected = {
+        "fsdp": "strategy=fsdp",
+        "batch size": "batches of 6 samples, and the plan's global batch has 12",
+        "stream": "an IterableDataset has no order of samples",
+        "several loaders": "takes batches of several loaders",
+        "contrast": "in training_step, the loss of a batch does not follow",
+        "perplexity": "'perplexity' of a batch does not follow",
+        "epoch": "'mean_of_batches' is logged in on_validation_epoch_end and differs",
+        "metric on steps": "the metric 'f1' is logged on each step",
+        "no loss": "training_step returns no loss",
+        "by hand": "manual optimization runs once on a batch",
+        "compiled": "torch.compile",
+        "uncut": "cannot be cut into parts",
+    }
+    assert said.keys() == expected.keys()
+    for name, words in expected.items():
+        assert words in said[name], (name, said[name])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_script_for_torchrun_trains_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     alone(tmp_path, SCRIPTS / "sampled.py", "one", **variables)
@@ -355,10 +422,11 @@ def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_installed_versions_are_those_that_the_adapters_name() -> None:
-    from hetflow.runtime.adapters import accelerate, transformers
+    from hetflow.runtime.adapters import accelerate, lightning, transformers
 
     oldest = (ROOT / ".ci" / "libraries").read_text()
-    for library, adapter in (("accelerate", accelerate), ("transformers", transformers)):
+    adapters = {"accelerate": accelerate, "transformers": transformers, "lightning": lightning}
+    for library, adapter in adapters.items():
         assert importlib.metadata.version(library)
         check_version(library, adapter.VERSIONS)
         major, minor = adapter.VERSIONS[0]

@@ -1,0 +1,384 @@
+"""Numbers that a step computes on a worker's part of a batch, and what they are on the whole.
+
+A step of a script gives a loss and logs values, each of the samples that it sees. How the batch's
+number follows from those of its parts is found by a trial: the step is called on a few samples
+together and in two unequal parts. What fits there is a mean over samples or labels, a sum, the
+largest or the smallest. A number of no such kind must be equal on all workers, or it is refused.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...schema.errors import TargetError
+from ..data import copied
+from ..promise.draws import Draws
+from ..promise.promise import rounding_of
+from ..promise.untouched import Untouched
+from ..streams import streams_kept
+from .rows import labels_counted, rows_of, with_unlike_rows
+from .training import Piece, Training
+
+Numbers = dict[str, float]
+"""The numbers of one call of a step, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What one call of a step in a trial gave.
+
+    Attributes:
+        numbers: By name.
+        scales: Of some of them: what rounding is relative to, where not to the numbers themselves.
+    """
+
+    numbers: Numbers
+    scales: Numbers
+
+
+Call = Callable[[Any], Tried]
+"""Calls a step on some samples, without effects."""
+
+# In order of preference, for numbers that never tell them apart.
+_MEANS = ("mean over samples", "mean over labels", "mean over following labels")
+_KINDS = (*_MEANS, "sum", "largest", "smallest")
+_OF_LOSSES = _KINDS[:4]
+LOSS = "the loss"
+_MOST_SAMPLES, _MOST_AGAIN = 8, 64  # of the first trial, and of later ones
+_MOST_TRIES = 5
+_SLOPE = "\nslope"
+_MOST_SLOPES, _MOST_WEIGHTS = 8, 1 << 16  # parameters, and weights of each, in a slope
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What counts in the means of some samples.
+
+    Attributes:
+        num_samples: Samples; 0 where one only keeps the worker in step with the others.
+        num_labels: Labels that are not ignored.
+        num_following: Those of each row's second position on.
+    """
+
+    num_samples: int
+    num_labels: int
+    num_following: int
+
+    @classmethod
+    def of(cls, batch: Any, num_samples: int) -> "Part":
+        """Count the samples and labels of a batch."""
+        return cls(num_samples, *(labels_counted(batch) if num_samples else (0, 0)))
+
+    def counted(self, kind: str) -> float:
+        """What counts in numbers of a kind."""
+        if kind in _MEANS[1:]:
+            return self.num_labels if kind == _MEANS[1] else self.num_following
+        return self.num_samples
+
+
+def _put_together(kind: str, values: Sequence[float], parts: Sequence[Part]) -> float:
+    """The number of several parts together, if it is of this kind."""
+    found = [
+        (value, part.counted(kind))
+        for value, part in zip(values, parts, strict=True)
+        if part.counted(kind)
+    ]
+    if not found:
+        return math.nan
+    if kind in _MEANS:
+        return sum(v * count for v, count in found) / sum(count for _, count in found)
+    if kind == "sum":
+        return sum(v for v, _ in found)
+    return max(v for v, _ in found) if kind == "largest" else min(v for v, _ in found)
+
+
+def _are_close(one: float, other: float, rounding: float, scale: float) -> bool:
+    if math.isnan(one) or math.isnan(other):
+        return math.isnan(one) and math.isnan(other)
+    return one == other or abs(one - other) <= rounding * scale
+
+
+class Step:
+    """One of the script's functions that run on every batch, and what its numbers are.
+
+    Args:
+        name: The function's name.
+        training: This worker's training.
+        model: What the function may change: a trial puts it back.
+    """
+
+    def __init__(self, name: str, training: Training, model: nn.Module) -> None:
+        self._name, self._training, self._model = name, training, model
+        self._kinds: dict[str, tuple[str, ...]] = {}
+        self._faults: dict[tuple[str, str], float] = {}
+        self._num_tries = 0
+        self._rounding = 0.0
+
+    def try_once(self, call: Call, batch: Any) -> None:
+        """Try the function on this worker's samples, unless that was done; call it on all workers.
+
+        Args:
+            call: Calls the function on some samples.
+            batch: This worker's part of the batch.
+        """
+        if not self._num_tries:
+            self._try(call, batch)
+
+    def check_means(self, prefix: str) -> None:
+        """Refuse the numbers of this name and those that follow it, unless they are means.
+
+        Raises:
+            TargetError: One is not the mean over samples.
+        """
+        for name, kinds in self._kinds.items():
+            if name.startswith(prefix) and _MEANS[0] not in kinds:
+                raise self._no_kind(name, "its mean over samples")
+
+    def _try(self, call: Call, batch: Any) -> None:
+        most = _MOST_AGAIN if self._num_tries else _MOST_SAMPLES
+        self._num_tries += 1
+        answers = self._training.exchanged(self._tried(call, batch, most))
+        told = [answer for answer in answers if answer is not None]
+        if failures := [answer for answer in answers if isinstance(answer, str)]:
+            raise TargetError(
+                f"{self._name} could not be tried on a few samples: {failures[0]}",
+                hint="it must run on any number of samples; or train with hf.prepare",
+            )
+        if not told:
+            raise TargetError(
+                f"{self._name} could not be tried, for no worker has two samples of the batch",
+                hint="use larger batches, so that a device has two samples for a trial",
+            )
+        for name in {name: None for faults, _ in told for name in faults}:
+            for faults, _ in told:
+                for kind in _KINDS:
+                    fault = faults.get(name, {}).get(kind, math.inf if name in faults else 0.0)
+                    self._faults[name, kind] = self._faults.get((name, kind), 0.0) + fault
+            fits = [kind for kind in _KINDS if math.isfinite(self._faults[name, kind])]
+            self._kinds[name] = tuple(sorted(fits, key=lambda kind: self._faults[name, kind]))
+        self._rounding = max(rounding for _, rounding in told)
+
+    def _tried(
+        self, call: Call, batch: Any, most: int
+    ) -> tuple[dict[str, Numbers], float] | str | None:
+        """(faults of kinds by name, rounding); a failure; None with too few samples to tell."""
+        piece = self._training.piece
+        rows = min(piece.own_samples if piece is not None else 0, most)
+        if piece is None or rows < 2:
+            return None
+        tried = with_unlike_rows(rows_of(batch, piece.own_samples, 0, rows))
+        ranges = ((0, rows), (0, 1), (1, rows))
+        inputs = [rows_of(tried, rows, *ends) for ends in ranges]
+        draws, untouched = Draws(rows), Untouched(call, self._model)
+        failure = ""
+        for trains in (False, True):  # in evaluation mode, if the function can run so
+            try:
+                with streams_kept(), draws.replaced():
+                    answers = []
+                    for number, (ends, given) in enumerate(zip(ranges, inputs, strict=True)):
+                        with (
+                            untouched.calling(training=trains),
+                            draws.of(*ends, keeps=number == 0),
+                        ):
+                            answers.append(call(copied(given)))
+            except TargetError:
+                raise
+            except Exception as error:
+                failure = failure or f"{type(error).__name__}: {error}".splitlines()[0]
+                continue
+            torch.clear_autocast_cache()  # else casts of weights would have no graph later
+            parts = [
+                Part.of(given, b - a) for given, (a, b) in zip(inputs[1:], ranges[1:], strict=True)
+            ]
+            rounding = rounding_of(draws.coarsest, batch)
+            return _faults_of_kinds(answers, parts, rounding), rounding
+        return failure
+
+    def weights(self, call: Call, batch: Any, parts: Sequence[Part]) -> list[float]:
+        """[parts] what the loss of each counts in the plain mean of workers; call it on all.
+
+        Args:
+            call: Calls the function on some samples.
+            batch: This worker's part of the batch.
+            parts: This worker's virtual nodes.
+
+        Raises:
+            TargetError: The batch's loss is not made of its parts' losses.
+        """
+        while True:
+            kinds = [kind for kind in self._kinds.get(LOSS, ()) if kind in _OF_LOSSES]
+            if not kinds:
+                raise self._no_kind(LOSS, "their sum, nor their mean by samples or by labels")
+            found = [self._weights_by(kind, parts) for kind in kinds]
+            if self._num_tries >= _MOST_TRIES or all(
+                self._training.are_all_true(
+                    all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(found[0], o, strict=True))
+                )
+                for o in found[1:]
+            ):
+                return found[0]
+            self._try(call, batch)
+
+    def _weights_by(self, kind: str, parts: Sequence[Part]) -> list[float]:
+        workers = self._training.world_size
+        if kind == "sum":
+            return [float(workers) if part.num_samples else 0.0 for part in parts]
+        if kind == _MEANS[0]:
+            assert self._training.piece is not None
+            total: float = self._training.piece.num_samples
+        else:
+            own = [sum(part.counted(kind) for part in parts)]
+            total = max(sum(row[0] for row in self._training.numbers_of_all(own)), 1.0)
+        return [part.counted(kind) * workers / total for part in parts]
+
+    @property
+    def loss_is_mean_over_samples(self) -> bool:
+        """Whether the loss was found to count each sample alike."""
+        return self._kinds.get(LOSS) == _MEANS[:1]
+
+    def of_batch(
+        self,
+        numbers: Sequence[Numbers],
+        parts: Sequence[Part],
+        call: Call,
+        batch: Any,
+    ) -> Numbers:
+        """The numbers of the global batch; call it on all workers.
+
+        Args:
+            numbers: [parts] those that the function gave for each virtual node.
+            parts: This worker's virtual nodes.
+            call: Calls the function on some samples, where a number has to be tried.
+            batch: This worker's part of the batch.
+
+        Raises:
+            TargetError: Workers have other numbers or another order of samples; or the batch's
+                number does not follow from those of its parts.
+        """
+        piece = self._training.piece
+        assert piece is not None
+        names = list(numbers[0])
+        rows = self._training.numbers_of_all(_packed(names, numbers, parts, piece))
+        if any(row[0] != rows[0][0] for row in rows):
+            raise TargetError(
+                "the workers have drawn different batches, so samples would be missed",
+                hint="draw the order of samples with torch's default generator, or with one seed",
+            )
+        if any(row[1] != rows[0][1] or math.isnan(row[1]) for row in rows):
+            raise TargetError(
+                f"{self._name} does not log the same names on all parts of a batch",
+                hint="log what does not depend on the samples, or with hf.prepare",
+            )
+        totals = [Part(*map(int, row[2:5])) for row in rows]
+        if any(name not in self._kinds for name in names):
+            self._try(call, batch)
+        found = {}
+        for number, name in enumerate(names):
+            first = 5 + number * len(_KINDS)
+            columns = [[row[first + k] for row in rows] for k in range(len(_KINDS))]
+            value = self._value(name, columns, totals)
+            while value is None:
+                self._try(call, batch)
+                value = self._value(name, columns, totals)
+            found[name] = value
+        return found
+
+    def _value(self, name: str, columns: list[list[float]], totals: Sequence[Part]) -> float | None:
+        """A number of the whole batch; None where a trial must tell which it is."""
+        kinds = self._kinds.setdefault(name, ())
+        found = [_put_together(k, columns[_KINDS.index(k)], totals) for k in kinds]
+        if not found:
+            ends = [
+                (high, low)
+                for high, low, part in zip(*columns[-2:], totals, strict=True)
+                if part.num_samples
+            ]
+            first = float(ends[0][0])
+            if all(high == low == first for high, low in ends):
+                return first  # as where the script sums it over workers by itself
+            raise self._no_kind(name, "a mean, a sum, the largest or the smallest of them")
+        scale = max(abs(value) for value in found)
+        if self._num_tries >= _MOST_TRIES or all(
+            _are_close(found[0], value, self._rounding, scale) for value in found[1:]
+        ):
+            return found[0]
+        return None
+
+    def _no_kind(self, name: str, kinds: str) -> TargetError:
+        said = name if name.startswith("the ") else f"{name!r}"
+        hint = "give the mean over samples"
+        if name != LOSS:
+            hint += "; or log a torchmetrics Metric, which sums its state over workers"
+        return TargetError(
+            f"in {self._name}, {said} of a batch does not follow from those of its parts: it is "
+            f"not {kinds}",
+            hint=f"{hint}; or train with hf.prepare",
+        )
+
+
+def _faults_of_kinds(
+    answers: list[Tried], parts: list[Part], rounding: float
+) -> dict[str, Numbers]:
+    """By name and kind: by how much of its scale a number fails to be of this kind, if it may be.
+
+    What is within the rounding may be; the less, the likelier.
+    """
+    whole, *of_parts = answers
+    found: dict[str, Numbers] = {}
+    for name, value in whole.numbers.items():
+        values = [answer.numbers.get(name, math.nan) for answer in of_parts]
+        scales = [answer.scales.get(name, answer.numbers.get(name, 0.0)) for answer in answers]
+        scale = max((abs(v) for v in scales if not math.isnan(v)), default=0.0)
+        base = name.removesuffix(_SLOPE)
+        before = found.get(base, dict.fromkeys(_KINDS, 0.0))
+        found[base] = {}
+        for kind in before:
+            together = _put_together(kind, values, parts)
+            if _are_close(together, value, rounding, scale):
+                fault = abs(together - value) / scale if together != value and scale else 0.0
+                found[base][kind] = before[kind] + (0.0 if math.isnan(fault) else fault)
+    return found
+
+
+def slope_of(name: str, loss: torch.Tensor, parameters: Iterable[nn.Parameter]) -> Tried:
+    """A number of a loss's gradients, which must follow from its parts' as the loss does.
+
+    Before training, losses of all samples may be equal, and tell nothing. Gradients differ.
+    """
+    some = [p for p in parameters if p.requires_grad and p.numel() <= _MOST_WEIGHTS][-_MOST_SLOPES:]
+    if not some or not loss.requires_grad:
+        return Tried({}, {})
+    found = torch.autograd.grad(loss, some, retain_graph=True, allow_unused=True)
+    products = [
+        gradient.detach().double().flatten()
+        * torch.cos(torch.arange(gradient.numel(), device=gradient.device, dtype=torch.float64))
+        for gradient in found
+        if gradient is not None
+    ]
+    value = float(sum(product.sum() for product in products))
+    scale = float(sum(product.abs().sum() for product in products))
+    return Tried({name + _SLOPE: value}, {name + _SLOPE: scale})
+
+
+def _packed(
+    names: list[str], numbers: Sequence[Numbers], parts: Sequence[Part], piece: Piece
+) -> list[float]:
+    """What this worker tells the others: the order, the names, its counts, its numbers."""
+    are_alike = all(list(answer) == names for answer in numbers)
+    own = [
+        float(piece.digest),
+        float(zlib.crc32("\n".join(names).encode())) if are_alike else math.nan,
+        float(sum(part.num_samples for part in parts)),
+        float(sum(part.num_labels for part in parts)),
+        float(sum(part.num_following for part in parts)),
+    ]
+    for name in names if are_alike else ():
+        values = [answer[name] for answer in numbers]
+        own += [_put_together(kind, values, parts) for kind in _KINDS]
+    # Workers that log different names must meet in this exchange too, to be told.
+    return own + [0.0] * ((1 << max(len(own) - 1, 63).bit_length()) - len(own))
