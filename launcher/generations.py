@@ -32,7 +32,7 @@ from ..schema.resize import ResizeAnswer, ResizeRequest
 from ..schema.run import GenerationKind
 from .change import Change
 from .failures import Failure
-from .heartbeat import Watch
+from .heartbeat import Watch, parted
 from .history import History, LastGeneration, devices_of
 from .losses import Losses, recovery
 from .mapping import renumbered, seated
@@ -97,7 +97,7 @@ class Generations:
         for name, message in self._workers.hear():
             self._hear(name, message)
         self._kill_hung()
-        failure = self._bury()
+        failure = self._bury() or self._parted()
         self._answer_when_gone()
         if failure is not None:
             return failure
@@ -270,6 +270,26 @@ class Generations:
             self._warn(f"no replacement: {why}")
 
     # Failures
+
+    def _parted(self) -> Failure | None:
+        """A worker has left the loop in which another waits for it: neither can go on."""
+        lines = self._workers.lines()
+        own = {name: lines[name] for name in self._ranks if name in lines}
+        found = parted(own, time.monotonic()) if self._phase == "running" else None
+        if found is None:
+            return None
+        left, waits = found
+        sentence = (
+            f"{self._who(left)} left the loop at step {own[left].left_at}, and {self._who(waits)} "
+            f"waits for it there"
+        )
+        return Failure(
+            exit_code=2,
+            error=sentence,
+            sentence_of_ours=sentence,
+            hint="let all workers leave together: decide by what is equal on all of them, such as "
+            "a loss of job.backward, or an evaluation inside of job.evaluation()",
+        )
 
     def _kill_hung(self) -> None:
         if not (self._survives or self._restarts):

@@ -7,6 +7,9 @@ from typing import Protocol
 
 from .line import Line
 
+_PARTED_SECONDS = 3.0  # in which neither moves: an exchange that ends takes milliseconds
+_HEARD_SECONDS = 1.5
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -102,3 +105,23 @@ def hung(lines: Mapping[str, Line], limits: Limits, now: float) -> Iterator[tupl
             yield name, f"gave no sign of life for {silent:.1f} s"
         elif others_wait and not line.is_waiting and now - line.moved_at > limits.progress_seconds:
             yield name, f"got no further for {limits.progress_seconds:g} s"
+
+
+def parted(lines: Mapping[str, Line], now: float) -> tuple[str, str] | None:
+    """A worker whose script has ended, and one that waits for it in its loop; None as a rule.
+
+    Args:
+        lines: The workers that train now.
+        now: Monotonic seconds.
+    """
+    still = {
+        name: line
+        for name, line in lines.items()
+        if line.heard_at is not None
+        and not line.is_finished
+        and now - line.heard_at < _HEARD_SECONDS
+        and now - line.moved_at > _PARTED_SECONDS
+    }
+    left = [name for name, line in still.items() if line.left_at is not None]
+    waits = [name for name, line in still.items() if line.is_waiting and line.left_at is None]
+    return (left[0], waits[0]) if left and waits else None

@@ -12,9 +12,9 @@ MAX_LINE_BYTES = 64 << 20
 class Line:
     """One worker's line. ``heard_at`` and ``moved_at`` are monotonic seconds.
 
-    ``operation`` and ``is_waiting`` are what the last heartbeat said; ``moved_at`` is when that
-    changed. ``is_prepared`` says that the script has come to ``hf.prepare``, ``is_finished`` that
-    its interpreter is about to end, and its heartbeat with it.
+    ``operation``, ``is_waiting`` and ``left_at`` are what the last heartbeat said; ``moved_at`` is
+    when that changed. ``is_prepared`` says that the script has come to ``hf.prepare``,
+    ``is_finished`` that its interpreter is about to end, and its heartbeat with it.
     """
 
     def __init__(self) -> None:
@@ -27,6 +27,7 @@ class Line:
         self.heard_at: float | None = None
         self.moved_at = 0.0
         self.operation, self.is_waiting = -1, False
+        self.left_at: int | None = None
 
     @property
     def trains(self) -> bool:
@@ -80,9 +81,9 @@ class Line:
         if not isinstance(message, Beat):
             return
         self.is_prepared = message.prepared
-        found = (message.operation, message.waiting)
-        if found != (self.operation, self.is_waiting):
-            self.operation, self.is_waiting = found
+        found = (message.operation, message.waiting, message.left_at)
+        if found != (self.operation, self.is_waiting, self.left_at):
+            self.operation, self.is_waiting, self.left_at = found
             self.moved_at = self.heard_at
 
     def close(self) -> None:

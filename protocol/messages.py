@@ -31,11 +31,13 @@ class Beat:
 
     ``prepared`` means that the script has reached ``hf.prepare``, ``waiting`` that this worker
     waits for others. ``operation`` is the number of collective operations that it has completed.
+    ``left_at`` is the number of its steps where its script has ended and it waits for the others.
     """
 
     prepared: bool
     operation: Index
     waiting: bool
+    left_at: Index | None = None
     kind: Literal["beat"] = "beat"
 
 

@@ -118,8 +118,14 @@ def meet_all(session: Session, run: Callable[[Callable[[], None]], None]) -> Non
             "the script destroyed the process group before the job was finished",
             hint="leave destroy_process_group out, or call job.finish() before it",
         )
-    if session.place.store is not None:
-        run(lambda: _meet(session.place))
+    if session.place.store is None:
+        return
+    control = session.place.control
+    if control is not None:  # so that the controller can tell who left the others in a step
+        control.left_at = session.num_steps
+    run(lambda: _meet(session.place))
+    if control is not None:
+        control.left_at = None
 
 
 def report(session: Session, digest: Callable[[], str]) -> None:

@@ -206,7 +206,12 @@ class Job:
 
         if self._runner.is_behind:
             return self._runner.order_of(self._session.num_calls, loader, draw)
-        return self._runner.run(lambda: check_same_length(draw(), self._session.place))
+
+        def agreed() -> list[int]:
+            with self._runner.waiting():
+                return check_same_length(draw(), self._session.place)
+
+        return self._runner.run(agreed)
 
     @overload
     def backward(
@@ -486,10 +491,12 @@ class Job:
     def _merge_buffers(self) -> None:
         session, buffers = self._session, self._engine.buffers
         buffers.begin_step()
-        merged = self._runner.meet(
-            lambda: buffers.merged(peers.all_reduce if session.place.distributed else None)
-        )
-        buffers.install(merged)
+
+        def merge() -> dict[str, Tensor]:
+            with self._runner.waiting():
+                return buffers.merged(peers.all_reduce if session.place.distributed else None)
+
+        buffers.install(self._runner.meet(merge))
 
     @contextmanager
     def evaluation(self, *, whole: bool = False) -> Iterator[nn.Module]:

@@ -70,6 +70,7 @@ class Control:
         self.may_leave = False
         self.num_operations = 0
         self.is_waiting = False
+        self.left_at: int | None = None
         threading.Thread(target=self._serve, daemon=True).start()
 
     @classmethod
@@ -135,6 +136,7 @@ class Control:
                 prepared=self.num_jobs > 0,
                 operation=self.num_operations,
                 waiting=self.is_waiting,
+                left_at=self.left_at,
             )
         )
 

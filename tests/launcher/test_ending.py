@@ -37,6 +37,22 @@ import os, pathlib
 here, rank = pathlib.Path(os.environ["HERE"]), os.environ["RANK"]
 (here / ("ended" + rank)).touch()
 """
+LEAVES_EARLY = """
+import os, torch
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+model = torch.nn.Linear(2, 1)
+job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=8)
+for epoch in range(9):
+    for batch in job.batches(data):
+        job.backward(lambda x: model(x).pow(2).mean(), batch)
+    if os.environ["WHERE"] == "evaluation":
+        with job.evaluation():
+            pass
+    if job.rank == 1 and job.num_steps == 3:
+        break
+"""
 HANDLES = """
 import os, pathlib, time, torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -149,6 +165,23 @@ def test_an_end_that_hangs_is_cut_off_after_the_grace_time(here: Path) -> None:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143, said
     assert status(here) == ("interrupted", 143)
+
+
+@pytest.mark.parametrize("where", ["a step", pytest.param("evaluation", marks=pytest.mark.slow)])
+def test_a_worker_that_leaves_the_loop_early_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setenv("WHERE", where)
+    write_script(here, LEAVES_EARLY)
+    command = [*LAUNCH, "-o", "run", "plan.json", "script.py"]
+    done = programs.run(command, timeout=60, cwd=here)  # a wait's own limit is 600 s
+    assert done.returncode == 2, done.stderr
+    said = done.stderr.splitlines()
+    assert said[-2] == (
+        "hetflow: worker 1 (cpu:slow) left the loop at step 3, and worker 0 (cpu:fast) waits for "
+        "it there"
+    )
+    assert "job.evaluation()" in said[-1]
 
 
 @pytest.mark.parametrize(("takes", "is_saved"), [("0.1", True), ("60", False)])
