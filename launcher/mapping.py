@@ -47,7 +47,7 @@ def spread(
         run = tuple(nodes[at : at + number])
         workers.append(WorkerSlot(rank=rank, device_type=name, virtual_nodes=run))
         at += number
-    return replace(config, workers=tuple(workers))
+    return replace(config, predicted_step_seconds=None, workers=tuple(workers))
 
 
 def _runs(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
@@ -126,7 +126,7 @@ def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
         )
         for rank, slot in enumerate(left)
     )
-    return replace(config, workers=workers)
+    return replace(config, predicted_step_seconds=None, workers=workers)
 
 
 def same_nodes(config: LaunchConfig, other: LaunchConfig) -> None:
@@ -162,7 +162,12 @@ def renumbered(config: LaunchConfig, other: LaunchConfig) -> LaunchConfig:
         run = tuple(sorted(nodes, key=lambda node: node.index))
         workers.append(replace(slot, virtual_nodes=run))
     emulated = {device.device_type: device for device in (*config.emulated, *other.emulated)}
-    return replace(config, workers=tuple(workers), emulated=tuple(emulated.values()))
+    return replace(
+        config,
+        predicted_step_seconds=None,
+        workers=tuple(workers),
+        emulated=tuple(emulated.values()),
+    )
 
 
 def seated(
@@ -188,7 +193,9 @@ def seated(
     names = iter(fresh)
     dealt += [(next(names), slot) for slot in waiting]
     workers = tuple(replace(slot, rank=rank) for rank, (_, slot) in enumerate(dealt))
-    return replace(config, workers=workers), {name: n for n, (name, _) in enumerate(dealt)}
+    return replace(config, predicted_step_seconds=None, workers=workers), {
+        name: n for n, (name, _) in enumerate(dealt)
+    }
 
 
 def _short(sizes: Sequence[int]) -> str:

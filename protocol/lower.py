@@ -97,4 +97,5 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
         emulated=plan.emulated,
         determinism=determinism,
         optimizer=plan.optimizer,
+        predicted_step_seconds=plan.predicted.step_seconds,
     )

@@ -70,6 +70,7 @@ def config_of(
         seed=seed,
         pipeline=work,
         optimizer=plan.optimizer,
+        predicted_step_seconds=plan.predicted.step_seconds,
         workers=tuple(
             WorkerSlot(
                 rank=rank,

@@ -110,6 +110,33 @@ class Job:
         if self.is_main:
             print(*values, **options)  # noqa: T201
 
+    def scalars(self) -> dict[str, float]:
+        """What a logger shows of the job, as plain numbers by name; log them on the main worker.
+
+        Returns:
+            ``loss`` of the last global batch; ``step_seconds/measured``, the median of this
+            worker's full steps, and ``step_seconds/predicted``, the plan's; under a split plan
+            ``samples/RANK TYPE``, each worker's samples of a full batch. What is not known is left
+            out. Waits for the loss, if it is on a device.
+
+        Example:
+            >>> import hetflow, torch
+            >>> hetflow.prepare(torch.nn.Linear(2, 1)).scalars()
+            {}
+        """
+        session, config = self._session, self._session.place.start.config
+        predicted = None if config is None else config.predicted_step_seconds
+        known = {
+            "loss": None if session.last_loss is None else float(session.last_loss),
+            "step_seconds/measured": session.clock.timings(wait=False).step,
+            "step_seconds/predicted": predicted,
+        }
+        if config is not None and config.pipeline is None:
+            for slot in config.workers:
+                number = sum(node.batch_size for node in slot.virtual_nodes)
+                known[f"samples/{slot.rank} {slot.device_type}"] = float(number)
+        return {name: value for name, value in known.items() if value is not None}
+
     def batches(self, loader: Any, *, epoch: int | None = None, steps: int | None = None) -> Epoch:
         """Iterate one epoch over the script's data: each sample once over all workers.
 

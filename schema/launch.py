@@ -141,6 +141,7 @@ class LaunchConfig:
     """The work of each rank. Ranks follow the plan's order of groups, not the order of hosts.
 
     ``optimizer`` is the one whose state the plan counted; workers check that the script uses it.
+    ``predicted_step_seconds`` is the plan's; None where the workers are not the plan's any more.
     """
 
     schema: Literal["hetflow.launch/1"] = "hetflow.launch/1"
@@ -152,6 +153,7 @@ class LaunchConfig:
     determinism: Determinism = "none"
     pipeline: PipelineWork | None = None
     optimizer: OptimizerState | None = None
+    predicted_step_seconds: Seconds | None = None
 
     def __post_init__(self) -> None:
         if [slot.rank for slot in self.workers] != list(range(len(self.workers))):

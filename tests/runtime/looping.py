@@ -19,6 +19,7 @@ from hetflow.runtime.streams import generator_of
 
 GLOBAL_BATCH_SIZE, EPOCHS = 32, 2
 NUM_SAMPLES = 65  # 32 + 32 + 1: the last batch has no sample for most workers
+SCALARS: dict[str, float] = {}  # of the classifier's job
 Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
@@ -103,6 +104,8 @@ def classifier(make: Callable[..., Any]) -> Result:
             schedule.step()
             optimizer.zero_grad()
             losses.append(float(loss))
+    if isinstance(job, hf.Job):
+        SCALARS.update(job.scalars())
     job.finish()
     return losses, model.state_dict()
 
@@ -248,9 +251,10 @@ EXACT = {f.__name__: f for f in (classifier, tokens, accumulating, gan, sam, lbf
 def main() -> None:
     folder, form = Path(sys.argv[1]), sys.argv[2]
     trainings = {**EXACT, **({"whole": whole} if form == "whole" else {"noisy": noisy})}
-    found = {name: train(hf.prepare) for name, train in trainings.items()}
+    found: dict[str, Any] = {name: train(hf.prepare) for name, train in trainings.items()}
     import os
 
+    found["scalars"] = SCALARS
     torch.save(found, folder / f"results{os.environ['RANK']}.pt")
 
 

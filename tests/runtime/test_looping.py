@@ -77,7 +77,8 @@ def test_any_mapping_of_the_same_virtual_nodes_has_the_same_bits(
 ) -> None:
     first = launched["one"][0]
     for result in (*launched["one"], *launched["three"]):
-        for name, (losses, state) in first.items():
+        for name in [*looping.EXACT, "noisy"]:
+            losses, state = first[name]
             assert result[name][0] == losses, name
             assert all(torch.equal(result[name][1][key], state[key]) for key in state), name
 
@@ -85,6 +86,19 @@ def test_any_mapping_of_the_same_virtual_nodes_has_the_same_bits(
 @pytest.mark.parametrize("training", [*looping.EXACT, "whole"])
 def test_plain_python_trains_as_one_process_does(training: str) -> None:
     near({**looping.EXACT, "whole": looping.whole}[training](hf.prepare), plainly(training))
+
+
+@pytest.mark.processes
+def test_a_logger_gets_the_global_batchs_loss_and_the_shares(
+    launched: dict[str, list[dict[str, Any]]],
+) -> None:
+    for result in launched["24/8"]:
+        found = result["scalars"]
+        assert found["loss"] == pytest.approx(plainly("classifier")[0][-1], rel=1e-9)
+        assert found["step_seconds/predicted"] == 0.01
+        assert found["step_seconds/measured"] > 0
+        assert found["samples/0 cpu:fast"] == 24
+        assert found["samples/1 cpu:fast"] == 8
 
 
 # What is refused, or left out
