@@ -122,6 +122,7 @@ def profile(
     if batch_sizes:
         text = batch_sizes if isinstance(batch_sizes, str) else ",".join(map(str, batch_sizes))
         limits = parse_sizes(text, limits)
+        parsed = replace(parsed, few_samples=max(parsed.few_samples, min(limits.sizes or (1,))))
     options = replace(
         options,
         limits=limits,

@@ -1,8 +1,8 @@
 """One Trainer script, unchanged: `hetflow launch` with a solved plan against even shares.
 
 The script (own_scripts_parts/train.py) knows nothing of hetflow. It is profiled and planned by
-`hetflow profile` and `hetflow solve`, and trains the same global batches under `hetflow launch`,
-torchrun and accelerate, in turn. The second worker's device is as fast, half as fast, and a quarter
+`hetflow profile` and `hetflow solve`, and trains the same global batches under `hetflow launch` and
+torchrun, in turn. The second worker's device is as fast, half as fast, and a quarter
 as fast. A slower device is the same in all of them: real arithmetic, and each pass held to one
 table before its last gradients are summed (own_scripts_parts/site). The fast device is a real core.
 
@@ -103,13 +103,8 @@ def torchrun():
             "--master-addr", "127.0.0.1", "--master-port", free_port()]  # fmt: skip
 
 
-def accelerate():
-    return [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", 2,
-            "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no",
-            "--num_cpu_threads_per_process", 1, "--main_process_port", free_port()]  # fmt: skip
-
-
-LAUNCHERS = {"torchrun": torchrun, "accelerate": accelerate}
+# `accelerate launch` starts one process on a CPU, and on GPUs the workers that torchrun starts.
+LAUNCHERS = {"torchrun": torchrun}
 
 
 def free_port():

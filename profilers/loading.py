@@ -64,5 +64,6 @@ class Loading:
             script=[self.target.location, *self.target.arguments],
             device=device,
             memory_bytes=self.memory_bytes,
+            few_samples=self.target.few_samples,
             **values,
         )

@@ -50,6 +50,7 @@ def run_measured(
     rank: int,
     device: str,
     memory_bytes: int,
+    few_samples: int,
     port: int | None,
     receive: Callable[[], dict[str, Any]],
     answer: Callable[[dict[str, Any]], None],
@@ -62,6 +63,7 @@ def run_measured(
         rank: Of this worker.
         device: A torch device.
         memory_bytes: The device's memory; enforced on a host's own.
+        few_samples: Samples of its batches before its loop is known.
         port: Of the store in which several workers meet; None for one worker.
         receive: Waits for the next request.
         answer: Answers the one before.
@@ -82,7 +84,7 @@ def run_measured(
     if not backend.is_host:
         backend.set_current(torch.device(device))
     os.environ.update(_environment(config, rank, parsed.world_size, port))
-    loop = _Loop(script, device, receive, answer)
+    loop = _Loop(script, device, few_samples, receive, answer)
     watch(loop)
     install()
     try:
@@ -129,9 +131,11 @@ class _Loop:
         self,
         script: list[str],
         device: str,
+        few_samples: int,
         receive: Callable[[], dict[str, Any]],
         answer: Callable[[dict[str, Any]], None],
     ) -> None:
+        self.few_samples = few_samples
         self._script, self._receive, self._answer = script, receive, answer
         self._device, self._backend = device, backend_of(device)
         self._own_size: int | None = None
@@ -164,7 +168,7 @@ class _Loop:
         if self._serving is None and begun() is None:
             raise TargetError(
                 f"{self._script[0]} trains by itself: no loader and no model of it goes through "
-                "accelerate, transformers' Trainer, DistributedDataParallel or hf.prepare",
+                "accelerate, transformers' Trainer or DistributedDataParallel",
                 hint="see docs/howto/own_script.md; a script for torchrun must wrap its model for "
                 "one worker too",
             )

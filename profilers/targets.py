@@ -46,8 +46,9 @@ class Target:
     """A parsed target.
 
     ``source`` is script, file, zoo, hf or torchvision; ``model`` names profiles; ``arguments`` are
-    a script's. ``length`` is of one sample of an hf target: its tokens, or the pixels of an image's
-    side. None takes 128 tokens, or the configuration's image size.
+    a script's, and ``few_samples`` those of its batches before its loop is known.
+    ``length`` is of one sample of an hf target: its tokens, or the pixels of an image's side. None
+    takes 128 tokens, or the configuration's image size.
     """
 
     text: str
@@ -57,6 +58,7 @@ class Target:
     model: str
     length: int | None = None
     arguments: tuple[str, ...] = ()
+    few_samples: int = 2  # of one sample nobody can tell how a loss adds up
 
     @property
     def is_script(self) -> bool:

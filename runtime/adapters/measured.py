@@ -7,7 +7,6 @@ that what a script does before its loop is short.
 from collections.abc import Iterator
 from typing import Any
 
-FEW_SAMPLES = 2  # for each worker, before the loop that trains is known: one tells too little
 _MANY = 1_000_000  # batches: no scheduler or loop ends
 
 

@@ -42,7 +42,7 @@ from ..setup import final_tensors
 from ..shares import share_out, slices
 from ..stopping import StopRequests, leave
 from .losses import is_known, mean_over
-from .measured import FEW_SAMPLES, Sized
+from .measured import Sized
 
 
 @dataclass(frozen=True, slots=True)
@@ -795,7 +795,8 @@ class Cuts:
         self._draws_alike, self.gives_all = draws_alike, gives_all
         self.sized: Sized | None = None
         if training.watcher is not None:
-            batches = self.sized = Sized(batches, FEW_SAMPLES * training.world_size)
+            few_samples = training.watcher.few_samples * training.world_size
+            batches = self.sized = Sized(batches, few_samples)
         self._training, self.batch_sampler = training, batches
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.drop_last = bool(getattr(batches, "drop_last", False))
@@ -865,7 +866,13 @@ def _plain(value: Any) -> Any:
 
 
 class Watcher(Protocol):
-    """A profiler in the script's process, which measures the loop from inside of it."""
+    """A profiler in the script's process, which measures the loop from inside of it.
+
+    Attributes:
+        few_samples: Samples of a worker's batch before the loop that trains is known.
+    """
+
+    few_samples: int
 
     def asked(self, training: Training, batches: Sized) -> None:
         """The script asks for a batch to train on, and its last step has ended.

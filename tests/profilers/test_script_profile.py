@@ -201,6 +201,19 @@ def test_what_a_script_cannot_have_is_refused_before_it_runs(
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_script_that_trains_at_one_size_only_is_profiled_at_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text(LOOP, encoding="utf-8")
+    asked = ["--device", "cpu", "--quick", "--batch-sizes", "16", "--sync-devices", "0"]
+    assert run(["profile", "loop.py", *asked, "--", "--fixed"]) == 0
+    found = files.read(tmp_path / "profiles" / "loop.cpu.json", Profile)
+    assert [point.batch_size for point in found.batch_curve] == [16]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_script_with_an_accelerator_is_profiled_alone_and_beside_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
