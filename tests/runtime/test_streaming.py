@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
 from hetflow.runtime.streaming import digest_of, num_rows, rows_of
@@ -193,10 +193,6 @@ def test_workers_that_draw_unlike_batches_end_before_an_update(
 # What is refused
 
 
-class Endless(BatchSampler):
-    __len__ = None  # type: ignore[assignment]
-
-
 def lists() -> Iterator[Any]:
     yield torch.ones(4, 4), torch.ones(3)
 
@@ -228,10 +224,17 @@ def test_what_cannot_be_cut_is_refused_in_one_line(case: str) -> None:
     job.abandon()
 
 
+class Unending:
+    """A batch sampler that does not know how many batches it has."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield [0]
+
+
 def test_a_batch_sampler_without_a_length_and_predictions_are_refused() -> None:
     job, data = hf.prepare(streamed.net()), torch.ones(8, 4)
-    endless = DataLoader(data, batch_sampler=Buckets8(SequentialSampler(data), 4, False))
-    with pytest.raises(TargetError, match=r"the batch_sampler .Buckets8. has no length"):
+    endless = DataLoader(data, batch_sampler=Unending())
+    with pytest.raises(TargetError, match=r"the batch_sampler .Unending. has no length"):
         job.batches(endless)
     with pytest.raises(TargetError, match="job.predict needs a DataLoader"):
         job.predict([data], lambda x: x)
@@ -239,16 +242,6 @@ def test_a_batch_sampler_without_a_length_and_predictions_are_refused() -> None:
     with pytest.raises(TargetError, match="this loader has a batch_sampler"):
         job.predict(DataLoader(data, batch_sampler=sampler), lambda x: x)
     job.abandon()
-
-
-class Buckets8:
-    """A batch sampler that does not know how many batches it has."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield [0]
 
 
 def test_rows_are_cut_from_every_part_of_a_batch() -> None:
