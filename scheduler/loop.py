@@ -37,7 +37,7 @@ from .ledger import Ledger
 from .occupancy import occupancy
 from .places import Places
 from .plans import Rate, as_job, plan_on, rates_to
-from .rests import Rests
+from .rests import FIRST_SECONDS, LONGEST_SECONDS, Rests
 from .settings import Settings
 from .sharing import sharing_of
 from .store import Store
@@ -76,7 +76,7 @@ class Scheduler:
         self._round_ends: float | None = store.get("round_ends")
         self._round_began: float | None = store.get("round_began")
         self._has_news = True  # since the last decision
-        self._failed = set[int]()  # jobs that failed in this round: they wait for the next one
+        self._failed = dict[int, float]()  # jobs that failed in this round: until when they wait
         self._drained = set[str](store.get("drained") or ())  # as the last decision had it
         self._looked = -math.inf  # when devices were last asked for
         self._slowest_start = 0.0  # seconds that a launch took to its first step
@@ -156,6 +156,7 @@ class Scheduler:
             self._rests.forget_future(now)
             self._ledger.forget_future(now)
             self._set_round(now, self._round_began, self._round_ends)
+        self._failed.clear()
 
     def _set_round(self, now: float, began: float | None, ends: float | None) -> None:
         """Set when the round began and ends; neither is further off than it can be."""
@@ -290,8 +291,6 @@ class Scheduler:
         if (overdue := self._overdue(lease.job, now)) is not None:
             self._hold(lease.job, overdue, now)
             return
-        if not asked:
-            self._failed.add(lease.job)
         if ended.has_begun:
             self._rests.forget(self._server_of(lease))
         store.run(
@@ -300,6 +299,9 @@ class Scheduler:
             None if asked and ended.exit_code in _ASKED else ended.reason, asked, lease.job,
         )  # fmt: skip
         [row] = store.rows("SELECT failures FROM jobs WHERE number = ?", lease.job)
+        if row["failures"]:
+            seconds = min(FIRST_SECONDS * 2.0 ** (row["failures"] - 1), LONGEST_SECONDS)
+            self._failed[lease.job] = now + seconds
         if row["failures"] >= MOST_FAILURES or (row["failures"] and ended.exit_code == _USAGE):
             self._hold(lease.job, ended.reason or "it failed", now)
 
@@ -442,7 +444,8 @@ class Scheduler:
                 "UPDATE jobs SET state = 'queued', reason = NULL, throughput = ? WHERE number = ?",
                 rates_to(rates), job,
             )  # fmt: skip
-        self._failed -= found.keys()
+        for job in found:
+            self._failed.pop(job, None)
         if entering:
             self._state.admit(entering, self._settings.rules.head_start_seconds)
             self._has_news = True
@@ -482,7 +485,7 @@ class Scheduler:
         if self._round_ends is None:
             return "round"
         open_ = leases.open_leases(self._store)
-        self._has_news |= self._rests.somebody_rose(now)
+        self._has_news |= self._rests.somebody_rose(now) or self._may_try_again(now)
         if not self._has_news and self._somebody_waits(open_):
             self._has_news = self._has_more_devices(now)
         is_free = self._has_news and (self._sharing.moves_running_jobs or not open_)
@@ -495,6 +498,12 @@ class Scheduler:
         held = {name for lease in open_ for name in (*lease.devices, *lease.resizing_to)}
         is_idle = self._has_news and self._devices.keys() > held
         return "idle" if is_idle and self._somebody_waits(open_) else None
+
+    def _may_try_again(self, now: float) -> bool:
+        """Whether a job that failed has waited long enough."""
+        before = len(self._failed)
+        self._failed = {job: until for job, until in self._failed.items() if until > now}
+        return len(self._failed) < before
 
     def _has_more_devices(self, now: float) -> bool:
         """Whether a device that was drained or down at the last decision can be used again."""
@@ -509,8 +518,9 @@ class Scheduler:
         return False
 
     def _somebody_waits(self, open_: Sequence[Lease]) -> bool:
-        """Whether a job has no device and no prospect of one; not one that failed in this round."""
-        served = {lease.job for lease in open_ if lease.state != "stopping"} | self._failed
+        """Whether a job has no device and no prospect of one; not one that has just failed."""
+        served = {lease.job for lease in open_ if lease.state != "stopping"}
+        served |= self._failed.keys()
         return any(int(job.id) not in served for job in self._state.active.jobs)
 
     def _decide_or_say(self, now: float, *, only_idle: bool) -> None:

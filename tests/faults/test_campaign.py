@@ -1,4 +1,4 @@
-"""Fifty random faults (slow), and the campaign's own parts."""
+"""Random faults (slow), and the campaign's own parts."""
 
 import subprocess
 import sys
@@ -128,9 +128,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Ex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
 def test_runs_with_faults_end_with_the_digest_of_an_undisturbed_one(
-    tmp_path: Path, seed: int, expected: Expected, commands: Commands
+    tmp_path: Path, expected: Expected, commands: Commands
 ) -> None:
-    counts = campaign(tmp_path, seed, 25, expected, commands)
+    counts = campaign(tmp_path, 0, 25, expected, commands)
     assert sum(counts[kind] for kind in KINDS) == 25

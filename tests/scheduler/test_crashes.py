@@ -30,6 +30,8 @@ from .mortal import Died, MortalEngine, Points
 from .resizable import OneTypeEngine, ResizableEngine
 from .test_loop import ROUND, RULES, Asked, Cluster
 
+SHARE = int(os.environ.get("HETFLOW_DEATHS", "7"))
+"""Of how many points at which a scheduler can die the slow tests try one; by hand, 1 tries all."""
 Play = Callable[["Mortal", Asked], None]
 
 
@@ -226,7 +228,7 @@ def dies_at(
 
 
 @pytest.mark.parametrize(
-    "share", [pytest.param(16), pytest.param(2, marks=pytest.mark.slow)], ids=["some", "many"]
+    "share", [pytest.param(16), pytest.param(SHARE, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_a_scheduler_that_dies_at_any_statement_loses_no_job_and_runs_none_twice(
     tmp_path: Path, asked: Asked, share: int
@@ -238,7 +240,9 @@ def test_a_scheduler_that_dies_at_any_statement_loses_no_job_and_runs_none_twice
 
 
 @pytest.mark.parametrize(
-    "share", [pytest.param(160), pytest.param(32, marks=pytest.mark.slow)], ids=["some", "many"]
+    "share",
+    [pytest.param(160), pytest.param(8 * SHARE, marks=pytest.mark.slow)],
+    ids=["some", "many"],
 )
 def test_a_scheduler_that_dies_in_a_resize_adopts_what_the_launch_holds(
     tmp_path: Path, asked: Asked, share: int, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,7 @@ def test_a_device_that_falls_free_is_given_to_who_waits_within_the_round(
     assert one.store.get("round_began") == one.now - 2.0  # the same round
 
 
-def test_a_job_that_comes_gets_an_idle_device_and_one_that_fails_waits_for_the_next_round(
+def test_a_job_that_comes_gets_an_idle_device_and_one_that_fails_waits_for_a_while(
     one: Cluster, asked: Asked
 ) -> None:
     one.submit(asked("a"))
@@ -213,6 +214,27 @@ def test_a_device_that_comes_back_is_given_to_who_waits_within_the_round(
     cluster.tick(0.1)
     assert cluster.states() == ["running", "running"]
     assert not cluster.engine.stopping
+
+
+@pytest.mark.parametrize("policy", ["las_weighted", "fifo"])
+def test_a_job_that_failed_is_tried_again_after_a_while_that_grows(
+    tmp_path: Path, asked: Asked, policy: str
+) -> None:
+    """Its launch was killed. It waited by idle devices for the next round, in six minutes."""
+    cluster = Cluster(tmp_path / "state", FakeEngine(1, kinds=("cpu:fast",)), policy)
+    cluster.settings = replace(
+        cluster.settings, rules=replace(cluster.settings.rules, round_seconds=3600.0)
+    )
+    cluster.restart()
+    cluster.submit(asked("a"))
+    cluster.tick()
+    for seconds in (10.0, 20.0, 40.0):
+        cluster.engine.end(cluster.engine.jobs()[1], 137)
+        cluster.tick(0.1)
+        cluster.tick(seconds - 0.1)
+        assert cluster.states() == ["queued"]
+        cluster.tick(0.2)
+        assert cluster.states() == ["running"]
 
 
 def test_a_job_that_does_not_fit_what_is_idle_is_not_tried_again_and_again(
