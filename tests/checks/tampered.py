@@ -96,6 +96,14 @@ def emulated() -> list[Profile]:
     ]
 
 
+def repeated() -> list[Profile]:
+    """The first type, with layers that repeat."""
+    first = PROFILES[0]
+    assert first.layers is not None
+    alike = tuple(replace(node, weight_bytes=4 << 20) for node in first.layers.nodes)
+    return [replace(first, layers=replace(first.layers, nodes=alike))]
+
+
 PROFILES = [profile("A", 1.0), profile("B", 2.0)]
 POOL = replace(
     Cluster.parse("2xA,2xB"),
@@ -119,9 +127,16 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "interleaved": {"batch_size": 32, "strategy": "pipeline", "schedule": "interleaved", **_LINK},
     "zero bubble": {"batch_size": 32, "strategy": "pipeline", "schedule": "zb-h1",
                     "num_stages": 2, **_LINK},
+    "zero bubble of two peaks": {"batch_size": 32, "strategy": "pipeline", "schedule": "zb-h2",
+                                 **_LINK},
+    "zero bubble in a V": {"batch_size": 32, "strategy": "pipeline", "schedule": "zb-v", **_LINK},
+    "vertical sync": {"batch_size": 32, "strategy": "pipeline",
+                      "schedule": "pipedream-vertical-sync", "num_stages": 2, **_LINK},
     "pipedream": {"batch_size": 32, "strategy": "pipeline", "schedule": "pipedream",
                   "num_stages": 2, **_LINK},
     "2bw": {"batch_size": 32, "strategy": "pipeline", "schedule": "2bw", "num_stages": 2, **_LINK},
+    "repetitive": {"profiles": repeated(), "pool": "4xA", "batch_size": 32,
+                   "strategy": "pipeline", "schedule": "2bw", "repetitive": True, **_LINK},
     "nested": {"profiles": PROFILES[:1], "pool": "4xA", "batch_size": 32, "strategy": "pipeline",
                "schedule": "pipedream", "stage_cost": "published", **_LINK},
     "parallel": {"batch_size": 32, "strategy": "parallel", "top": 3, **_LINK},
