@@ -43,7 +43,10 @@ WEIGHTS = {
     "targets": lambda x, y: int((y != -100).sum()),
     "mask": lambda x, y: (x[:, 0] > 0).sum(),
 }
-LOOPS = ("plain", "clipped", "accumulated", "scheduled", "evaluated", "with values", "kept zeros")
+LOOPS = (
+    "plain", "clipped", "clipped by value", "accumulated", "scheduled", "scheduled each step",
+    "evaluated", "with values", "kept zeros", "two optimizers", "groups",
+)  # fmt: skip
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": partial(torch.optim.Adam, lr=0.01, eps=1e-3),
@@ -51,7 +54,10 @@ OPTIMIZERS = {
     "adagrad": partial(torch.optim.Adagrad, lr=0.05, eps=1e-3),
     "rmsprop": partial(torch.optim.RMSprop, lr=0.01, eps=1e-3),
 }
-DATA = {"even": 2 * BATCH, "short": 43, "dicts": 2 * BATCH, "one short sample": 2 * BATCH + 1}
+DATA = {
+    "even": 2 * BATCH, "short": 43, "dicts": 2 * BATCH, "nested": 2 * BATCH,
+    "one short sample": 2 * BATCH + 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,12 +86,27 @@ def scripts(number: int, seed: int) -> list[Script]:
     ][:number]
 
 
+def as_dict(script: Script, x, y):
+    """A sample, or a batch, in the form of the script's data."""
+    return {"x": x, "y": y} if script.data == "dicts" else {"x": {"inner": [x]}, "y": (y,)}
+
+
+def of_dict(script: Script, found):
+    """Its inputs and targets."""
+    return (found["x"], found["y"]) if script.data == "dicts" else (
+        found["x"]["inner"][0], found["y"][0]
+    )  # fmt: skip
+
+
 class Rows(TensorDataset):
     """Samples as dicts."""
 
+    def __init__(self, script: Script, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self._script = script
+
     def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        return {"x": x, "y": y}
+        return as_dict(self._script, *super().__getitem__(index))
 
 
 def data_of(script: Script) -> TensorDataset:
@@ -94,7 +115,7 @@ def data_of(script: Script) -> TensorDataset:
     y = torch.randint(3, (len(x),), generator=generator)
     if not script.loss.startswith("over batch"):
         y[::3] = -100
-    return (Rows if script.data == "dicts" else TensorDataset)(x, y)
+    return Rows(script, x, y) if script.data in ("dicts", "nested") else TensorDataset(x, y)
 
 
 def model_of(script: Script) -> nn.Module:
@@ -123,23 +144,31 @@ def functions_of(script: Script, model: nn.Module):
         def function(x, y):
             return inner(x, y), {"rows": x.sum(1)}
 
-    if script.data == "dicts":
+    if script.data in ("dicts", "nested"):
         by_rows = function
 
         def function(batch):
-            return by_rows(batch["x"], batch["y"])
+            return by_rows(*of_dict(script, batch))
 
         if "weight" in options:
             weight = options["weight"]
-            options["weight"] = lambda batch: weight(batch["x"], batch["y"])
+            options["weight"] = lambda batch: weight(*of_dict(script, batch))
     return function, options
 
 
 def train(script: Script, model: nn.Module, batches, backward, evaluation) -> None:
     """The script's loop; ``batches`` and ``backward`` are those of hetflow or of plain PyTorch."""
-    optimizer = OPTIMIZERS[script.optimizer](model.parameters())
-    step, evaluate = backward(optimizer), evaluation
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    make, parameters = OPTIMIZERS[script.optimizer], list(model.parameters())
+    if script.loop == "two optimizers":
+        optimizers = [make(parameters[:2]), make(parameters[2:])]
+    elif script.loop == "groups":
+        few = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
+        many = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}
+        optimizers = [make([few, many])]
+    else:
+        optimizers = [make(parameters)]
+    step, evaluate = backward(optimizers), evaluation
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in optimizers]
     for epoch in range(2):
         for number, batch in enumerate(batches(epoch)):
             step(batch)
@@ -147,10 +176,15 @@ def train(script: Script, model: nn.Module, batches, backward, evaluation) -> No
                 continue
             if script.loop == "clipped":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=script.loop != "kept zeros")
+            if script.loop == "clipped by value":
+                nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=script.loop != "kept zeros")
+                if script.loop == "scheduled each step":
+                    scheduler.step()
         if script.loop == "scheduled":
-            scheduler.step()
+            schedulers[0].step()
         if script.loop == "evaluated":
             evaluate()
 
@@ -167,9 +201,9 @@ def plainly(script: Script) -> dict[str, torch.Tensor] | None:
         order = torch.randperm(len(dataset), generator=generator_of(0, "order", epoch))
         for index in order.split(BATCH):
             x, y = (tensor[index] for tensor in dataset.tensors)
-            yield ({"x": x, "y": y},) if script.data == "dicts" else (x, y)
+            yield (as_dict(script, x, y),) if script.data in ("dicts", "nested") else (x, y)
 
-    def backward(optimizer):
+    def backward(optimizers):
         def step(batch):
             found = function(*batch)
             if options.get("has_aux"):
@@ -195,8 +229,8 @@ def under_hetflow(script: Script) -> dict[str, torch.Tensor] | TargetError:
     loader = DataLoader(data_of(script), batch_size=BATCH, shuffle=True)
     made = []
 
-    def backward(optimizer):
-        made.append(hf.prepare(model, optimizer))
+    def backward(optimizers):
+        made.append(hf.prepare(model, optimizers))
         return lambda batch: made[0].backward(function, batch, **options)
 
     def evaluate():
