@@ -230,16 +230,14 @@ def _weigh_output(model: Any, _: Any, output: Any) -> None:
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         current = training()
         if model.training and current.is_own_pass:
-            output["loss"] = Known.apply(loss, current.weigh(loss))  # type: ignore[no-untyped-call]
+            output["loss"] = Known.of(loss, *current.losses.weighed(loss))
 
 
 def _backward(original: Any, self: Any, loss: Tensor, **options: Any) -> None:
     current = training()
     if current.is_in_loop:
         current.begin_pass()  # its model may be in evaluation mode
-    keeps = options.get("retain_graph") or options.get("create_graph")
-    # Here, because accelerate divides it, and a quotient may be of a sum.
-    with current.weighing([loss], keeps_values=bool(keeps)):
+    with current.weighing([loss]):  # and not what accelerate makes of it
         original(self, loss, **options)
 
 

@@ -59,7 +59,8 @@ def _normalise(
             "run one after another: batch norm needs the whole batch at once",
             hint="solve for one virtual node a device, or replace batch norm by group norm",
         )
-    return normalised(
+    current.losses.leave()  # it mixes samples, and its collectives would be run again
+    made = normalised(
         x,
         running_mean,
         running_var,
@@ -70,3 +71,6 @@ def _normalise(
         gather=partial(gathered, place=current.place),
         counts=current.has_samples,
     )
+    if not current.is_going_back:
+        current.losses.enter()
+    return made

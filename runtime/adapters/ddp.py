@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...schema.errors import TargetError
 from .batch_norm import adapt as adapt_batch_norm
@@ -18,6 +19,7 @@ from .patching import around
 from .training import Cuts, Training, begun, training
 
 _CUT: WeakSet[Any] = WeakSet()
+_SCALED: Any = WeakTensorKeyDictionary()
 
 
 def adapt(_: Any) -> None:
@@ -35,6 +37,7 @@ def adapt(_: Any) -> None:
     around(DataLoader, "__init__", _cut_batches)
     around(DataLoader, "__iter__", _deliver)
     around(torch.autograd, "backward", _backward)  # Tensor.backward calls it
+    around(torch.amp.GradScaler, "scale", _scale)
     adapt_batch_norm()
 
 
@@ -83,7 +86,10 @@ def _run(original: Any, self: Any, *values: Any, **options: Any) -> Any:
     if trains and torch.is_grad_enabled():
         current.begin_pass()
     with current.running(trains=trains):
-        return original(self, *values, **options)
+        found = original(self, *values, **options)
+    if trains:
+        current.losses.made(found)
+    return found
 
 
 def _backward(
@@ -98,16 +104,25 @@ def _backward(
         current.begin_pass()  # its model may be in evaluation mode, or this be its second loss
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
-    dtype = min((root.dtype for root in roots), key=lambda kind: kind.itemsize)
-    # By position: retain_graph, create_graph.
-    keeps = any(values[:2]) or any(options.get(n) for n in ("retain_graph", "create_graph"))
-    with current.weighing(roots, keeps_values=keeps), current.going_back(dtype) as share:
+    told = [_SCALED.pop(root, root) for root in roots]
+    with current.weighing(told), current.going_back():
+        shares = current.shares_of(roots)
         gradients = [
             torch.full_like(root, share) if gradient is None else gradient * share
-            for root, gradient in zip(roots, given or [None] * len(roots), strict=True)
+            for root, share, gradient in zip(
+                roots, shares, given or [None] * len(roots), strict=True
+            )
         ]
         original(roots, gradients, *values, **options)
     current.end_pass()
+
+
+def _scale(original: Any, self: Any, outputs: Any) -> Any:
+    """Remember which loss a GradScaler has scaled."""
+    scaled = original(self, outputs)
+    if begun() is not None and isinstance(outputs, Tensor) and self.is_enabled():
+        _SCALED[scaled] = outputs
+    return scaled
 
 
 def _take_whole_order(
@@ -147,6 +162,7 @@ def _cut_batches(original: Any, self: Any, *values: Any, **options: Any) -> None
             "cannot be shared out",
             hint="give it a batch_size",
         )
+    current.loader_batch_size = self.batch_size
     global_batch = self.batch_size * current.world_size
     cut_loader(self, Cuts(current, BatchSampler(self.sampler, global_batch, self.drop_last)))
 

@@ -1,125 +1,609 @@
-"""What a loss is a mean over, as its graph shows; losses that are no means are refused.
+"""How a batch's loss is made of the losses of the workers' shares, found by a trial.
 
-A worker's gradients get the weight of what its loss is a mean over: its samples, or the targets
-that a cross entropy counts. A script's own loop runs once, so this cannot be tried; what the loss's
-graph shows is read.
+Each worker computes the script's loss of its own share. What that counts in the batch's depends on
+the loss: its share of the samples for a mean, 1 for a sum, its share of the divisor for a mean over
+a mask. A script's own loop cannot be run on parts of a batch, as hf.prepare does. So the operators
+of its first step are recorded, and run again before the backward pass with samples that are
+replaced by others of the batch, in batches of unchanged shapes:
+
+- The loss must be the mean, over all samples, of what it is for a batch of this one sample
+  repeated. That fails for a root of a mean, a contrast, a choice of hard samples, a mean over a
+  mask. A mean over a mask is then tried with the weight that its divisor gives each sample.
+- A batch of one sample repeated must give the same loss on each worker, whatever its number of
+  samples. Where it grows with the number, the loss is a sum.
+
+A loss is known by the names in its graph, and each new one is tried.
 """
 
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, Protocol
+from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...schema.errors import TargetError
+from .. import peers
+from ..group import Place
+from ..sync_batch_norm import gathered
+from .recording import Recording, Slice, run_again, with_rows
 
-_FACTORS = {"MulBackward0", "NegBackward0", "ToCopyBackward0", "SqueezeBackward0", "ViewBackward0"}
-_TERMS = {"AddBackward0", "SubBackward0"}
-_SUMMED = 2  # torch's number of reduction="sum"
+_CHAIN = {
+    "DivBackward0", "MulBackward0", "NegBackward0", "SqueezeBackward0", "ToCopyBackward0",
+    "ViewBackward0", "AliasBackward0", "_DDPSinkBackward",
+}  # fmt: skip
+_MEAN = 1  # torch's number of reduction="mean"
+_NAMES = 48  # of a loss's graph, by which it is known
+_VIEWS = (
+    "AccumulateGrad", "Alias", "AsStrided", "Clone", "Expand", "NoneType", "Permute", "Reshape",
+    "Squeeze", "TBackward", "ToCopy", "Transpose", "Unsafe", "Unsqueeze", "View",
+)  # fmt: skip
+_ROWS = 32  # samples that are tried one by one
+_ROWS_OF_MODEL = 3
+_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_LOOSE = 2e-2  # of losses in 16 bits
+_HINT = (
+    "compute a mean over samples; or train with hf.prepare, whose over_batch= takes losses that "
+    "see the whole batch, and hf.Weighted other means"
+)
+
+
+class _Piece(Protocol):
+    @property
+    def own_samples(self) -> int:
+        """This worker's samples of the batch."""
+
+
+class Training(Protocol):
+    """What is needed of a worker's training."""
+
+    models: nn.ModuleList
+    place: Place
+    loader_batch_size: int
+
+    @property
+    def piece(self) -> _Piece | None:
+        """This worker's part of the batch; None before the first."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether this worker's samples count in the pass that runs."""
+
+    def weight(self) -> float:
+        """What this worker's samples count in the workers' plain mean."""
+
+    def sum_of(self, own: Tensor) -> Tensor:
+        """The sum of a tensor over all workers."""
 
 
 class Known(torch.autograd.Function):
     """A loss whose value was replaced by the global batch's; its gradients stay the share's."""
 
     @staticmethod
-    def forward(_: Any, loss: Tensor, value: Tensor) -> Tensor:
+    def of(loss: Tensor, share: float, value: Callable[[], Tensor]) -> Tensor:
+        """The loss, of which the share is known too."""
+        made: Tensor = Known.apply(loss, value(), share)  # type: ignore[no-untyped-call]
+        return made
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor, share: float) -> Tensor:
         """The value, in the loss's type."""
+        ctx.share = share
         return value.to(loss.dtype).view_as(loss)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the loss, unchanged."""
-        return gradient, None
+        return gradient, None, None
 
 
 @dataclass(frozen=True, slots=True)
-class _Term:
-    """One of the terms that a loss is the sum of.
+class _Form:
+    """What the loss of a share counts.
 
     Attributes:
-        counted: The weight of the targets that a cross entropy is the mean over; else None.
-        counts_alike: Whether each target counts, and all alike.
+        kind: As its samples; as the whole, which is a sum; as the targets of its cross entropies;
+            or as its divisor.
+        divisor: Where the divisor is among those of the loss's graph.
     """
 
-    counted: float | None = None
-    counts_alike: bool = True
+    kind: Literal["samples", "sum", "targets", "divisor"]
+    divisor: int = 0
 
 
-def mean_over(loss: Tensor) -> float | None:
-    """What a loss is the mean over, before its backward pass: a cross entropy's targets.
+class Losses:
+    """The losses of a script, and what the share of each counts.
 
-    Returns:
-        The weight of the targets that count; None where it is no cross entropy alone, and so the
-        mean over samples.
+    Args:
+        training: This worker's training.
 
-    Raises:
-        TargetError: It is a sum over samples, or a mean in which samples count unlike.
+    Attributes:
+        is_untried: Whether a loss is to be tried, and none was.
     """
-    if loss.numel() != 1:
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._forms: dict[int, _Form] = {}
+        self._recording: Recording | None = None
+        self._is_entered = False
+        self._has_unknown = True  # the first
+        self.is_untried = True
+
+    # Recording
+
+    def begin(self) -> None:
+        """Begin to record, where there is a loss to be tried: the script has taken a batch."""
+        self.end()
+        if self._has_unknown and self._recording is None:
+            self._recording = Recording()
+            self.enter()
+
+    def enter(self) -> None:
+        """Record from here."""
+        if self._recording is not None and not self._is_entered:
+            self._recording.__enter__()  # type: ignore[no-untyped-call]
+            self._is_entered = True
+
+    def leave(self) -> None:
+        """Record nothing from here."""
+        if self._recording is not None and self._is_entered:
+            self._is_entered = False
+            self._recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Forget what was recorded."""
+        self.leave()
+        self._recording = None
+
+    def skip(self) -> None:
+        """Try no losses: a library's own step weighs its parts."""
+        self.end()
+        self._has_unknown = self.is_untried = False
+
+    def made(self, outputs: Any) -> None:
+        """Note what a wrapped model returned."""
+        if self._recording is not None:
+            self._recording.end_at(outputs)
+
+    # Shares
+
+    def weighed(self, loss: Tensor) -> tuple[float, Callable[[], Tensor]]:
+        """Weigh the loss of this worker's share, before its backward pass; call it on all workers.
+
+        Returns:
+            What it counts in the global batch's, and a function that gives the batch's loss [].
+
+        Raises:
+            TargetError: It is not made of the shares' losses in a known way.
+        """
+        known = _known(loss)
+        if known is not None:
+            return known.share, lambda: loss.detach()
+        was_entered = self._is_entered
+        self.leave()
+        share = self._share_of(loss)
+        if was_entered:
+            self.enter()
+        own = loss.detach().reshape(()).double()
+        # What nothing is the mean of is no number.
+        weighted = own * share if share else torch.zeros_like(own)
+        return share, lambda: self._training.sum_of(weighted)
+
+    def _share_of(self, loss: Tensor) -> float:
+        if loss.numel() != 1:
+            raise TargetError(
+                f"the loss has {loss.numel()} elements; a plan's shares need the mean over samples",
+                hint="call backward on the loss's mean()",
+            )
+        known_by = _signature(loss.grad_fn)
+        form = self._forms.get(known_by)
+        if form is None and self._recording is not None:
+            form = self._forms[known_by] = self._tried(loss, known_by)
+            self._has_unknown = self.is_untried = False
+        if form is None:  # tried when it comes again
+            self._has_unknown = True
+            is_cross_entropy = any(hasattr(n, "_saved_total_weight") for n in _chain(loss.grad_fn))
+            form = _Form("targets" if is_cross_entropy else "samples")
+        if form.kind == "sum":
+            return float(self._training.has_samples)
+        if form.kind == "samples":
+            if any(bool(total != count) for total, count in _targets(loss.grad_fn)):
+                raise TargetError(
+                    "a cross entropy ignores some targets or weights classes, and beside it the "
+                    "loss counts samples: their shares have no common weight",
+                    hint="call backward for each by itself, or use hf.prepare with hf.Weighted",
+                )
+            return self._training.weight() / self._training.world_size
+        if form.kind == "targets":
+            totals = [total for total, _ in _targets(loss.grad_fn)]
+            if len(totals) > 1 and any(bool(total != totals[0]) for total in totals):
+                raise TargetError(
+                    "the cross entropies of one loss count unlike targets, so they have no common "
+                    "weight",
+                    hint="call backward for each by itself, or use hf.prepare with hf.Weighted",
+                )
+            if not totals:  # a sum of a cross entropy, that was not tried yet
+                return self._training.weight() / self._training.world_size
+            divisor = totals[0]
+        else:
+            divisor = _divisors(loss.grad_fn)[form.divisor]
+        own = divisor.detach().to(torch.float64).reshape(())
+        if not self._training.has_samples:
+            own = torch.zeros_like(own)
+        return float(own / self._training.sum_of(own))
+
+    # The trial
+
+    def _tried(self, loss: Tensor, known_by: int) -> _Form:
+        assert self._recording is not None
+        ours = self._recording.slice_of(loss, whole=False)
+        trial = None if ours is None else _Trial(self._training, ours)
+        heads = _of_all(self._training, [known_by, 0 if trial is None else trial.num_tensors])
+        if len({tuple(head) for head in heads.tolist()}) > 1:
+            raise TargetError(
+                "the workers compute losses of unlike forms, so these do not add up to one",
+                hint="compute the same loss on every worker",
+            )
+        if ours is None or trial is None:
+            raise TargetError(
+                "the loss was not computed within the step from its batch, so it cannot be tried",
+                hint=_HINT,
+            )
+        form = trial.form(loss)
+        whole = self._recording.slice_of(loss, whole=True)
+        if whole is not None and len(whole.operators) > len(ours.operators):
+            self._check_model(_Trial(self._training, whole), loss)
+        return form
+
+    def _check_model(self, trial: "_Trial", loss: Tensor) -> None:
+        """Check that what the model returns for a sample depends on this sample alone."""
+        counts = _of_all(self._training, [trial.num_tensors])
+        if len(set(counts.flatten().tolist())) > 1:
+            return  # the model takes unlike ways; the loss itself was tried
+        verdict = trial.verdict(loss, _ROWS_OF_MODEL)
+        if bool(_of_all(self._training, [verdict.is_refuted]).any()):
+            raise TargetError(
+                f"the model mixes the samples of a batch: {verdict.figures}",
+                hint="a plan's shares would be mixed by themselves; replace this part of the model",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What a worker has found of the loss of its share.
+
+    Attributes:
+        is_mean: Whether it is the mean of its samples' losses.
+        is_divided: Whether it is their mean weighted by the loss's divisor.
+        is_refuted: Whether both were tried, and it is neither.
+        figures: The loss, and those that it should be equal to.
+        best: The sample with the largest loss.
+    """
+
+    is_mean: bool
+    is_divided: bool
+    is_refuted: bool
+    figures: str
+    best: int
+
+
+class _Trial:
+    """Runs the operators of a loss on other samples of its batch.
+
+    Args:
+        training: This worker's training.
+        recorded: The operators.
+    """
+
+    def __init__(self, training: Training, recorded: Slice) -> None:
+        self._training, self._recorded = training, recorded
+        piece = training.piece
+        assert piece is not None
+        self._num_rows = max(piece.own_samples, 1)
+        ours = {
+            id(tensor) for tensor in (*training.models.parameters(), *training.models.buffers())
+        }
+        drawn = [t for operator in recorded.operators for t in operator.drawn or ()]
+        leaves = [leaf for leaf in recorded.leaves.values() if id(leaf) not in ours]
+        self._tensors = [tensor for tensor in (*leaves, *drawn) if tensor.dim()]
+        self._written = {n for operator in recorded.operators for n in operator.changed}
+        self._dims: dict[int, int] = {}  # id of a tensor -> its dimension of samples
+        self._others: dict[int, list[int]] = {}  # its dimensions of other unlike sizes
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that may hold samples."""
+        return len(self._tensors)
+
+    def form(self, loss: Tensor) -> _Form:
+        """What a share's loss counts; call it on all workers."""
+        if any(getattr(o.function, "namespace", "").startswith("c10d") for o in self._operators):
+            raise TargetError(
+                "the loss uses tensors of other workers, which have shares of unlike sizes",
+                hint=_HINT,
+            )
+        verdict = self.verdict(loss, _ROWS)
+        same = self._same_sample(verdict.best)
+        found = gathered(
+            torch.tensor(
+                [verdict.is_mean, verdict.is_divided, same, self._num_rows],
+                dtype=torch.float64,
+                device=self._training.place.device,
+            ),
+            place=self._training.place,
+        ).tolist()
+        are_means, are_divided, losses, rows = zip(*found, strict=True)
+        if max(rows) == 1:
+            raise TargetError(
+                "each worker has one sample, and a trial of the loss needs two",
+                hint="solve for a larger batch",
+            )
+        per_row = [value / number for value, number in zip(losses, rows, strict=True)]
+        is_scaled, close = _are_close(losses, self._close(loss)), self._close(loss)
+        if is_scaled and all(are_divided):
+            if self._recorded.divides_by_targets:
+                is_alone = self._recorded.divides_at_last
+                if _targets(loss.grad_fn) and (is_alone or not all(are_means)):
+                    return _Form("targets")
+            else:
+                return _Form("divisor", self._place_of_divisor(loss))
+        if all(are_means) and is_scaled:
+            return _Form("samples")
+        if all(are_means) and _are_close(per_row, close):
+            self._check_sum()
+            return _Form("sum")
         raise TargetError(
-            f"the loss has {loss.numel()} elements; a plan's shares need the mean over samples",
-            hint="call backward on the loss's mean()",
+            f"a batch's loss is not the mean of its samples' losses: {verdict.figures}"
+            if not all(are_means)
+            else "the loss is neither a mean over the samples nor their sum: of one sample it is "
+            + " and ".join(
+                f"{value:.6g} among {int(n)}" for value, n in zip(losses, rows, strict=True)
+            ),
+            hint=_HINT,
         )
-    terms: list[_Term] = []
-    _read(loss.grad_fn, terms, is_whole=True)
-    counted = {term.counted for term in terms}
-    if len(counted) == 1:
-        return counted.pop()
-    if all(term.counts_alike for term in terms):
-        return None
-    raise TargetError(
-        "one term of the loss is a cross entropy that ignores some targets or weights classes, and "
-        "another term counts other samples: their shares have no common weight",
-        hint="use transformers' Trainer, or hf.prepare with hf.Weighted",
+
+    @property
+    def _operators(self) -> Sequence[Any]:
+        return self._recorded.operators
+
+    def _check_sum(self) -> None:
+        """Refuse a sum that is divided by a worker's batch size, which one process has not."""
+        size = self._training.loader_batch_size
+        for factor in self._recorded.factors:
+            times = max(abs(factor), 1 / abs(factor)) / size if size else 0.0
+            if size > 1 and times >= 1 and abs(times - round(times)) < 1e-9:
+                raise TargetError(
+                    f"the loss is a sum that is divided by a multiple of {size}, the batch size of "
+                    "a DataLoader, and the shares of workers have other sizes",
+                    hint="compute the mean, or divide by the length of the batch",
+                )
+
+    def _place_of_divisor(self, loss: Tensor) -> int:
+        number = self._recorded.denominator
+        assert number is not None
+        value = self._run(range(self._num_rows), self._recorded.leaves, number)[1]
+        found = _divisors(loss.grad_fn)
+        for at, divisor in enumerate(found):
+            if divisor.numel() == 1 and float(divisor) == value:
+                return at
+        raise TargetError("what the loss is divided by is not kept in its graph", hint=_HINT)
+
+    def verdict(self, loss: Tensor, num_rows: int) -> _Verdict:
+        """Try the share's loss with so many of its samples; call it on all workers."""
+        self._find_samples()
+        rows = range(self._num_rows)
+        chosen = [rows[len(rows) * i // num_rows] for i in range(min(num_rows, len(rows)))]
+        if len(rows) <= num_rows:
+            chosen = list(rows)
+        placed = [chosen[row % len(chosen)] for row in rows]
+        counts = [placed.count(row) for row in chosen]
+        divisor = self._recorded.denominator
+        try:
+            leaves = self._with_holes()
+            whole, _ = self._run(placed, leaves, divisor)
+            found = [self._run([row] * len(rows), leaves, divisor) for row in chosen]
+        except Exception as error:  # an operator that cannot take these samples
+            said = f"it cannot be computed for other samples ({type(error).__name__})"
+            return _Verdict(False, False, is_refuted=False, figures=said, best=0)
+        close = self._close(loss)
+        mean = sum(c * value for c, (value, _) in zip(counts, found, strict=True)) / len(rows)
+        weights = [c * weight for c, (_, weight) in zip(counts, found, strict=True)]
+        divided = math.nan
+        if divisor is not None and sum(weights, 0.0):
+            parts = zip(weights, found, strict=True)
+            divided = sum((w * value for w, (value, _) in parts if w), 0.0) / sum(weights, 0.0)
+        least = max((abs(value) for value, _ in found if math.isfinite(value)), default=0.0)
+        is_mean, is_divided = (
+            math.isfinite(whole) and abs(whole - other) <= close * max(least, abs(whole))
+            for other in (mean, divided)
+        )
+        best = max(range(len(chosen)), key=lambda i: _size(found[i][0]))
+        return _Verdict(
+            is_mean,
+            is_divided,
+            is_refuted=not is_mean and not is_divided,
+            figures=f"{whole:.6g} against {mean:.6g}",
+            best=chosen[best],
+        )
+
+    def _close(self, loss: Tensor) -> float:
+        kinds = {kind for kind in self._recorded.dtypes if kind.is_floating_point} | {loss.dtype}
+        if loss.dtype not in _CLOSE:
+            return _LOOSE
+        return max(10 * _CLOSE[torch.float32] if k not in _CLOSE else _CLOSE[k] for k in kinds)
+
+    def _find_samples(self) -> None:
+        """Find each tensor's dimension of samples: it is as unlike as the workers' shares."""
+        table = [size for t in self._tensors for size in [*t.shape, *[-1] * 8][:8]]
+        found = _of_all(self._training, [self._num_rows, *table])
+        rows, sizes = found[:, 0].tolist(), found[:, 1:].view(len(found), -1, 8).tolist()
+        are_unlike = len(set(rows)) > 1
+        for at, tensor in enumerate(self._tensors):
+            columns = list(zip(*(of_worker[at] for of_worker in sizes), strict=True))[
+                : tensor.dim()
+            ]
+            per_row = [
+                len({s / n for s, n in zip(column, rows, strict=True)}) == 1
+                and column[0] % rows[0] == 0
+                for column in columns
+            ]
+            unlike = [d for d, column in enumerate(columns) if len(set(column)) > 1]
+            if any(per_row):
+                self._dims[id(tensor)] = per_row.index(True)
+            self._others[id(tensor)] = [
+                d for d in unlike if are_unlike and d != self._dims.get(id(tensor))
+            ]
+
+    def _with_holes(self) -> dict[int, Tensor]:
+        """The batch; what may be a mask, and hides nothing in it, hides half of a sample."""
+        leaves = dict(self._recorded.leaves)
+        for number, leaf in leaves.items():
+            dim = self._dims.get(id(leaf))
+            if dim is None or leaf.requires_grad or not bool((leaf == 1).all()):
+                continue
+            holed = leaf.detach().clone()
+            each = leaf.shape[dim] // self._num_rows
+            first = holed.narrow(dim, 0, each)
+            flat = first.reshape(-1).clone()
+            flat[len(flat) // 2 :] = 0
+            first.copy_(flat.view_as(first))
+            leaves[number] = holed
+            self._dims[id(holed)] = dim
+        return leaves
+
+    def _run(
+        self, rows: Sequence[int], leaves: dict[int, Tensor], divisor: int | None
+    ) -> tuple[float, float]:
+        """(loss, divisor) of a batch of these samples."""
+        return self._evaluated(partial(self._placed, rows=rows), leaves, divisor)
+
+    def _placed(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+        dim = self._dims.get(id(tensor))
+        if dim is None:
+            return tensor.detach()
+        return with_rows(tensor, dim, rows, self._num_rows)
+
+    def _evaluated(
+        self, change: Any, leaves: dict[int, Tensor], divisor: int | None
+    ) -> tuple[float, float]:
+        given = {number: change(leaf) for number, leaf in leaves.items()}
+        for number in self._written & set(given):
+            given[number] = given[number].clone()
+        asked = [self._recorded.root, *([] if divisor is None else [divisor])]
+        device = self._training.place.device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            found = run_again(self._recorded, given, change, asked)
+        return float(found[0]), float(found[1].sum()) if divisor is not None else math.nan
+
+    def _same_sample(self, best: int) -> float:
+        """The loss of a batch of the first worker's one sample, repeated; call it on all."""
+        place, rows = self._training.place, self._num_rows
+
+        def repeated(tensor: Tensor) -> Tensor:
+            dim = self._dims.get(id(tensor))
+            if dim is None:
+                return tensor.detach()
+            each = tensor.shape[dim] // rows
+            entry = tensor.detach().narrow(dim, best * each if place.rank == 0 else 0, each)
+            for other in self._others[id(tensor)]:
+                entry = entry.narrow(other, 0, 1)
+            sent = entry.to(torch.float64, copy=True).contiguous()
+            peers.broadcast(sent, src=0)
+            repeats = [rows if d == dim else 1 for d in range(tensor.dim())]
+            return torch.empty_like(tensor).copy_(sent.to(tensor.dtype).repeat(repeats))
+
+        # First all broadcasts: an operator that fails must leave no worker alone in one.
+        made = {id(tensor): repeated(tensor) for tensor in self._tensors}
+
+        def change(tensor: Tensor) -> Tensor:
+            found = made.get(id(tensor))
+            return tensor.detach() if found is None else found.clone()
+
+        try:
+            return self._evaluated(change, self._recorded.leaves, None)[0]
+        except Exception:
+            return math.nan
+
+
+def _of_all(training: Training, numbers: Sequence[int]) -> Tensor:
+    """[workers, n] the whole numbers of every worker."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=training.place.device)
+    return gathered(own, place=training.place)
+
+
+def _size(value: float) -> float:
+    return abs(value) if math.isfinite(value) else -1.0
+
+
+def _are_close(values: Sequence[float], close: float) -> bool:
+    return all(math.isfinite(value) for value in values) and (
+        max(values) - min(values) <= close * max(map(abs, values))
     )
 
 
-def _read(node: Any, terms: list[_Term], *, is_whole: bool, is_divided: bool = False) -> None:
-    """Read the terms of a loss; sums are refused unless something divides them."""
-    if node is None:
-        return
-    name = type(node).__name__
-    following = [following for following, _ in node.next_functions]
-    if name in _FACTORS or name in _TERMS:
-        for other in following:
-            # A sum beside another term may be a penalty on parameters, equal on every worker.
-            is_factor = is_whole and name in _FACTORS
-            _read(other, terms, is_whole=is_factor, is_divided=is_divided)
-    elif name == "DivBackward0" and following[-1] is None:
-        _read(following[0], terms, is_whole=False, is_divided=True)
-    elif not is_divided and (
-        getattr(node, "_saved_reduction", None) == _SUMMED or (name == "SumBackward0" and is_whole)
-    ):
-        raise TargetError(
-            "the loss is a sum over samples, and a plan's shares need their mean",
-            hint='use reduction="mean", or divide by the number of samples of the batch',
-        )
-    elif hasattr(node, "_saved_total_weight") and node._saved_reduction != _SUMMED:
-        counted = float(node._saved_total_weight)
-        terms.append(_Term(counted, counted == node._saved_target.numel()))
-    else:
-        terms.append(_Term())
+def _signature(root: Any) -> int:
+    """What a loss is known by: the first names of its graph, breadth first, without views.
+
+    PyTorch takes other views while operators are recorded.
+    """
+    names: list[str] = []
+    waiting = [root]
+    while waiting and len(names) < _NAMES:
+        node = waiting.pop(0)
+        name = type(node).__name__
+        if not name.startswith(_VIEWS):
+            names.append(name)
+        waiting += [following for following, _ in getattr(node, "next_functions", ())]
+    return crc32(" ".join(names).encode())
 
 
 def ignores_targets(loss: Tensor) -> bool:
     """Whether a loss is seen to hold a cross entropy that ignores targets or weights classes."""
-    ahead: list[Any] = [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if hasattr(node, "_saved_total_weight") and node._saved_reduction != _SUMMED:
-            if float(node._saved_total_weight) != node._saved_target.numel():
-                return True
-        elif type(node).__name__ in _FACTORS | _TERMS | {"DivBackward0"}:
-            ahead += [following for following, _ in node.next_functions]
-    return False
+    return any(float(total) != count for total, count in _targets(loss.grad_fn))
 
 
-def is_known(loss: Tensor) -> bool:
-    """Whether a loss is a multiple of one whose value is the global batch's by now."""
-    node: Any = loss.grad_fn
-    while node is not None and not isinstance(node, Known._backward_cls):
-        following = [following for following, _ in node.next_functions if following is not None]
-        if type(node).__name__ not in _FACTORS | {"DivBackward0"} or len(following) != 1:
-            return False
-        (node,) = following
-    return node is not None
+def _chain(node: Any) -> Iterable[Any]:
+    """A loss's node, and those before it, through what only changes its factor."""
+    while node is not None:
+        yield node
+        following = [n for n, _ in node.next_functions if n is not None]
+        node = following[0] if type(node).__name__ in _CHAIN and len(following) == 1 else None
+
+
+def _targets(node: Any) -> list[tuple[Tensor, int]]:
+    """(weight of the targets that count, all targets) of each mean cross entropy of a loss."""
+    found, waiting, seen = [], [node], 0
+    while waiting and seen < _NAMES:
+        node, seen = waiting.pop(0), seen + 1
+        if getattr(node, "_saved_reduction", None) == _MEAN and hasattr(node, "_saved_target"):
+            total = getattr(node, "_saved_total_weight", None)
+            if total is not None:
+                found.append((total, node._saved_target.numel()))
+        waiting += [following for following, _ in getattr(node, "next_functions", ())]
+    return found
+
+
+def _known(loss: Tensor) -> Any:
+    """The node of a loss whose value is the batch's by now, of which this is a multiple."""
+    for node in _chain(loss.grad_fn):
+        if isinstance(node, Known._backward_cls):
+            return node
+    return None
+
+
+def _divisors(node: Any) -> list[Tensor]:
+    """What a loss is divided by, from the last division on."""
+    found = []
+    for at in _chain(node):
+        for name in ("_saved_total_weight", "_saved_other"):
+            value = getattr(at, name, None)
+            if isinstance(value, Tensor) and "Mul" not in type(at).__name__:
+                found.append(value)
+    return found

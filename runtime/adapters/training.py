@@ -24,7 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ...devices.backend import Mark
 from ...protocol.environment import Start, read_environment
@@ -41,7 +44,7 @@ from ..session import Session
 from ..setup import final_tensors
 from ..shares import share_out, slices
 from ..stopping import StopRequests, leave
-from .losses import is_known, mean_over
+from .losses import Losses
 from .measured import Sized
 
 
@@ -54,6 +57,7 @@ class Piece:
         start: Position of this worker's first sample in it.
         own_samples: This worker's samples; 0 where the batch is too short for all workers.
         batch_size: Samples of the script's full batches; None where its sampler does not say.
+        cuts: [virtual nodes of the plan] (start, end) of each one's samples.
         digest: Of the samples' indices: equal on workers that draw the same batch.
     """
 
@@ -61,6 +65,7 @@ class Piece:
     start: int
     own_samples: int
     batch_size: int | None
+    cuts: tuple[tuple[int, int], ...]
     digest: int = 0
 
     def of(self, indices: Sequence[Any]) -> list[Any]:
@@ -89,7 +94,7 @@ class Share:
         """The worker's part of a global batch of ``num_samples`` samples."""
         cuts = self.cuts(num_samples)
         start, end = cuts[self.first][0], cuts[self.last][1]
-        return Piece(num_samples, start, end - start, batch_size)
+        return Piece(num_samples, start, end - start, batch_size, tuple(cuts))
 
     def cuts(self, num_samples: int) -> list[tuple[int, int]]:
         """[virtual nodes] (start, end) of each in a batch; in a short one, none is left out.
@@ -125,6 +130,9 @@ class Training:
         sized: The batches under measurement that the script asked for last; None in a launch.
         watcher: Who measures the script; None in a launch.
         num_taken: Batches that the script has taken since an adapter last looked.
+        losses: What shares of the script's losses count.
+        loader_batch_size: The batch size of a loader for one worker of several; 0 where loaders
+            have the global batch's.
     """
 
     def __init__(self, start: Start) -> None:
@@ -154,8 +162,10 @@ class Training:
         self._num_running = 0
         self._factor = 1.0
         self.is_going_back = False
-        self._pass_weight: float | None = None
-        self._is_inside, self._is_weighing, self._had_idle = False, False, False
+        self._is_inside, self._had_idle = False, False
+        self._told: list[float] | None = None
+        self.losses = Losses(self)
+        self.loader_batch_size = 0
         self._ahead: deque[Piece] | None = None
         self._mark: Mark | None = None
         self._is_begun, self._is_counted = False, False
@@ -163,6 +173,7 @@ class Training:
         self._stops: StopRequests | None = None
         self._trained: set[int] = set()
         register_optimizer_step_pre_hook(self._stepping)
+        register_optimizer_step_post_hook(lambda *_: self.losses.enter())
         at_exit(self)
         self._finish_before_the_group_ends()
 
@@ -223,26 +234,36 @@ class Training:
         """The times of the steps so far."""
         return self._clock
 
-    def cut(self, num_samples: int, batch_size: int | None) -> Piece:
-        """This worker's part of a global batch of ``num_samples`` samples."""
-        return self.share.of(num_samples, batch_size)
+    def cut(self, num_samples: int, batch_size: int | None, *, by_index: bool = False) -> Piece:
+        """This worker's part of a global batch of ``num_samples`` samples.
+
+        Args:
+            num_samples: Samples of the batch.
+            batch_size: Samples of the script's full batches.
+            by_index: Whether any samples can be chosen. Then the first shares are made unlike, so
+                that a sum over samples does not look like their mean.
+        """
+        share, sizes = self.share, self._sizes
+        is_tried = self.watcher is None and self.place.distributed and self.losses.is_untried
+        if by_index and is_tried and len(set(sizes)) == 1 < min(sizes):
+            share = Share((sizes[0] - 1, sizes[1] + 1, *sizes[2:]), share.first, share.last)
+        return share.of(num_samples, batch_size)
 
     @property
     def some_run_parts(self) -> bool:
         """Whether any device of the plan has several virtual nodes."""
         return len(self._sizes) > self.world_size
 
-    def shares(self, num_samples: int) -> list[int]:
+    def shares(self, piece: Piece) -> list[int]:
         """[workers] samples of each of a global batch."""
         shares = [0] * self.world_size
-        cuts = self.share.cuts(num_samples)
-        for rank, (start, end) in zip(holders_of(self.place), cuts, strict=True):
+        for rank, (start, end) in zip(holders_of(self.place), piece.cuts, strict=True):
             shares[rank] += end - start
         return shares
 
     def parts_of(self, piece: Piece) -> list[tuple[int, int]]:
         """[virtual nodes with samples] (start, end) of each within this worker's part."""
-        cuts = [self.share.cuts(piece.num_samples)[node] for node in self._nodes]
+        cuts = [piece.cuts[node] for node in self._nodes]
         return [(a - piece.start, b - piece.start) for a, b in cuts if b > a] or [(0, 1)]
 
     def asking(self, batches: Iterator[Any], cuts: "Cuts | None" = None) -> Iterator[Any]:
@@ -276,7 +297,9 @@ class Training:
         if self._ahead is not None:
             self._ahead.append(piece)
         self.begin_batch(piece)
-        self._had_idle = self._had_idle or not min(self.shares(piece.num_samples))
+        self._had_idle = self._had_idle or not min(self.shares(piece))
+        if not self.is_evaluating and self.watcher is None and self.place.distributed:
+            self.losses.begin()
 
     def check_equal(self, own: int, said: str, *, hint: str) -> None:
         """Check that a number is equal on all workers.
@@ -292,7 +315,7 @@ class Training:
     @contextmanager
     def taking(self) -> Iterator[deque[Piece]]:
         """A context in which batches are taken ahead; it gives their parts, in order."""
-        self._ahead = deque()
+        self._ahead, self.losses.is_untried = deque(), False
         try:
             yield self._ahead
         finally:
@@ -304,7 +327,6 @@ class Training:
         """Note the batch that the next passes are of."""
         self.piece, self.pass_samples = piece, piece.own_samples
         self._is_begun, self._is_counted, self._mark = False, False, None
-        self._pass_weight = None
 
     @contextmanager
     def part(self, num_samples: int, weight: float) -> Iterator[None]:
@@ -316,6 +338,7 @@ class Training:
         """
         self.pass_samples, self._part_weight, self._is_counted = num_samples, weight, False
         self._is_inside = True
+        self.losses.skip()
         try:
             yield
         finally:
@@ -364,6 +387,8 @@ class Training:
                     )
                 self._holder.begin_pass(self.pass_samples)
                 self._is_held = True
+        if not self.is_going_back:
+            self.losses.enter()  # within the closure of an optimizer
 
     def _is_full(self, piece: Piece) -> bool:
         return piece.num_samples == self.global_batch_size
@@ -397,7 +422,7 @@ class Training:
             num_samples=0 if self._is_counted else self.pass_samples,
             is_full=self._is_full(self.piece),
         )
-        self._mark, self._is_counted, self._pass_weight = None, True, None
+        self._mark, self._is_counted = None, True
         self._clock.computed()
         self._clock.synchronised()
 
@@ -474,57 +499,26 @@ class Training:
         """Whether the script's own loop runs, and no part of a library's step."""
         return self._part_weight is None
 
-    def weigh(self, loss: Tensor) -> Tensor:
-        """Weight the pass that runs by what its loss is the mean over; all workers call this.
-
-        Args:
-            loss: [] the loss of this worker's share, before its backward pass.
-
-        Returns:
-            [] float64, the loss of the global batch.
-
-        Raises:
-            TargetError: The loss is seen to be no mean, or two losses of a pass need two weights.
-        """
-        counted, piece = mean_over(loss), self.piece
-        assert piece is not None
-        if is_known(loss):
-            return loss.detach().double()
-        own = self.weight() if counted is None else counted * (piece.own_samples > 0)
-        value = loss.detach().reshape(()).double()
-        weighted = value * own if own else value.new_zeros(())  # nothing's mean is no number
-        total = self.sum_of(torch.stack([weighted, value.new_tensor(own)]))
-        if counted is not None:
-            weight = own * self.world_size / max(float(total[1]), 1e-300)
-            if self._pass_weight not in (None, weight):
-                raise TargetError(
-                    "two losses of one pass are means over unlike numbers of targets, and their "
-                    "gradients need one weight",
-                    hint="call backward for each loss by itself, or use hf.prepare",
-                )
-            self._pass_weight = weight
-        return total[0] / total[1]
-
     @contextmanager
-    def weighing(self, losses: Sequence[Tensor], *, keeps_values: bool) -> Iterator[None]:
+    def weighing(self, losses: Sequence[Tensor]) -> Iterator[None]:
         """A context for a backward pass; afterwards the losses' values are the global batch's.
 
         Args:
-            losses: The losses of this worker's share.
-            keeps_values: Whether their values must stay, because their graph is used again.
+            losses: [losses] those of this worker's share, from which the pass goes back.
         """
-        if not self.is_own_pass or self._is_weighing:
+        if not self.is_own_pass or self._told is not None:
             yield
             return
-        values = [self.weigh(loss) for loss in losses]
-        self._is_weighing = True
+        self.losses.leave()
+        weighed = [self.losses.weighed(loss) for loss in losses]
+        self._told = [share for share, _ in weighed]
         try:
             yield
         finally:
-            self._is_weighing = False
-        for loss, value in zip(losses, values, strict=True):
-            if not keeps_values:
-                loss.data.copy_(value.view_as(loss))
+            self._told = None
+        for loss, (_, value) in zip(losses, weighed, strict=True):
+            # Not in place: a graph that is kept may need the old number.
+            loss.data = value().to(loss.dtype).view_as(loss)
 
     def weight(self) -> float:
         """What this pass counts in the workers' plain mean."""
@@ -533,25 +527,31 @@ class Training:
             return 1.0
         if self._part_weight is not None:
             return self._part_weight
-        if self._pass_weight is not None:
-            return self._pass_weight
         return piece.own_samples * self.world_size / piece.num_samples
 
     @contextmanager
-    def going_back(self, dtype: torch.dtype) -> Iterator[float]:
-        """A context for a backward pass.
-
-        It gives what the gradients at the pass's roots count in the global batch's. That is rounded
-        to ``dtype``, the roots' own; what is left goes into parameters' gradients.
-        """
-        share = self.weight() / self.world_size
-        rounded = float(torch.tensor(share, dtype=dtype))
-        self._factor = self.world_size * share / rounded if rounded else 0.0
+    def going_back(self) -> Iterator[None]:
+        """A context for a backward pass, which begins with its share of the batch's loss."""
+        self.losses.leave()
         self.is_going_back = True
         try:
-            yield rounded
+            yield
         finally:
             self.is_going_back = False
+            self.losses.enter()
+
+    def shares_of(self, roots: Sequence[Tensor]) -> list[float]:
+        """[roots] what each counts in the global batch's loss, in a backward pass of all of them.
+
+        A share is rounded to its root's kind of numbers, and parameters' gradients get what is left
+        of it.
+        """
+        shares = self._told or [self.weight() / self.world_size] * len(roots)
+        self._factor = float(self.world_size) if any(shares) else 0.0
+        if len(roots) == 1 and shares[0]:
+            rounded = float(torch.tensor(shares[0], dtype=roots[0].dtype))
+            self._factor, shares = self.world_size * shares[0] / rounded, [rounded]
+        return shares
 
     def train_alone(self, model: nn.Module) -> None:
         """Watch the passes of a model that nothing synchronises, as the only worker."""
@@ -583,6 +583,7 @@ class Training:
         self.end_pass()
         if not any(known is optimizer for known in self.optimizers):
             self.optimizers.append(optimizer)
+        self.losses.leave()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._trained:
@@ -652,7 +653,7 @@ class Training:
         found = own.new_empty((self.world_size * max(rows), *own.shape[1:]))
         peers.all_gather(found, padded)
         if piece is not None and found.is_floating_point() and len(set(rows)) == 1:
-            weights = found.new_tensor(self.shares(piece.num_samples)) / piece.num_samples
+            weights = found.new_tensor(self.shares(piece)) / piece.num_samples
             if is_scalar or is_repeated:  # what counts nothing may be no number
                 found.view(len(rows), -1)[weights == 0] = 0
             if is_scalar:
@@ -733,6 +734,7 @@ class Training:
         self._is_finished = True
         if self._stops is not None:
             self._stops.close()
+        self.losses.end()
         session = self._session
         session.is_finished = True
         if session.num_steps:
@@ -822,7 +824,7 @@ class Cuts:
         if self._draws_alike:
             self._training.equalise_draws()
         for indices in self.batch_sampler:
-            piece = self._training.cut(len(indices), self.batch_size)
+            piece = self._training.cut(len(indices), self.batch_size, by_index=True)
             self.pieces.append(replace(piece, digest=zlib.crc32(repr(indices).encode())))
             yield piece.of(indices)
 

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboardX.proto.event_pb2 import Event
-from torch import nn
 
-from hetflow.runtime.adapters.losses import mean_over
 from hetflow.runtime.adapters.patching import check_version
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
@@ -304,7 +301,7 @@ def test_trainer_saves_on_a_signal_and_logs_as_one_run(tmp_path: Path, plan_of: 
 
 
 REFUSED = {
-    "sum": "the loss is a sum over samples",
+    "root": "a batch's loss is not the mean of its samples' losses",
     "twice": "the script's sum over workers would count twice",
     "unlike": "each worker reads other samples",
     "nodes": "split_dataset_by_node gives each worker other samples",
@@ -358,57 +355,6 @@ def test_a_plan_that_the_script_does_not_fit_is_refused(
     assert "hint: " in stderr
     assert "Traceback" not in stderr
     assert not (tmp_path / "many").exists()
-
-
-cross_entropy = nn.functional.cross_entropy
-X = torch.randn(4, 3, requires_grad=True)
-Y = torch.tensor([0, 1, 2, 1])
-
-
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        (lambda: X.square(), "12 elements"),
-        (lambda: 0.5 * X.square().sum(), "a sum over samples"),
-        (lambda: nn.functional.mse_loss(X, X.detach() + 1, reduction="sum"), "a sum over samples"),
-        (lambda: cross_entropy(X, Y, ignore_index=2) + X.square().mean(), "ignores some targets"),
-        (
-            lambda: cross_entropy(X, Y, ignore_index=2) + cross_entropy(X, Y, ignore_index=1),
-            "have no common weight",
-        ),
-    ],
-)
-def test_losses_that_are_seen_not_to_be_means_are_refused(
-    loss: Callable[[], torch.Tensor], said: str
-) -> None:
-    with pytest.raises(TargetError, match=said):
-        mean_over(loss())
-
-
-@pytest.mark.parametrize(
-    ("loss", "counted"),
-    [
-        (lambda: cross_entropy(X, Y, weight=torch.tensor([1.0, 2, 1])) / 3, 6),
-        (
-            lambda: (
-                0.5
-                * (
-                    cross_entropy(X, Y, ignore_index=2)
-                    + cross_entropy(-X, Y.flip(0), ignore_index=2)
-                )
-            ),
-            3,
-        ),
-        (lambda: cross_entropy(X, Y), 4),
-        (lambda: cross_entropy(X, Y) + 0.1 * X.square().sum(), None),
-        (lambda: X.square().sum() / 4, None),
-        (lambda: X.square().mean(), None),
-    ],
-)
-def test_a_loss_shows_what_it_is_a_mean_over(
-    loss: Callable[[], torch.Tensor], counted: float | None
-) -> None:
-    assert mean_over(loss()) == counted
 
 
 def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

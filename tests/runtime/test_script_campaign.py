@@ -1,0 +1,23 @@
+"""Generated scripts as they are equal one process, or are refused; by hand there are more."""
+
+from pathlib import Path
+
+import pytest
+
+from hetflow.tests.runtime.script_campaign import LOSSES, RIGHT, judge, scripts
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("script", scripts(4, seed=1), ids=lambda script: script.loss)
+def test_a_generated_script_equals_one_process_or_is_refused(script, tmp_path: Path) -> None:
+    end, faults = judge(script, tmp_path)
+    assert not faults
+    assert end in ("equal", "refused")
+
+
+def test_all_losses_and_libraries_come() -> None:
+    drawn = scripts(200, seed=0)
+    assert {script.loss for script in drawn} == set(LOSSES)
+    assert {script.library for script in drawn} == {"ddp", "accelerate", "trainer"}
+    assert 0 < len(RIGHT) < len(LOSSES)
