@@ -215,13 +215,14 @@ def _where(error: HetflowError) -> str:
     """The line of the script that led to one of hetflow's errors."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     theirs = [str(Path(file).parent) for file in (__file__, torch) if file]
+    python = Path(runpy.__file__).parent  # also contextlib, where a context manager of ours fails
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not any(folder in frame.filename for folder in theirs)
+        and Path(frame.filename).parent != python
     ]
-    own = [f for f in frames if f.filename != runpy.__file__]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def _print(error: BaseException) -> None:

@@ -157,7 +157,7 @@ def test_a_trial_is_what_a_launch_of_the_plan_would_run() -> None:
     )  # fmt: skip
     lowered = lower_pipeline(plan)
     workers = tuple(dataclasses.replace(worker, device=None) for worker in lowered.workers)
-    assert dataclasses.replace(lowered, workers=workers) == config
+    assert dataclasses.replace(lowered, workers=workers, predicted_step_seconds=None) == config
 
 
 def test_a_trial_of_one_stage_has_both_devices_on_it() -> None:
