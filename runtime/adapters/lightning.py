@@ -26,6 +26,7 @@ from .losses import ignores_targets
 from .numbers import LOSS, Call, Numbers, Part, Step, Tried, slope_of
 from .patching import around, check_version
 from .rows import joined, rows_of
+from .scalars import with_scalars
 from .training import Cuts, Training, training
 
 VERSIONS = ((2, 4), (2, 6))  # the oldest and the newest that were tested
@@ -61,6 +62,8 @@ def _adapt_trainer(module: Any, library: str) -> None:
 
     around(module.Trainer, "__init__", make)
     around(module.LightningModule, "log", _log)
+    connectors = f"{root}.trainer.connectors.logger_connector.logger_connector"
+    around(import_module(connectors)._LoggerConnector, "log_metrics", _to_loggers)
     writer = module.callbacks.BasePredictionWriter
     around(writer, "on_predict_batch_end", _on_first_worker)
     around(writer, "on_predict_epoch_end", _on_first_worker)
@@ -294,6 +297,14 @@ def _log(original: Any, self: Any, *values: Any, **options: Any) -> None:
     given = dict(inspect.signature(original).bind(self, *values, **options).arguments)
     del given["self"]
     strategy.take_log(original, given)
+
+
+def _to_loggers(original: Any, self: Any, metrics: Any, *values: Any, **options: Any) -> None:
+    """Give the loggers hetflow's numbers too; the Trainer's own record of values stays as it is."""
+    shown = with_scalars(metrics, training()) if metrics and self.trainer.is_global_zero else metrics
+    original(self, shown, *values, **options)
+    for name in shown.keys() - metrics.keys():
+        self._logged_metrics.pop(name, None)
 
 
 def _on_first_worker(original: Any, self: Any, trainer: Any, *values: Any, **options: Any) -> None:

@@ -103,7 +103,10 @@ trainer.logger.save()
 if trainer.is_global_zero:
     with open(f"{trainer.logger.log_dir}/metrics.csv") as stream:
         names, *rows = (line.strip().split(",") for line in stream)
-    logged = [{n: float(v) for n, v in zip(names, row, strict=True) if v} for row in rows]
+    logged = [
+        {n: float(v) for n, v in zip(names, row, strict=True) if v and "hetflow" not in n}
+        for row in rows
+    ]
     best = trainer.checkpoint_callback
     answers = {
         "logged": logged,

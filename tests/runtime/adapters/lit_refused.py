@@ -86,9 +86,9 @@ class Stream(IterableDataset):
         return iter(data)
 
 
-data = TensorDataset(torch.randn(36, 3), torch.arange(36) % 2)
-loader = DataLoader(data, batch_size=12)
-odd = DataLoader(data, batch_size=12, collate_fn=lambda rows: [torch.zeros(5), torch.zeros(7)])
+data = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
+loader = DataLoader(data, batch_size=32)
+odd = DataLoader(data, batch_size=32, collate_fn=lambda rows: [torch.zeros(5), torch.zeros(7)])
 said = {}
 
 
@@ -110,7 +110,7 @@ def refused(name, model, train, val=None, **options):
 
 refused("fsdp", Plain(), loader, strategy="fsdp")
 refused("batch size", Plain(), DataLoader(data, batch_size=6))
-refused("stream", Plain(), DataLoader(Stream(), batch_size=12))
+refused("stream", Plain(), DataLoader(Stream(), batch_size=32))
 refused("several loaders", Several(), [loader, loader])
 refused("contrast", Contrast(), loader)
 refused("perplexity", Perplexity(), loader)
@@ -121,5 +121,5 @@ refused("by hand", ByHand(), loader)
 refused("compiled", torch.compile(Plain()), loader)
 refused("uncut", Plain(), odd)
 if torch.distributed.get_rank() == 0:
-    with open(sys.argv[1], "w") as stream:
+    with open(sys.argv[-1], "w") as stream:
         json.dump(said, stream)
