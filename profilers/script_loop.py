@@ -168,7 +168,7 @@ class _Loop:
         if self._serving is None and begun() is None:
             raise TargetError(
                 f"{self._script[0]} trains by itself: no loader and no model of it goes through "
-                "accelerate, transformers' Trainer or DistributedDataParallel",
+                "accelerate, transformers' Trainer, Lightning or DistributedDataParallel",
                 hint="see docs/howto/own_script.md; a script for torchrun must wrap its model for "
                 "one worker too",
             )

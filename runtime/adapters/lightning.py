@@ -33,6 +33,16 @@ VERSIONS = ((2, 4), (2, 6))  # the oldest and the newest that were tested
 # A module with Trainer or Fabric -> the package that pip knows it by.
 _TRAINERS = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch-lightning"}
 _FABRICS = {"lightning.fabric": "lightning", "lightning_fabric": "lightning-fabric"}
+# Options of a Trainer that is measured: it trains on and on, and does nothing else.
+_ENDLESS = {
+    "fast_dev_run": False,
+    "limit_train_batches": None,
+    "limit_val_batches": 0,
+    "max_steps": 1_000_000_000,
+    "max_time": None,
+    "num_sanity_val_steps": 0,
+    "overfit_batches": 0.0,
+}
 _CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
@@ -51,13 +61,16 @@ def adapt(module: Any) -> None:
 
 def _adapt_trainer(module: Any, library: str) -> None:
     root, strategies = module.__name__, module.strategies
-    parents = _parents(root, strategies, _TrainerStrategy)
+    parents = _parents(root, strategies, _TrainerStrategy, _MeasuredTrainer)
 
     def make(original: Any, self: Any, *values: Any, **options: Any) -> None:
         check_version(library, VERSIONS)
         asked = _asked(strategies, "Trainer", options)
         # The script's samplers stay: every worker draws the order of one process.
         options["use_distributed_sampler"] = False
+        if training().watcher is not None:
+            loggers = import_module(f"{root}.loggers.logger")
+            options = {**options, **_ENDLESS, "logger": _dummies(loggers, options.get("logger"))}
         original(self, *values, **{**options, **_in_place_of(parents, asked, options)})
 
     around(module.Trainer, "__init__", make)
@@ -75,7 +88,7 @@ def _adapt_trainer(module: Any, library: str) -> None:
 
 def _adapt_fabric(module: Any, library: str) -> None:
     root, strategies = module.__name__, module.strategies
-    parents = _parents(root, strategies, _FabricStrategy)
+    parents = _parents(root, strategies, _FabricStrategy, _MeasuredFabric)
 
     def make(original: Any, self: Any, *values: Any, **options: Any) -> None:
         check_version(library, VERSIONS)
@@ -87,14 +100,22 @@ def _adapt_fabric(module: Any, library: str) -> None:
     around(module.Fabric, "__init__", make)
 
 
-def _parents(root: str, strategies: Any, strategy: type) -> tuple[Any, Any]:
-    """The strategy and the environment of one package: it has classes of its own."""
+def _parents(root: str, strategies: Any, strategy: type, measured: type) -> tuple[Any, Any, Any]:
+    """The strategies and the environment of one package: it has classes of its own."""
     fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
     environments = import_module(f"{fabric.get(root, root)}.plugins.environments")
     return (
         type(strategy.__name__, (strategy, strategies.DDPStrategy), {}),
+        type(measured.__name__, (measured, strategies.SingleDeviceStrategy), {}),
         type("PlanEnvironment", (_Environment, environments.ClusterEnvironment), {}),
     )
+
+
+def _dummies(loggers: Any, given: Any) -> Any:
+    """What takes the place of the loggers of a script that is measured."""
+    if given is False:
+        return False
+    return [loggers.DummyLogger() for _ in (given if isinstance(given, list | tuple) else [given])]
 
 
 def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -127,27 +148,22 @@ def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]
 
 
 def _in_place_of(
-    parents: tuple[Any, Any], asked: dict[str, Any], options: dict[str, Any]
+    parents: tuple[Any, Any, Any], asked: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
     """What Trainer or Fabric gets in place of the devices and the strategy that it names."""
-    strategy, environment = parents
-    current = training()
-    if current.watcher is not None:
-        raise TargetError(
-            "scripts of Lightning cannot be profiled as they are",
-            hint="profile the model by a factory: docs/profiling.md",
-        )
+    strategy, measured, environment = parents
+    device = training().place.device
     plugins = options.get("plugins") or []
     plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
     kept = [plugin for plugin in plugins if not isinstance(plugin, environment.__mro__[2])]
     return {
-        "accelerator": current.place.device.type,
+        "accelerator": device.type,
         "devices": 1,
         "num_nodes": 1,
         "plugins": kept or None,
-        "strategy": strategy(
-            parallel_devices=[current.place.device], cluster_environment=environment(), **asked
-        ),
+        "strategy": strategy(parallel_devices=[device], cluster_environment=environment(), **asked)
+        if training().place.distributed
+        else measured(device),
     }
 
 
@@ -301,7 +317,9 @@ def _log(original: Any, self: Any, *values: Any, **options: Any) -> None:
 
 def _to_loggers(original: Any, self: Any, metrics: Any, *values: Any, **options: Any) -> None:
     """Give the loggers hetflow's numbers too; the Trainer's own record of values stays as it is."""
-    shown = with_scalars(metrics, training()) if metrics and self.trainer.is_global_zero else metrics
+    shown = (
+        with_scalars(metrics, training()) if metrics and self.trainer.is_global_zero else metrics
+    )
     original(self, shown, *values, **options)
     for name in shown.keys() - metrics.keys():
         self._logged_metrics.pop(name, None)
@@ -384,6 +402,7 @@ class _TrainerStrategy(_PlanStrategy):
         for metric in self._metrics():
             metric.dist_sync_on_step = not training().some_run_parts
         training().num_taken = 0
+        _save_nothing(trainer)
         self._own.setup(trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -772,6 +791,55 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)([_on_host(entry) for entry in value])
     return value
+
+
+def _save_nothing(trainer: Any) -> None:
+    """Let a Trainer that is measured save no checkpoints."""
+    if training().watcher is not None:
+        saving = trainer.checkpoint_callbacks
+        trainer.callbacks[:] = [kept for kept in trainer.callbacks if kept not in saving]
+
+
+class _MeasuredTrainer:
+    """Trainer's strategy on the one worker that measures a script: Lightning's for one device."""
+
+    def setup(self, trainer: Any) -> None:
+        _save_nothing(trainer)
+        own: Any = super()
+        own.setup(trainer)
+        training().train(own.lightning_module)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return _cut(dataloader, needs_all=False)
+
+    def training_step(self, *values: Any, **options: Any) -> Any:
+        own: Any = super()
+        with self._pass():
+            training().begin_pass()
+            return own.training_step(*values, **options)
+
+    def backward(self, *values: Any, **options: Any) -> Any:
+        own: Any = super()
+        with self._pass():
+            return own.backward(*values, **options)
+
+    def _pass(self) -> Any:
+        """A context in which the loss is what it is: there is no other worker's to weigh it by."""
+        piece = training().piece
+        return training().part(piece.own_samples if piece is not None else 0, 1.0)
+
+
+class _MeasuredFabric:
+    """Fabric's strategy on the one worker that measures a script."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        own: Any = super()
+        made: nn.Module = own.setup_module(module)
+        training().train_alone(made)
+        return made
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return _cut(dataloader, needs_all=True)
 
 
 class _FabricStrategy(_PlanStrategy):

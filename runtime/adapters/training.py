@@ -622,6 +622,8 @@ class Training:
 
     def equalise_draws(self) -> None:
         """Give all workers the first worker's stream of random numbers on the host."""
+        if not self.place.distributed:
+            return
         state = torch.get_rng_state().to(self.place.device)
         peers.broadcast(state, src=0)
         torch.set_rng_state(state.cpu())

@@ -36,6 +36,63 @@ trainer.train()
 trainer.save_model(sys.argv[1] + "/saved")
 """
 
+LIGHTNING = """
+import sys
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("train_loss", loss, on_step=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).pow(2).mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters())
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
+trainer = L.Trainer(
+    max_steps=6, logger=CSVLogger(sys.argv[1]), log_every_n_steps=1, limit_train_batches=2,
+    accumulate_grad_batches=2, default_root_dir=sys.argv[1], enable_progress_bar=False,
+    callbacks=[
+        EarlyStopping("val_loss"), LearningRateMonitor("step"),
+        ModelCheckpoint(sys.argv[1], every_n_train_steps=1),
+    ],
+)
+trainer.fit(Net(), loader, loader)
+trainer.save_checkpoint(sys.argv[1] + "/saved.ckpt")
+"""
+
+FABRIC = """
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+fabric = Fabric(devices=1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(data, batch_size=16))
+model = nn.Linear(8, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+for (x,) in loader:
+    fabric.backward(model(x).pow(2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 LOOP = """
 import sys
 import torch
@@ -230,3 +287,27 @@ def test_a_script_with_an_accelerator_is_profiled_alone_and_beside_others(
     if len(os.sched_getaffinity(0)) > 1:
         assert told["busy"]["num_devices"] == 2
     assert not (tmp_path / "trained").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_scripts_of_lightning_are_profiled_in_their_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lit.py").write_text(LIGHTNING, encoding="utf-8")
+    (tmp_path / "fabric.py").write_text(FABRIC, encoding="utf-8")
+    asked = ["--device", "cpu", "--quick", "--json", "--batch-sizes", "2,8"]
+    assert run(["profile", "lit.py", *asked, "--", "out"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert [point["batch_size"] for point in told["batch_curve"]] == [2, 8]
+    assert told["weight_bytes"] == 4 * (8 * 64 + 64 + 64 + 1)
+    assert told["optimizer"]["name"] == "AdamW"
+    assert told["provenance"]["script_batch_size"] == 16
+    assert told["sync"]["num_devices"] == 2
+    # Of the script nothing came after its loop, and nothing was saved or logged in it.
+    assert not (tmp_path / "out").exists()
+    assert run(["profile", "fabric.py", *asked, "--sync-devices", "0"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["weight_bytes"] == 4 * 9
+    assert told["optimizer"]["name"] == "SGD"
