@@ -78,9 +78,8 @@ def test_a_port_of_another_program_is_no_host_0(host: Callable[..., Together]) -
 def test_a_host_0_that_goes_before_it_answers_has_gone(
     host: Callable[..., Together],
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Its port was open. Torch went on asking for all of the time limit, and said so itself."""
+    """Its port was open. Torch went on asking for all of the time limit."""
     monkeypatch.setattr(hosts, "JOIN_SECONDS", 0.2)
     before = socket.create_server(("127.0.0.1", 0))
     asked = []
@@ -93,7 +92,6 @@ def test_a_host_0_that_goes_before_it_answers_has_gone(
     at = place(1, before.getsockname()[1])
     with pytest.raises(LaunchError, match="within 2 s: nothing listens on"):
         host(at, 2.0).join(watch)
-    assert capfd.readouterr().err == ""
 
 
 def test_a_name_without_an_address_is_refused_at_once(

@@ -24,6 +24,7 @@ class Workers:
     """Two workers; the first steps after they have met are longer."""
 
     num_workers = 2
+    is_of_script = False
 
     def __init__(self, seed: int, settling_seconds: float = 0.0) -> None:
         self.draw, self.settling_seconds = random.Random(seed), settling_seconds

@@ -118,7 +118,7 @@ def test_lack_of_memory_in_a_factory_is_not_the_factorys_fault(tmp_path: Path) -
     [
         ("nonsense", "no known form"),
         ("zoo:", "no known form"),
-        ("mine.py", "no known form"),
+        ("mine.py", "no such file"),
         ("mine.py:not a name", "no known form"),
         ("absent.py:f", "no such file"),
         ("zoo:resnet19", "no such model"),

@@ -23,7 +23,7 @@ class OneWorker:
     world_size = 1
 
     def __init__(self, num_samples: int) -> None:
-        self.piece = Piece(num_samples, 0, num_samples, num_samples)
+        self.piece = Piece(num_samples, 0, num_samples, num_samples, ((0, num_samples),))
 
     def numbers_of_all(self, own: list[float]) -> list[list[float]]:
         return [own]
