@@ -12,7 +12,9 @@ script writes a buffer between steps, all virtual nodes use the new value from t
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..schema.launch import VirtualNode
 from . import peers
 from .raw_bytes import byte_view
+from .telling import log
 
 AllReduce = Callable[[Tensor], object]
 
@@ -124,6 +127,7 @@ class VirtualNodeBuffers:
             slots = [] if self._is_alone else find_slots(model)
         self.slots = slots
         self._follower: Follower | None = None
+        self._is_merged = True  # whether the model has no virtual node's own values
 
     @classmethod
     def of(
@@ -178,6 +182,7 @@ class VirtualNodeBuffers:
                 slot.shared = slot.base.clone()
             slot.own[node] = current
             slot.install(current)
+            self._is_merged = self._is_merged and not slot.is_persistent
 
     def merged(self, all_reduce: AllReduce | None) -> dict[str, Tensor]:
         """The merged value of every buffer that a pass has changed, equal on every worker.
@@ -196,6 +201,12 @@ class VirtualNodeBuffers:
         for slot in self.slots:
             if slot.name in merged:
                 slot.install(merged[slot.name].to(slot.base.device))
+        self._is_merged = True
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the model now has what all virtual nodes have together, not one's own values."""
+        return self._is_merged
 
     def capture(self, holders: Sequence[int], distributed: bool) -> dict[str, Any]:
         """Every virtual node's buffers, on every worker, as a checkpoint keeps them.
@@ -248,6 +259,7 @@ class VirtualNodeBuffers:
                 if slot.name in state["nodes"][node]
             }
             slot.install(slot.shared)
+        self._is_merged = not any(slot.own and slot.is_persistent for slot in self.slots)
 
     def _changed_anywhere(self, all_reduce: AllReduce | None) -> list[BufferSlot]:
         if not self.slots:
@@ -287,6 +299,42 @@ class VirtualNodeBuffers:
             all_reduce(value)
         narrow = value.to(real.dtype)
         return torch.view_as_complex(narrow) if slot.base.is_complex() else narrow
+
+
+_SAVED: WeakKeyDictionary[nn.Module, VirtualNodeBuffers] = WeakKeyDictionary()
+"""Models whose ``state_dict`` may hold one virtual node's buffers, until the first that does."""
+
+
+def warn_of_saving(model: nn.Module, buffers: VirtualNodeBuffers) -> None:
+    """Warn once if the script reads ``model.state_dict()`` while its buffers are not merged.
+
+    The class is changed, because a hook of the model itself would go with its copies and pickles.
+
+    Args:
+        model: The script's model.
+        buffers: Its buffers.
+    """
+    if not buffers.slots:
+        return
+    _SAVED[model] = buffers
+    original = nn.Module.state_dict
+    if getattr(original, "warns", False):
+        return
+
+    @wraps(original)
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        held = _SAVED.get(self)
+        if held is not None and not held.is_merged:
+            del _SAVED[self]
+            log.warning(
+                "model.state_dict() is read between steps: its buffers (running statistics of "
+                "batch norm) are those of one virtual node; call job.sync_buffers() on all "
+                "workers before, or read it inside job.evaluation()"
+            )
+        return original(self, *args, **kwargs)
+
+    state_dict.warns = True  # type: ignore[attr-defined]
+    nn.Module.state_dict = state_dict  # type: ignore[method-assign]
 
 
 def buffer_places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

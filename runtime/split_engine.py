@@ -19,7 +19,7 @@ from ..devices.emulated import base_type
 from ..schema.errors import TargetError
 from . import checkpoint, parts
 from .agreement.agreement import SharedTensors
-from .buffers import VirtualNodeBuffers, buffers_apart
+from .buffers import VirtualNodeBuffers, buffers_apart, warn_of_saving
 from .checkpoint import Checkpoint
 from .data import Pass, copied
 from .determinism import refusal_of
@@ -63,6 +63,7 @@ class SplitEngine:
         self.buffers = VirtualNodeBuffers(
             session.model, session.local_nodes, session.batch_sizes or (1,)
         )
+        warn_of_saving(session.model, self.buffers)
         self.reducer = _reducer_of(session, has_buffers=bool(self.buffers.slots))
         self.totals = StepTotals(self.reducer, session.place, len(session.batch_sizes) or 1)
         self.state = WholeState(session, self.buffers, self.totals)
