@@ -43,6 +43,7 @@ _EXACT = (torch.float32, torch.float64)
 Sums = Sequence[float] | Tensor
 """The sums of a step, float64: plain numbers on the host."""
 _Noted = tuple[GradientReducer, list[int], bool]  # reducer, unused parameters, has other workers
+_MOST_SAMPLES = 1 << 48  # of a dataset; what is more is no length
 _MAX_GRADIENTS = 64  # weights such as numbers of tokens give many different shares
 
 
@@ -376,6 +377,12 @@ def check_same_length(order: list[int], place: Place) -> list[int]:
     ends = torch.tensor([length, -length], dtype=torch.int64, device=place.device)
     peers.all_reduce(ends, op=dist.ReduceOp.MAX)
     most, least = int(ends[0]), -int(ends[1])
+    if not 0 <= least <= length <= most < _MOST_SAMPLES:  # another exchange's numbers
+        raise TargetError(
+            "this worker begins an epoch, and another is elsewhere in the script",
+            hint="call job.batches, job.evaluation, job.predict and job.checkpoint on all workers "
+            "alike, not under `if rank == 0`",
+        )
     if most != least:
         raise TargetError(
             f"the dataset has {length} samples here, and {least} to {most} on the workers",
