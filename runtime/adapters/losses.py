@@ -569,6 +569,12 @@ def ignores_targets(loss: Tensor) -> bool:
     return any(float(total) != count for total, count in _targets(loss.grad_fn))
 
 
+def divisors_of(loss: Tensor) -> list[Tensor]:
+    """[n] what a loss is divided by at last, and the targets that its cross entropies count."""
+    found = [*_divisors(loss.grad_fn), *(total for total, _ in _targets(loss.grad_fn))]
+    return [divisor.detach() for divisor in found if divisor.numel() == 1]
+
+
 def _chain(node: Any) -> Iterable[Any]:
     """A loss's node, and those before it, through what only changes its factor."""
     while node is not None:

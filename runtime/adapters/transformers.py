@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 
 from ...schema.errors import TargetError
+from .losses import divisors_of
+from .numbers import slope_of
 from .patching import around, check_version
 from .scalars import with_scalars
 from .training import Piece, Training, training
 
 VERSIONS = ((4, 57), (5, 24))  # the oldest and the newest that were tested
 _CLOSE = 1e-5  # of losses in 32 or 64 bits; parts of the latter may be computed in 32
+_CLOSE_OF_HALF = 2e-3  # of these, where the model computes in 16 bits
 _IGNORED = -100  # the label that counts nothing
 _Kind = Literal["sum", "samples", "next labels", "labels"]
 _KINDS: tuple[_Kind, ...] = ("sum", "samples", "next labels", "labels")
@@ -36,6 +39,8 @@ _NOTES = ("_metrics", "_stored_metrics", "_total_train_tokens")
 _ENDLESS = 1_000_000_000  # steps
 _INTEGRATIONS = "transformers.integrations"  # loggers of other tools
 _LOOSE = 3e-2  # of losses in 16 bits
+_DIVISORS = 4  # of a loss, that are followed
+_ROWS, _WIDE = 4, 4  # rows that a trial may have on any device; bytes of 32-bit numbers
 
 
 def adapt(_: Any) -> None:
@@ -115,7 +120,10 @@ def _compute(
 ) -> Any:
     """Compute a loss, and note by how many items it is divided, for trials."""
     self.items_asked = values[1] if len(values) > 1 else options.get("num_items_in_batch")
-    return original(model, inputs, *values, **options)
+    made = original(model, inputs, *values, **options)
+    if self.trained_form is not None:
+        self.trained_form.check(made[0] if isinstance(made, tuple) else made, inputs)
+    return made
 
 
 def _predict(
@@ -129,7 +137,7 @@ def _predict(
         loss, logits, labels = original(model, inputs, *values, **options)
     if loss is not None:
         if self.evaluated_form is None:
-            self.evaluated_form = _form_of(self, model, inputs, self.items_asked, current)
+            self.evaluated_form = form_of(self, model, inputs, self.items_asked, current)
         shares = [(inputs, piece.own_samples)]
         (weight,) = self.evaluated_form.weights(shares, piece, current)
         own = loss * (weight / current.world_size) if weight else torch.zeros_like(loss)
@@ -167,7 +175,7 @@ def _step(
             hint="solve for one virtual node a device, or use a collator that gives a row a sample",
         )
     if self.trained_form is None:
-        self.trained_form = _form_of(self, model, inputs, num_items_in_batch, current)
+        self.trained_form = form_of(self, model, inputs, num_items_in_batch, current)
     shares = [
         (slice_tensors(inputs, slice(*part)) if len(parts) > 1 else inputs, _size_in(piece, part))
         for part in parts
@@ -236,17 +244,45 @@ def _labels_of(inputs: Any, first: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class Form:
     """How the loss of a batch is made of the losses of its parts.
 
     Attributes:
         kind: The batch's loss is their sum, or a mean in which samples count, or labels, or labels
             without the first of each sample, which a causal language model predicts from nothing.
         scale: What Trainer multiplies the loss by, because others have the rest of the batch.
+        counts_all: Whether samples count, and labels would too: each of them counted in the trial.
+        divisors: [n] by what a loss is divided for each sample or label that counts; 0 where that
+            does not follow from their number.
     """
 
     kind: _Kind
     scale: float
+    counts_all: bool
+    divisors: tuple[float, ...]
+
+    def check(self, loss: Tensor, inputs: Any) -> None:
+        """Refuse a mean over a mask, or over targets, that was full in the trial and is not now.
+
+        Args:
+            loss: [] of a part.
+            inputs: The part.
+
+        Raises:
+            TargetError: What divides the loss no longer follows from the samples or labels.
+        """
+        if self.kind == "sum" or not any(self.divisors):
+            return
+        count = _weight_in(inputs, self.kind)
+        for expected, divisor in zip(self.divisors, divisors_of(loss), strict=False):
+            value = float(divisor)
+            close = _LOOSE if divisor.dtype.itemsize < _WIDE else 10 * _CLOSE
+            if expected and not abs(value - expected * count) <= close * abs(expected * count):
+                raise TargetError(
+                    f"the loss is divided by {value:.6g} where it was tried as a mean that divides "
+                    f"by {expected * count:.6g}: it is a mean over a mask or over some targets",
+                    hint="compute a mean over samples, or divide by num_items_in_batch",
+                )
 
     def weights(
         self, shares: list[tuple[Any, int]], piece: Piece, current: Training
@@ -257,10 +293,19 @@ class _Form:
             shares: [parts] (inputs, samples that count) of this worker.
             piece: This worker's part of the batch.
             current: This worker's training.
+
+        Raises:
+            TargetError: Some labels begin to count nothing, which the trial has not seen.
         """
         if self.kind == "sum":
             counts, total = [float(num_samples > 0) for _, num_samples in shares], 1.0
         elif self.kind == "samples":
+            if self.counts_all and any(_ignores_labels(inputs) for inputs, _ in shares):
+                raise TargetError(
+                    f"some labels are {_IGNORED} now and none was in the first batch, so what the "
+                    "loss divides by is not known",
+                    hint="divide by num_items_in_batch, or give the first batch such a label too",
+                )
             counts, total = [float(num_samples) for _, num_samples in shares], piece.num_samples
         else:
             counts = [
@@ -272,27 +317,39 @@ class _Form:
         return [count * current.world_size / (total * self.scale) for count in counts]
 
 
-def _form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Training) -> _Form:
+def _ignores_labels(inputs: Any) -> bool:
+    labels = inputs.get("labels")
+    is_known = isinstance(labels, Tensor) and not labels.is_floating_point()
+    return is_known and bool((labels == _IGNORED).any())
+
+
+def form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Training) -> Form:
     """Find how the losses of parts make up the batch's, by asking the script's ``compute_loss``.
 
-    It is asked for a few samples, and for them in two unequal parts, in evaluation mode. All
-    workers must find the same; one with too few samples takes the others' answer. It asks as often
-    as the others: a loss may gather results of all workers.
+    It is asked for a virtual node's samples, and for them in two parts, in several ways and in
+    evaluation mode. All workers must find the same; one with too few samples takes the others'
+    answer. It asks as often as the others: a loss may gather results of all workers.
 
     Raises:
         TargetError: It is none of the known forms.
     """
-    fits, scale = _tried(self, model, inputs, num_items, current)
-    # [kinds + 2] workers that each kind fits, workers that could tell, sum of their scales
+    fits, scale, divisors, said = _tried(self, model, inputs, num_items, current)
+    # [kinds + 2] workers that each kind fits, workers that could tell, sum of their scales; then
+    # [kinds, _DIVISORS] sums of divisors, and workers that have each
     own = [float(kind in fits) for kind in _KINDS] if fits is not None else [0.0] * len(_KINDS)
     own += [0.0, 0.0] if fits is None else [1.0, scale]
+    known = []
+    for kind in _KINDS:
+        known += [*divisors.get(kind, []), *[0.0] * _DIVISORS][:_DIVISORS]
+    own += [*known, *(float(value != 0) for value in known)]
     found = torch.tensor(own, dtype=torch.float64, device=current.place.device)
-    *counts, tellers, scales = current.sum_of(found).tolist()
+    totals = current.sum_of(found).tolist()
+    counts, (tellers, scales) = totals[: len(_KINDS)], totals[len(_KINDS) :][:2]
     kinds = [kind for kind, count in zip(_KINDS, counts, strict=True) if count == tellers]
     if not tellers or not kinds:
         raise TargetError(
-            "how the loss of a batch is made of the losses of its parts is not known: it is not "
-            "their sum, nor their mean by samples or by labels"
+            "how the loss of a batch is made of the losses of its parts is not known: "
+            + (said or "it is not their sum, nor their mean by samples or by labels")
             if tellers
             else "every device has less than two samples: how the loss of a batch is made of the "
             "losses of its parts cannot be tried",
@@ -300,89 +357,207 @@ def _form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Traini
             if tellers
             else "use a larger batch, or a collator that gives each sample a row",
         )
-    return _Form(kinds[0], round(scales / tellers))
+    is_open = kinds[0] == "samples" and "labels" in kinds
+    sums, have = torch.tensor(totals[len(_KINDS) + 2 :]).view(2, len(_KINDS), -1).tolist()
+    at = _KINDS.index(kinds[0])
+    shared = [
+        total / tellers if number == tellers else 0.0
+        for total, number in zip(sums[at], have[at], strict=True)
+    ]
+    return Form(kinds[0], round(scales / tellers), is_open, tuple(shared))
 
 
-def _with_unlike_rows(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs whose first row has fewer labels: else means by samples and by labels look alike."""
-    labels = inputs.get("labels")
-    if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
-        return inputs
-    labels = labels.clone()
-    row = labels[0].flatten()
-    counted = (row != _IGNORED).nonzero().flatten()
-    row[counted[len(counted) // 2 :]] = _IGNORED
-    labels[0] = row.view_as(labels[0])
-    return {**inputs, "labels": labels}
+def _with_unlike_rows(inputs: dict[str, Any], hides: bool) -> dict[str, Any]:
+    """Inputs whose first row has fewer labels: else means by samples and by labels look alike.
+
+    With ``hides``, what may be a mask, and hides nothing, hides half of the row.
+    """
+    from accelerate.utils import find_batch_size
+
+    rows, found = find_batch_size(inputs), {}
+    for name, value in inputs.items():
+        found[name] = value
+        if not isinstance(value, Tensor) or not value.dim() or len(value) != rows:
+            continue
+        if name == "labels" and value.dim() > 1:
+            if value.is_floating_point():
+                continue
+            nothing, row = _IGNORED, value[0].flatten().clone()
+            counted = (row != _IGNORED).nonzero().flatten()
+        elif hides and bool((value == 1).all()):
+            nothing, row = 0, value[0].flatten().clone()
+            counted = torch.arange(len(row), device=row.device)
+        else:
+            continue
+        row[counted[len(counted) // 2 :]] = nothing
+        found[name] = value.clone()
+        found[name][0] = row.view_as(value[0])
+    return found
 
 
 def _with_labels(inputs: dict[str, Any], keeps: Tensor) -> dict[str, Any]:
     return {**inputs, "labels": inputs["labels"].masked_fill(~keeps, _IGNORED)}
 
 
-def _parts_to_try(inputs: dict[str, Any], num_samples: int) -> tuple[list[Any], set[_Kind]]:
-    """([3] some inputs, and two parts of them; the kinds that their losses can tell).
+def _cuts_of(rows: int) -> list[list[int]]:
+    """[cuts] the rows of one of two parts; as many cuts for any number of rows from 2 on."""
+    chosen = (range(1), range(rows - 1, rows), range(0, rows, 2), range(rows // 3 + 1))
+    return [list(part) for part in (*chosen, range(1, rows, 3))]
+
+
+def _parts_to_try(
+    inputs: dict[str, Any], num_samples: int, most_rows: int, hides: bool
+) -> tuple[list[Any], set[_Kind]]:
+    """([1 + 2 * cuts] some inputs, and two parts of them for each cut; what losses can tell).
 
     Where a collator joins samples in one row, the parts are the same row, with some labels each.
     """
     from accelerate.utils import find_batch_size, slice_tensors
 
-    rows, labels = min(find_batch_size(inputs) or 1, 4), inputs.get("labels")
+    all_rows, labels = find_batch_size(inputs) or 1, inputs.get("labels")
+    rows = min(all_rows, max(most_rows, _ROWS))
     if rows > 1:
-        tried = _with_unlike_rows(inputs)
         kinds: set[_Kind] = {"sum", "samples"}
         if isinstance(labels, Tensor):
             kinds |= {"labels", "next labels"}
-        parts = [slice_tensors(tried, slice(*cut)) for cut in ((0, rows), (0, 1), (1, rows))]
+        chosen = [all_rows * i // rows for i in range(rows)]
+        tried = _with_unlike_rows(slice_tensors(inputs, chosen), hides)
+        parts = [tried]
+        for cut in _cuts_of(rows):
+            rest = [row for row in range(rows) if row not in cut]
+            parts += [slice_tensors(tried, cut), slice_tensors(tried, rest)]
         return parts, kinds if num_samples > 1 else set()
+    number = len(_cuts_of(2))
     if not isinstance(labels, Tensor) or labels.is_floating_point() or not num_samples:
-        return [inputs] * 3, set()
+        return [inputs] * (1 + 2 * number), set()
     counts = labels != _IGNORED
-    first = counts & (counts.flatten().cumsum(0).view_as(counts) <= counts.sum() // 3)
-    parts = [inputs, _with_labels(inputs, first), _with_labels(inputs, counts & ~first)]
+    place = counts.flatten().cumsum(0).view_as(counts)
+    parts = [inputs]
+    for cut in range(number):
+        first = counts & ((place <= counts.sum() // 3) if cut == 0 else (place % (cut + 1) == 0))
+        parts += [_with_labels(inputs, first), _with_labels(inputs, counts & ~first)]
     # Of one sample, means by samples and by labels look alike.
     return parts, {"sum", "labels", "next labels"} if num_samples > 1 else {"sum"}
 
 
 def _tried(
     self: Any, model: Any, inputs: Any, num_items: Any, current: Training
-) -> tuple[set[_Kind] | None, float]:
-    """(kinds that fit this worker's loss, scale); None where it has too few samples to tell."""
-    assert current.piece is not None
-    parts, kinds = _parts_to_try(dict(inputs), current.piece.own_samples)
+) -> tuple[set[_Kind] | None, float, dict[_Kind, list[float]], str]:
+    """What this worker finds: (kinds that fit, scale, divisors by kind, a failure).
+
+    The kinds are None where it has too few samples to tell.
+    """
+    piece = current.piece
+    assert piece is not None
+    most_rows = max(end - start for start, end in current.parts_of(piece))
+    parts, kinds = _parts_to_try(dict(inputs), piece.own_samples, most_rows, hides=True)
     bare = self.accelerator.unwrap_model(model)
     was_training, held = bare.training, torch.random.get_rng_state()
     noted = {name: copy.deepcopy(getattr(self, name)) for name in _NOTES if hasattr(self, name)}
+    dtypes = set()
 
-    def loss_of(part: Any) -> Tensor:
-        with torch.no_grad(), self.compute_loss_context_manager():
-            found: Tensor = self.compute_loss(
+    def loss_of(part: Any) -> _Answer:
+        with self.compute_loss_context_manager():
+            loss: Tensor = self.compute_loss(
                 bare, self._prepare_inputs(dict(part)), num_items_in_batch=num_items
             )
-        return found.clone()
+        dtypes.add(loss.dtype)
+        slope = slope_of("", loss, bare.parameters())
+        numbers = (sum(found.values()) for found in (slope.numbers, slope.scales))
+        divisors = [float(divisor) for divisor in divisors_of(loss)]
+        return _Answer(float(loss.detach()), *numbers, divisors)
 
     bare.eval()
     try:
-        losses = [loss_of(part) for part in parts]
+        try:
+            answers = [loss_of(part) for part in parts]
+        except Exception:  # ones may be sizes, and no mask
+            parts, _ = _parts_to_try(dict(inputs), piece.own_samples, most_rows, hides=False)
+            answers = [loss_of(part) for part in parts]
         self.args.average_tokens_across_devices = False
-        unscaled = float(loss_of(parts[0]))
+        unscaled = loss_of(parts[0]).loss
+    except TargetError:
+        raise
+    except Exception as error:  # as of a loss that needs some samples
+        return set(), 1.0, {}, f"of some samples it cannot be computed ({type(error).__name__})"
     finally:
         self.args.average_tokens_across_devices = True
         bare.train(was_training)
         torch.random.set_rng_state(held)
         vars(self).update(noted)
-    whole, first, second = (float(loss) for loss in losses)
-    is_wide = losses[0].dtype in (torch.float32, torch.float64)
-    close = (_CLOSE if is_wide else _LOOSE) * max(abs(whole), abs(first), abs(second))
-    fits = set()
-    for kind in kinds:
-        _, a, b = (_weight_in(part, kind) for part in parts)
-        found = first + second if kind == "sum" else (a * first + b * second) / max(a + b, 1)
-        if abs(found - whole) <= close:
-            fits.add(kind)
+        torch.clear_autocast_cache()  # else casts of weights would have no graph later
+    is_narrow = (
+        self.args.bf16 or self.args.fp16 or any(p.itemsize < _WIDE for p in bare.parameters())
+    )
+    close = _CLOSE_OF_HALF if is_narrow else _CLOSE
+    if any(dtype.itemsize < _WIDE for dtype in dtypes):
+        close = _LOOSE
+    closes = (close, _LOOSE if is_narrow else 10 * close)
+    fits = {kind for kind in kinds if _fits(kind, parts, answers, closes)}
     # A worker of one sample in a row tells a sum only.
     is_silent = not kinds or (kinds == {"sum"} and not fits)
-    return None if is_silent else fits, whole / unscaled if unscaled else 1.0
+    if is_silent:
+        return None, 1.0, {}, ""
+    divisors = {kind: _divisors_of(kind, parts, answers) for kind in fits if kind != "sum"}
+    return fits, answers[0].loss / unscaled if unscaled else 1.0, divisors, ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a trial found of some samples.
+
+    Attributes:
+        loss: Theirs.
+        slope: A number of its gradients.
+        scale: What the rounding of that is relative to.
+        divisors: [n] what the loss is divided by.
+    """
+
+    loss: float
+    slope: float
+    scale: float
+    divisors: list[float]
+
+
+def _divisors_of(kind: _Kind, parts: list[Any], answers: list[_Answer]) -> list[float]:
+    """[n] what the loss is divided by for each that counts, or 0 where that varies."""
+    counts = [_weight_in(part, kind) for part in parts]
+    found = []
+    for at, first in enumerate(answers[0].divisors):
+        each = first / max(counts[0], 1)
+        follows = all(
+            len(answer.divisors) > at
+            and abs(answer.divisors[at] - each * count) <= _LOOSE * abs(each * count)
+            for answer, count in zip(answers, counts, strict=True)
+            if count
+        )
+        found.append(each if follows else 0.0)
+    return found
+
+
+def _fits(
+    kind: _Kind,
+    parts: list[Any],
+    answers: list[_Answer],
+    closes: tuple[float, float],
+) -> bool:
+    """Whether losses and their gradients, within rounding, are of a kind in each cut."""
+    whole, weights = answers[0], [_weight_in(part, kind) for part in parts]
+    for at in range(1, len(parts), 2):
+        counted = [
+            (1.0 if kind == "sum" else weight / max(weights[at] + weights[at + 1], 1), answer)
+            for weight, answer in zip(weights[at : at + 2], answers[at : at + 2], strict=True)
+            if weight or kind == "sum"
+        ]
+        loss = sum(share * answer.loss for share, answer in counted)
+        slope = sum(share * answer.slope for share, answer in counted)
+        largest = max(abs(whole.loss), *(abs(answer.loss) for _, answer in counted), 0.0)
+        scale = max(whole.scale, *(answer.scale for _, answer in counted), 0.0)
+        if not abs(loss - whole.loss) <= closes[0] * largest:
+            return False
+        if not abs(slope - whole.slope) <= closes[1] * scale:
+            return False
+    return True
 
 
 def _weight_in(part: Any, kind: _Kind) -> int:
