@@ -338,7 +338,7 @@ def form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Trainin
     # [kinds, _DIVISORS] sums of divisors, and workers that have each
     own = [float(kind in fits) for kind in _KINDS] if fits is not None else [0.0] * len(_KINDS)
     own += [0.0, 0.0] if fits is None else [1.0, scale]
-    known = []
+    known: list[float] = []
     for kind in _KINDS:
         known += [*divisors.get(kind, []), *[0.0] * _DIVISORS][:_DIVISORS]
     own += [*known, *(float(value != 0) for value in known)]
@@ -433,8 +433,8 @@ def _parts_to_try(
     counts = labels != _IGNORED
     place = counts.flatten().cumsum(0).view_as(counts)
     parts = [inputs]
-    for cut in range(number):
-        first = counts & ((place <= counts.sum() // 3) if cut == 0 else (place % (cut + 1) == 0))
+    for step in range(1, number + 1):
+        first = counts & ((place <= counts.sum() // 3) if step == 1 else (place % step == 0))
         parts += [_with_labels(inputs, first), _with_labels(inputs, counts & ~first)]
     # Of one sample, means by samples and by labels look alike.
     return parts, {"sum", "labels", "next labels"} if num_samples > 1 else {"sum"}
@@ -463,9 +463,9 @@ def _tried(
             )
         dtypes.add(loss.dtype)
         slope = slope_of("", loss, bare.parameters())
-        numbers = (sum(found.values()) for found in (slope.numbers, slope.scales))
+        value, size = (sum(found.values(), 0.0) for found in (slope.numbers, slope.scales))
         divisors = [float(divisor) for divisor in divisors_of(loss)]
-        return _Answer(float(loss.detach()), *numbers, divisors)
+        return _Answer(float(loss.detach()), value, size, divisors)
 
     bare.eval()
     try:
@@ -498,7 +498,9 @@ def _tried(
     is_silent = not kinds or (kinds == {"sum"} and not fits)
     if is_silent:
         return None, 1.0, {}, ""
-    divisors = {kind: _divisors_of(kind, parts, answers) for kind in fits if kind != "sum"}
+    divisors: dict[_Kind, list[float]] = {
+        kind: _divisors_of(kind, parts, answers) for kind in fits if kind != "sum"
+    }
     return fits, answers[0].loss / unscaled if unscaled else 1.0, divisors, ""
 
 
