@@ -137,6 +137,7 @@ def _predict(
         loss, logits, labels = original(model, inputs, *values, **options)
     if loss is not None:
         if self.evaluated_form is None:
+            current.losses.skip()
             self.evaluated_form = form_of(self, model, inputs, self.items_asked, current)
         shares = [(inputs, piece.own_samples)]
         (weight,) = self.evaluated_form.weights(shares, piece, current)
@@ -175,6 +176,7 @@ def _step(
             hint="solve for one virtual node a device, or use a collator that gives a row a sample",
         )
     if self.trained_form is None:
+        current.losses.skip()  # a recording would see plain numbers in place of their tensors
         self.trained_form = form_of(self, model, inputs, num_items_in_batch, current)
     shares = [
         (slice_tensors(inputs, slice(*part)) if len(parts) > 1 else inputs, _size_in(piece, part))
@@ -479,7 +481,8 @@ def _tried(
     except TargetError:
         raise
     except Exception as error:  # as of a loss that needs some samples
-        return set(), 1.0, {}, f"of some samples it cannot be computed ({type(error).__name__})"
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        return set(), 1.0, {}, f"of some samples it cannot be computed ({said})"
     finally:
         self.args.average_tokens_across_devices = True
         bare.train(was_training)
