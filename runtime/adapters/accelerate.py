@@ -53,7 +53,14 @@ def _gathered(tensor: Tensor) -> Tensor:
 
 
 def _join(original: Any, self: Any, cpu: bool = False, **options: Any) -> None:
-    """Join the other workers first, on the plan's device: accelerate takes the group it finds."""
+    """Join the other workers first, on the plan's device: accelerate takes the group it finds.
+
+    Once it has, accelerate makes such an object several times a step, to read what all of them
+    share. Then nothing is left to do, and reading a package's version takes a millisecond.
+    """
+    if self.initialized:
+        original(self, cpu, **options)
+        return
     check_version("accelerate", VERSIONS)
     is_host = backend_of(training().place.device).is_host
     if is_host:

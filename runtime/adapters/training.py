@@ -29,11 +29,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ...devices.backend import Mark
+from ...devices.backend import Mark, backend_of
 from ...protocol.environment import Start, read_environment
 from ...schema.errors import TargetError
 from .. import peers
 from ..agreement.watch import Watch
+from ..allocator import keep_freed_memory
 from ..digest import digest_of
 from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
@@ -566,6 +567,8 @@ class Training:
         """Sum the gradients of a model that DistributedDataParallel takes the mean of."""
         if model not in self.models:  # a script may train a model twice
             self.models.append(model)
+        if backend_of(self.place.device).is_host:
+            keep_freed_memory()
         for parameter in model.parameters():
             if parameter.requires_grad and id(parameter) not in self._trained:
                 parameter.register_hook(self._summed)  # type: ignore[no-untyped-call]

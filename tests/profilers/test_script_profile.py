@@ -21,9 +21,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 set_seed(1)
-model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=1, n_head=2))
 drawn = torch.Generator().manual_seed(0)
-ids = torch.randint(0, 64, (128, 16), generator=drawn)
+ids = torch.randint(0, 64, (128, 32), generator=drawn)
 arguments = TrainingArguments(
     sys.argv[1], per_device_train_batch_size=int(sys.argv[2]), max_steps=6, logging_steps=1,
     save_steps=2, eval_strategy="epoch", report_to=[], disable_tqdm=True,
@@ -34,6 +34,20 @@ trainer = Trainer(
 )
 trainer.train()
 trainer.save_model(sys.argv[1] + "/saved")
+
+# Versions are read once, not in every step: that took 5 % of the CPU's time.
+from accelerate import PartialState
+from hetflow.runtime.adapters import patching
+patching.version = None
+PartialState()
+
+# Freed memory stays in the process.
+import resource
+torch.ones(10_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.ones(10_000_000)
+assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 50_000  # of 195,000
 """
 
 LIGHTNING = """
@@ -153,7 +167,8 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
-    devices = ["--device", "cpu:fast=0.2", "--device", "cpu:slow=0.1"]
+    # So slow that a busy machine's noise is small beside what the second device spares.
+    devices = ["--device", "cpu:fast=0.05", "--device", "cpu:slow=0.025"]
     sizes = ["--batch-sizes", "2,8,16,24", "--quick"]
     assert run(["profile", "train.py", *devices, *sizes, "--", "out", "32"]) == 0
     # Of the script nothing came after its loop, and nothing was saved in it.
@@ -164,7 +179,7 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
     )
     for one, other in zip(fast.batch_curve, slow.batch_curve, strict=True):
         assert other.step_seconds == pytest.approx(2 * one.step_seconds)
-    assert fast.weight_bytes == 4 * (64 * 32 + 16 * 32 + 12 * 32 * 32 + 13 * 32 + 2 * 32)
+    assert fast.weight_bytes == 4 * (64 * 64 + 32 * 64 + 12 * 64 * 64 + 13 * 64 + 2 * 64)
     assert fast.optimizer is not None
     assert (fast.optimizer.name, fast.optimizer.is_default) == ("AdamW", False)
     assert fast.optimizer.state_bytes_per_weight_byte == pytest.approx(2, rel=0.01)
@@ -174,7 +189,7 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
     assert "in the loop" in fast.provenance["sync"]["method"]
 
     gpus = ["--gpus", "1xcpu:fast,1xcpu:slow", "--batch-size", "32"]
-    assert run(["solve", "--profiles", "profiles", *gpus, "-o", "plan.json"]) in (0, 4)
+    assert run(["solve", "--profiles", "profiles", *gpus, "-o", "plan.json", "--fastest"]) in (0, 4)
     plan = files.read(tmp_path / "plan.json", SplitPlan)
     shares = {group.device_type: group.device_batch_size for group in plan.groups}
     assert shares["cpu:fast"] > shares["cpu:slow"] > 0
