@@ -9,7 +9,7 @@ from hetflow.tests.runtime.script_campaign import LOSSES, RIGHT, judge, scripts
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("script", scripts(4, seed=1), ids=lambda script: script.loss)
+@pytest.mark.parametrize("script", scripts(2, seed=1), ids=lambda script: script.loss)
 def test_a_generated_script_equals_one_process_or_is_refused(script, tmp_path: Path) -> None:
     end, faults = judge(script, tmp_path)
     assert not faults
