@@ -280,9 +280,10 @@ def _split(request: SolveRequest, clock: Clock) -> SplitPlan:
         pools = parts_of(request.pool, network_rates)
     found: list[tuple[Cluster, SplitPlan]] = []
     refused: InfeasibleError | None = None
-    for pool in pools:
+    for number, pool in enumerate(pools):
+        share = clock.part(len(pools) - number)
         try:
-            plan = _split_in(pool, request, clock, warns=pool is request.pool)
+            plan = _split_in(pool, request, share, warns=pool is request.pool)
         except InfeasibleError as error:
             refused = refused or error
             continue
