@@ -3,7 +3,10 @@
 Usage::
 
     python -m hetflow.tests.runtime.script_campaign \\
-        [--scripts N] [--seed N] [--first N] [--only N] [--library NAME]
+        [--scripts N] [--seed N] [--only N] [--library NAME ...] [--into FILE]
+
+With ``--into`` each answer is kept as a line of JSON, and what is kept there is not run again. At
+the end a table counts, for each library, how scripts have ended.
 
 A script is a choice from each list below, written as text. It runs as one process, and under plans
 for two and three unlike workers. Then its parameters and the losses that it logs after backward
@@ -19,8 +22,13 @@ import os
 import random
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
 
 from hetflow.schema import files
 from hetflow.tests import programs
@@ -78,7 +86,7 @@ RIGHT = {
 REFUSED_BY_TRAINER = {"masked", "mostly full mask", "ignoring", "class weights"}
 HABITS = {
     "loop": ("plain", "clipped", "accumulated", "closure", "twice", "endless", "stopped"),
-    "optimizer": ("SGD", "Adam", "AdamW", "RMSprop", "groups"),
+    "optimizer": ("SGD", "Adam", "AdamW", "RMSprop", "groups", "LBFGS"),
     "scheduler": ("none", "epochs", "steps", "plateau"),
     "precision": ("double", "double", "single", "bfloat16", "scaled"),
     "data": ("even", "short", "one short sample", "dropped", "dicts", "workers"),
@@ -97,6 +105,7 @@ OPTIMIZERS = {
         '"weight_decay": 0.1}, '
         '{"params": [p for p in model.parameters() if p.dim() < 2]}], lr=0.05)'
     ),
+    "LBFGS": "torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)",
 }
 SCHEDULERS = {
     "none": "",
@@ -126,15 +135,25 @@ class Script:
     wrapper: str
 
 
-def scripts(number: int, seed: int) -> list[Script]:
-    """So many choices; every loss and every library comes about equally often."""
-    draw = random.Random(seed)  # noqa: S311
-    heads = list(itertools.product(LOSSES, LIBRARIES))
-    draw.shuffle(heads)
-    return [
-        Script(library, loss, *(draw.choice(values) for values in HABITS.values()))
-        for loss, library in itertools.islice(itertools.cycle(heads), number)
-    ]
+def scripts(number: int, seed: int, libraries: Sequence[str] = LIBRARIES) -> list[Script]:
+    """So many choices for each library, which do not depend on other libraries.
+
+    Every loss comes about equally often.
+    """
+    rows = []
+    for library in libraries:
+        draw = random.Random(f"{seed} {library}")  # noqa: S311
+        losses = itertools.cycle(draw.sample(list(LOSSES), len(LOSSES)))
+        habits = ({k: draw.choice(values) for k, values in HABITS.items()} for _ in range(number))
+        rows.append([Script(library, next(losses), **_fitted(library, drawn)) for drawn in habits])
+    return [script for column in zip(*rows, strict=True) for script in column]
+
+
+def _fitted(library: str, habits: dict[str, str]) -> dict[str, str]:
+    """Habits of which one asks for another: LBFGS needs a closure, which Trainer has not."""
+    if habits["optimizer"] != "LBFGS":
+        return habits
+    return {**habits, "optimizer": "SGD"} if library == "trainer" else {**habits, "loop": "closure"}
 
 
 HEAD = """\
@@ -465,8 +484,8 @@ def _off(one: dict, many: dict) -> float:
     return worst
 
 
-def judge(script: Script, folder: Path) -> tuple[str, list[str]]:
-    """How a script ends: (a word, its faults)."""
+def judge(script: Script, folder: Path) -> tuple[str, list[str], list[str]]:
+    """How a script ends: (a word, its faults, how it was refused)."""
     (folder / "train.py").write_text(text_of(script))
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     env = {**os.environ, **variables, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
@@ -486,7 +505,7 @@ def judge(script: Script, folder: Path) -> tuple[str, list[str]]:
     right = RIGHT - REFUSED_BY_TRAINER if script.library == "trainer" else RIGHT
     done = run(sys.executable, "train.py", "one")
     if done.returncode:
-        return "fails alone", [done.stderr[-600:]]
+        return "fails alone", [done.stderr[-600:]], []
     one, ends, faults = json.loads((folder / "one").read_text()), [], []
     for name, plan in PLANS.items():
         files.write(folder / "plan.json", _plan_of(plan), force=True)
@@ -504,33 +523,43 @@ def judge(script: Script, folder: Path) -> tuple[str, list[str]]:
             ends.append("equal")
             if not off <= CLOSE[script.precision]:
                 faults.append(f"{name}: other parameters or losses ({off:.1e} off)")
-    return "fault" if faults else ends[-1].partition(":")[0], faults
+    refusals = [end for end in ends if end != "equal"]
+    return "fault" if faults else "refused" if refusals else "equal", faults, refusals
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--scripts", type=int, default=200)
+    parser.add_argument("--scripts", type=int, default=34, help="of each library")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", type=int, help="print and run this one")
-    parser.add_argument("--library", choices=LIBRARIES, help="run scripts of this one only")
+    parser.add_argument("--only", type=int, help="print and run this one of each library")
+    parser.add_argument("--library", choices=LIBRARIES, nargs="*", default=LIBRARIES)
+    parser.add_argument("--into", type=Path, help="keep answers here, and go on from them")
     given = parser.parse_args()
-    counts: dict[str, int] = {}
-    for at, script in enumerate(scripts(given.scripts, given.seed)):
-        if given.only not in (None, at) or at < given.first:
-            continue
-        if given.library not in (None, script.library):
+    known: list[dict[str, Any]] = []
+    if given.into is not None and given.into.exists():
+        known = [json.loads(line) for line in given.into.read_text().splitlines()]
+    done = {(entry["seed"], *entry["script"].values()) for entry in known}
+    for at, script in enumerate(scripts(given.scripts, given.seed, given.library)):
+        number = at // len(given.library)
+        if given.only not in (None, number) or (given.seed, *asdict(script).values()) in done:
             continue
         if given.only is not None:
             sys.stdout.write(text_of(script))
         with tempfile.TemporaryDirectory() as folder:
-            end, faults = judge(script, Path(folder))
-        counts[end] = counts.get(end, 0) + 1
+            end, faults, said = judge(script, Path(folder))
+        entry = {"seed": given.seed, "number": number, "script": asdict(script)}
+        known.append({**entry, "end": end, "faults": faults, "said": said})
+        if given.into is not None:
+            with given.into.open("a") as stream:
+                stream.write(json.dumps(known[-1]) + "\n")
         for fault in faults:
-            sys.stdout.write(f"{at} {end}: {list(asdict(script).values())}: {fault}\n")
+            sys.stdout.write(f"{number} {end}: {list(asdict(script).values())}: {fault}\n")
             sys.stdout.flush()
-    sys.stdout.write(f"{sum(counts.values())} scripts: {counts}\n")
-    sys.exit(bool(counts.get("fault") or counts.get("fails alone")))
+    counts = Counter((entry["script"]["library"], entry["end"]) for entry in known)
+    ends = ("equal", "refused", "fault", "fails alone")
+    rows = [[name, *(counts[name, end] for end in ends)] for name in LIBRARIES]
+    sys.stdout.write(tabulate(rows, ["kind", *ends]) + "\n")
+    sys.exit(any(entry["faults"] for entry in known))
 
 
 if __name__ == "__main__":
