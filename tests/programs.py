@@ -41,6 +41,8 @@ def preloaded(purpose: str = "", *modules: str) -> str:
     One serves few environments, so programs for another ``purpose`` have one of their own, which
     may import other ``modules`` too.
     """
+    # pyarrow, which transformers' Trainer imports, would start a thread, and then nothing can fork.
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     stack = ExitStack()
     atexit.register(stack.close)
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-tests-"))

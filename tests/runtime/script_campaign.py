@@ -82,8 +82,9 @@ RIGHT = {
     "mean", "smoothed", "squares", "by length", "two terms", "penalised", "focal", "divergence",
     "masked", "mostly full mask", "ignoring", "class weights",
 }  # fmt: skip
-# Its trial looks at compute_loss from outside.
-REFUSED_BY_TRAINER = {"masked", "mostly full mask", "ignoring", "class weights"}
+# Trials of these look at a step from outside.
+REFUSED_BY_STEPS = {"masked", "mostly full mask", "ignoring", "class weights"}
+STEPS = {"trainer", "lightning", "by hand"}
 HABITS = {
     "loop": ("plain", "clipped", "accumulated", "closure", "twice", "endless", "stopped"),
     "optimizer": ("SGD", "Adam", "AdamW", "RMSprop", "groups", "LBFGS"),
@@ -94,7 +95,7 @@ HABITS = {
     "logging": ("after", "gathered", "evaluated"),
     "wrapper": ("default", "unused", "static", "view"),
 }
-LIBRARIES = ("ddp", "accelerate", "trainer")
+LIBRARIES = ("ddp", "accelerate", "trainer", "lightning", "by hand", "fabric")
 OPTIMIZERS = {
     "SGD": "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)",
     "Adam": "torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)",
@@ -151,9 +152,18 @@ def scripts(number: int, seed: int, libraries: Sequence[str] = LIBRARIES) -> lis
 
 def _fitted(library: str, habits: dict[str, str]) -> dict[str, str]:
     """Habits of which one asks for another: LBFGS needs a closure, which Trainer has not."""
-    if habits["optimizer"] != "LBFGS":
-        return habits
-    return {**habits, "optimizer": "SGD"} if library == "trainer" else {**habits, "loop": "closure"}
+    if habits["optimizer"] == "LBFGS":
+        habits |= {"optimizer": "SGD"} if library == "trainer" else {"loop": "closure"}
+    if habits["loop"] == "accumulated" and habits["wrapper"] == "static":
+        habits["wrapper"] = "default"  # torch knows no static graph within no_sync
+    return habits
+
+
+def is_right(script: Script) -> bool:
+    """Whether it must train, and may not be refused."""
+    if script.loss not in RIGHT or script.loss in REFUSED_BY_STEPS and script.library in STEPS:
+        return False
+    return script.library != "fabric" or script.data != "one short sample"
 
 
 HEAD = """\
@@ -225,7 +235,7 @@ def indented(text: str, number: int) -> str:
 
 def text_of(script: Script) -> str:
     """The script's source."""
-    is_trainer = script.library == "trainer"
+    is_trainer, text = script.library == "trainer", TEXTS.get(script.library, _loop)
     head = HEAD.format(
         kind="float64" if script.precision == "double" else "float32",
         layers=LAYERS[script.model],
@@ -235,16 +245,15 @@ def text_of(script: Script) -> str:
         if script.data == "dicts" or is_trainer
         else "self.x[i], self.y[i]",
     )
-    return head + (_trainer(script) if is_trainer else _loop(script))
+    return head + text(script)
 
 
 def _loop(script: Script) -> str:
-    is_ddp = script.library == "ddp"
+    is_ddp, is_fabric = script.library == "ddp", script.library == "fabric"
     number = SIZES.get(script.data, 96)
     options = "".join(
         {"dropped": ", drop_last=True", "workers": ", num_workers=2"}.get(script.data, "")
     )
-    batch = 'x, y = batch["x"], batch["y"]' if script.data == "dicts" else "x, y = batch"
     lines = ["torch.manual_seed(1)", f"rows = Rows({number})", "model = Net()"]
     if is_ddp:
         wrapped = {
@@ -271,16 +280,30 @@ def _loop(script: Script) -> str:
             f"model = DDP(model{wrapped})",
         ]
     else:
-        lines = [
+        head = [
             "from accelerate import Accelerator",
             "",
             f"accelerator = Accelerator({_accelerator(script)})",
+        ]
+        if is_fabric:
+            precision = ', precision="bf16-mixed"' if script.precision == "bfloat16" else ""
+            head = [
+                "from lightning.fabric import Fabric",
+                "",
+                f'fabric = Fabric(accelerator="cpu"{precision})',
+                "fabric.launch()",
+            ]
+        lines = [
+            *head,
             *lines,
             f"loader = DataLoader(rows, batch_size=24, shuffle=True{options})",
         ]
     lines.append(f"optimizer = {OPTIMIZERS[script.optimizer]}")
     lines += [SCHEDULERS[script.scheduler]] if script.scheduler != "none" else []
-    if not is_ddp:
+    if is_fabric:
+        lines += ["model, optimizer = fabric.setup(model, optimizer)"]
+        lines += ["loader = fabric.setup_dataloaders(loader)"]
+    elif not is_ddp:
         lines.append("model, optimizer, loader = accelerator.prepare(model, optimizer, loader)")
         if script.scheduler in ("steps", "epochs"):
             lines.append("scheduler = accelerator.prepare(scheduler)")
@@ -289,7 +312,7 @@ def _loop(script: Script) -> str:
     lines.append("bare = model.module if hasattr(model, 'module') else model")
     lines.append("logs, start = [], 0")
     if script.loop == "stopped":
-        place = "None" if is_ddp else "accelerator.device"
+        place = {"ddp": "None", "fabric": "fabric.device"}.get(script.library, "accelerator.device")
         lines += [
             "is_resumed = os.path.exists(SAVED)",
             "if is_resumed:",
@@ -308,10 +331,10 @@ def _loop(script: Script) -> str:
         lines.append("        batch = next(batches)")
     else:
         lines.append("    for number, batch in enumerate(loader):")
-    lines.append("        " + batch)
-    lines += indented("\n".join(_step(script, is_ddp)), 8).splitlines()
+    lines.append("        " + _taken(script))
+    lines += indented("\n".join(_step(script)), 8).splitlines()
     lines += ["        total, count = total + loss.item(), count + 1"]
-    lines += indented("\n".join(_logged(script, is_ddp)), 8).splitlines()
+    lines += indented("\n".join(_logged(script)), 8).splitlines()
     if script.scheduler == "steps":
         lines.append("        scheduler.step()")
     if script.scheduler == "epochs":
@@ -320,19 +343,26 @@ def _loop(script: Script) -> str:
         lines.append("    scheduler.step(total / count)")
     if script.logging == "evaluated":
         lines += EVALUATION
-    is_main = "rank == 0" if is_ddp else "accelerator.is_main_process"
+    is_main, meet, end = {
+        "ddp": ("rank == 0", "dist.barrier()", "dist.destroy_process_group()"),
+        "accelerate": (
+            "accelerator.is_main_process",
+            "accelerator.wait_for_everyone()",
+            "accelerator.end_training()",
+        ),
+        "fabric": ("fabric.is_global_zero", "fabric.barrier()", "fabric.barrier()"),
+    }[script.library]
     if script.loop == "stopped":
         lines += [
             f"    if {is_main}:",
             '        torch.save({"model": bare.state_dict(), "optimizer": optimizer.state_dict(),',
             '                    "epoch": epoch + 1}, SAVED)',
-            "    dist.barrier()" if is_ddp else "    accelerator.wait_for_everyone()",
+            f"    {meet}",
             "    if not is_resumed and epoch == 0:",
             "        os.kill(os.getpid(), signal.SIGTERM)",
             "        signal.pause()",
         ]
-    lines += [f"if {is_main}:", "    save(bare, logs=logs)"]
-    lines.append("dist.destroy_process_group()" if is_ddp else "accelerator.end_training()")
+    lines += [f"if {is_main}:", "    save(bare, logs=logs)", end]
     return "\n".join(lines) + "\n"
 
 
@@ -345,46 +375,70 @@ def _accelerator(script: Script) -> str:
     return ", ".join(found)
 
 
-def _forward(script: Script, is_ddp: bool) -> list[str]:
+def _taken(script: Script) -> str:
+    return 'x, y = batch["x"], batch["y"]' if script.data == "dicts" else "x, y = batch"
+
+
+def _forward(script: Script) -> list[str]:
     if script.model == "returns loss":
         inner = ['loss = model(x, y)["loss"]']
     else:
         inner = ["out = model(x)", *LOSSES[script.loss].splitlines()]
-    if is_ddp and script.precision == "bfloat16":
+    if script.library == "ddp" and script.precision == "bfloat16":
         inner = ['with torch.autocast("cpu", torch.bfloat16):', *(f"    {line}" for line in inner)]
     return inner
 
 
-def _step(script: Script, is_ddp: bool) -> list[str]:
-    backward = "loss.backward()" if is_ddp else "accelerator.backward(loss)"
+def _step(script: Script) -> list[str]:
+    is_ddp = script.library == "ddp"
+    backward, clip, waits = {
+        "ddp": (
+            "loss.backward()",
+            "nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+            "nullcontext() if is_last else model.no_sync()",
+        ),
+        "accelerate": (
+            "accelerator.backward(loss)",
+            "accelerator.clip_grad_norm_(model.parameters(), 0.1)",
+            "",
+        ),
+        "fabric": (
+            "fabric.backward(loss)",
+            "fabric.clip_gradients(model, optimizer, max_norm=0.1)",
+            "fabric.no_backward_sync(model, enabled=not is_last)",
+        ),
+        "by hand": (
+            "self.manual_backward(loss)",
+            'self.clip_gradients(optimizer, 0.1, gradient_clip_algorithm="norm")',
+            "nullcontext()",
+        ),
+    }[script.library]
     step = ["optimizer.step()"]
     if is_ddp and script.precision == "scaled" and script.loop != "closure":
         backward, step = (
             "scaler.scale(loss).backward()",
             ["scaler.step(optimizer)", "scaler.update()"],
         )
-    forward = _forward(script, is_ddp)
+    forward = _forward(script)
     if script.loop == "clipped":
-        if is_ddp:
-            unscale = ["scaler.unscale_(optimizer)"] if script.precision == "scaled" else []
-            step = [*unscale, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)", *step]
-        else:
-            step = ["accelerator.clip_grad_norm_(model.parameters(), 0.1)", *step]
+        is_scaled = is_ddp and script.precision == "scaled"
+        step = [*(["scaler.unscale_(optimizer)"] if is_scaled else []), clip, *step]
     if script.loop == "closure":
-        inner = ["global loss", "optimizer.zero_grad()", *forward, backward, "return loss"]
+        kind = "nonlocal" if script.library == "by hand" else "global"
+        inner = [f"{kind} loss", "optimizer.zero_grad()", *forward, backward, "return loss"]
         return ["def closure():", *(f"    {line}" for line in inner), "optimizer.step(closure)"]
     if script.loop == "twice":
         again = backward.replace("(loss)", "(other)").replace("loss.", "other.")
         other = ["other = 0.1 * model(x).square().mean()", again]
         return ["optimizer.zero_grad()", *forward, backward, *other, *step]
     if script.loop == "accumulated":
-        if not is_ddp:
+        if script.library == "accelerate":
             inner = [*forward, backward, *step, "optimizer.zero_grad()"]
             return ["with accelerator.accumulate(model):", *(f"    {line}" for line in inner)]
         return [
             "from contextlib import nullcontext",
             "is_last = number % 2 == 1 or number + 1 == len(loader)",
-            "with nullcontext() if is_last else model.no_sync():",
+            f"with {waits}:",
             *(f"    {line}" for line in forward),
             "    loss = loss / 2",
             f"    {backward}",
@@ -395,10 +449,12 @@ def _step(script: Script, is_ddp: bool) -> list[str]:
     return ["optimizer.zero_grad()", *forward, backward, *step]
 
 
-def _logged(script: Script, is_ddp: bool) -> list[str]:
+def _logged(script: Script) -> list[str]:
     if script.logging != "gathered":
         return ["logs.append(loss.item())"]
-    if is_ddp:
+    if script.library == "fabric":
+        return ["logs.append(fabric.all_reduce(loss.detach().clone()).item())"]
+    if script.library == "ddp":
         return [
             "shown = loss.detach().clone()",
             "dist.all_reduce(shown)",
@@ -469,6 +525,134 @@ if trainer.is_world_process_zero():
 """
 
 
+def _lightning(script: Script) -> str:
+    by_hand = script.library == "by hand"
+    options = {"dropped": ", drop_last=True", "workers": ", num_workers=2"}.get(script.data, "")
+    shown = ", on_step=True, on_epoch=True, sync_dist=True" if script.logging == "gathered" else ""
+    name = "train_loss_epoch" if script.logging == "gathered" else "train_loss"
+    if script.scheduler == "plateau" and script.logging != "gathered":
+        shown = ", on_step=False, on_epoch=True"
+    step = ["model = self.net", _taken(script)]
+    if by_hand:
+        start = ["loader, number = self.trainer.train_dataloader, batch_idx", "loss = None"]
+        step += [*start, "optimizer = self.optimizers()", *_step(script)]
+        if script.scheduler == "steps":
+            step.append("self.lr_schedulers().step()")
+    else:
+        step += _forward(script)
+    step += [f'self.log("train_loss", loss{shown})']
+    if not by_hand:
+        out = "x.detach()" if script.model == "returns loss" else "out.detach()"
+        step.append(
+            f'return {{"loss": loss, "out": {out}}}' if script.loop == "twice" else "return loss"
+        )
+    methods = [("training_step(self, batch, batch_idx)", step)]
+    if script.logging == "evaluated":
+        methods.append(
+            (
+                "validation_step(self, batch, batch_idx)",
+                [_taken(script), 'self.log("val_size", self.net(x).square().mean())'],
+            )
+        )
+    ends = []
+    if by_hand and script.scheduler == "epochs":
+        ends.append("self.lr_schedulers().step()")
+    if by_hand and script.scheduler == "plateau":
+        ends.append(f'self.lr_schedulers().step(self.trainer.callback_metrics["{name}"])')
+    ends.append("seen = self.trainer.callback_metrics")
+    ends.append("self.logs += [float(v) for _, v in sorted(seen.items())]")
+    methods.append(("on_train_epoch_end(self)", ends))
+    if script.scheduler != "plateau" or script.logging == "gathered":
+        methods.append(
+            (
+                "on_train_batch_end(self, outputs, batch, batch_idx)",
+                [
+                    "seen = self.trainer.callback_metrics",
+                    'wanted = ("train_loss", "train_loss_step")',
+                    "self.logs += [float(v) for k, v in seen.items() if k in wanted]",
+                ],
+            )
+        )
+    if script.loop == "closure" and not by_hand:
+        methods.append(
+            (
+                "optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None)",
+                ["optimizer.step(closure=optimizer_closure)"],
+            )
+        )
+    made = ["model = self.net", f"optimizer = {OPTIMIZERS[script.optimizer]}"]
+    given = "optimizer"
+    if script.scheduler != "none":
+        made.append(SCHEDULERS[script.scheduler])
+        interval = "step" if script.scheduler == "steps" else "epoch"
+        monitor = f', "monitor": "{name}"' if script.scheduler == "plateau" else ""
+        given = (
+            '{"optimizer": optimizer, "lr_scheduler": '
+            f'{{"scheduler": scheduler, "interval": "{interval}"{monitor}}}}}'
+        )
+    methods.append(("configure_optimizers(self)", [*made, f"return {given}"]))
+    body = "\n\n".join(
+        f"    def {head}:\n" + indented("\n".join(lines), 8) for head, lines in methods
+    )
+    settings = {
+        "logger": "False",
+        "enable_progress_bar": "False",
+        "enable_model_summary": "False",
+        "accelerator": '"cpu"',
+    }
+    if script.precision == "bfloat16":
+        settings["precision"] = '"bf16-mixed"'
+    if script.loop == "clipped" and not by_hand:
+        settings["gradient_clip_val"] = "0.1"
+    if script.loop == "accumulated" and not by_hand:
+        settings["accumulate_grad_batches"] = "2"
+    if script.loop == "endless":
+        settings["max_steps"] = "6"
+    if script.loop != "stopped":
+        settings["enable_checkpointing"] = "False"
+    if script.wrapper == "unused":
+        settings["strategy"] = '"auto"'
+    given = "".join(f", {name}={value}" for name, value in settings.items())
+    fit = [f"trainer = L.Trainer(max_epochs=2{given})", "trainer.fit(lit, loader, held)"]
+    if script.loop == "stopped":
+        fit = [
+            f"trainer = L.Trainer(max_epochs=1, default_root_dir=ANSWER + '-out'{given})",
+            "trainer.fit(lit, loader, held)",
+            "saved = trainer.checkpoint_callback.best_model_path",
+            "lit = Lit()",
+            "torch.manual_seed(5)",
+            f"trainer = L.Trainer(max_epochs=2, enable_checkpointing=False{given})",
+            "trainer.fit(lit, loader, held, ckpt_path=saved)",
+        ]
+    held = "loader_of(Rows(51), 24)" if script.logging == "evaluated" else "None"
+    return f"""\
+import lightning as L
+
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = {not by_hand}
+        self.net = Net()
+        self.logs = []
+
+{body}
+
+
+def loader_of(rows, size, **options):
+    return DataLoader(rows, batch_size=size, **options)
+
+
+L.seed_everything(1)
+loader = loader_of(Rows({SIZES.get(script.data, 96)}), 24, shuffle=True{options})
+held = {held}
+lit = Lit()
+""" + "\n".join([*fit, "if trainer.is_global_zero:", "    save(lit.net, logs=lit.logs)", ""])
+
+
+TEXTS = {"trainer": _trainer, "lightning": _lightning, "by hand": _lightning}
+
+
 def _off(one: dict, many: dict) -> float:
     """The largest difference, relative to the largest number of each tensor."""
     worst = 0.0
@@ -489,11 +673,14 @@ def judge(script: Script, folder: Path) -> tuple[str, list[str], list[str]]:
     (folder / "train.py").write_text(text_of(script))
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     env = {**os.environ, **variables, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    preload = programs.preloaded("scripts", "accelerate", "transformers.trainer")
+    modules = ["accelerate", "transformers.trainer"]
+    if script.library in ("lightning", "by hand", "fabric"):
+        modules = ["lightning.pytorch", "lightning.fabric"]
+    preload = programs.preloaded(modules[0], *modules)
     env["HETFLOW_PRELOAD"] = preload
     if script.library != "ddp":
         env = {k: v for k, v in env.items() if k not in (*variables, "MASTER_PORT")}
-    times = 2 if script.loop == "stopped" and script.library != "trainer" else 1
+    times = 2 if script.loop == "stopped" and script.library not in STEPS else 1
 
     def run(*command: str):
         for _ in range(times):
@@ -502,7 +689,6 @@ def judge(script: Script, folder: Path) -> tuple[str, list[str], list[str]]:
                 break
         return done
 
-    right = RIGHT - REFUSED_BY_TRAINER if script.library == "trainer" else RIGHT
     done = run(sys.executable, "train.py", "one")
     if done.returncode:
         return "fails alone", [done.stderr[-600:]], []
@@ -514,7 +700,7 @@ def judge(script: Script, folder: Path) -> tuple[str, list[str], list[str]]:
         if done.returncode == 2 and "Traceback" not in done.stderr and "hint: " in done.stderr:
             said = [line for line in done.stderr.splitlines() if line.startswith("hetflow: ")]
             ends.append("refused: " + (said[-1] if said else done.stderr[-300:]))
-            if script.loss in right:
+            if is_right(script):
                 faults.append(f"{name}: refused, though it is right: {ends[-1]}")
         elif done.returncode:
             faults.append(f"{name}: exit code {done.returncode}: {done.stderr[-1500:]}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.tests.runtime.script_campaign import LOSSES, RIGHT, judge, scripts
+from hetflow.tests.runtime.script_campaign import LIBRARIES, LOSSES, RIGHT, judge, scripts
 
 
 @pytest.mark.slow
@@ -19,5 +19,5 @@ def test_a_generated_script_equals_one_process_or_is_refused(script, tmp_path: P
 def test_all_losses_and_libraries_come() -> None:
     drawn = scripts(200, seed=0)
     assert {script.loss for script in drawn} == set(LOSSES)
-    assert {script.library for script in drawn} == {"ddp", "accelerate", "trainer"}
+    assert {script.library for script in drawn} == set(LIBRARIES)
     assert 0 < len(RIGHT) < len(LOSSES)
