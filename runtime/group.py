@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ..devices.backend import backend_of
 from ..devices.collectives import choose_collective, is_on_devices
@@ -153,6 +153,12 @@ def _join(start: Start, device: torch.device | None, control: Control | None = N
         world_size=start.world_size,
         store=store,
     )
+
+
+def make_group_of_one(place: Place) -> None:
+    """Make the only worker's process group, unless there is one: libraries train in a group."""
+    store = place.store or SharedStore(HashStore())
+    _init_group(place.rank, place.device, place.start, store)
 
 
 def subgroup(

@@ -97,7 +97,7 @@ def _prepare_loader(original: Any, loader: Any, *values: Any, **options: Any) ->
         )
     if training().watcher is not None and (is_read_once or is_stream):
         options["dispatch_batches"] = False
-        return _measured(original(loader, *values, **options))
+        return _cut(original(loader, *values, **options))
     if is_read_once:
         return original(loader, *values, **options)
     if is_stream:
@@ -118,16 +118,19 @@ def _prepare_loader(original: Any, loader: Any, *values: Any, **options: Any) ->
         assert sampler is not None
         sampler.generator = None
         made.synchronized_generator, made.rng_types = None, ["torch"]
-    return _measured(made) if training().world_size == 1 else made
+    return _cut(made) if training().world_size == 1 else made
 
 
-def _measured(loader: Any) -> Any:
-    """A loader of a script that is measured, with batches of the sizes that are wanted.
+def _cut(loader: Any) -> Any:
+    """A loader of the only worker, whose batches may be given other sizes while it is measured.
 
-    Also of a stream: its loader reads as many samples as it has indices.
+    Also of a stream then: its loader reads as many samples as it has indices.
     """
     if training().world_size > 1 or loader.batch_sampler is None:
-        raise TargetError("a stream is measured on one worker only, and with a batch_size")
+        raise TargetError(
+            "a DataLoader has no batches to cut: a stream is measured on one worker only, and each "
+            "needs a batch_size"
+        )
     # A DataLoader refuses other batches once it is made; only its iterators read them.
     cuts = Cuts(training(), loader.batch_sampler)
     object.__setattr__(loader.base_dataloader, "batch_sampler", cuts)
@@ -236,7 +239,7 @@ def _weigh_output(model: Any, _: Any, output: Any) -> None:
     loss = output.get("loss") if isinstance(output, dict) else None
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         current = training()
-        if model.training and current.is_own_pass:
+        if model.training and current.is_own_pass and not current.runs_whole:
             output["loss"] = Known.of(loss, *current.losses.weighed(loss))
 
 

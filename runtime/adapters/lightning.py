@@ -61,7 +61,7 @@ def adapt(module: Any) -> None:
 
 def _adapt_trainer(module: Any, library: str) -> None:
     root, strategies = module.__name__, module.strategies
-    parents = _parents(root, strategies, _TrainerStrategy, _MeasuredTrainer)
+    parents = _parents(root, strategies, _TrainerStrategy, _WholeTrainer)
 
     def make(original: Any, self: Any, *values: Any, **options: Any) -> None:
         check_version(library, VERSIONS)
@@ -88,7 +88,7 @@ def _adapt_trainer(module: Any, library: str) -> None:
 
 def _adapt_fabric(module: Any, library: str) -> None:
     root, strategies = module.__name__, module.strategies
-    parents = _parents(root, strategies, _FabricStrategy, _MeasuredFabric)
+    parents = _parents(root, strategies, _FabricStrategy, _WholeFabric)
 
     def make(original: Any, self: Any, *values: Any, **options: Any) -> None:
         check_version(library, VERSIONS)
@@ -100,13 +100,13 @@ def _adapt_fabric(module: Any, library: str) -> None:
     around(module.Fabric, "__init__", make)
 
 
-def _parents(root: str, strategies: Any, strategy: type, measured: type) -> tuple[Any, Any, Any]:
+def _parents(root: str, strategies: Any, strategy: type, whole: type) -> tuple[Any, Any, Any]:
     """The strategies and the environment of one package: it has classes of its own."""
     fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
     environments = import_module(f"{fabric.get(root, root)}.plugins.environments")
     return (
         type(strategy.__name__, (strategy, strategies.DDPStrategy), {}),
-        type(measured.__name__, (measured, strategies.SingleDeviceStrategy), {}),
+        type(whole.__name__, (whole, strategies.SingleDeviceStrategy), {}),
         type("PlanEnvironment", (_Environment, environments.ClusterEnvironment), {}),
     )
 
@@ -151,7 +151,7 @@ def _in_place_of(
     parents: tuple[Any, Any, Any], asked: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
     """What Trainer or Fabric gets in place of the devices and the strategy that it names."""
-    strategy, measured, environment = parents
+    strategy, whole, environment = parents
     device = training().place.device
     plugins = options.get("plugins") or []
     plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
@@ -162,8 +162,8 @@ def _in_place_of(
         "num_nodes": 1,
         "plugins": kept or None,
         "strategy": strategy(parallel_devices=[device], cluster_environment=environment(), **asked)
-        if training().place.distributed
-        else measured(device),
+        if not training().runs_whole
+        else whole(device),
     }
 
 
@@ -800,8 +800,8 @@ def _save_nothing(trainer: Any) -> None:
         trainer.callbacks[:] = [kept for kept in trainer.callbacks if kept not in saving]
 
 
-class _MeasuredTrainer:
-    """Trainer's strategy on the one worker that measures a script: Lightning's for one device."""
+class _WholeTrainer:
+    """Trainer's strategy where one worker has whole batches: Lightning's for one device."""
 
     def setup(self, trainer: Any) -> None:
         _save_nothing(trainer)
@@ -829,8 +829,8 @@ class _MeasuredTrainer:
         return training().part(piece.own_samples if piece is not None else 0, 1.0)
 
 
-class _MeasuredFabric:
-    """Fabric's strategy on the one worker that measures a script."""
+class _WholeFabric:
+    """Fabric's strategy where one worker has whole batches."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         own: Any = super()

@@ -424,6 +424,8 @@ class _Trial:
             math.isfinite(whole) and abs(whole - other) <= close * max(least, abs(whole))
             for other in (mean, divided)
         )
+        if divisor is not None and not any(weights):  # of samples that all count nothing
+            is_divided = is_divided or math.isnan(whole)
         best = max(range(len(chosen)), key=lambda i: _size(found[i][0]))
         return _Verdict(
             is_mean,

@@ -38,7 +38,7 @@ from ..allocator import keep_freed_memory
 from ..digest import digest_of
 from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
-from ..group import Place, join
+from ..group import Place, join, make_group_of_one
 from ..measurements import StepClock
 from ..places import batch_sizes_of, holders_of
 from ..session import Session
@@ -138,8 +138,10 @@ class Training:
 
     def __init__(self, start: Start) -> None:
         self.watcher = _Process.watcher
-        _check_start(start, is_measured=self.watcher is not None)
+        _check_start(start)
         self.place: Place = join(start)
+        if not self.place.distributed and self.watcher is None:
+            make_group_of_one(self.place)
         if self.place.control is not None:
             self.place.control.close("the script has a training loop of its own")
         self._sizes = batch_sizes_of(self.place)
@@ -249,6 +251,11 @@ class Training:
         if by_index and is_tried and len(set(sizes)) == 1 < min(sizes):
             share = Share((sizes[0] - 1, sizes[1] + 1, *sizes[2:]), share.first, share.last)
         return share.of(num_samples, batch_size)
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether each global batch is one pass on one worker, as in one process."""
+        return len(self._sizes) == 1
 
     @property
     def some_run_parts(self) -> bool:
@@ -507,7 +514,7 @@ class Training:
         Args:
             losses: [losses] those of this worker's share, from which the pass goes back.
         """
-        if not self.is_own_pass or self._told is not None:
+        if not self.is_own_pass or self._told is not None or self.runs_whole:
             yield
             return
         self.losses.leave()
@@ -555,7 +562,7 @@ class Training:
         return shares
 
     def train_alone(self, model: nn.Module) -> None:
-        """Watch the passes of a model that nothing synchronises, as the only worker."""
+        """Watch the passes of a model that nothing synchronises, on the only worker."""
         self.train(model)
         model.register_forward_pre_hook(self._see_pass)
 
@@ -754,21 +761,19 @@ class Training:
         return dict((models[0] if len(models) == 1 else self.models).named_parameters())
 
 
-def _check_start(start: Start, *, is_measured: bool) -> None:
+def _check_start(start: Start) -> None:
     config = start.config
     assert config is not None
     said, hint = None, "train with hf.prepare: docs/training.md"
     if config.pipeline is not None:
         said, hint = "this plan is a pipeline", "hetflow solve; or train with hf.prepare"
-    elif config.world_size == 1 and not is_measured:
-        said, hint = "this plan has one worker", "start the script with python"
     elif start.determinism != "none":
         said = f"--determinism {start.determinism} needs sums in a fixed order"
     elif start.checkpoint_every or start.from_scratch:
         said, hint = "hetflow's checkpoints need hf.prepare", "use the library's own checkpoints"
     if said is not None:
         raise TargetError(
-            f"a script with its own loop trains under split plans of several devices, and {said}",
+            f"a script with its own loop trains under split plans, and {said}",
             hint=hint,
         )
 

@@ -135,7 +135,7 @@ def _predict(
     assert piece is not None
     with current.evaluating(piece):
         loss, logits, labels = original(model, inputs, *values, **options)
-    if loss is not None:
+    if loss is not None and not current.runs_whole:
         if self.evaluated_form is None:
             current.losses.skip()
             self.evaluated_form = form_of(self, model, inputs, self.items_asked, current)
@@ -168,6 +168,10 @@ def _step(
     current = training()
     piece = self.pieces_ahead.popleft()
     current.begin_batch(piece)
+    if current.runs_whole:
+        with current.part(piece.own_samples, 1.0):
+            whole: Tensor = original(model, inputs, num_items_in_batch)
+        return whole
     parts = current.parts_of(piece)
     if len(parts) > 1 and find_batch_size(inputs) != piece.own_samples:
         raise TargetError(

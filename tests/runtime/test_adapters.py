@@ -195,6 +195,31 @@ def test_lightning_runs_virtual_nodes_and_resumes_as_one_process(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("names", "device"),
+    [
+        (["fabric.py", "lit_gan.py", "gan.py", "language.py:out"], (1, 32)),
+        (["lit_language.py:out", "language.py:out"], (4, 8)),
+        (["sampled.py"], (1, 30)),
+    ],
+    ids=["whole", "virtual nodes", "ddp"],
+)
+def test_a_plan_of_one_worker_trains_as_one_process(
+    names: list[str], device: tuple[int, int], tmp_path: Path, plan_of: Plans
+) -> None:
+    """A solved plan may leave all devices but one out."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    alone(tmp_path, *scripts("one", *names), **(variables if names == ["sampled.py"] else {}))
+    code, stderr = launch(tmp_path, plan_of([device]), *scripts("many", *names))
+    assert code == 0, stderr
+    assert_equal(tmp_path, parameters=1e-6, others=2e-6)
+    (record,) = tmp_path.glob("hetflow-runs/*/run.json")
+    (worker,) = json.loads(record.read_text())["devices"]
+    assert worker["num_samples"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_script_for_torchrun_trains_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     alone(tmp_path, SCRIPTS / "sampled.py", "one", **variables)
