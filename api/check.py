@@ -1,27 +1,23 @@
 """``hetflow.check``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..planning.inputs import (
-    Pool,
-    Profiles,
     pool_of,
     profiles_of,
     types_of,
     under_todays_names,
 )
 from ..planning.judging import faults_of_plan
+from ..schema.choices import Placement
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
-from ..schema.jobs import Allocation, Placement
+from ..schema.jobs import Allocation
 from ..schema.optimizer import OptimizerState, named_optimizer
 from ..schema.records import Bytes, Dollars, PositiveRate
-from .files import JobsTable, ThroughputsTable, claim_of, jobs_of, throughputs_of
+from ..schema.requests.kinds import JobsTable, Markets, Pool, Profiles, ThroughputsTable
+from .files import claim_of, jobs_of, throughputs_of
 from .naming import names_arguments
-
-if TYPE_CHECKING:
-    from ..planning.market_prices import Markets
 
 
 @names_arguments(
@@ -44,7 +40,7 @@ def check(
     space_sharing: bool | None = None,
     placement: Placement | None = None,
     budget_dollars: Dollars | None = None,
-    market: "Markets | None" = None,
+    market: Markets | None = None,
     at: str | None = None,
 ) -> list[str]:
     """Check a plan or an allocation with code that is independent of the solvers.

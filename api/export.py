@@ -8,14 +8,15 @@ from typing import TypedDict, Unpack
 
 from ..exporters.registry import EXPORTERS
 from ..launcher.deploying import host_groups, host_types, virtual_types
-from ..planning.inputs import Pool, pool_of
-from ..planning.market_prices import Markets, all_prices, markets_of
+from ..planning.inputs import pool_of
+from ..planning.market_prices import all_prices, markets_of
 from ..protocol.lower import check_level, lower
 from ..protocol.pins import pins
 from ..schema.deployment import Deployment, HostGroup, Machine, job_name
 from ..schema.errors import ProblemError
 from ..schema.files import read_text
 from ..schema.records import Count, Index
+from ..schema.requests.kinds import Markets, Pool
 from .files import plan_of
 from .naming import names_arguments
 

@@ -7,8 +7,8 @@ from ..importers.csv_tables import read_jobs_table, read_throughputs_csv
 from ..importers.jobs_files import read_jobs, read_throughputs
 from ..schema import files
 from ..schema.errors import FileError
-from ..schema.foreign import Table
 from ..schema.jobs import Allocation, Jobs, Throughputs
+from ..schema.requests.kinds import JobsTable, ThroughputsTable
 from .naming import names_arguments
 
 if TYPE_CHECKING:
@@ -84,12 +84,6 @@ def claim_of(given: "Plan | Allocation | Path | str") -> "Plan | Allocation":
             f"{given}: must be hetflow.plan/1 or hetflow.allocation/1, got {found.schema}"
         )
     return found
-
-
-JobsTable = Jobs | Table | Path | str
-"""Jobs; a DataFrame with the columns of a CSV file of jobs; or the file of jobs."""
-ThroughputsTable = Throughputs | Table | Path | str
-"""Throughputs; a DataFrame with the columns of a CSV file of throughputs; or their file."""
 
 
 def jobs_of(given: JobsTable) -> Jobs:

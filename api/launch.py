@@ -12,8 +12,10 @@ from .files import plan_of
 from .naming import names_arguments
 
 if TYPE_CHECKING:
-    from ..launcher.request import LaunchRequest, OnFailure, Rendezvous
+    from ..launcher.request import LaunchRequest
     from ..launcher.spawn import WorkerCommand
+    from ..schema.choices import OnFailure
+    from ..schema.launch import Rendezvous
 
 _log = logging.getLogger("hetflow")
 _names_arguments = names_arguments(

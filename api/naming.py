@@ -6,25 +6,17 @@ both. If a program called the function, the flags are replaced by the function's
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from ..schema.arguments import Arguments
 from ..schema.errors import HetflowError, LaunchError
+from ..schema.options import spelled_by
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# Names in annotations that are imported for type checkers only, and the modules that have them.
-_FOR_TYPES = {
-    "Markets": "planning.market_prices",
-    "OnFailure": "launcher.request",
-    "Plan": "schema.files",
-    "Record": "schema.files",
-    "Rendezvous": "launcher.request",
-}
 
 RENTED_JOB = {
     "work_hours": "work_seconds",
@@ -69,22 +61,23 @@ def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        arguments = Arguments(function, _FOR_TYPES)
+        arguments = Arguments(function)
         kinds = arguments.kinds
         unknown = [new for new in renamed.values() if new.isidentifier() and new not in kinds]
         if unknown:
             raise TypeError(f"{function.__name__} has no argument {unknown[0]}")
+        plainly: Callable[..., R] = function
         flags = {new: flag for flag, new in reversed(renamed.items())}
 
-        def spelled(name: str) -> str:
-            is_flag = _flags_are_meant.get()
-            return "--" + flags.get(name, name).replace("_", "-") if is_flag else name
+        def spelled(name: str, value: object = None) -> str:
+            return "--" + flags.get(name, name).replace("_", "-")
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            plain_args, plain_kwargs = arguments.checked(args, kwargs, spelled)
+            with spelled_by(spelled) if _flags_are_meant.get() else nullcontext():
+                given: Any = arguments.checked(args, kwargs)
             try:
-                return function(*plain_args, **plain_kwargs)
+                return plainly(**given)
             except HetflowError as error:
                 if not _flags_are_meant.get():
                     if not isinstance(error, LaunchError):  # that quotes the script's error

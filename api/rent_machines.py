@@ -1,11 +1,12 @@
 """``hetflow.rent.machines``."""
 
-from ..planning.inputs import Profiles, profiles_of
-from ..planning.market_prices import Markets, markets_of
+from ..planning.inputs import profiles_of
+from ..planning.market_prices import markets_of
 from ..planning.static_choice import StaticChoice, measured_choices, static_choices
 from ..schema.errors import ProblemError
 from ..schema.records import Count
-from .files import ThroughputsTable, throughputs_of
+from ..schema.requests.kinds import Markets, Profiles, ThroughputsTable
+from .files import throughputs_of
 from .naming import names_arguments
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
-from ..planning.market_prices import Markets, egress_dollars, markets_of
+from ..planning.market_prices import egress_dollars, markets_of
 from ..schema.errors import ProblemError
 from ..schema.market import PriceReport, utc_seconds
+from ..schema.requests.kinds import Markets
 from ..schema.spelling import nearest
 from ..simulator.market.price_compare import compare_from, report_of
 from ..solvers.market.offers import History, MovingJob, history_of

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from ..launcher.repartition import check_not_parallel, check_same_job
-from ..planning.inputs import Pool, Profiles, pool_of
+from ..planning.inputs import pool_of
 from ..planning.resize import cut_again, seconds_a_sample, split_again
 from ..protocol import control
 from ..schema import files
@@ -13,6 +13,7 @@ from ..schema.launch import LaunchConfig
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from ..schema.records import WaitSeconds
+from ..schema.requests.kinds import Pool, Profiles
 from ..schema.resize import ResizeAnswer
 from .naming import names_arguments
 

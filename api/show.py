@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..planning.inputs import Profiles
 from ..schema import files
 from ..schema.errors import HetflowError
+from ..schema.requests.kinds import Profiles
 from .naming import names_arguments
 
 if TYPE_CHECKING:

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 from .. import simulator
 from ..importers.jobs_files import read_jobs
 from ..mechanisms.allocators.named import always_pairs
-from ..planning.inputs import Pool, pool_of, spelled_as
+from ..planning.inputs import pool_of, spelled_as
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.jobs import Entity, Job, Jobs
 from ..schema.records import Count, Index, nearest
+from ..schema.requests.kinds import JobsTable, Markets, Pool, ThroughputsTable
 from ..schema.simulation import SimulationRun
 from ..simulator import Case, TraceOptions
 from ..simulator.market.many_jobs import MarketOptions
 from ..simulator.traces.draws import TraceKind
-from .files import JobsTable, ThroughputsTable, jobs_of, throughputs_of
+from .files import jobs_of, throughputs_of
 from .naming import names_arguments
 
 if TYPE_CHECKING:
-    from ..planning.market_prices import Markets
+    pass
 
 KINDS: tuple[str, ...] = get_args(TraceKind)
 

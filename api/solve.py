@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
-from ..planning.inputs import Pool, Profiles, name_of, pool_of, profiles_of, under_todays_names
+from ..planning.inputs import name_of, pool_of, profiles_of, under_todays_names
 from ..planning.limits import Clock, Limits
 from ..planning.request import (
     AnyObjective,
@@ -23,11 +23,12 @@ from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan, StageCost
 from ..schema.plan import SplitPlan
 from ..schema.records import Bytes, Count, Fraction, PositiveRate, PositiveSeconds
+from ..schema.requests.kinds import Markets, Pool, Profiles
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from .naming import names_arguments
 
 if TYPE_CHECKING:
-    from ..planning.market_prices import DevicePrice, Markets
+    from ..planning.market_prices import DevicePrice
 
 
 class SolveOptions(TypedDict, total=False):

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..planning.inputs import Profiles
 from ..planning.split_problem import split_problem
 from ..schema import files
 from ..schema.cluster import Cluster
@@ -13,6 +12,7 @@ from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.jobs import MixThroughput, ModelThroughput, Throughputs
 from ..schema.profile import Profile
 from ..schema.records import Bytes, Count, nearest
+from ..schema.requests.kinds import Profiles
 from ..simulator.mixes import split_throughput
 from .naming import names_arguments
 

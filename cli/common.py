@@ -27,9 +27,15 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_PREFIX = "HETFLOW"
 CONFIG_FILE = "hetflow.toml"
+RARE = "rare:"
+"""Before the panel of an option that only --help-all shows."""
+HELP_ALL = "hetflow.help_all"
 LONGEST_LINE = 2000  # characters of an error or a warning
 _LONG_WORD = re.compile(r"\S{160,}")
 
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the result here, else to stdout.")
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 ForceFlag = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
 
@@ -41,6 +47,8 @@ class Settings:
     quiet = False
     given: set[str] = set()
     """Options of the running command that were given, by a flag, the environment or a file."""
+    record: type | None = None
+    """The request record of the running command, whose flags its errors name."""
 
 
 def one_line(text: str) -> str:
@@ -235,20 +243,51 @@ def asked_reserve(text: str | None) -> int | None:
 
 
 class PanelCommand(TyperCommand):
-    """Lists options by what they are for: the panels that they name, in order of appearance."""
+    """Lists options by what they are for: the panels that they name, in order of appearance.
+
+    Rare ones are shown by --help-all alone. Which variables set options is said once, at the end.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.rare: list[Any] = []
+        for parameter in self.params:
+            parameter.show_envvar = False  # type: ignore[attr-defined]
+            panel = getattr(parameter, "rich_help_panel", None) or ""
+            if panel.startswith(RARE):
+                parameter.rich_help_panel = panel.removeprefix(RARE) or None  # type: ignore[attr-defined]
+                self.rare.append(parameter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for the arguments, and one for each panel."""
+        shows_all = ctx.params.get("help_all") or ctx.meta.get(HELP_ALL)
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx)
-            if row is not None:
-                is_argument = parameter.param_type_name == "argument"
-                named = getattr(parameter, "rich_help_panel", None) or "Options"
-                panels.setdefault("Arguments" if is_argument else named, []).append(row)
+            if row is None or (parameter in self.rare and not shows_all):
+                continue
+            is_argument = parameter.param_type_name == "argument"
+            named = getattr(parameter, "rich_help_panel", None) or "Options"
+            panels.setdefault("Arguments" if is_argument else named, []).append(row)
         for title, rows in panels.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Say where options are set besides."""
+        words = f"{ENVIRONMENT_PREFIX}_{self.name}".upper().replace(" ", "_")
+        formatter.write_paragraph()
+        formatter.write_text(
+            f"Each option is also read from {words}_<OPTION> in the environment, and from "
+            f"[{self.name}] in {CONFIG_FILE}."
+        )
+
+
+def _help_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.meta[HELP_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 def register(app: typer.Typer, function: Callable[..., None], **options: Any) -> None:
@@ -273,12 +312,24 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
             False,
             typer.Option("--show-config", help="Print every value and where it comes from; stop."),
         ),
+        "help_all": (
+            bool,
+            False,
+            typer.Option(
+                "--help-all",
+                is_eager=True,
+                callback=_help_all,
+                help="Show rare options too.",
+            ),
+        ),
     }
 
     @wraps(function)
     def command(context: typer.Context, **values: Any) -> None:
         Settings.quiet = values.pop("quiet")
         Settings.debug = values.pop("debug") or Settings.debug
+        values.pop("help_all")
+        Settings.record = None
         if values.pop("show_config"):
             emit(_shown_config(context, values))
             return
@@ -327,6 +378,7 @@ def _most_characters() -> int | None:
 
 
 def _shown_config(context: typer.Context, values: dict[str, Any]) -> str:
+    words = f"{context.auto_envvar_prefix}_"
     names = {
         "COMMANDLINE": "flag",
         "ENVIRONMENT": "environment",
@@ -335,9 +387,11 @@ def _shown_config(context: typer.Context, values: dict[str, Any]) -> str:
     }
     rows = []
     for name, value in values.items():
-        source = context.get_parameter_source(name)
+        source = names.get(getattr(context.get_parameter_source(name), "name", ""), "default")
+        if source == "environment":
+            source += f" {words}{name.upper()}"
         shown = str(value) if isinstance(value, Path) else value
-        rows.append(f"{name} = {shown!r}  ({names.get(getattr(source, 'name', ''), 'default')})")
+        rows.append(f"{name} = {shown!r}  ({source})")
     return "\n".join(rows)
 
 

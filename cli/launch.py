@@ -10,8 +10,8 @@ from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, say
 
 if TYPE_CHECKING:
     from ..api.launch import LaunchOptions
-    from ..launcher.request import Rendezvous
     from ..launcher.spawn import WorkerCommand
+    from ..schema.launch import Rendezvous
     from ..schema.run import RunRecord
 
 
@@ -147,7 +147,7 @@ def _rendezvous(
     nnodes: int, node_rank: int | None, endpoint: str | None, devices: str | None
 ) -> "Rendezvous | None":
     """Where the hosts meet; None for a launch on one host, which has all devices of the plan."""
-    from ..launcher.request import Rendezvous
+    from ..schema.launch import Rendezvous
 
     if nnodes > 1 or node_rank is not None or endpoint is not None:
         return Rendezvous.parse(nnodes, node_rank, endpoint, devices)

@@ -14,7 +14,9 @@ import typer
 
 from .. import __version__
 from ..schema.errors import HetflowError
+from ..schema.options import spelled_by
 from ..schema.plugins import plug_in_of
+from .asking import flag_of
 from .common import ENVIRONMENT_PREFIX, Settings, config_values, library_speaks, one_line, say
 from .listing import Listed, ListedGroup
 from .usage import plain_message
@@ -127,7 +129,7 @@ def run(arguments: list[str]) -> int:
     Settings.debug = False
     command = _command()
     try:
-        with library_speaks():
+        with library_speaks(), spelled_by(flag_of):
             answer = command.main(
                 arguments,
                 prog_name="hetflow",

@@ -25,12 +25,12 @@ from ..protocol.launch_token import fingerprint_of
 from ..protocol.record import WorkerReport
 from ..schema.errors import LaunchError
 from ..schema.files import to_json
-from ..schema.launch import LaunchConfig, WorkerSlot
+from ..schema.launch import LaunchConfig, Rendezvous, WorkerSlot
 from .devices import inventory
 from .failures import Failure
 from .history import LastGeneration
 from .patience import Part, PatientStore, Unreachable
-from .request import LaunchRequest, Rendezvous
+from .request import LaunchRequest
 from .spawn import Meeting
 from .store import (
     behind,

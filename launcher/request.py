@@ -7,64 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ..protocol.control import is_running
-from ..schema.cluster import Cluster
+from ..schema.choices import OnFailure
 from ..schema.errors import FileError, TargetError
 from ..schema.files import Plan
-from ..schema.launch import LaunchConfig
+from ..schema.launch import LaunchConfig, Rendezvous
 
 RUNS_FOLDER = "hetflow-runs"
 MOST_NAMES = 10_000  # default folders of launches of one model in one second
 HANDOVER = "handover"  # a pipeline's parts while its plan changes
-OnFailure = Literal["stop", "shrink", "replace"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """Where several hosts meet. Node 0 listens on ``host``:``port``."""
-
-    num_nodes: int
-    node_rank: int
-    host: str
-    port: int
-    devices: dict[str, int] | None
-
-    def __post_init__(self) -> None:
-        if self.num_nodes < 2:
-            raise TargetError(f"several hosts means --nnodes of at least 2, got {self.num_nodes}")
-        if not 0 <= self.node_rank < self.num_nodes:
-            raise TargetError(
-                f"--node-rank must be 0 to {self.num_nodes - 1} with --nnodes {self.num_nodes}, "
-                f"got {self.node_rank}"
-            )
-
-    @classmethod
-    def parse(
-        cls, num_nodes: int, node_rank: int | None, endpoint: str | None, devices: str | None
-    ) -> "Rendezvous":
-        """Read the flags of a launch over several hosts.
-
-        Raises:
-            TargetError: A flag is missing, or the endpoint is not HOST:PORT.
-        """
-        if node_rank is None or endpoint is None:
-            raise TargetError(
-                "several hosts need --node-rank and --rdzv-endpoint",
-                hint="for example --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400",
-            )
-        match = re.fullmatch(r"\[?([^\s\[\]]+?)\]?:(\d{1,5})", endpoint)
-        if not match or not 0 < int(match[2]) < 65536:
-            raise TargetError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}")
-        offered = None if devices is None else Cluster.parse(devices, flag="--devices")
-        return cls(
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            host=match[1],
-            port=int(match[2]),
-            devices=None if offered is None else offered.num_devices,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

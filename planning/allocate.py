@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Literal
 
 from ..checks.allocation import check
+from ..schema.choices import Placement
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError
 from ..schema.jobs import (
     Allocation,
     AllocationProblem,
     Jobs,
-    Placement,
     Throughputs,
     consolidated_devices,
 )

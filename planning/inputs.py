@@ -12,19 +12,14 @@ from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.profile import Profile
-from ..schema.records import Count, nearest
+from ..schema.records import nearest
+from ..schema.requests.kinds import Pool, Profiles
 
 if TYPE_CHECKING:
     from ..schema.files import Plan
     from ..schema.jobs import Throughputs
 
 _log = logging.getLogger("hetflow")
-
-Profiles = Sequence[Profile] | Path | str
-"""Profiles, or the folder (or file) that holds them."""
-Pool = Cluster | Mapping[str, Count] | Path | str
-"""A cluster; the numbers of devices by type, ``{"V100": 2, "P100": 8}``; a path: a cluster's
-file or what ``nvidia-smi -L`` printed; or a string such as ``2xV100,8xP100`` or ``gpu:v100:2``."""
 
 
 def pool_of(given: Pool, *, flag: str = "--gpus") -> Cluster:

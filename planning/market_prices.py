@@ -9,10 +9,9 @@ from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.market import Market, PriceHistory, utc_seconds, utc_text
 from ..schema.records import nearest
+from ..schema.requests.kinds import Markets
 from ..solvers.market.offers import Prices, prices_of, where_available, with_fixed_prices
 
-Markets = Market | Path | str | Sequence[Market | Path | str]
-"""Markets, or their files."""
 _LAST_SECONDS = 86400.0
 
 

@@ -8,8 +8,9 @@ from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
+from ..schema.requests.kinds import Pool, Profiles
 from ..schema.schedule_traits import is_planned
-from .inputs import Pool, Profiles, name_of, pool_of, profiles_of, under_todays_names
+from .inputs import name_of, pool_of, profiles_of, under_todays_names
 from .request import PipelineOptions, SolveRequest, SplitOptions
 from .solve import solve
 

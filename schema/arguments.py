@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
+from sys import modules
 from types import NoneType, UnionType
 from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_origin
 
 from .errors import ProblemError
 from .foreign import Table, is_sequence, plain
+from .options import Option, option
 from .spelling import nearest
 
 _PACKAGE = (__package__ or "").partition(".")[0]
+KINDS = "schema.requests.kinds"
 _MOST_KINDS = 6  # listed in one sentence
 _MOST_SHOWN = 60  # characters of a value
 _WORDS: dict[Any, str] = {
@@ -39,25 +42,25 @@ _BOUNDS = (
 
 
 class Arguments:
-    """What the arguments of a function may be.
+    """What the arguments of a function, or the fields of a request record, may be.
 
     Args:
-        function: The function. Its annotations may be strings.
-        imported: Names in these strings that the function's module imports for type checkers only
-            -> the module that has them, such as ``{"Markets": "planning.market_prices"}``.
+        called: The function or the record. Its annotations may be texts of names that its module,
+            or ``schema.requests.kinds``, has.
+        name: Name of the function, for errors, where a record is called in its place.
 
     Attributes:
-        kinds: Argument -> its annotation, also of the options in an unpacked TypedDict.
+        kinds: Argument -> its annotation.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], imported: Mapping[str, str] | None = None
-    ) -> None:
-        self._function, self._imported = function, imported or {}
-        self._signature = inspect.signature(function)
+    def __init__(self, called: Callable[..., Any], name: str = "") -> None:
+        self._called, self._name = called, name or called.__name__
+        signature = inspect.signature(called)
+        plain_ones = [p.replace(annotation=_written(p)) for p in signature.parameters.values()]
+        self.signature = signature.replace(parameters=plain_ones)
         self._options: str | None = None
         self.kinds: dict[str, Any] = {}
-        for name, parameter in self._signature.parameters.items():
+        for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 self._options = name
                 for options in get_args(parameter.annotation):
@@ -65,46 +68,48 @@ class Arguments:
             else:
                 self.kinds[name] = parameter.annotation
 
-    def checked(
-        self, args: Sequence[Any], given: Mapping[str, Any], spelled: Callable[[str], str]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def checked(self, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Check the arguments of a call. Those that are left at their defaults are right.
 
         Args:
             args: The positional arguments.
             given: The arguments by name.
-            spelled: Returns an argument's name as the user knows it.
 
         Returns:
-            The positional arguments and those by name, with numbers and arrays of numpy replaced by
-            Python's own.
+            The given arguments by name, with numbers and arrays of numpy replaced by Python's own.
+            None counts as not given where the default says what is taken then.
 
         Raises:
             ProblemError: An argument is of the wrong type, out of its range, or none of the known
                 choices.
-            TypeError: No option has this name.
+            TypeError: An argument is missing, or there is no such argument.
         """
-        args, given = tuple(map(plain, args)), {name: plain(each) for name, each in given.items()}
-        try:
-            bound = self._signature.bind(*args, **given).arguments
-        except TypeError:  # the call itself will raise it, in Python's own words
-            return args, given
-        options = bound.pop(self._options, {}) if self._options else {}
-        for name in options:
+        for name in given:
             if name not in self.kinds:
                 guess = nearest(name, list(self.kinds))
                 raise TypeError(
-                    f"{self._function.__name__}() got an unexpected keyword argument {name!r}"
+                    f"{self._name}() got an unexpected keyword argument {name!r}"
                     + (f"; did you mean {guess!r}?" if guess else "")
                 )
-        for name, value in (bound | options).items():
-            parameter = self._signature.parameters.get(name)
-            if parameter is not None and value is parameter.default:
+        try:
+            bound = self.signature.bind(
+                *map(plain, args), **{name: plain(each) for name, each in given.items()}
+            )
+        except TypeError as error:
+            raise TypeError(f"{self._name}() {error}") from None
+        found = {}
+        for name, value in (bound.arguments | bound.arguments.pop(self._options or "", {})).items():
+            known = self.signature.parameters.get(name)
+            default = None if known is None else known.default
+            if value is None and default is not None and default is not inspect.Parameter.empty:
                 continue
-            fault = fault_of(value, self.kind_of(name), spelled(name))
+            fault = None
+            if value is not default:
+                fault = fault_of(value, self.kind_of(name), option(name))
             if fault is not None:
                 raise ProblemError(fault)
-        return args, given
+            found[name] = value
+        return found
 
     def kind_of(self, name: str) -> Any:
         """Return the type of an argument, with the names in its annotation looked up."""
@@ -113,11 +118,27 @@ class Arguments:
             kind = kind.__forward_arg__
         if not isinstance(kind, str):
             return kind
-        known = dict(self._function.__globals__)
-        for word, module in self._imported.items():
-            if word in kind:
-                known[word] = getattr(import_module(f"{_PACKAGE}.{module}"), word)
-        return eval(kind, known)  # the text is our own source code
+        known = vars(modules[self._called.__module__])
+        return eval(kind, known, _Kinds())  # the text is our own source code
+
+
+class _Kinds(dict[str, Any]):
+    """The types of ``schema.requests.kinds``, which are imported when a text names one."""
+
+    def __missing__(self, name: str) -> Any:
+        try:
+            return getattr(import_module(f"{_PACKAGE}.{KINDS}"), name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+
+def _written(parameter: inspect.Parameter) -> Any:
+    """The annotation of a parameter, without the ``Option`` of a request's field."""
+    kind = parameter.annotation
+    if get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], Option):
+        kind = get_args(kind)[0]
+        kind = kind.__forward_arg__ if isinstance(kind, ForwardRef) else kind
+    return kind
 
 
 def fault_of(value: Any, kind: Any, name: str) -> str | None:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from .choices import Placement
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table
 from .records import (
@@ -24,7 +25,6 @@ from .records import (
 
 Rate = Annotated[float, Field(ge=0, le=1e12)]
 Weight = Annotated[float, Field(gt=0, le=1e12)]
-Placement = Literal["consolidated", "unconsolidated", "mixed"]
 
 
 @record

@@ -1,9 +1,12 @@
 """LaunchConfig: a plan lowered to ranks, which the launcher gives to every worker."""
 
+import re
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from .errors import ProblemError
+from .cluster import Cluster
+from .errors import ProblemError, TargetError
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .plan import EmulatedDevice
@@ -201,3 +204,49 @@ class LaunchConfig:
 
 
 register_keys(VirtualNode, WorkerSlot, PipelineStage, PipelineWork, LaunchConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where several hosts meet. Node 0 listens on ``host``:``port``."""
+
+    num_nodes: int
+    node_rank: int
+    host: str
+    port: int
+    devices: dict[str, int] | None
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 2:
+            raise TargetError(f"several hosts means --nnodes of at least 2, got {self.num_nodes}")
+        if not 0 <= self.node_rank < self.num_nodes:
+            raise TargetError(
+                f"--node-rank must be 0 to {self.num_nodes - 1} with --nnodes {self.num_nodes}, "
+                f"got {self.node_rank}"
+            )
+
+    @classmethod
+    def parse(
+        cls, num_nodes: int, node_rank: int | None, endpoint: str | None, devices: str | None
+    ) -> "Rendezvous":
+        """Read the flags of a launch over several hosts.
+
+        Raises:
+            TargetError: A flag is missing, or the endpoint is not HOST:PORT.
+        """
+        if node_rank is None or endpoint is None:
+            raise TargetError(
+                "several hosts need --node-rank and --rdzv-endpoint",
+                hint="for example --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400",
+            )
+        match = re.fullmatch(r"\[?([^\s\[\]]+?)\]?:(\d{1,5})", endpoint)
+        if not match or not 0 < int(match[2]) < 65536:
+            raise TargetError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}")
+        offered = None if devices is None else Cluster.parse(devices, flag="--devices")
+        return cls(
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            host=match[1],
+            port=int(match[2]),
+            devices=None if offered is None else offered.num_devices,
+        )

@@ -13,7 +13,7 @@ from hetflow.cli.main import app
 HEAD = """# Command line
 
 This page is generated from the commands themselves; `hetflow COMMAND --help` prints the same.
-Every option can also be set by the environment variable that `--help` names, such as
+Every option can also be set by an environment variable named for its command and flag, such as
 `HETFLOW_SOLVE_GPUS`, or in `hetflow.toml` in the current folder (another file: `HETFLOW_CONFIG`),
 with a table for each command:
 
@@ -25,8 +25,8 @@ with a table for each command:
     cloud = "azure"
 
 A flag counts before the environment, and the environment before the file; `--show-config` prints
-each value and where it comes from. `[solve]` counts for `solve split`, `solve pipeline` and
-`solve parallel` too.
+each value and where it comes from, a variable by its name. `[solve]` counts for `solve split`,
+`solve pipeline` and `solve parallel` too.
 
 Exit codes: 0 done; 1 a bug; 2 bad usage or input; 3 no feasible plan; 4 a usable plan that is not
 proved within the `--gap` or by the `--time-limit` asked for; `launch` passes on the failing

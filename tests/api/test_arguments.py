@@ -1,6 +1,5 @@
 """Public functions refuse arguments of the wrong type, or out of range, in one sentence."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 import hetflow
-from hetflow.api.naming import _FOR_TYPES, flags_are_meant, names_arguments
+from hetflow.api.naming import flags_are_meant, names_arguments
 from hetflow.schema.arguments import Arguments, fault_of
 from hetflow.schema.errors import FileError, HetflowError, ProblemError
 from hetflow.schema.records import Count, Fraction
@@ -25,7 +24,7 @@ VERBS = [
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
 def test_every_argument_of_every_public_function_is_checked(verb: Callable[..., Any]) -> None:
-    arguments = Arguments(inspect.unwrap(verb), _FOR_TYPES)
+    arguments = Arguments(verb)
     assert arguments.kinds
     for name in arguments.kinds:
         fault = fault_of(object(), arguments.kind_of(name), name)
@@ -123,7 +122,7 @@ def test_faults_that_were_silent_or_tracebacks(tmp_path: Path) -> None:
     for path in ("a\0b", "x" * 5000):
         assert "cannot be written: " in refused(partial(hetflow.write, path, plan))
         assert "cannot be read: " in refused(partial(hetflow.read, path))
-    with pytest.raises(TypeError, match=r"solve\(\) missing 1 required keyword-only argument"):
+    with pytest.raises(TypeError, match=r"solve\(\) missing a required argument: 'batch_size'"):
         solve([POINT], "V100")
     assert hetflow.check(tmp_path / "plan.json", [POINT], "V100") == []
     with pytest.raises(FileError, match="nothing: no such file"):

@@ -39,7 +39,9 @@ def test_a_command_of_two_words_takes_options_from_the_environment(
     monkeypatch.setenv("HETFLOW_CLUSTER_STOP_STATE", str(tmp_path / "here"))
     monkeypatch.setenv("HETFLOW_RENT_PRICES_WORK_HOURS", "7.5")
     assert run(["rent", "prices", "m.json", "--rate", "V100=1", "--show-config"]) == 0
-    assert "work_hours = 7.5  (environment)" in capsys.readouterr().out
+    assert (
+        "work_hours = 7.5  (environment HETFLOW_RENT_PRICES_WORK_HOURS)" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("kind", ["split", "pipeline", "parallel"])

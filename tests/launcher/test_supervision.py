@@ -11,14 +11,15 @@ from hetflow.launcher.first_failure import FirstFailure
 from hetflow.launcher.generations import Generations
 from hetflow.launcher.regroup import Regroup
 from hetflow.launcher.repartition import Repartitions
-from hetflow.launcher.request import LaunchRequest, OnFailure, Rendezvous
+from hetflow.launcher.request import LaunchRequest
 from hetflow.launcher.spawn import Meeting, WorkerCommand
 from hetflow.launcher.starting import Starter
 from hetflow.launcher.supervision import supervision_of
 from hetflow.protocol.environment import DEVICE
 from hetflow.protocol.lower import lower
+from hetflow.schema.choices import OnFailure
 from hetflow.schema.errors import TargetError
-from hetflow.schema.launch import LaunchConfig
+from hetflow.schema.launch import LaunchConfig, Rendezvous
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.plan import SplitPlan
 

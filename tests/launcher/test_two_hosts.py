@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.launcher.request import LaunchRequest, Rendezvous
+from hetflow.launcher.request import LaunchRequest
 from hetflow.protocol.lower import lower
 from hetflow.schema.errors import ProblemError, TargetError
+from hetflow.schema.launch import Rendezvous
 
 from .elastic_runs import Launch, plan_of
 from .two_hosts import Hosts

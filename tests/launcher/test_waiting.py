@@ -15,10 +15,11 @@ import pytest
 
 from hetflow.launcher import hosts
 from hetflow.launcher.hosts import Together, expected_slots
-from hetflow.launcher.request import LaunchRequest, Rendezvous
+from hetflow.launcher.request import LaunchRequest
 from hetflow.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import LaunchError
+from hetflow.schema.launch import Rendezvous
 from hetflow.tests import programs
 
 from .test_hosts import free_port, plan_of

@@ -1,0 +1,144 @@
+"""An option of a verb: what is said of it once, and how each door spells it.
+
+A verb's request record (``schema/requests``) states each option once: its type and default, and an
+``Option`` with its help and who reads it. The command line and the Python functions are made from
+the records. Code that raises an error names the field, by ``option``, and never a flag::
+
+    raise ProblemError(f"{option('objective', 'waste')} needs maxP")
+
+On the command line this reads ``--objective waste needs maxP``, in Python ``objective="waste" needs
+maxP``.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, get_args, get_origin
+
+_REFERENCE = re.compile(r"\{([a-z_]+)(?:=([^}]*))?\}")
+_PARTS = {"cluster": "pool", "state_bytes_per_weight_byte": "optimizer=OptimizerState(...)"}
+"""Flags that the command line has beside a field's own -> what takes their place in Python."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What is said of a field of a request.
+
+    Texts name other options as ``{num_stages}`` or ``{objective=waste}``; see ``told``.
+
+    Args:
+        help: What it does, in a sentence or two, for both doors.
+        python: What Python takes besides, for its documentation alone.
+        flag: Its flag, if that is not the field's name.
+        unit: ``hours`` if the command line takes hours where the field has seconds.
+        argument: Whether the command line takes it by its place instead of by a flag.
+        metavar: What stands for its value in ``--help``.
+        panel: Heading in ``--help``.
+        rare: Whether only ``--help-all`` shows it.
+        default: What is taken if it is left out, where the field's default does not say it.
+        names: The registry that its values are names of, for completion: ``policies``.
+        read_by: The planners or policies that read it; empty if all do.
+        values: Values that others read than the rest.
+        open_values: Values that ask for nothing, because they leave the choice to the planner.
+        narrows: Whether only kinds of plans that read it are compared.
+    """
+
+    help: str
+    python: str = ""
+    flag: str = ""
+    unit: str = ""
+    argument: bool = False
+    metavar: str = ""
+    panel: str = ""
+    rare: bool = False
+    default: str = ""
+    names: str = ""
+    read_by: tuple[str, ...] = ()
+    values: Mapping[object, tuple[str, ...]] = field(default_factory=dict)
+    open_values: tuple[object, ...] = ()
+    narrows: bool = True
+
+    def flag_of(self, name: str) -> str:
+        """The flag of the field ``name``."""
+        if self.unit == "hours" and not self.flag:
+            name = name.replace("_seconds", "_hours")
+        return self.flag or "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A field of a request record: its name, its type as written, its default, its ``Option``."""
+
+    name: str
+    kind: Any
+    default: Any
+    is_required: bool
+    option: Option
+
+
+def asked_of(record: type) -> Iterator[Asked]:
+    """Yield the options of a request record, in order."""
+    for entry in fields(record):
+        if get_origin(entry.type) is not Annotated:
+            continue  # what a door adds
+        kind, said = get_args(entry.type)[:2]
+        default = entry.default_factory() if callable(entry.default_factory) else entry.default
+        yield Asked(
+            name=entry.name,
+            kind=kind,
+            default=None if default is MISSING else default,
+            is_required=default is MISSING,
+            option=said,
+        )
+
+
+def _in_python(name: str, value: str | bool | None) -> str:
+    name = _PARTS.get(name, name)
+    if value is None or not name.isidentifier():
+        return name
+    if isinstance(value, bool) or value[:1] in "'\"{[" or value.isupper() or _is_number(value):
+        return f"{name}={value}"
+    return f"{name}=" + "|".join(f'"{each}"' for each in value.split("|"))
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", word) is not None
+
+
+Spelling = Callable[[str, str | bool | None], str]
+_spelling: list[Spelling] = [_in_python]  # one program has one caller, whatever threads it starts
+
+
+def option(name: str, value: object = None) -> str:
+    """Spell an option as the caller knows it.
+
+    Args:
+        name: The field of the request.
+        value: Its value, if it shall be named too: a bool sets a switch; a text in capitals, such
+            as ``FILE``, stands for a value.
+
+    Returns:
+        ``--num-stages 3`` or ``num_stages=3``.
+    """
+    plain = value if value is None or isinstance(value, bool) else str(value)
+    return _spelling[-1](name, plain)
+
+
+def told(text: str) -> str:
+    """Spell the options in a text: ``with {objective=waste}`` or ``leave {gap} out``."""
+    return _REFERENCE.sub(lambda found: option(found[1], _value(found[2])), text)
+
+
+def _value(text: str | None) -> str | bool | None:
+    return {"True": True, "False": False}.get(text or "", text)
+
+
+@contextmanager
+def spelled_by(spelling: Spelling) -> Iterator[None]:
+    """While this context lasts, options are spelled by ``spelling`` instead of as in Python."""
+    _spelling.append(spelling)
+    try:
+        yield
+    finally:
+        _spelling.remove(spelling)

@@ -1,0 +1,83 @@
+"""The request for an allocation."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from ..choices import Placement
+from ..options import Option
+
+if TYPE_CHECKING:
+    from .kinds import Dollars, JobsTable, Markets, Pool, ThroughputsTable
+
+POLICIES = Option(
+    names="policies",
+    metavar="NAME",
+    help="las, las_weighted, las_water_filling, hierarchical, makespan, makespan_budget, "
+    "finish_time_fairness, fifo, static_priority, sjf, max_throughput, max_normalised_throughput, "
+    "min_cost, min_cost_slo, min_cost_ratio, min_cost_ratio_slo, min_cost_per_job, "
+    "min_cost_per_job_slo, min_dollars_slo or a plug-in's.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocateRequest:
+    """What ``allocate`` needs to know."""
+
+    jobs: Annotated[
+        "JobsTable",
+        Option(
+            argument=True,
+            help="Jobs: hetflow.jobs/1, .csv, or a Gavel .trace.",
+            python="Also ``Jobs``, or a DataFrame with the CSV file's columns.",
+        ),
+    ]
+    throughputs: Annotated[
+        "ThroughputsTable",
+        Option(
+            help="Throughputs (hetflow.throughputs/1, .csv, or Gavel's table).",
+            python="Also ``Throughputs``, or a DataFrame with the CSV file's columns.",
+        ),
+    ]
+    pool: Annotated[
+        "Pool",
+        Option(
+            help="The pool: 36xv100,36xp100.",
+            python='Also ``{"V100": 36, "P100": 36}``, a ``Cluster``, or the ``Path`` of a '
+            "cluster's file.",
+        ),
+    ]
+    _: KW_ONLY
+    policy: Annotated[str, POLICIES] = "las"
+    space_sharing: Annotated[bool, Option(help="Let pairs of jobs share devices.")] = False
+    agnostic: Annotated[bool, Option(help="Ignore what device types differ in.")] = False
+    placement: Annotated[
+        Placement,
+        Option(
+            help="Which throughputs of jobs with several devices count: with the devices on one "
+            "server, on several, or both (mixed; servers as in 9x(4xv100) hold as many "
+            "consolidated jobs as they can)."
+        ),
+    ] = "consolidated"
+    budget_dollars: Annotated[
+        "Dollars | None", Option(flag="--budget", help="Dollars, for {policy=makespan_budget}.")
+    ] = None
+    fill: Annotated[
+        bool,
+        Option(
+            help="Share out what a max-min policy's optimum leaves idle, lexicographically, or "
+            "keep to the bare optimum of the thesis.",
+            default="share it out",
+        ),
+    ] = True
+    market: Annotated[
+        "Markets | None",
+        Option(
+            help="Prices of the pool's devices (hetflow.market/1, may be repeated); the cheapest "
+            "of each type counts.",
+            python="Also ``Market`` records.",
+        ),
+    ] = None
+    at: Annotated[
+        str | None,
+        Option(help="When, as 2020-03-07T00:00:00Z.", default="the market's last prices"),
+    ] = None

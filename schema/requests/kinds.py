@@ -1,0 +1,79 @@
+"""Types of what users give: the values themselves, or the files that hold them.
+
+The request records name these types as text, because importing them takes longer than ``--help``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..choices import OnFailure
+from ..cluster import Cluster
+from ..foreign import Table
+from ..jobs import Allocation, Jobs, Throughputs
+from ..launch import Rendezvous
+from ..market import Availability, Market
+from ..optimizer import OptimizerState
+from ..plans import Plan
+from ..profile import Profile
+from ..records import (
+    Bytes,
+    Count,
+    Dollars,
+    Fraction,
+    Index,
+    PositiveRate,
+    PositiveSeconds,
+    WaitSeconds,
+)
+
+if TYPE_CHECKING:
+    from ..files import Record
+
+__all__ = [
+    "Allocation",
+    "Bytes",
+    "Callable",
+    "Count",
+    "Dollars",
+    "Fraction",
+    "Index",
+    "JobsTable",
+    "Mapping",
+    "Markets",
+    "OnFailure",
+    "OptimizerState",
+    "Plan",
+    "Pool",
+    "PositiveRate",
+    "PositiveSeconds",
+    "Profiles",
+    "Record",
+    "Rendezvous",
+    "Sequence",
+    "ThroughputsTable",
+    "WaitSeconds",
+    "Windows",
+]
+
+Profiles = Sequence[Profile] | Path | str
+"""Profiles, or the folder (or file) that holds them."""
+Pool = Cluster | Mapping[str, Count] | Path | str
+"""A cluster; the numbers of devices by type, ``{"V100": 2, "P100": 8}``; a path: a cluster's
+file or what ``nvidia-smi -L`` printed; or a string such as ``2xV100,8xP100`` or ``gpu:v100:2``."""
+Markets = Market | Path | str | Sequence[Market | Path | str]
+"""Markets, or their files."""
+Windows = Sequence[Availability | Path | str]
+"""Windows of availability, or their files and folders."""
+JobsTable = Jobs | Table | Path | str
+"""Jobs; a DataFrame with the columns of a CSV file of jobs; or the file of jobs."""
+ThroughputsTable = Throughputs | Table | Path | str
+"""Throughputs; a DataFrame with the columns of a CSV file of throughputs; or their file."""
+
+
+def __getattr__(name: str) -> object:
+    if name != "Record":
+        raise AttributeError(name)
+    from ..files import Record  # all records: few verbs take any
+
+    return Record
