@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hetflow.runtime.adapters.transformers import Form, form_of
 from hetflow.schema.errors import TargetError
-from hetflow.tests.runtime.script_campaign import LOSSES, REFUSED_BY_TRAINER, RIGHT
+from hetflow.tests.runtime.script_campaign import LOSSES, REFUSED_BY_STEPS, RIGHT
 
 SHARES = ([(0, 18)], [(18, 24)])
 SUMS = {"sum", "sum / 16", "variational"}
@@ -110,7 +110,7 @@ def with_full_masks(batch: dict[str, Tensor], start: int) -> dict[str, Tensor]:
 def test_a_loss_has_a_known_form_or_is_refused(loss: str) -> None:
     for seed in range(8):
         batch = with_full_masks(with_full_masks(batch_of(seed), 0), 18)
-        if loss in SUMS or loss in RIGHT - REFUSED_BY_TRAINER:
+        if loss in SUMS or loss in RIGHT - REFUSED_BY_STEPS:
             forms = forms_of(LOSSES[loss], model_of(seed), batch)
             assert {form.kind for form in forms} == {"sum" if loss in SUMS else "samples"}
         else:
@@ -172,6 +172,6 @@ def test_a_mask_that_was_full_in_the_first_batch_is_refused_later() -> None:
         later = batch_of(1)
         with pytest.raises(TargetError, match="a mean over a mask or over some targets"):
             form.check(script.compute_loss(model, later, None), later)
-    for loss in RIGHT - REFUSED_BY_TRAINER | SUMS:
+    for loss in RIGHT - REFUSED_BY_STEPS | SUMS:
         for form in forms_of(LOSSES[loss], model, first):
             form.check(Script(LOSSES[loss]).compute_loss(model, later, None), later)
