@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, isclose
 
-from ..schedules.registry import generate
 from ..schema.errors import ProblemError
 from ..schema.parallel import (
     ParallelPlan,
@@ -20,8 +19,10 @@ from ..schema.parallel import (
     ShardTimes,
     parallel_schedule,
 )
+from ..schema.pipeline_shape import PipelineShape
 from . import definitions, plan_dollars
 from .proofs import proof_faults
+from .schedule_lists import own_passes
 
 _NEAR = 1e-9
 
@@ -131,19 +132,15 @@ def _most_in_flight(plan: ParallelPlan, kept: dict[int, float]) -> float:
         ((number, each),) = kept.items()
         return min(p - number, plan.num_microbatches) * each
     # The order repeats from one group of p microbatches to the next.
-    schedule = generate(
-        parallel_schedule(is_chunked=True),
+    shape = PipelineShape(
         pipeline_parallel_size=p,
         num_microbatches=min(plan.num_microbatches, 4 * p),
         num_model_chunks=plan.num_model_chunks,
     )
     most = now = 0.0
-    for operation in schedule.ranks[min(kept)]:
-        if operation.kind == "forward":
-            now += kept[operation.stage]
-            most = max(most, now)
-        elif operation.kind == "backward":
-            now -= kept[operation.stage]
+    for kind, stage, _ in (own_passes(plan.schedule, shape) or ())[min(kept)]:
+        now += kept[stage] if kind == "forward" else -kept[stage]
+        most = max(most, now)
     return most
 
 

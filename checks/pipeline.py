@@ -7,7 +7,6 @@ plans. The code is slow and simple on purpose.
 from dataclasses import replace
 from math import isclose, prod
 
-from ..schedules.of_plan import schedule_faults
 from ..schema.errors import ProblemError
 from ..schema.pipeline import (
     DevicePool,
@@ -25,7 +24,7 @@ from .pipeline_recount import (
     stage_memory,
     timed_stage,
 )
-from .schedule import step_seconds
+from .schedule import lists_of, step_seconds
 
 _TOLERANCE = 1e-6
 _OF_STAGE = (
@@ -259,7 +258,7 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
 def _schedule_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     """Validate the schedule that the plan would run, and its in-flight and version counts."""
     try:
-        faults = schedule_faults(plan)
+        faults = lists_of(plan).faults
     except ProblemError as error:
         # A plan that need not be launched may describe only the steady state.
         return [f"schedule: {error.message}"] if problem.launchable else []

@@ -12,7 +12,7 @@ from ..schema.pipeline import (
     StagePlan,
 )
 from . import definitions
-from .schedule import held_by_stage
+from .schedule import lists_of
 
 
 def pool_of(problem: PipelineProblem, stage: StagePlan) -> DevicePool | None:
@@ -55,7 +55,7 @@ def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> fl
 def held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int, int]:
     """Microbatches in flight and weight versions of one replica of a stage."""
     if plan.traits.is_uniform:
-        return held_by_stage(plan)[index]
+        return lists_of(plan).held[index]
     replicas = plan.stages[index].num_replicas
     workers = sum(entry.num_replicas for entry in plan.stages[index:])
     count = problem.num_microbatches

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
         trace_importer,
     )
     from ..schedules.one_f_one_b import one_rank
-    from ..schedules.operations import Schedule
     from ..schedules.parallel import parallel_pipelines
     from ..schedules.registry import schedule
-    from ..schedules.shape import PipelineShape
     from ..schema.jobs import Entity
     from ..schema.market import Availability, Capacity, Market, PriceHistory
+    from ..schema.operations import Schedule
+    from ..schema.pipeline_shape import PipelineShape
     from ..schema.profile import LayerGraph, LayerNode
     from ..solvers.allocation.engine import Outcome
     from ..solvers.allocation.goals import Goal, LeastCurve, MaxMin, Ratio, Total
@@ -67,10 +67,10 @@ _WHERE = {
     "Market": "..schema.market",
     "MaxMin": "..solvers.allocation.goals",
     "Outcome": "..solvers.allocation.engine",
-    "PipelineShape": "..schedules.shape",
+    "PipelineShape": "..schema.pipeline_shape",
     "PriceHistory": "..schema.market",
     "Ratio": "..solvers.allocation.goals",
-    "Schedule": "..schedules.operations",
+    "Schedule": "..schema.operations",
     "Total": "..solvers.allocation.goals",
     "TraceOptions": "..importers.registry",
     "UnsuitableDevicesError": "..engines.protocol",

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from itertools import count
 
 from ..devices.emulated import is_emulated
-from ..schedules.operations import Kind, Schedule
 from ..schedules.registry import generate
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
 from ..schema.layer_trace import LayerTrace
+from ..schema.operations import Kind, Schedule
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan, StagePlan
 

@@ -10,8 +10,8 @@ from html import escape
 from math import floor, log10
 
 from ..schedules.counting import peak_weight_versions
-from ..schedules.operations import Kind, Operation
 from ..schedules.timing import Span, Timing
+from ..schema.operations import Kind, Operation
 
 _FILLS = {
     Kind.FORWARD: "-",

@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..schedules.operations import DIFFERENTIATING, PASSES, SENDS, Kind, Operation, message_of
 from ..schedules.text import pass_name
 from ..schedules.timing import Span, Timing
+from ..schema.operations import DIFFERENTIATING, PASSES, SENDS, Kind, Operation, message_of
 
 _MICROSECONDS = 1_000_000
 _COLOURS = {

@@ -8,7 +8,8 @@ the pass that makes them, weight versions, reductions and updates.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .operations import DIFFERENTIATING, FREEING, Kind, Operation, Schedule, WeightSemantics
+from ..schema.operations import DIFFERENTIATING, FREEING, Kind, Operation, Schedule, WeightSemantics
+from ..schema.pipeline_shape import Placement
 
 Pass = tuple[Kind, int, int]
 """(kind, stage, microbatch)."""
@@ -16,7 +17,6 @@ Slot = tuple[Pass, ...]
 """One pass, or two passes that overlap."""
 Version = Callable[[int, int], int]
 """The weight version that (stage, microbatch) reads."""
-Placement = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

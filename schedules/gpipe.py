@@ -1,9 +1,9 @@
 """GPipe: all forward passes, then all backward passes, then one update (thesis 4.2.2)."""
 
+from ..schema.operations import Kind, Schedule
+from ..schema.pipeline_shape import PipelineShape
 from .assemble import Order, Slot, assemble
-from .operations import Kind, Schedule
 from .registry import schedule
-from .shape import PipelineShape
 
 
 @schedule("gpipe", replicas="any", order="forward-first")

@@ -1,12 +1,12 @@
 """Interleaved 1F1B: each device holds several model chunks (thesis 4.2.2, figure 4.4 bottom)."""
 
 from ..schema.errors import ProblemError
+from ..schema.operations import Kind, Schedule
+from ..schema.pipeline_shape import PipelineShape
 from . import closed_forms
 from .assemble import Slot
-from .operations import Kind, Schedule
 from .parallel import parallel_pipelines
 from .registry import schedule
-from .shape import PipelineShape
 
 
 @schedule("interleaved", placement="round-robin", num_model_chunks=(2, 3, 4))

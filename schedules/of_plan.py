@@ -1,15 +1,13 @@
 """The schedule of a pipeline plan, and the times that the plan predicts for it."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from ..schema.errors import ProblemError
+from ..schema.operations import Schedule
 from ..schema.pipeline import PipelinePlan
-from .operations import Schedule
-from .registry import Generator, spec_named
-from .shape import PipelineShape
+from ..schema.pipeline_shape import PipelineShape
+from ..schema.schedule_traits import generator_of
 from .timing import StageTimes
-from .validate import validate
 
 # Schedules without a flush never end; this number of updates shows their steady state.
 _UPDATES_SHOWN = 3
@@ -21,21 +19,7 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
     Raises:
         ProblemError: The schedule does not support the plan's replicas or microbatches.
     """
-    return spec_named(plan.schedule).generate(shape_of(plan))
-
-
-def schedule_faults(plan: PipelinePlan) -> list[str]:
-    """What ``validate`` says of the plan's schedule; plans of one shape are validated once.
-
-    Raises:
-        ProblemError: The schedule does not support the plan's replicas or microbatches.
-    """
-    return list(_validated(spec_named(plan.schedule).generate, shape_of(plan)))
-
-
-@lru_cache(maxsize=256)
-def _validated(generate: Generator, shape: PipelineShape) -> tuple[str, ...]:
-    return tuple(validate(generate(shape)))
+    return generator_of(plan.schedule)(shape_of(plan))
 
 
 def shape_of(plan: PipelinePlan) -> PipelineShape:

@@ -7,12 +7,12 @@ in turn, so both passes of a microbatch run on the same replica.
 
 from collections.abc import Sequence
 
+from ..schema.operations import Kind, Schedule, WeightSemantics
+from ..schema.pipeline_shape import PipelineShape
 from . import closed_forms
 from .assemble import Order, Slot, assemble
-from .operations import Kind, Schedule, WeightSemantics
 from .pass_order import alternating
 from .registry import schedule
-from .shape import PipelineShape
 
 
 def one_rank(microbatches: Sequence[int], stage: int, in_flight: int) -> list[Slot]:

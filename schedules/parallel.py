@@ -7,9 +7,9 @@ thesis 3.2.3).
 
 from collections.abc import Callable, Sequence
 
+from ..schema.operations import Schedule
+from ..schema.pipeline_shape import PipelineShape
 from .assemble import Order, Slot, assemble
-from .operations import Schedule
-from .shape import PipelineShape
 
 Pipeline = Sequence[Sequence[Slot]]
 

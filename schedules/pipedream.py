@@ -1,11 +1,11 @@
 """The schedules without flushes, all in 1F1B order: PipeDream's two and PipeDream-2BW."""
 
 from ..schema.errors import ProblemError
+from ..schema.operations import Schedule
+from ..schema.pipeline_shape import PipelineShape
 from . import closed_forms
 from .one_f_one_b import build
-from .operations import Schedule
 from .registry import schedule
-from .shape import PipelineShape
 
 
 @schedule("pipedream", weight_semantics="stashing", replicas="any", order="alternating")

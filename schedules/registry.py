@@ -1,26 +1,12 @@
-"""The registry of schedules, with the traits and the generator of each."""
+"""Registering a schedule, and generating its lists by name."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..schema.errors import ProblemError
-from ..schema.schedule_traits import SCHEDULES, ScheduleTraits
-from .operations import Schedule
-from .shape import PipelineShape
-
-Generator = Callable[[PipelineShape], Schedule]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleSpec(ScheduleTraits):
-    """A schedule's traits and its generator.
-
-    Attributes:
-        generate: Shape -> the lists of operations; raises ProblemError for unsupported shapes.
-    """
-
-    generate: Generator
+from ..schema.operations import Schedule
+from ..schema.pipeline_shape import PipelineShape
+from ..schema.schedule_traits import SCHEDULES, Generator, ScheduleTraits, generator_of, traits
 
 
 def schedule(name: str, **stated: Any) -> Callable[[Generator], Generator]:
@@ -35,26 +21,11 @@ def schedule(name: str, **stated: Any) -> Callable[[Generator], Generator]:
     """
 
     def register(generate: Generator) -> Generator:
-        spec = ScheduleSpec(name=name, generate=generate, **stated)
+        spec = ScheduleTraits(name=name, generate=generate, **stated)
         SCHEDULES.add(name, spec, generate.__module__)
         return generate
 
     return register
-
-
-def spec_named(name: str) -> ScheduleSpec:
-    """Find a schedule by name.
-
-    Raises:
-        ProblemError: The name is unknown, or the registered schedule has no generator.
-    """
-    found = SCHEDULES.get(name)
-    if not isinstance(found, ScheduleSpec):
-        raise ProblemError(
-            f"schedule {name!r} is registered without a generator",
-            hint="register it with @hetflow.schedules.registry.schedule",
-        )
-    return found
 
 
 def generate(
@@ -83,7 +54,6 @@ def generate(
         ProblemError: The name is unknown, or the schedule does not support the shape; the message
             states the rule.
     """
-    spec = spec_named(name)
     shape = PipelineShape(
         pipeline_parallel_size=pipeline_parallel_size,
         num_microbatches=num_microbatches,
@@ -91,8 +61,8 @@ def generate(
         replicas=tuple(replicas or ()),
         microbatches_per_update=microbatches_per_update,
     )
-    if microbatches_per_update is not None and not spec.is_double_buffered:
+    if microbatches_per_update is not None and not traits(name).is_double_buffered:
         raise ProblemError(
             f"{name} fixes when it updates; leave microbatches_per_update out", hint="or use 2bw"
         )
-    return spec.generate(shape)
+    return generator_of(name)(shape)

@@ -9,8 +9,9 @@ import re
 from collections.abc import Sequence
 
 from ..schema.errors import ProblemError
-from .assemble import Order, Pass, Placement, assemble
-from .operations import PASSES, Kind, Operation, Schedule
+from ..schema.operations import PASSES, Kind, Operation, Schedule
+from ..schema.pipeline_shape import Placement
+from .assemble import Order, Pass, assemble
 
 _LETTERS = {
     "F": Kind.FORWARD,

@@ -6,8 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..schema.errors import ProblemError
+from ..schema.operations import (
+    PASSES,
+    RECEIVES,
+    SENDS,
+    Kind,
+    Message,
+    Operation,
+    Schedule,
+    message_of,
+)
 from .counting import peak_in_flight
-from .operations import PASSES, RECEIVES, SENDS, Kind, Message, Operation, Schedule, message_of
 from .walk import walk
 
 Span = tuple[float, float]

@@ -7,9 +7,7 @@ Nothing is shared with the generators. Weight versions are checked against the p
 from collections import defaultdict
 from collections.abc import Iterator
 
-from . import validate_versions
-from .counting import peak_in_flight, peak_weight_versions
-from .operations import (
+from ..schema.operations import (
     DIFFERENTIATING,
     PASSES,
     RECEIVES,
@@ -20,6 +18,8 @@ from .operations import (
     Schedule,
     message_of,
 )
+from . import validate_versions
+from .counting import peak_in_flight, peak_weight_versions
 from .walk import walk
 
 Key = tuple[Kind, int, int]

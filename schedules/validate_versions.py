@@ -8,7 +8,7 @@ same microbatches in the same order, and unmatched reductions are found as a dea
 
 from collections.abc import Iterator
 
-from .operations import FREEING, PASSES, Kind, Operation, Schedule
+from ..schema.operations import FREEING, PASSES, Kind, Operation, Schedule
 
 Versions = dict[tuple[int, int], int]
 """(stage, microbatch) -> weight version."""

@@ -7,7 +7,7 @@ validator reports the ranks that never finish as a deadlock.
 from collections import deque
 from collections.abc import Iterator
 
-from .operations import RECEIVES, SENDS, Kind, Message, Schedule, message_of
+from ..schema.operations import RECEIVES, SENDS, Kind, Message, Schedule, message_of
 
 Place = tuple[int, int]
 

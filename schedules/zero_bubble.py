@@ -10,11 +10,11 @@ a rank's own span.
 from collections.abc import Callable
 
 from ..schema.errors import ProblemError
+from ..schema.operations import Kind, Schedule
+from ..schema.pipeline_shape import PipelineShape
 from .assemble import Slot
-from .operations import Kind, Schedule
 from .parallel import Pipeline, parallel_pipelines
 from .registry import schedule
-from .shape import PipelineShape
 from .zero_bubble_search import search
 
 

@@ -8,8 +8,8 @@ none. A microbatch counts whole from its F to the end of its W, so the limit is 
 
 from dataclasses import dataclass, field
 
+from ..schema.operations import Kind
 from .assemble import Slot
-from .operations import Kind
 
 
 def search(p: int, m: int, *, max_in_flight: int) -> list[list[Slot]]:

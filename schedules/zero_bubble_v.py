@@ -12,11 +12,11 @@ A microbatch travels four legs: forward down the ranks and up again, backward do
 from collections import deque
 
 from ..schema.errors import ProblemError
+from ..schema.operations import Kind, Schedule
+from ..schema.pipeline_shape import PipelineShape
 from .assemble import Pass, Slot
-from .operations import Kind, Schedule
 from .parallel import parallel_pipelines
 from .registry import schedule
-from .shape import PipelineShape
 
 _DOWN, _UP, _BACK_DOWN, _BACK_UP = range(4)
 

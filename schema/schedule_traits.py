@@ -1,17 +1,21 @@
 """Traits of a pipeline schedule that other packages need, stated once by the schedule itself.
 
-The planner, the checkers, the launcher and the records use these traits, never a schedule's name.
-So a new schedule needs one new file only: see docs/schedules.md. A schedule's generator is in
-``schedules.registry.ScheduleSpec``; records need the traits only.
+The planner, the launcher and the records use these traits, never a schedule's name. So a new
+schedule needs one new file only: see docs/schedules.md. The checkers have traits and lists of their
+own for hetflow's schedules (``checks.schedule_lists``); they judge a plug-in's by what it states.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from .errors import ProblemError
+from .operations import Schedule
+from .operations import WeightSemantics as WeightSemantics
+from .pipeline_shape import PipelineShape
 from .plugins import Registry
 
-WeightSemantics = Literal["flush", "stashing", "vertical-sync", "double-buffered"]
+Generator = Callable[[PipelineShape], Schedule]
 Replicas = Literal["any", "uniform", "one"]
 PassOrder = Literal["forward-first", "alternating", "own"]
 Placement = Literal["line", "round-robin", "v", "both-ways"]
@@ -43,6 +47,8 @@ class ScheduleTraits:
         splits_backward: Whether every backward pass is in two halves (gradient of the input,
             gradient of the weights), which cannot recompute activations.
         plannable: Whether ``hetflow solve`` plans it.
+        generate: Shape -> the lists of operations; raises ProblemError for unsupported shapes. None
+            where only the traits are known.
     """
 
     name: str
@@ -54,6 +60,7 @@ class ScheduleTraits:
     chunked_as: str | None = None
     splits_backward: bool = False
     plannable: bool = True
+    generate: Generator | None = None
 
     def __post_init__(self) -> None:
         if not self.num_model_chunks or min(self.num_model_chunks) < 1:
@@ -133,6 +140,21 @@ def traits(schedule: str) -> ScheduleTraits:
         ProblemError: No installed schedule has that name.
     """
     return SCHEDULES.get(schedule)
+
+
+def generator_of(name: str) -> Generator:
+    """Return the function that makes a schedule's lists.
+
+    Raises:
+        ProblemError: The name is unknown, or the registered schedule has no generator.
+    """
+    found = traits(name).generate
+    if found is None:
+        raise ProblemError(
+            f"schedule {name!r} is registered without a generator",
+            hint="register it with @hetflow.schedules.registry.schedule",
+        )
+    return found
 
 
 def schedule_in_order(order: PassOrder) -> str:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ...protocol.lower_pipeline import microbatches_of, schedule_of
-from ...schedules.operations import Kind, Operation
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
+from ...schema.operations import Kind, Operation
 from ..agreement.agreement import SharedTensors
 from ..digest import InPieces, digest_of_pieces
 from ..engine import Step

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...schedules.counting import peak_in_flight
-from ...schedules.operations import ACTIVATIONS, RECEIVES, SENDS, Kind, Operation, Schedule
 from ...schema.errors import ProblemError
+from ...schema.operations import ACTIVATIONS, RECEIVES, SENDS, Kind, Operation, Schedule
 from ..tensor.operators import TensorGroup
 from .channels import Inbox, Outbox
 from .crossing import Holdings, Receiver, Sender

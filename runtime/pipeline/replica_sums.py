@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...devices.backend import backend_of
-from ...schedules.operations import FREEING, Operation
+from ...schema.operations import FREEING, Operation
 from .. import peers
 from ..gradients.first_gradients import FirstGradients
 from ..gradients.hooks import Hooks, came_twice

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...devices.backend import backend_of
-from ...schedules.operations import Operation
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
+from ...schema.operations import Operation
 from .. import peers
 from ..gradients.arrivals import have_no_gradients
 from ..group import Place, subgroup

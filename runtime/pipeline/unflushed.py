@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...protocol.lower_pipeline import schedule_of
-from ...schedules.operations import PASSES, Operation
 from ...schema.launch import PipelineWork
+from ...schema.operations import PASSES, Operation
 from ..data import Batch
 from .executor import Executor, Passes
 from .optimizer import ScheduledSteps

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from ...schedules.operations import PASSES, Operation
+from ...schema.operations import PASSES, Operation
 
 
 class WeightVersions:

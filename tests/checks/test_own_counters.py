@@ -9,10 +9,10 @@ from tests.checks import tampered
 
 from hetflow.checks.pipeline import check
 from hetflow.schedules import counting, terms
-from hetflow.schedules.operations import Schedule
 from hetflow.schedules.replay import flush_step_seconds
 from hetflow.schedules.timing import Timing, time_schedule
 from hetflow.schema.errors import BackendError
+from hetflow.schema.operations import Schedule
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.parallel import LinkCurve, ReplicaGroup
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel

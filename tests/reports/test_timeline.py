@@ -9,9 +9,9 @@ import pytest
 
 from hetflow.reports.timeline import html_timeline, svg_timeline, terminal_timeline
 from hetflow.reports.trace import trace_json
-from hetflow.schedules.operations import PASSES, SENDS
 from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, Timing, time_schedule
+from hetflow.schema.operations import PASSES, SENDS
 from hetflow.schema.schedule_traits import SCHEDULES
 
 HOSTILE = '</svg><script>alert("1")</script>&amp; \'"<b>'

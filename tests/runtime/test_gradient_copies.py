@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hetflow.runtime.pipeline.unflushed import Unflushed
-from hetflow.schedules.operations import Kind, Operation
+from hetflow.schema.operations import Kind, Operation
 
 
 def test_microbatches_of_an_update_add_to_the_same_gradients():

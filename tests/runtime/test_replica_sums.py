@@ -16,8 +16,8 @@ from hetflow.runtime.pipeline.ownership import Ownership
 from hetflow.runtime.pipeline.replica_sums import Hook, ReplicaSums
 from hetflow.runtime.tensor.cuts import Cut
 from hetflow.runtime.tensor.lanes import Lanes
-from hetflow.schedules.operations import Kind, Operation
 from hetflow.schema.errors import TargetError
+from hetflow.schema.operations import Kind, Operation
 
 MICROBATCHES, WIDTH = 3, 8
 LIKE, LANES, UNLIKE = ((0,), (1,)), ((0, 1), (2, 3)), ((0, 1), (2,))  # groups of two replicas

@@ -5,9 +5,9 @@ A forward pass takes one cell, a backward pass two (``B1 B1``), as in every figu
 
 import pytest
 
-from hetflow.schedules.operations import PASSES, Kind, Schedule
 from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, Timing, time_schedule
+from hetflow.schema.operations import PASSES, Kind, Schedule
 
 
 def drawn(schedule: Schedule) -> Timing:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from hetflow.schedules.operations import Kind
 from hetflow.schedules.registry import generate
 from hetflow.schedules.text import from_text, to_text
 from hetflow.schema.errors import ProblemError
+from hetflow.schema.operations import Kind
 from hetflow.schema.schedule_traits import SCHEDULES
 
 

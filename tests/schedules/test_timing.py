@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from hetflow.schedules.counting import peak_activation_bytes, peak_weight_versions
-from hetflow.schedules.operations import PASSES, SENDS, Kind, Operation, Schedule, repeat
 from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
+from hetflow.schema.operations import PASSES, SENDS, Kind, Operation, Schedule, repeat
 
 
 def test_one_microbatch_through_unlike_stages() -> None:

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.schedules.operations import (
+from hetflow.schedules.registry import generate
+from hetflow.schedules.text import from_text
+from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.schedules.validate import validate
+from hetflow.schema.operations import (
     PASSES,
     RECEIVES,
     SENDS,
@@ -17,10 +21,6 @@ from hetflow.schedules.operations import (
     Schedule,
     repeat,
 )
-from hetflow.schedules.registry import generate
-from hetflow.schedules.text import from_text
-from hetflow.schedules.timing import StageTimes, time_schedule
-from hetflow.schedules.validate import validate
 from hetflow.tests.profiles import examples
 
 UNLIKE_REPLICAS = ["gpipe", "1f1b", "pipedream", "2bw"]

@@ -6,8 +6,8 @@ from math import ceil
 import numpy as np
 
 from ....costs.pipeline import shared_level, slowest_links, worker_bytes
-from ....schedules.operations import Schedule
 from ....schedules.timing import StageTimes, time_schedule
+from ....schema.operations import Schedule
 from ....schema.pipeline import PipelineProblem, StagePlan
 from ...effort import Effort
 from ..assemble import listed, names_between

@@ -16,9 +16,9 @@ from math import comb
 import numpy as np
 
 from ....schedules.counting import held_by_stage
-from ....schedules.operations import Schedule
 from ....schedules.registry import generate
 from ....schema.errors import InfeasibleError, ProblemError
+from ....schema.operations import Schedule
 from ....schema.pipeline import PipelinePlan, PipelineProblem
 from ...effort import DEFAULT, Effort, OutOfTimeError
 from ..assemble import ORDERED, finish

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hetflow.checks.parallel import check, counted_step
 from hetflow.schedules.closed_forms import interleaved_in_flight
-from hetflow.schedules.operations import Kind
 from hetflow.schedules.registry import generate
 from hetflow.schema.errors import InfeasibleError
+from hetflow.schema.operations import Kind
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,

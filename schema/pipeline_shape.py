@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from ..schema.errors import ProblemError
-from .assemble import Placement
+from .errors import ProblemError
+
+Placement = tuple[tuple[int, ...], ...]
+"""Ranks of each stage or position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,9 @@ their sends after both: they start together and send their results together.
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Literal
 
-from ..schema.schedule_traits import WeightSemantics as WeightSemantics
+WeightSemantics = Literal["flush", "stashing", "vertical-sync", "double-buffered"]
 
 
 class Kind(StrEnum):
