@@ -1,8 +1,6 @@
-"""Checkers: they verify plans and allocations from the definitions and never import a solver.
+"""Checkers: they verify plans and allocations from the definitions, and import only ``schema``.
 
-They import the record classes (``schema``) and, of ``schedules``, only what makes a pipeline's list
-of operations and what validates such a list from its definitions. What a list keeps in memory, its
-times and its parts are counted here, and so are all costs. So an error in a solver, in ``costs`` or
-in the counters and timers of ``schedules`` is found; a list that is valid, but is not the one that
-the schedule's name promises, is not.
+Costs, schedule lists, what a list keeps in memory, its times and its parts are counted here. So an
+error in a solver, in ``costs`` or in ``schedules`` is found. A plug-in's schedule brings its own
+list (``ScheduleTraits.generate``), which is held to its traits and to the rules of any schedule.
 """

@@ -166,6 +166,7 @@ def _runnable(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
                     everybody = set(schedule.placement[operation.stage])
                     if group != everybody:
                         break
+                    del arrived[operation.stage, operation.microbatch]
                     for other in sorted(everybody - {rank}):
                         yield other, schedule.ranks[other][place[other]]
                         place[other] += 1
@@ -221,6 +222,7 @@ def _run_faults(
                 f"rank {rank}, {kind} of stage {operation.stage}, microbatch "
                 f"{operation.microbatch}: {fault}"
             )
+            return  # what comes later may follow from it
     if any(channels.values()):
         yield "some messages are never received"
     yield from _completeness(schedule, ranks)

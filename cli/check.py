@@ -76,8 +76,7 @@ def check(
 ) -> None:
     """Verify a plan or an allocation, with equations that share nothing with the solvers.
 
-    A pipeline's list of passes is made by the code that solvers and launches use too; it is
-    validated, and what it needs and takes is counted apart.
+    The judge has its own lists of each schedule's passes: those that would run must be the same.
 
     Plans and allocations say what they were made for (links, optimizer, placement, ...); a flag
     replaces what the file says. Without profiles only a split plan's inner consistency is judged.
