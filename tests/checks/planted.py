@@ -1,8 +1,9 @@
 """Faults planted into what makes plans, one at a time: each must be caught by the judge.
 
-``python -m tests.checks.planted`` plants 200 faults that change a plan into ``schedules``, ``costs``
-and ``solvers``, drawn by a seed, and prints a table of what became of them. A fault is a changed
-operator, comparison, constant, or a min that becomes a max, in code that the question runs.
+``python -m tests.checks.planted`` plants 200 faults that change a plan into ``schedules``,
+``costs`` and ``solvers``, drawn by a seed, and prints a table of what became of them. A fault is a
+changed operator, comparison, constant, returned number, or a min that becomes a max, in code that
+the question runs.
 """
 
 import argparse
@@ -80,7 +81,8 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
 def _scaled(node: ast.Return) -> None:
     """Return 10 % less of a number, and anything else as it is."""
     less = ast.parse("(lambda v: v * 0.9 if isinstance(v, float) else v)(0)", mode="eval").body
-    assert isinstance(less, ast.Call) and node.value is not None
+    assert isinstance(less, ast.Call)
+    assert node.value is not None
     less.args = [node.value]
     node.value = less
 

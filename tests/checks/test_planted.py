@@ -9,13 +9,13 @@ SPLITS = [name for name in tampered.QUESTIONS if "split" in name or "virtual nod
 
 
 def test_a_fault_changes_what_runs_and_is_taken_out_again() -> None:
-    run = planted.lines_run(lambda: ring_seconds(100.0, 2, 10.0, 0.0))
+    run = planted.lines_run(lambda: ring_seconds(2, 100, 0.0, 10.0))
     (site,) = [one for one in planted.sites(run) if one.kind == "return"]
-    whole = ring_seconds(100.0, 2, 10.0, 0.0)
+    whole = ring_seconds(2, 100, 0.0, 10.0)
     with planted.planted(site) as changed:
         assert changed
-        assert ring_seconds(100.0, 2, 10.0, 0.0) == pytest.approx(0.9 * whole)
-    assert ring_seconds(100.0, 2, 10.0, 0.0) == whole
+        assert ring_seconds(2, 100, 0.0, 10.0) == pytest.approx(0.9 * whole)
+    assert ring_seconds(2, 100, 0.0, 10.0) == whole
 
 
 @pytest.mark.parametrize("number", [5, pytest.param(60, marks=pytest.mark.slow)])
