@@ -422,25 +422,31 @@ class PassSampler(Sampler[list[Key]]):
         is_full = num_samples == self.global_batch_size
         return self._full_cuts if is_full else slices(num_samples, self.batch_sizes)
 
-    def keys_of(self, step: int, ranges: Sequence[tuple[int, int]]) -> list[list[Key]]:
-        """The keys of ranges (start, end) of a global batch's samples."""
-        begin, _ = self._bounds(step)
-        return [self._keys(begin + start, begin + end) for start, end in ranges]
+    def keys_of(self, step: int) -> Callable[[Sequence[tuple[int, int]]], list[list[Key]]]:
+        """Gives the keys of ranges (start, end) of a batch's samples, after its epoch too."""
+        (begin, _), keys = self._bounds(step), self._keys()
+        return lambda ranges: [keys(begin + start, begin + end) for start, end in ranges]
 
     def __iter__(self) -> Iterator[list[Key]]:
+        keys = self._keys()
         for step in range(self.first_step, self.num_steps):
             begin, stop = self._bounds(step)
             cuts = self._cuts(stop - begin)
             for node in self._local:
                 start, end = cuts[node]
                 if end > start:
-                    yield self._keys(begin + start, begin + end)
+                    yield keys(begin + start, begin + end)
 
-    def _keys(self, start: int, end: int) -> list[Key]:
-        epoch, own = self.epoch, self.order[start:end]
-        if self._repeats is None:
-            return [(epoch, index, 0) for index in own]
-        return [(epoch, *pair) for pair in zip(own, self._repeats[start:end], strict=True)]
+    def _keys(self) -> Callable[[int, int], list[Key]]:
+        epoch, order, repeats = self.epoch, self.order, self._repeats
+
+        def keys(start: int, end: int) -> list[Key]:
+            if repeats is None:
+                return [(epoch, index, 0) for index in order[start:end]]
+            pairs = zip(order[start:end], repeats[start:end], strict=True)
+            return [(epoch, *pair) for pair in pairs]
+
+        return keys
 
 
 def _repeats(order: Sequence[int]) -> list[int] | None:

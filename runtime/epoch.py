@@ -194,7 +194,7 @@ class IndexReader:
     def take(self, step: int) -> Batch | None:
         """See ``Reader``."""
         epochs, loader, sampler = self._epochs, self._loader, self._sampler
-        num_samples, passes = sampler.passes(step)
+        (num_samples, passes), keys = sampler.passes(step), sampler.keys_of(step)
         # The batch refers to no epoch, which refers to it: data workers end with the epoch.
         return Batch(
             epoch=self.epoch,
@@ -203,7 +203,7 @@ class IndexReader:
             is_full=sampler.is_full(num_samples),
             passes=passes,
             _feed=self._source,
-            first_samples=lambda ranges: epochs.read(loader, sampler.keys_of(step, ranges)),
+            first_samples=lambda ranges: epochs.read(loader, keys(ranges)),
             _loop=self._loop,
         )
 

@@ -373,6 +373,8 @@ class Job:
         loss = session.close_step(self._runner.step(step))
         if failure is not None:  # it ran on the virtual nodes' samples, so this is not its fault
             raise failure
+        if promise is not None:
+            promise.check(function, batch, form)
         # The workers' optimizers have different settings and would diverge: end before the update.
         if self._engine.flushes and agreement.is_broken_by(self._engine.settings_sums):
             self.compare()
@@ -621,6 +623,8 @@ class Job:
             return
         self._runner.join()
         session.is_finished = True
+        if self._promise is not None:
+            self._promise.finish()
         if session.num_steps == 0 and not session.has_evaluated and has_gone_back():
             raise TargetError(
                 "the script has called hf.prepare and trained by backward passes of its own: each "

@@ -26,7 +26,7 @@ class LateValues:
         Returns:
             [numbers] of the step before; None in the first step.
         """
-        before = self._take()
+        before = self.take()
         if self._buffer is None or self._buffer.shape != values.shape:
             self._buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._buffer.copy_(values, non_blocking=True)
@@ -37,7 +37,8 @@ class LateValues:
         """Treat the next step as a first one."""
         self._arrives = None
 
-    def _take(self) -> list[float] | None:
+    def take(self) -> list[float] | None:
+        """The numbers that were handed in last; None where there are none."""
         if self._arrives is None:
             return None
         assert self._buffer is not None

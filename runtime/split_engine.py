@@ -205,6 +205,8 @@ class SplitEngine:
     def _give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> None:
         share = self.totals.add(answer, item.num_samples, item.virtual_node)
         step.agreement.look_at(answer.loss if isinstance(answer, Weighted) else answer)
+        if step.promise is not None and share is not None:
+            step.promise.look(share[0], item)
         if last and self._overlap:
             self.reducer.arm(defer_last=self._holder is not None)
         if share is not None:
@@ -287,6 +289,8 @@ class SplitEngine:
             share = self.totals.add(answer, whole.num_samples, whole.virtual_node)
             if share is None:
                 raise TargetError("with SyncBatchNorm the loss of a worker cannot have weight 0")
+            if step.promise is not None:
+                step.promise.look(share[0], whole)
             # Not overlapped: sums of gradients could meet the layers' sums in another order.
             self._go_back(*share, step.scaler)
         for item in items[1:]:  # they may run elsewhere later

@@ -174,7 +174,7 @@ def assemble(
         engine.close()
         agreement.close()
         raise
-    promise = Promise(model, min(session.batch_sizes, default=0)) if tests else None
+    promise = Promise(model, session.batch_sizes) if tests else None
     return Job(session, engine, epochs, progress, runner, agreement, checkpoints, promise)
 
 

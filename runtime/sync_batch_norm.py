@@ -8,7 +8,7 @@ have the same bits. The backward pass sums the two terms by which other samples 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,19 @@ from .group import Place
 
 Gather = Callable[[Tensor], Tensor]
 """Takes a worker's numbers [n]; gives those of all, [workers, n], in order of ranks."""
+
+
+class NormCall(NamedTuple):
+    """The arguments of ``torch.nn.functional.batch_norm``: there all batch norms end."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
 
 def synchronised_norms(model: nn.Module) -> list[nn.SyncBatchNorm]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...schema.errors import TargetError
-from ..sync_batch_norm import gathered, normalised
+from ..sync_batch_norm import NormCall, gathered, normalised
 from .patching import around
 from .training import begun
 
@@ -34,24 +34,13 @@ def _allow_on_any_device(original: Any, self: Any, module: nn.Module) -> None:
         original(self, module)
 
 
-def _normalise(
-    original: Any,
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    current = begun()
+def _normalise(original: Any, *args: Any, **kwargs: Any) -> Tensor:
+    call, current = NormCall(*args, **kwargs), begun()
+    x = call.input
     is_one_value = current is not None and current.has_one_sample and x.numel() == x.shape[1]
     # Of one value there is no variance: torch refuses it.
-    if not training or current is None or not current.meets_others or is_one_value:
-        found: Tensor = original(
-            x, running_mean, running_var, weight, bias, training, momentum, eps
-        )
+    if not call.training or current is None or not current.meets_others or is_one_value:
+        found: Tensor = original(*call)
         return found
     if current.has_parts:
         raise TargetError(
@@ -62,12 +51,12 @@ def _normalise(
     current.losses.leave()  # it mixes samples, and its collectives would be run again
     made = normalised(
         x,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        momentum=momentum,
-        eps=eps,
+        call.running_mean,
+        call.running_var,
+        call.weight,
+        call.bias,
+        momentum=call.momentum,
+        eps=call.eps,
         gather=partial(gathered, place=current.place),
         counts=current.has_samples,
     )

@@ -21,8 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ...schema.errors import TargetError
+from ..promise.graph import ignores_targets
 from .ddp import cut_loader
-from .losses import ignores_targets
 from .numbers import LOSS, Call, Numbers, Part, Step, Tried, slope_of
 from .patching import around, check_version
 from .rows import joined, rows_of

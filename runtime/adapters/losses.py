@@ -16,11 +16,10 @@ A loss is known by the names in its graph, and each new one is tried.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +27,10 @@ from torch import Tensor, nn
 from ...schema.errors import TargetError
 from .. import peers
 from ..group import Place
+from ..promise.graph import chain, last_divisors_of, signature_of, targets_of
 from ..sync_batch_norm import gathered
 from .recording import Recording, Slice, run_again, with_rows
 
-_CHAIN = {
-    "DivBackward0", "MulBackward0", "NegBackward0", "SqueezeBackward0", "ToCopyBackward0",
-    "ViewBackward0", "AliasBackward0", "_DDPSinkBackward",
-}  # fmt: skip
-_MEAN = 1  # torch's number of reduction="mean"
-_NAMES = 48  # of a loss's graph, by which it is known
-_VIEWS = (
-    "AccumulateGrad", "Alias", "AsStrided", "Clone", "Expand", "NoneType", "Permute", "Reshape",
-    "Squeeze", "TBackward", "ToCopy", "Transpose", "Unsafe", "Unsqueeze", "View",
-)  # fmt: skip
 _ROWS = 32  # samples that are tried one by one
 _ROWS_OF_MODEL = 3
 _CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -202,19 +192,19 @@ class Losses:
                 f"the loss has {loss.numel()} elements; a plan's shares need the mean over samples",
                 hint="call backward on the loss's mean()",
             )
-        known_by = _signature(loss.grad_fn)
+        known_by = signature_of(loss)
         form = self._forms.get(known_by)
         if form is None and self._recording is not None:
             form = self._forms[known_by] = self._tried(loss, known_by)
             self._has_unknown = self.is_untried = False
         if form is None:  # tried when it comes again
             self._has_unknown = True
-            is_cross_entropy = any(hasattr(n, "_saved_total_weight") for n in _chain(loss.grad_fn))
+            is_cross_entropy = any(hasattr(n, "_saved_total_weight") for n in chain(loss.grad_fn))
             form = _Form("targets" if is_cross_entropy else "samples")
         if form.kind == "sum":
             return float(self._training.has_samples)
         if form.kind == "samples":
-            if any(bool(total != count) for total, count in _targets(loss.grad_fn)):
+            if any(bool(total != count) for total, count in targets_of(loss)):
                 raise TargetError(
                     "a cross entropy ignores some targets or weights classes, and beside it the "
                     "loss counts samples: their shares have no common weight",
@@ -222,7 +212,7 @@ class Losses:
                 )
             return self._training.weight() / self._training.world_size
         if form.kind == "targets":
-            totals = [total for total, _ in _targets(loss.grad_fn)]
+            totals = [total for total, _ in targets_of(loss)]
             if len(totals) > 1 and any(bool(total != totals[0]) for total in totals):
                 raise TargetError(
                     "the cross entropies of one loss count unlike targets, so they have no common "
@@ -233,7 +223,7 @@ class Losses:
                 return self._training.weight() / self._training.world_size
             divisor = totals[0]
         else:
-            divisor = _divisors(loss.grad_fn)[form.divisor]
+            divisor = last_divisors_of(loss)[form.divisor]
         own = divisor.detach().to(torch.float64).reshape(())
         if not self._training.has_samples:
             own = torch.zeros_like(own)
@@ -350,7 +340,7 @@ class _Trial:
         if is_scaled and all(are_divided):
             if self._recorded.divides_by_targets:
                 is_alone = self._recorded.divides_at_last
-                if _targets(loss.grad_fn) and (is_alone or not all(are_means)):
+                if targets_of(loss) and (is_alone or not all(are_means)):
                     return _Form("targets")
             else:
                 return _Form("divisor", self._place_of_divisor(loss))
@@ -389,7 +379,7 @@ class _Trial:
         number = self._recorded.denominator
         assert number is not None
         value = self._run(range(self._num_rows), self._recorded.leaves, number)[1]
-        found = _divisors(loss.grad_fn)
+        found = last_divisors_of(loss)
         for at, divisor in enumerate(found):
             if divisor.numel() == 1 and float(divisor) == value:
                 return at
@@ -550,68 +540,9 @@ def _are_close(values: Sequence[float], close: float) -> bool:
     )
 
 
-def _signature(root: Any) -> int:
-    """What a loss is known by: the first names of its graph, breadth first, without views.
-
-    PyTorch takes other views while operators are recorded.
-    """
-    names: list[str] = []
-    waiting = [root]
-    while waiting and len(names) < _NAMES:
-        node = waiting.pop(0)
-        name = type(node).__name__
-        if not name.startswith(_VIEWS):
-            names.append(name)
-        waiting += [following for following, _ in getattr(node, "next_functions", ())]
-    return crc32(" ".join(names).encode())
-
-
-def ignores_targets(loss: Tensor) -> bool:
-    """Whether a loss is seen to hold a cross entropy that ignores targets or weights classes."""
-    return any(float(total) != count for total, count in _targets(loss.grad_fn))
-
-
-def divisors_of(loss: Tensor) -> list[Tensor]:
-    """[n] what a loss is divided by at last, and the targets that its cross entropies count."""
-    found = [*_divisors(loss.grad_fn), *(total for total, _ in _targets(loss.grad_fn))]
-    return [divisor.detach() for divisor in found if divisor.numel() == 1]
-
-
-def _chain(node: Any) -> Iterable[Any]:
-    """A loss's node, and those before it, through what only changes its factor."""
-    while node is not None:
-        yield node
-        following = [n for n, _ in node.next_functions if n is not None]
-        node = following[0] if type(node).__name__ in _CHAIN and len(following) == 1 else None
-
-
-def _targets(node: Any) -> list[tuple[Tensor, int]]:
-    """(weight of the targets that count, all targets) of each mean cross entropy of a loss."""
-    found, waiting, seen = [], [node], 0
-    while waiting and seen < _NAMES:
-        node, seen = waiting.pop(0), seen + 1
-        if getattr(node, "_saved_reduction", None) == _MEAN and hasattr(node, "_saved_target"):
-            total = getattr(node, "_saved_total_weight", None)
-            if total is not None:
-                found.append((total, node._saved_target.numel()))
-        waiting += [following for following, _ in getattr(node, "next_functions", ())]
-    return found
-
-
 def _known(loss: Tensor) -> Any:
     """The node of a loss whose value is the batch's by now, of which this is a multiple."""
-    for node in _chain(loss.grad_fn):
+    for node in chain(loss.grad_fn):
         if isinstance(node, Known._backward_cls):
             return node
     return None
-
-
-def _divisors(node: Any) -> list[Tensor]:
-    """What a loss is divided by, from the last division on."""
-    found = []
-    for at in _chain(node):
-        for name in ("_saved_total_weight", "_saved_other"):
-            value = getattr(at, name, None)
-            if isinstance(value, Tensor) and "Mul" not in type(at).__name__:
-                found.append(value)
-    return found

@@ -183,7 +183,7 @@ class Step:
                     for number, (ends, given) in enumerate(zip(ranges, inputs, strict=True)):
                         with (
                             untouched.calling(training=trains),
-                            draws.of(*ends, keeps=number == 0),
+                            draws.of(range(*ends), keeps=number == 0),
                         ):
                             answers.append(call(copied(given)))
             except TargetError:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...schema.errors import TargetError
-from .losses import divisors_of
+from ..promise.graph import divisors_of
 from .numbers import slope_of
 from .patching import around, check_version
 from .scalars import with_scalars

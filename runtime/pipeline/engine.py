@@ -384,7 +384,7 @@ class PipelineEngine:
             loss = self._model.call(batch.step.function, run, inputs)
             if is_last:
                 batch.look_at(loss)
-                batch.test(item, made[0], self._model.evaluating)
+                batch.test(item, made[0], loss, self._model.evaluating)
                 scaled = self._synchroniser.add(loss, item.num_samples, scales=self.flushes)
                 results = () if scaled is None else (batch.scaling.scale(scaled),)
             else:

@@ -44,14 +44,15 @@ class StepMicrobatches:
         self,
         item: Pass,
         answer: Any,
+        loss: Any,
         answering: Callable[[Callable[..., Any]], AbstractContextManager[None]],
     ) -> None:
-        """Test the function at its first use; see ``Promise.test_after_model``."""
+        """Test the function where that is due; see ``Promise.test_after_model``."""
         step = self.step
         if step.promise is not None:
             inputs = self._inputs[item.virtual_node][1]
             step.promise.test_after_model(
-                step.function, inputs, answer, item.num_samples, answering
+                step.function, inputs, answer, item.num_samples, loss, answering
             )
 
     def look_at(self, answer: Any) -> None:

@@ -1,17 +1,17 @@
 """Random draws that are equal whether a function sees its samples together or in parts.
 
 The first call of a function, on all samples, draws as always, and the draws are kept. In a later
-call on samples ``start`` to ``end`` each draw has the values that the first call drew for these
-samples: a draw's dimension that changed with the number of samples is cut like the samples::
+call on some of these samples each draw has the values that the first call drew for them: a draw's
+dimension that changed with the number of samples is chosen from like the samples::
 
     first call, 5 samples     torch.rand(5, 3)  ->  kept
-    samples 1 to 4            torch.rand(3, 3)  ->  rows 1 to 4 of what was kept
+    samples 1, 2, 3           torch.rand(3, 3)  ->  rows 1, 2, 3 of what was kept
 
 Permutations are the identity, so a sample is mixed with itself.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..streams import seed_streams_by
+from ..sync_batch_norm import NormCall
 
 _SEED = 20220601
 # Their results are computed from their inputs, and they draw only where they drop something.
@@ -54,7 +55,8 @@ class Draws:
         self._num_samples = num_samples
         self._kept: list[Any] = []
         self._is_first = True
-        self._at, self._start, self._end = 0, 0, num_samples
+        self._rows: Sequence[int] = range(num_samples)
+        self._at = 0
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self.coarsest = 0.0
 
@@ -73,9 +75,9 @@ class Draws:
             yield
 
     @contextmanager
-    def of(self, start: int, end: int, *, keeps: bool = False) -> Iterator[None]:
-        """Draw for samples ``start`` to ``end``; ``keeps`` makes this the first call."""
-        self._is_first, self._at, self._start, self._end = keeps, 0, start, end
+    def of(self, rows: Sequence[int], *, keeps: bool = False) -> Iterator[None]:
+        """Draw for these samples of the first call; ``keeps`` makes this the first call."""
+        self._is_first, self._at, self._rows = keeps, 0, rows
         if keeps:
             self._kept = []
         seed_streams_by(_SEED)
@@ -109,10 +111,21 @@ class Draws:
             if whole == part:
                 continue
             each = whole // self._num_samples
-            if each * self._num_samples != whole or each * (self._end - self._start) != part:
+            if each * self._num_samples != whole or each * len(self._rows) != part:
                 return None
-            kept = kept[(slice(None),) * axis + (slice(each * self._start, each * self._end),)]
+            at = (torch.tensor(self._rows)[:, None] * each + torch.arange(each)).flatten()
+            is_tensor = isinstance(kept, Tensor)
+            kept = kept.index_select(axis, at.to(kept.device)) if is_tensor else kept.take(at, axis)
         return kept
+
+    @property
+    def taken(self) -> int:
+        """Draws so far in the call that runs."""
+        return self._at
+
+    def skip(self, number: int) -> None:
+        """Pass over so many draws, where what the first call made of them is known."""
+        self._at += number
 
     def _numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:
@@ -167,26 +180,17 @@ class _WithoutBatchStatistics(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.batch_norm:
-            return _by_constants(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _by_constants(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if training or running_mean is None or running_var is None:
-        dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
-        running_mean = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
-        running_var = torch.ones_like(running_mean)
-    return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, False)
+        if func is not torch.nn.functional.batch_norm:
+            return func(*args, **kwargs)
+        call = NormCall(*args, **kwargs)
+        x, mean, variance = call.input, call.running_mean, call.running_var
+        if call.training or mean is None or variance is None:
+            dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+            mean = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
+            variance = torch.ones_like(mean)
+        return torch.batch_norm(
+            x, call.weight, call.bias, mean, variance, False, call.momentum, call.eps, False
+        )
 
 
 @contextmanager

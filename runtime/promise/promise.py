@@ -1,23 +1,35 @@
-"""Test a loss function before the first update: is its loss a mean over samples?
+"""Test a loss function before an update: is its loss a mean over samples?
 
 A step is cut into virtual nodes, and its gradient is put together as the mean of theirs, weighted
 by samples or as the function states. That is the gradient of the global batch only if the loss is
 such a mean. So the function is called on a few samples of the batch together and in unequal parts:
 the mean of the parts must be the loss of the whole. A sum, a logarithm of a mean, a loss that
-compares samples with each other all differ there.
+compares samples with each other all differ there::
+
+    16 samples together, 10 + 1 + 5 of them           the mean of the parts is the whole
+    the 1 once more                                   the loss depends on no earlier call
+    the 16 repeated to the size of the global batch   it chooses no samples of a large batch
+
+The model answers the whole and the one sample; what it answers to the others is known by then, if
+the one sample's answer is the same by itself. So a test takes 18 passes of a sample.
+
+What matters only later (a mask, where padding comes first in a later batch) no first batch shows.
+So every loss is looked at: what it divides by, for each sample (graph.py). Where that is another
+number than before, the function is tested again on these very samples. Beside that it is tested
+again in its steps 2, 4, 8 and so on.
 
 The calls have no gradients, run in evaluation mode (dropout and batch-norm are defined by virtual
 node), and leave nothing behind that Python can see: random streams, buffers, variables of the
-script are put back. Every worker tests the same samples and comes to the same answer, so no
-exchange is needed.
+script are put back. In the first tests every worker has the same samples and comes to the same
+answer, so no exchange is needed.
 """
 
 import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -26,26 +38,31 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ...devices.backend import backend_of
 from ...devices.out_of_memory import is_out_of_memory
 from ...schema.errors import TargetError
 from ..agreement.strangers import leaves_of
-from ..data import Batch, copied
+from ..data import Batch, Pass, copied
+from ..late import LateValues
 from ..losses import loss_and_rest, loss_and_weight, outputs_in
+from ..shares import slices
 from ..streams import streams_kept
 from .draws import Draws
+from .graph import Counts, counts_of
 from .untouched import Untouched
 
-_MOST_SAMPLES = 8  # called together
-_ENOUGH_SAMPLES = 16  # tested in all: a third of targets ignored is then seen almost surely
+_MOST_SAMPLES = 16  # called together: a third of targets ignored is then seen almost surely
 _MOST_TRIES = 5
+_MOST_BYTES = 1 << 27  # of samples and answers that are repeated to the size of a batch
+_MOST_UNKNOWN = 32  # samples that are repeated where the model has to answer them all
 # Relative difference of means by rounding, by the coarsest dtype computed in; an accelerator's
 # float32 may be TF32 inside products.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _ROUNDING_OF_TF32 = 5e-3
 _REPEATED = 0.1  # of it between two calls on the same samples, which run the same kernels
+_PLAIN = (int, float, str, type(None))
 _OWN_WAY = "or say per_virtual_node=True, for a loss that is meant to be each virtual node's own"
 _OVER_BATCH = (
     "give what it computes for each sample, and the rest as over_batch=: "
@@ -53,7 +70,7 @@ _OVER_BATCH = (
 )
 
 Cut = tuple[int, ...]
-"""[parts] samples of each part."""
+"""[parts] samples of each part; the second has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +95,84 @@ class Found:
     num_samples: int
 
 
+@dataclass(slots=True)
+class _Tests:
+    """The tests of one function.
+
+    Attributes:
+        steps: Steps in which it was used.
+        due: The step of its next test, from 1.
+        tries: Tests so far.
+        samples: Samples in them.
+        is_told: Whether their losses could tell.
+        usual: What its losses are divided by; None before the first.
+        unusual: Tests because of another number.
+    """
+
+    steps: int = 0
+    due: int = 1
+    tries: int = 0
+    samples: int = 0
+    is_told: bool = False
+    usual: Counts | None = None
+    unusual: int = 0
+
+    def note(self, num_samples: int, *, is_told: bool) -> None:
+        """Note a test; where the losses of all parts were equal, the samples said little."""
+        self.samples, self.tries = self.samples + num_samples, self.tries + 1
+        self.is_told = self.is_told or is_told
+        is_done = self.is_told and self.samples >= _MOST_SAMPLES or self.tries >= _MOST_TRIES
+        self.due = 2 * self.steps if is_done else self.steps + 1
+
+    def unlike(self, counts: Sequence[Counts]) -> int | None:
+        """The first pass of a step whose loss is divided by another number; None if none is."""
+        if self.usual is None and counts:
+            self.usual = counts[0]
+        found = (n for n, own in enumerate(counts) if not own.are_like(self.usual, counts[0]))
+        number = next(found, None)
+        if number is None or self.unusual >= _MOST_TRIES:
+            return None
+        self.unusual += 1
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The passes of a step on this worker, and what their losses are divided by."""
+
+    function: Callable[..., Any]
+    batch: Batch
+    form: Form
+    nodes: tuple[int, ...]  # the virtual node of each pass
+    counts: tuple[Counts, ...]
+
+    def with_numbers(self, numbers: Sequence[float]) -> "list[Counts]":
+        """The counts, with numbers in place of what is on a device."""
+        ahead = iter(numbers)
+        return [own.with_numbers(ahead) for own in self.counts]
+
+
 class Promise:
     """The functions of one job that have been tested.
 
     Args:
         model: The job's model.
-        least_samples: Samples of the smallest virtual node; 0 where there is one for the batch. No
-            more are called together on a device that has no memory for ``_MOST_SAMPLES``.
+        batch_sizes: [virtual nodes] samples of each; empty where there is one for the batch. No
+            more than the smallest has are called together on a device that has no memory for more.
     """
 
-    def __init__(self, model: nn.Module, least_samples: int) -> None:
-        self._model, self._least = model, least_samples
-        self._tries: dict[Any, int] = {}
-        self._seen: dict[Any, int] = {}  # samples
-        self._told: dict[Any, bool] = {}
+    def __init__(self, model: nn.Module, batch_sizes: Sequence[int]) -> None:
+        self._model, self._sizes = model, tuple(batch_sizes)
+        self._tests: dict[Any, _Tests] = {}
+        self._looked: list[tuple[int, Counts]] = []
+        self._late = LateValues()
+        self._before: _Step | None = None  # whose numbers are still on a device
 
-    def is_due(self, function: Callable[..., Any], num_samples: int) -> bool:
-        """Whether a function has yet to be tested, and a batch has samples to test it on."""
-        return num_samples > 1 and self._tries.get(_key(function), 0) < _MOST_TRIES
+    def _of(self, function: Callable[..., Any]) -> _Tests:
+        return self._tests.setdefault(_key(function), _Tests())
 
     def test(self, function: Callable[..., Any], batch: Batch, form: Form) -> TargetError | None:
-        """Test a function on a batch's first samples, unless it was tested.
+        """Test a function on a batch's first samples, if that is due in this step.
 
         Returns:
             What to raise after the step, where the function fails on a few samples: if it fails
@@ -107,41 +181,91 @@ class Promise:
         Raises:
             TargetError: Its loss is not the mean of the losses of its parts.
         """
-        if not self.is_due(function, batch.num_samples) or batch.first_samples is None:
+        tests = self._of(function)
+        tests.steps += 1
+        self._looked.clear()
+        if tests.steps < tests.due or batch.num_samples < 2 or batch.first_samples is None:
             return None
-        cuts = cuts_of(batch.num_samples)
-        try:
-            failure = self._test(function, batch, form, cuts)
-            lacking = failure
-        except TargetError as error:
-            lacking = error
-            if not self._least or not _lacks_memory(error):
-                raise
-        if self._least and lacking is not None and _lacks_memory(lacking):
-            # Passes without gradients over more samples than a virtual node has may not fit.
-            cuts = cuts_of(min(batch.num_samples, max(2, self._least)))
-            failure = self._test(function, batch, form, cuts)
-        return failure
+        return self._test(function, batch, form, 0, cut_of(min(batch.num_samples, _MOST_SAMPLES)))
+
+    def look(self, loss: Tensor, item: Pass) -> None:
+        """Look at the loss of a pass, before its backward pass."""
+        self._looked.append((item.virtual_node, counts_of(loss, item.num_samples)))
+
+    def check(self, function: Callable[..., Any], batch: Batch, form: Form) -> None:
+        """Test a function again where a loss of the step was divided by another number.
+
+        On a device these numbers are read in the next step, so that the host need not wait.
+
+        Raises:
+            TargetError: The loss of these samples is not the mean of the losses of its parts.
+        """
+        if not self._looked:
+            return
+        nodes, counts = zip(*self._looked, strict=True)
+        step = _Step(function, batch, form, nodes, counts)
+        self._looked.clear()
+        waiting = [number for own in counts for number in own.on_device]
+        if not waiting:
+            self._check(step, ())
+            return
+        arrived = self._late.exchange(torch.stack(waiting).double())
+        before, self._before = self._before, step
+        if arrived is not None and before is not None:
+            self._check(before, arrived)
+
+    def finish(self) -> None:
+        """Check the last step's numbers, where they are still on a device.
+
+        Raises:
+            TargetError: As ``check``.
+        """
+        arrived, before = self._late.take(), self._before
+        if arrived is not None and before is not None:
+            self._check(before, arrived)
+
+    def _check(self, step: _Step, arrived: Sequence[float]) -> None:
+        batch, number = step.batch, self._of(step.function).unlike(step.with_numbers(arrived))
+        if number is None or batch.first_samples is None:
+            return
+        # As training cuts: with the virtual node beside it.
+        cuts = slices(batch.num_samples, self._sizes or (batch.num_samples,))
+        own, taken = cuts[step.nodes[number]], [cut for cut in cuts if cut[1] > cut[0]]
+        first = max(taken.index(own) - 1, 0)
+        (start, middle), (_, end) = taken[first], taken[min(first + 1, len(taken) - 1)]
+        if end - start < 2:
+            return
+        cut = cut_of(end - start, middle - start)
+        failure = self._test(step.function, batch, step.form, start, cut)
+        if failure is not None:
+            raise failure
 
     def _test(
-        self, function: Callable[..., Any], batch: Batch, form: Form, cuts: Sequence[Cut]
+        self, function: Callable[..., Any], batch: Batch, form: Form, start: int, cut: Cut
+    ) -> TargetError | None:
+        try:
+            failure = lacking = self._tried(function, batch, form, start, cut)
+        except TargetError as error:
+            lacking = error
+            if not self._sizes or not _lacks_memory(error):
+                raise
+        if self._sizes and lacking is not None and _lacks_memory(lacking):
+            # Passes without gradients over more samples than a virtual node has may not fit.
+            cut = cut_of(min(sum(cut), max(2, min(self._sizes))))
+            failure = self._tried(function, batch, form, start, cut)
+        return failure
+
+    def _tried(
+        self, function: Callable[..., Any], batch: Batch, form: Form, start: int, cut: Cut
     ) -> TargetError | None:
         assert batch.first_samples is not None
-        number, is_told, failure = sum(cuts[0]), False, None
-        most = _ENOUGH_SAMPLES if batch.num_samples >= 2 * _ENOUGH_SAMPLES else number
-        starts = range(0, min(batch.num_samples, most) - number + 1, number)
         with streams_kept():
-            for start in starts:
-                own = cuts if start == 0 else cuts[-1:]
-                ranges = _ranges(own)
-                found = batch.first_samples([(start + a, start + b) for a, b in ranges])
-                inputs = dict(zip(ranges, found, strict=True))
-                calls = _Calls(function, self._model, inputs, form, partial(_called, function))
-                is_telling, failure = calls.judge(own, repeats=start == 0)
-                is_told = is_told or is_telling
-                if failure is not None:
-                    break
-        self._note(function, is_told=is_told, num_samples=number * len(starts))
+            ranges = _ranges(cut)
+            found = batch.first_samples([(start + a, start + b) for a, b in ranges])
+            inputs = dict(zip(ranges, found, strict=True))
+            calls = _Calls(function, self._model, inputs, form, partial(_called, function))
+            is_telling, failure = calls.judge(cut, batch.num_samples)
+        self._of(function).note(sum(cut), is_told=is_telling)
         return failure
 
     def test_after_model(
@@ -150,79 +274,227 @@ class Promise:
         inputs: Any,
         outputs: Any,
         num_samples: int,
+        answer: Any,
         answering: Callable[[Callable[..., Any]], AbstractContextManager[None]],
     ) -> None:
         """Test a function on the model's outputs of a microbatch: a pipeline's last stage has them.
 
         Samples are rows there. Where an input or output has no row for each sample, nothing is
-        tested; neither where the function fails on fewer rows.
+        tested; neither where the function fails on fewer rows. What is divided by on a device is
+        not looked at, for the host would wait.
 
         Args:
             function: The script's function.
             inputs: Its arguments for the microbatch.
             outputs: What the model gave it.
             num_samples: Samples of the microbatch.
+            answer: What the function made of it.
             answering: A context in which calls of the model go to another function.
 
         Raises:
             TargetError: Its loss is not the mean of the losses of its parts.
         """
-        if not self.is_due(function, num_samples) or not all(
-            type(leaf) is Tensor and leaf.dim() > 0 and len(leaf) == num_samples
-            for leaf in tree_leaves((inputs, outputs))
-        ):
+        tests = self._of(function)
+        tests.steps += 1
+        counts = counts_of(loss_and_weight(answer)[0], num_samples)
+        is_unlike = not counts.on_device and tests.unlike([counts]) is not None
+        is_due = tests.steps >= tests.due or is_unlike
+        if num_samples < 2 or not is_due or not _are_rows((inputs, outputs), num_samples):
             return
 
         def call(given: tuple[Any, Any]) -> Any:
             with answering(lambda *_, **__: given[1]):
                 return _called(function, given[0])
 
-        cuts = cuts_of(num_samples)
+        cut = cut_of(min(num_samples, _MOST_SAMPLES) if not is_unlike else num_samples)
         with streams_kept():
             given = {
                 part: tree_map(lambda t, rows=slice(*part): t[rows].detach(), (inputs, outputs))
-                for part in _ranges(cuts)
+                for part in _ranges(cut)
             }
             calls = _Calls(function, self._model, given, Form(), call)
-            is_telling, _ = calls.judge(cuts, repeats=True)
-        self._note(function, is_told=is_telling, num_samples=_ENOUGH_SAMPLES)
-
-    def _note(self, function: Callable[..., Any], *, is_told: bool, num_samples: int) -> None:
-        """Note a test; where the losses of all parts were equal, the samples said little."""
-        key = _key(function)
-        self._seen[key] = self._seen.get(key, 0) + num_samples
-        self._told[key] = is_told or self._told.get(key, False)
-        self._tries[key] = self._tries.get(key, 0) + 1
-        if self._told[key] and self._seen[key] >= _ENOUGH_SAMPLES:
-            self._tries[key] = _MOST_TRIES
+            is_telling, _ = calls.judge(cut, num_samples)
+        tests.note(_MOST_SAMPLES, is_told=is_telling)
 
 
-def cuts_of(num_samples: int) -> tuple[Cut, ...]:
-    """The parts in which so many samples are tested, at most ``_MOST_SAMPLES`` of them.
-
-    All calls on 8 samples take 25 passes of a sample without gradients. A step of 16 samples takes
-    about 48; the second 8 are tested with the first only where a batch has 32.
+def cut_of(num_samples: int, first: int = 0) -> Cut:
+    """The unequal parts in which samples are tested; the first may be given.
 
     Example:
-        >>> cuts_of(8)
-        ((1, 7), (5, 3))
-        >>> cuts_of(2)
-        ((1, 1),)
+        >>> cut_of(16)
+        (10, 1, 5)
+        >>> cut_of(2)
+        (1, 1)
+        >>> cut_of(8, first=4)
+        (4, 1, 3)
     """
-    number = min(num_samples, _MOST_SAMPLES)
-    if number < 4:
-        return ((1, number - 1),)
-    return ((1, number - 1), (number - 3, 3))
+    first = first if 0 < first < num_samples else max(1, num_samples * 5 // 8)
+    rest = num_samples - first - 1
+    return (first, 1, rest) if rest else (first, 1)
 
 
-def _ranges(cuts: Sequence[Cut]) -> list[tuple[int, int]]:
+def _ranges(cut: Cut) -> list[tuple[int, int]]:
     """The whole, and all parts: (first sample, end)."""
-    number = sum(cuts[0])
-    return [(0, number), *(part for cut in cuts for part in pairwise([0, *accumulate(cut)]))]
+    return [(0, sum(cut)), *pairwise([0, *accumulate(cut)])]
 
 
 def _called(function: Callable[..., Any], inputs: Any) -> Any:
     return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
+
+
+def _are_rows(value: Any, num_samples: int) -> bool:
+    """Whether a value is made of tensors, each with a row for each sample."""
+    return all(_has_rows(leaf, num_samples) for leaf in tree_leaves(value))
+
+
+def _has_rows(leaf: Any, num_samples: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == num_samples
+
+
+class _Unknown(Exception):
+    """The model was asked what it was not asked before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One call of the model: its arguments and answer, taken apart, and the draws inside."""
+
+    arguments: list[Any]
+    form: Any
+    leaves: list[Any]
+    tree: Any
+    num_draws: int
+
+
+class _Answers:
+    """What the model answers to all samples; some of them it need not be asked again.
+
+    Args:
+        model: The model.
+        draws: The draws of the calls.
+        num_samples: All samples.
+
+    Attributes:
+        known: Its answers, of tensors with a row for each sample.
+    """
+
+    def __init__(self, model: nn.Module, draws: Draws, num_samples: int) -> None:
+        self._model, self._draws, self._num_samples = model, draws, num_samples
+        self.known: list[_Answer] = []
+        self._num_checked = 0
+        self._way: Callable[[Callable[[], Any], Any], Any] | None = None
+
+    @property
+    def are_checked(self) -> bool:
+        """Whether the model's answer to one sample was the same beside others."""
+        return 0 < len(self.known) <= self._num_checked
+
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """Stand between the function and the model in the body."""
+        kind, inside = type(self._model), False
+        original = kind.__call__
+
+        def call(module: nn.Module, *values: Any, **named: Any) -> Any:
+            nonlocal inside
+            if module is not self._model or inside or self._way is None:
+                return original(module, *values, **named)
+            inside = True
+            try:
+                return self._way(lambda: original(module, *values, **named), (values, named))
+            finally:
+                inside = False
+
+        with mock.patch.object(kind, "__call__", call):
+            yield
+
+    @contextmanager
+    def _answered(self, way: Callable[[Callable[[], Any], Any], Any]) -> Iterator[None]:
+        """Let another function answer calls of the model in the body; it can ask the model."""
+        self._way = way
+        try:
+            yield
+        finally:
+            self._way = None
+
+    def noting(self) -> AbstractContextManager[None]:
+        """Note the answers in the body, where all samples are."""
+        self.known.clear()
+
+        def answer(ask: Callable[[], Any], given: Any) -> Any:
+            before, made = self._draws.taken, ask()
+            leaves, tree = tree_flatten(made)
+            if any(isinstance(leaf, Tensor) for leaf in leaves) and all(
+                _has_rows(leaf, self._num_samples) or isinstance(leaf, _PLAIN) for leaf in leaves
+            ):
+                kept = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                number = self._draws.taken - before
+                self.known.append(_Answer(*tree_flatten(given), kept, tree, number))
+            return made
+
+        return self._answered(answer)
+
+    def checking(self, rows: Sequence[int], rounding: float) -> AbstractContextManager[None]:
+        """Compare the answers in the body, to some samples, with those that are known."""
+        self._num_checked = 0
+
+        def answer(ask: Callable[[], Any], given: Any) -> Any:
+            made, known = ask(), self._of(rows, given)
+            if known is None or not _are_close(made, known[0], rounding):
+                self.known.clear()
+            self._num_checked += 1
+            return made
+
+        return self._answered(answer)
+
+    def giving(self, rows: Sequence[int], *, asks: bool) -> AbstractContextManager[None]:
+        """Give the answers to these samples, where they are known; ``asks`` the model if not."""
+
+        def answer(ask: Callable[[], Any], given: Any) -> Any:
+            known = self._of(rows, given)
+            if known is None:
+                if not asks:
+                    raise _Unknown
+                return ask()
+            self._draws.skip(known[1])
+            return known[0]
+
+        return self._answered(answer) if self.are_checked else nullcontext()
+
+    def _of(self, rows: Sequence[int], given: Any) -> tuple[Any, int] | None:
+        """(the answer to these samples, the draws inside); None where it is not known."""
+        (arguments, form), index = tree_flatten(given), torch.tensor(rows)
+        for known in self.known:
+            if known.form == form and all(
+                map(partial(self._equal, index), known.arguments, arguments)
+            ):
+                leaves = [
+                    leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in known.leaves
+                ]
+                return tree_unflatten(leaves, known.tree), known.num_draws
+        return None
+
+    def _equal(self, index: Tensor, known: Any, asked: Any) -> bool:
+        if not isinstance(known, Tensor) or not isinstance(asked, Tensor):
+            return known is asked or (isinstance(known, _PLAIN) and bool(known == asked))
+        if _has_rows(known, self._num_samples) and _has_rows(asked, len(index)):
+            known = known[index]
+        return (
+            known.shape == asked.shape and known.dtype == asked.dtype and torch.equal(known, asked)
+        )
+
+
+def _are_close(one: Any, other: Any, rounding: float) -> bool:
+    for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
+        if isinstance(a, Tensor):
+            if a.shape != b.shape:
+                return False
+            a, b = _on_host(a), _on_host(b)
+            if float((a - b).abs().nan_to_num().max()) > rounding * float(
+                a.abs().nan_to_num().max()
+            ):
+                return False
+    return True
 
 
 class _Calls:
@@ -245,21 +517,21 @@ class _Calls:
         call: Callable[[Any], Any],
     ) -> None:
         self._call_with, self._inputs, self._form = call, inputs, form
-        num_samples = max(end for _, end in inputs)
+        self._num_samples = max(end for _, end in inputs)
         self._untouched = Untouched(function, model)
-        self._draws = Draws(num_samples)
-        self._num_samples = num_samples
+        self._draws = Draws(self._num_samples)
+        self._answers = _Answers(model, self._draws, self._num_samples)
         self._training, self._grad = False, False
         self._own = {id(parameter) for parameter in model.parameters()}
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._really_backward = torch.autograd.backward
 
-    def judge(self, cuts: Sequence[Cut], *, repeats: bool) -> tuple[bool, TargetError | None]:
+    def judge(self, cut: Cut, batch_samples: int) -> tuple[bool, TargetError | None]:
         """Compare the whole with its parts.
 
         Args:
-            cuts: How the samples are cut into parts.
-            repeats: Also call the function twice in a row on a part.
+            cut: How the samples are cut into parts.
+            batch_samples: Samples of the batch.
 
         Returns:
             Whether the samples could tell; and what is wrong if the function failed on the whole.
@@ -269,61 +541,74 @@ class _Calls:
         """
         with (
             self._draws.replaced(),
+            self._answers.between(),
             mock.patch.object(torch.autograd, "backward", self._backward),
         ):
             whole = self._whole()
             if isinstance(whole, TargetError):
                 return True, whole
-            is_telling = False
-            for cut in cuts:
-                parts = [self._part(start, end) for start, end in pairwise([0, *accumulate(cut)])]
-                verdict = Comparison(whole, parts, rounding=self._rounding())
-                if self._form.gives_outputs:
-                    verdict.check_outputs()
-                else:
-                    verdict.check_losses()
-                is_telling = is_telling or verdict.is_telling
-            if repeats:
-                self._check_repeats(cuts[0][0])
+            before, single, *after = _ranges(cut)[1:]
+            alone = self._alone(single)
+            parts = [self._part(before), alone, *(self._part(part) for part in after)]
+            verdict = Comparison(whole, parts, rounding=self._rounding())
+            if self._form.gives_outputs:
+                verdict.check_outputs()
+            else:
+                verdict.check_losses()
+                self._check_repeated(verdict, batch_samples)
         torch.clear_autocast_cache()  # else casts of weights made here would have no graph later
-        return is_telling, None
+        return verdict.is_telling, None
 
     def _whole(self) -> Found | TargetError:
         """Call the function on all samples, as much as in training as it needs to run at all."""
         ways = ((False, False), (False, True), (True, True))  # (training mode, gradients)
+        part = (0, self._num_samples)
         for training, grad in ways:
             self._training, self._grad = training, grad
+            # An answer that was made before has no graph to go back in.
+            noting = nullcontext() if grad else self._answers.noting()
             try:
-                return self._call(0, self._num_samples, keeps=True)
+                return self._call(range(*part), self._inputs[part], noting, keeps=True)
             except TargetError:
                 raise
             except Exception as caught:
                 error = caught
+                self._answers.known.clear()
         refusal = _unable(self._num_samples, error)
         refusal.__cause__ = error
         return refusal
 
-    def _part(self, start: int, end: int, *, leaves: bool = False) -> Found:
+    def _part(
+        self,
+        part: tuple[int, int],
+        model: AbstractContextManager[None] | None = None,
+        *,
+        leaves: bool = False,
+    ) -> Found:
+        rows = range(*part)
         try:
             with warnings.catch_warnings():  # of so few samples: the script did not ask for them
                 warnings.simplefilter("ignore")
-                return self._call(start, end, leaves=leaves)
+                model = self._answers.giving(rows, asks=True) if model is None else model
+                return self._call(rows, self._inputs[part], model, leaves=leaves)
         except TargetError:
             raise
         except Exception as error:
-            raise _unable(end - start, error) from error
+            raise _unable(len(rows), error) from error
 
-    def _check_repeats(self, end: int) -> None:
-        """Refuse a function whose loss depends on how often it was called before.
+    def _alone(self, single: tuple[int, int]) -> Found:
+        """Call the function on one sample, twice.
 
         Raises:
-            TargetError: On the same samples a second call has another loss than the first.
+            TargetError: The loss depends on how often the function was called before.
         """
-        first, second = self._part(0, end, leaves=True), self._part(0, end)
+        checking = self._answers.checking(range(*single), self._rounding())
+        first = self._part(single, checking, leaves=True)
+        second = self._part(single, nullcontext())
         scale = float(first.value.abs().nan_to_num().max())
         difference = float((first.value - second.value).abs().nan_to_num().max())
         if difference <= _REPEATED * self._rounding() * scale:
-            return
+            return first
         value = "the loss" if first.value.dim() == 0 else "an output"
         raise TargetError(
             f"{value} of the same samples differs by {difference:.3g} when the function is called "
@@ -332,13 +617,50 @@ class _Calls:
             hint=f"take job.num_steps for a schedule, and keep other state out of it; {_OWN_WAY}",
         )
 
-    def _call(self, start: int, end: int, *, keeps: bool = False, leaves: bool = False) -> Found:
-        inputs = copied(self._inputs[start, end])
+    def _check_repeated(self, verdict: "Comparison", batch_samples: int) -> None:
+        """Compare the loss with that of the same samples repeated, as many as the batch has.
+
+        So a loss shows that chooses samples where there are many, as ``topk(min(64, len(x)))``.
+
+        Raises:
+            TargetError: They differ.
+        """
+        number, inputs = self._num_samples, self._inputs[0, self._num_samples]
+        leaves = tree_leaves(inputs)
+        if not all(_has_rows(leaf, number) or isinstance(leaf, _PLAIN) for leaf in leaves):
+            return
+        leaves += [leaf for known in self._answers.known for leaf in known.leaves]
+        size = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
+        times = min(-(-batch_samples // number), _MOST_BYTES // max(size, 1))
+        if not self._answers.are_checked:
+            times = min(times, _MOST_UNKNOWN // number)
+        if times < 2:
+            return
+        rows = [*range(number)] * times
+        index = torch.tensor(rows)
+        repeated = tree_map(lambda leaf: leaf[index] if isinstance(leaf, Tensor) else leaf, inputs)
+        try:
+            found = self._call(rows, repeated, self._answers.giving(rows, asks=False))
+        except Exception:  # nothing can be said: memory, or a function of few samples
+            return
+        verdict.check_repeated(found, times)
+
+    def _call(
+        self,
+        rows: Sequence[int],
+        inputs: Any,
+        model: AbstractContextManager[None],
+        *,
+        keeps: bool = False,
+        leaves: bool = False,
+    ) -> Found:
+        inputs = copied(inputs)
         with (
             self._untouched.calling(training=self._training, leaves=leaves),
-            self._draws.of(start, end, keeps=keeps),
+            self._draws.of(rows, keeps=keeps),
             torch.set_grad_enabled(self._grad),
             _eagerly(),
+            model,
         ):
             try:
                 answer = self._call_with(inputs)
@@ -346,11 +668,10 @@ class _Calls:
                 for leaf, gradient in reversed(self._gradients):
                     leaf.grad = gradient
                 self._gradients.clear()
-        number = end - start
         if self._form.gives_outputs:
-            return Found(_as_rows(outputs_in(answer, number)), None, number)
+            return Found(_as_rows(outputs_in(answer, len(rows))), None, len(rows))
         loss, weight = loss_and_weight(loss_and_rest(answer)[0] if self._form.has_aux else answer)
-        return Found(_on_host(loss).reshape(()), weight, number)
+        return Found(_on_host(loss).reshape(()), weight, len(rows))
 
     def _backward(self, tensors: Any, *arguments: Any, **options: Any) -> None:
         """Stands for ``torch.autograd.backward``, by which the function trains something else.
@@ -430,6 +751,18 @@ class Comparison:
         if not self._equal(whole, mean):
             raise self._refusal(losses, mean, *self._likely(whole, losses))
 
+    def check_repeated(self, found: Found, times: int) -> None:
+        """Raise TargetError where the samples, each so many times, have another loss."""
+        whole, other = float(self._whole.value), float(found.value)
+        if math.isfinite(whole) and _weight(found) and not self._equal(whole, other):
+            raise TargetError(
+                f"the loss of {self._whole.num_samples} samples is {whole:.6g}, but that of the "
+                f"same samples {times} times, as many as the batch has, is {other:.6g}, so virtual "
+                f"nodes would train on another loss: it depends on the number of samples (as the "
+                f"hardest examples of a batch do)",
+                hint=f"{_OVER_BATCH}; {_OWN_WAY}",
+            )
+
     def check_outputs(self) -> None:
         """Raise TargetError where the outputs of the parts are not those of the whole."""
         whole = self._whole.value
@@ -479,9 +812,10 @@ class Comparison:
         if min(losses) <= whole <= max(losses):
             return (
                 "the loss is a mean over something else than samples (tokens, targets that are not "
-                "ignored, class weights), or a function of a mean (a logarithm, a square root)",
-                "for such a mean return hf.Weighted(mean loss, what it is the mean over); for a "
-                f"function of a mean {_OVER_BATCH}",
+                "ignored, class weights, the hardest samples), or a function of a mean (a "
+                "logarithm, a square root)",
+                "for a mean over what can be counted return hf.Weighted(mean loss, its number); "
+                f"for the rest {_OVER_BATCH}",
             )
         return (
             "the loss of a sample depends on the other samples of the batch (as in contrastive "

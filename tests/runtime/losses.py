@@ -176,7 +176,7 @@ WRONG = {
     "weights of the batch": (_weighted_by_batch, "so virtual nodes would train on another loss"),
     "top 2": (lambda m: lambda x, y: each(m, x, y).topk(2).values.mean(), "fails on 1 sample"),
     "top half": (
-        lambda m: lambda x, y: each(m, x, y).topk((len(x) + 1) // 2).values.mean(), OTHERS
+        lambda m: lambda x, y: each(m, x, y).topk((len(x) + 1) // 2).values.mean(), NOT_SAMPLES
     ),
     "log of the mean": (lambda m: lambda x, y: each(m, x, y).mean().log(), NOT_SAMPLES),
     "root of the mean": (lambda m: lambda x, y: m(x).square().mean().sqrt(), NOT_SAMPLES),
@@ -187,6 +187,6 @@ WRONG = {
     "empty mask": (_masked_mean, "over nothing in one of the parts"),
     "ignored": (lambda m: lambda x, y: F.cross_entropy(m(x), y), "parts"),
     "a fixed batch": (
-        lambda m: lambda x, y: F.cross_entropy(m(x), torch.arange(16) % 3), "fails on 8 samples"
+        lambda m: lambda x, y: F.cross_entropy(m(x), torch.arange(16) % 3), "fails on 1 sample"
     ),
 }  # fmt: skip
