@@ -1,6 +1,6 @@
 """A queue of four jobs on two unlike emulated devices, as the shell commands a user would type.
 
-    python examples/live_cluster/run.py            under three minutes
+    python examples/live_cluster/run.py            about three minutes
     python examples/live_cluster/run.py -o FOLDER  keep what it made
 
 Two jobs are the digits example, two another script; each pair is run alone first. On the cluster
@@ -10,6 +10,7 @@ must end with the parameters of the same job alone, to the last bit.
 
 import argparse
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -25,41 +26,42 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 DEVICES = ("cpu:fast=0.4", "cpu:slow=0.2")
 POOL = "1xcpu:fast,1xcpu:slow"
-LEAST_ROUND_SECONDS = 3
-ROUND_PART = 0.3
-"""A round over the time of the longest job alone on the fast device. A round lasts up to twice as
-long where a start takes a while, and the job outlasts that too."""
+ROUND_SECONDS = 4
+ROUNDS = 3
+"""How many rounds each job lasts alone on the fast device. A round lasts up to twice as long where
+a start takes a while; jobs outlast that too, on a machine of any speed, so that they take turns."""
 LIMIT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Training:
-    """A script with its settings, and the weights of its jobs in the queue."""
+    """A script with its settings, and the weights of its jobs in the queue.
+
+    ``options`` stand before the number of epochs, each of 8 steps: 256 of 1,797 samples of the
+    digits, 128 of 1,024 of the other.
+    """
 
     name: str
     script: Path
-    arguments: tuple[str, ...]
+    options: tuple[str, ...]
     batch_size: int
     virtual_nodes: int
-    steps: int
     weights: tuple[int, ...]
 
 
-def trainings(times: int) -> tuple[Training, Training]:
-    """The two scripts; a step of the digits is 256 of 1,797 samples, of the other 128 of 1,024."""
-    digits = ("--epochs", str(times))
-    return (
-        Training("digits", HERE.parent / "train_digits.py", digits, 256, 8, 8 * times, (1, 4)),
-        Training("small", HERE / "train.py", (str(10 * times),), 128, 4, 80 * times, (1, 2)),
-    )
+EPOCH_STEPS = 8
+TRAININGS = (
+    Training("digits", HERE.parent / "train_digits.py", ("--epochs",), 256, 8, (1, 4)),
+    Training("small", HERE / "train.py", (), 128, 4, (1, 2)),
+)
 
 
 class Demonstration:
     """Runs the commands in a folder; each is printed before it runs."""
 
-    def __init__(self, folder: Path, times: int) -> None:
-        self._folder, self._trainings = folder, trainings(times)
-        self._round_seconds = LEAST_ROUND_SECONDS
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self._folder, self._seconds = folder, seconds
+        self._epochs: dict[str, int] = {}
         # One thread, as on every emulated device.
         self._environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "HETFLOW_STATE": str(folder / "state")
@@ -91,17 +93,17 @@ class Demonstration:
                      "1xcpu:fast", "--batch-size", str(one.batch_size), "--virtual-nodes",
                      str(one.virtual_nodes), "-o", f"{one.name}.json")  # fmt: skip
         plan = json.loads((self._folder / f"{one.name}.json").read_text())
-        seconds = one.steps * plan["predicted"]["step_seconds"]
-        self._round_seconds = max(self._round_seconds, int(ROUND_PART * seconds))
+        epoch_seconds = EPOCH_STEPS * plan["predicted"]["step_seconds"]
+        epochs = self._epochs[one.name] = math.ceil(self._seconds / epoch_seconds)
         self.hetflow("launch", "--determinism", "elastic", "-o", f"alone-{one.name}",
-                     f"{one.name}.json", str(one.script), *one.arguments)  # fmt: skip
+                     f"{one.name}.json", str(one.script), *one.options, str(epochs))  # fmt: skip
         record = json.loads((self._folder / f"alone-{one.name}" / "run.json").read_text())
         digest: str = record["parameters_digest"]
         return digest
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Start the scheduler as a process in the background."""
-        words = ["cluster", "start", "--gpus", POOL, "--round", str(self._round_seconds)]
+        words = ["cluster", "start", "--gpus", POOL, "--round", str(ROUND_SECONDS)]
         print(f"$ hetflow {shlex.join(words)} &", flush=True)
         with (self._folder / "scheduler.log").open("ab") as log:
             started = subprocess.Popen(
@@ -116,10 +118,11 @@ class Demonstration:
 
     def submit(self, one: Training, weight: int) -> None:
         """Add a job to the queue."""
+        epochs = self._epochs[one.name]
         self.hetflow("submit", "--name", f"{one.name}-{weight}", "--weight", str(weight),
                      "--profiles", f"profiles-{one.name}", "--batch-size", str(one.batch_size),
-                     "--steps", str(one.steps), "--virtual-nodes", str(one.virtual_nodes),
-                     str(one.script), *one.arguments)  # fmt: skip
+                     "--steps", str(EPOCH_STEPS * epochs), "--virtual-nodes",
+                     str(one.virtual_nodes), str(one.script), *one.options, str(epochs))  # fmt: skip
 
     def watch(self, scheduler: "subprocess.Popen[bytes]") -> list[dict[str, Any]]:
         """Print the queue whenever a job has moved, until all are done; return the jobs."""
@@ -138,10 +141,10 @@ class Demonstration:
 
     def run(self) -> list[dict[str, Any]]:
         """Run everything; return the jobs, each with the digest of the run alone (``alone``)."""
-        alone = {one.name: self.alone(one) for one in self._trainings}
+        alone = {one.name: self.alone(one) for one in TRAININGS}
         scheduler = self.start()
         try:
-            for one in self._trainings:
+            for one in TRAININGS:
                 for weight in one.weights:
                     self.submit(one, weight)
             jobs = self.watch(scheduler)
@@ -177,7 +180,7 @@ def main() -> None:
     """Run it, and print whether all jobs ended with the same bits as alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", "-o", type=Path, help="a new folder to keep")
-    parser.add_argument("--quick", action="store_true", help="half the epochs")
+    parser.add_argument("--quick", action="store_true", help="half as long")
     parser.add_argument("--json", type=Path, help="also write the jobs here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hetflow-") as name, preloaded(Path(name)):
@@ -185,7 +188,7 @@ def main() -> None:
         if arguments.output is not None:
             arguments.output.mkdir(parents=True)
             folder = arguments.output.resolve()
-        jobs = Demonstration(folder, 1 if arguments.quick else 2).run()
+        jobs = Demonstration(folder, ROUND_SECONDS * ROUNDS * (1 if arguments.quick else 2)).run()
     for job in jobs:
         same = "the same as alone" if job["digest"] == job["alone"] else f"ALONE {job['alone']}"
         parts = f"ran in {job['leases']} parts, resized {job['resizes']} times"

@@ -89,11 +89,11 @@ class Story:
 def stories(seed: int, num_faults: int, faults_a_run: int = 25) -> list[Story]:
     """Runs with so many faults; the same for the same arguments.
 
-    A fifth is for pipelines, and one in 25 for launches over two hosts.
+    A fifth is for pipelines, and one in 25 for launches over two hosts; at least one for each.
     """
     draw = random.Random(seed)
     found = []
-    others = {PIPELINE: num_faults // 5, HOSTS: num_faults // 25}
+    others = {PIPELINE: max(1, num_faults // 5), HOSTS: max(1, num_faults // 25)}
     for_split = num_faults - sum(others.values())
     while for_split > 0:
         number = min(for_split, faults_a_run)
