@@ -90,7 +90,7 @@ def call_of(bench: Bench, batch: Any) -> Call:
     """
     import inspect
 
-    from ..runtime.pipeline.arguments import by_placeholder
+    from ..runtime.pipeline.layered import by_placeholder
 
     original = bench.model.forward
     signature = inspect.signature(original)

@@ -82,8 +82,7 @@ class _End:
     def __init__(self, rank: int, device: "torch.device") -> None:
         from ..protocol.environment import Start
         from ..runtime.group import Place, subgroup
-        from ..runtime.pipeline.channels import Inbox, Outbox
-        from ..runtime.pipeline.frames import Rooms
+        from ..runtime.pipeline.channels import Inbox, Outbox, Rooms
         from ..runtime.pipeline.transport import transport_of
 
         start = Start(rank=rank, world_size=2, timeout_seconds=TIMEOUT.total_seconds())

@@ -122,7 +122,8 @@ class Demonstration:
         self.hetflow("submit", "--name", f"{one.name}-{weight}", "--weight", str(weight),
                      "--profiles", f"profiles-{one.name}", "--batch-size", str(one.batch_size),
                      "--steps", str(EPOCH_STEPS * epochs), "--virtual-nodes",
-                     str(one.virtual_nodes), str(one.script), *one.options, str(epochs))  # fmt: skip
+                     str(one.virtual_nodes), str(one.script), *one.options,
+                     str(epochs))  # fmt: skip
 
     def watch(self, scheduler: "subprocess.Popen[bytes]") -> list[dict[str, Any]]:
         """Print the queue whenever a job has moved, until all are done; return the jobs."""

@@ -1,17 +1,24 @@
 """Framed messages between workers: one transfer per message, of a size that both ends know.
 
-A frame is a header of fixed size and a buffer for the payload (frames.py). The header has the
-message's number and two sizes: that of a description (every tensor's dtype and shape; 0 if the
-message has the layout of the one before) and that of the payload. A description is sent as a
-message of its own, and so is a payload that is larger than the frame's buffer. So no receive is
-ever posted with a wrong size (gloo would abort the process, or accept it silently); and in the
-steady state a message is a single transfer into a buffer that was posted ahead. Sending never
-blocks. All waits end at the group's time limit.
+A frame is a header of fixed size and a buffer for the payload below. The header has the message's
+number and two sizes: that of a description (every tensor's dtype and shape; 0 if the message has
+the layout of the one before) and that of the payload. A description is sent as a message of its
+own, and so is a payload that is larger than the frame's buffer. So no receive is ever posted with a
+wrong size (gloo would abort the process, or accept it silently); and in the steady state a message
+is a single transfer into a buffer that was posted ahead. Sending never blocks. All waits end at the
+group's time limit.
 
 Where payloads have a channel of their own (transport.py), frames consist of headers only, and the
 payload follows from device to device.
+
+Sender and receiver compute the size of receive buffers independently. Messages are counted in
+blocks. A buffer is as large as the payload of the last message two blocks earlier, so the receives
+of two blocks can be posted ahead. Small messages have long blocks. Their receives are then posted
+many at a time and not between passes: each posted receive wakes a thread of the sender, which is
+busy computing.
 """
 
+import json
 from collections import deque
 from struct import Struct
 from typing import Any, NamedTuple
@@ -20,9 +27,135 @@ import torch
 from torch import Tensor
 
 from ...schema.errors import TargetError
-from .frames import Rooms
-from .messages import ALIGNMENT, Layout, Message, Value, describe, key_of, undescribe, write
 from .transport import Lines, Transfer
+
+Value = Tensor | int | float | bool | None | tuple[Any, ...]
+Message = tuple[tuple[Value, ...], tuple[bool, ...]]
+"""Values, and for each whether a gradient must be sent back."""
+
+ALIGNMENT = 64  # bytes; of every tensor in a payload, as torch's own allocator gives
+
+
+class _Part(NamedTuple):
+    """One value of a message: where a tensor's bytes are in the payload, or the value itself."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    wants: bool
+    start: int
+    end: int
+    value: Value = None
+
+
+class Layout:
+    """Where the values of a message are in its payload, and which of them want a gradient."""
+
+    def __init__(self, parts: tuple[_Part, ...]) -> None:
+        self.parts = parts
+        self.num_bytes = max((part.end for part in parts), default=0)
+        self.wants = tuple(part.wants for part in parts)
+
+    @classmethod
+    def of(cls, key: tuple[Any, ...]) -> "Layout":
+        """The layout of values with this key (``key_of``)."""
+        parts, start = [], 0
+        for entry in key:
+            if len(entry) == 1:
+                parts.append(_Part(None, (), False, 0, 0, _tuples(json.loads(entry[0]))))
+                continue
+            dtype, shape, wants = entry
+            end = start + torch.Size(shape).numel() * dtype.itemsize
+            parts.append(_Part(dtype, tuple(shape), wants, start, end))
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(parts))
+
+    def places(self, payload: Tensor) -> tuple[Value, ...]:
+        """A view of each tensor in a payload; other values as they are."""
+        return tuple(
+            part.value
+            if part.dtype is None
+            else payload[part.start : part.end].view(part.dtype).view(part.shape)
+            for part in self.parts
+        )
+
+
+def write(values: tuple[Value, ...], places: tuple[Value, ...]) -> None:
+    """Copy the tensors of a message into its payload (``places`` from ``Layout.places``)."""
+    for value, place in zip(values, places, strict=True):
+        if isinstance(place, Tensor):
+            assert isinstance(value, Tensor)
+            place.copy_(value.detach())
+
+
+def key_of(values: tuple[Value, ...]) -> tuple[Any, ...]:
+    """The key of a message's layout: equal keys have equal layouts.
+
+    Raises:
+        TargetError: A value is no tensor, number or tuple of numbers.
+    """
+    return tuple(
+        (value.dtype, value.shape, value.requires_grad)
+        if isinstance(value, Tensor)
+        else (json.dumps(_plain(value)),)
+        for value in values
+    )
+
+
+def describe(key: tuple[Any, ...]) -> bytes:
+    """Write a key as text that ``undescribe`` reads; nothing is pickled."""
+    entries = [
+        entry if len(entry) == 1 else [str(entry[0])[6:], list(entry[1]), entry[2]] for entry in key
+    ]
+    return json.dumps(entries).encode()
+
+
+def undescribe(text: bytes) -> tuple[Any, ...]:
+    """Read the key that ``describe`` wrote."""
+    return tuple(
+        (entry[0],) if len(entry) == 1 else (getattr(torch, entry[0]), tuple(entry[1]), entry[2])
+        for entry in json.loads(text)
+    )
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    raise TargetError(
+        f"the model cannot be cut here: a {type(value).__name__} would cross between two stages",
+        hint="only tensors and numbers can; move the cut",
+    )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(entry) for entry in value) if isinstance(value, list) else value
+
+
+_MOST_MESSAGES, _MOST_BYTES = 8, 1 << 18  # in one block
+
+
+class Rooms:
+    """The buffer sizes of a channel's frames that may be outstanding.
+
+    Attributes:
+        ahead: Bytes for the payload of the next message's frame and of those behind it.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = deque([0, 0])
+        self._lengths = deque([1, 1])
+
+    def passed(self, num_bytes: int) -> None:
+        """Note a message's payload; buffers of frames like it should have so many bytes."""
+        self.ahead.popleft()
+        self._lengths[0] -= 1
+        if not self._lengths[0]:
+            self._lengths.popleft()
+            length = max(1, min(_MOST_MESSAGES, _MOST_BYTES // max(num_bytes, 1)))
+            self._lengths.append(length)
+            self.ahead.extend([num_bytes] * length)
+
 
 # Message number, bytes of the description that follows (0: same layout), bytes of the payload.
 _NUMBERS = Struct("=3q")

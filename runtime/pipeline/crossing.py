@@ -20,8 +20,7 @@ from torch import Tensor
 from .. import peers
 from ..tensor.operators import TensorGroup
 from ..tensor.sequence import check_length
-from .channels import Inbox, Outbox
-from .messages import ALIGNMENT, Message, Value
+from .channels import ALIGNMENT, Inbox, Message, Outbox, Value
 from .transport import overlap, part
 
 

@@ -29,27 +29,25 @@ from ..tensor.lanes import Lanes
 from ..tensor.regions import check_attention
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
-from .cut import StageModule, check_crossing, cut, like, whole
+from .channels import Message
+from .cut import StageModule, check_crossing, cut, holdings_of, like, whole
 from .evaluation import StageEvaluation, refusing_calls
 from .executor import Executor, held
-from .holdings import holdings_of
-from .messages import Message
-from .microbatches import StepMicrobatches
-from .optimizer import OwnShare
+from .microbatches import LossScaling, StepMicrobatches
+from .optimizer import OwnShare, ShardedUpdates, check_shardable
 from .ownership import Holders, Ownership
 from .placing import (
+    SpreadModel,
+    StageDone,
     broadcast_parts,
     check_same_model,
     move_buffers,
     place_own,
     put_back,
+    refuse_saving,
     shapes_on,
 )
-from .scaling import LossScaling
-from .sharded_updates import ShardedUpdates, check_shardable
-from .spread import SpreadModel, StageDone, refuse_saving
-from .stage import Stage, parameters_of
-from .stage_buffers import StageBuffers, buffer_holders, hold_own, refusing_reads
+from .stage import Stage, StageBuffers, buffer_holders, hold_own, parameters_of, refusing_reads
 from .state import StageState
 from .synchronise import Synchroniser
 from .trace import layers_of

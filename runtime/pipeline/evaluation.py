@@ -29,9 +29,9 @@ from ..raw_bytes import byte_view
 from ..tensor.operators import TensorGroup, gather_tokens_from, scatter_tokens_to
 from ..tensor.sequence import check_length
 from .answers import made_again, portable
-from .arguments import by_placeholder
 from .crossing import Holding, Holdings
 from .cut import CALL, StageModule
+from .layered import by_placeholder
 from .transport import Transport
 
 _ALONE = TensorGroup()

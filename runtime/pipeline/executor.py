@@ -11,9 +11,8 @@ from ...schedules.counting import peak_in_flight
 from ...schema.errors import ProblemError
 from ...schema.operations import ACTIVATIONS, RECEIVES, SENDS, Kind, Operation, Schedule
 from ..tensor.operators import TensorGroup
-from .channels import Inbox, Outbox
+from .channels import Inbox, Message, Outbox
 from .crossing import Holdings, Receiver, Sender
-from .messages import Message
 from .transport import Channel, Lines, Routes, Transport
 
 NOTHING: Message = ((), ())

@@ -31,8 +31,7 @@ from .. import peers
 from ..gradients.first_gradients import FirstGradients
 from ..gradients.hooks import Hooks, came_twice
 from ..gradients.views import layout_of, view_like
-from .ownership import Holders, Ownership
-from .pieces import in_buckets
+from .ownership import Holders, Ownership, in_buckets
 
 LEAST_BUCKET_BYTES = 1 << 20
 """Buckets of fewer bytes are not made for the sake of overlap; each costs a collective."""

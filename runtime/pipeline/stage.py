@@ -1,19 +1,304 @@
-"""One stage's passes over microbatches, and the tensors kept between forward and backward."""
+"""One stage's passes over microbatches, and the tensors kept between forward and backward.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+Each worker holds the buffers that its own stages use, and no others. A microbatch's buffers belong
+to the stage that writes them. A buffer of other stages is replaced by a stand-in of its shape that
+takes no memory. Replicas of a stage run different microbatches, so they merge their values with
+each other; a worker without the buffer takes no part in that.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from ...devices.collectives import wire_device
+from ...schema.errors import TargetError
+from .. import peers
+from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places
+from ..digest import InPieces
+from ..group import Place, subgroup
 from .cores import AttentionCores
 from .cut import StageModule
 from .layered import writes
+from .ownership import Holders, broadcast, stream
+
+Places = Mapping[str, list[tuple[nn.Module, str]]]
+"""The modules that have a buffer, and its name in each, by its name in the model."""
+
+
+class Elsewhere(Tensor):
+    """The stand-in of a buffer of other stages: it has a shape and no memory.
+
+    While the script's function computes, anything that reads its values is refused. At other times
+    they are zeros, so that a copy of the model (an average of its parameters) can be made.
+    """
+
+    is_refusing = False
+
+    @staticmethod
+    def of(value: Tensor, device: torch.device) -> "Elsewhere":
+        """The stand-in of a buffer, on a device."""
+        zeros = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+        made: Elsewhere = zeros.as_subclass(Elsewhere)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch."""
+        if cls.is_refusing and func not in _OF_SHAPES:
+            raise TargetError(
+                "a buffer of the model is read, and only the workers of another stage have it",
+                hint="read it inside the model, or keep a copy in the script",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy with memory, which can be written."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+_OF_SHAPES: frozenset[Any] = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
+        *(Tensor.size, Tensor.dim, Tensor.numel),
+    )
+)
+
+
+@contextmanager
+def refusing_reads() -> Iterator[None]:
+    """Within the context, refuse to read values of other stages' buffers."""
+    Elsewhere.is_refusing = True
+    try:
+        yield
+    finally:
+        Elsewhere.is_refusing = False
+
+
+def buffer_holders(
+    model: nn.Module, parts: Sequence[StageModule], ranks: Sequence[Holders]
+) -> dict[str, Holders]:
+    """The ranks that hold each buffer, by name; all hold what no stage uses (a loss may use it).
+
+    Args:
+        model: The whole model.
+        parts: The stages.
+        ranks: [stages] the ranks of each.
+    """
+    found: dict[str, Holders] = {}
+    everyone = tuple(sorted({rank for of_stage in ranks for rank in of_stage}))
+    users = [_users(part) for part in parts]
+    for name, places in buffer_places(model).items():
+        held = {
+            rank
+            for used, of_stage in zip(users, ranks, strict=True)
+            if any(_uses(used, module, key) for module, key in places)
+            for rank in of_stage
+        }
+        found[name] = tuple(sorted(held)) or everyone
+    return found
+
+
+def _users(part: StageModule) -> tuple[set[int], set[tuple[int, str]]]:
+    """The modules that a stage calls, and the buffers that its graph reads by name."""
+    called = {id(module) for module in part.module.modules()}
+    return called, {(id(owner), name) for _, (owner, name) in part.buffers}
+
+
+def _uses(used: tuple[set[int], set[tuple[int, str]]], module: nn.Module, key: str) -> bool:
+    return id(module) in used[0] or (id(module), key) in used[1]
+
+
+def hold_own(model: nn.Module, holders: Mapping[str, Holders], place: Place) -> None:
+    """Move this worker's buffers to its device; the others stay as they are."""
+    for name, places in buffer_places(model).items():
+        if place.rank in holders[name]:
+            module, key = places[0]
+            value = module._buffers[key]
+            assert value is not None
+            _put(places, value.to(place.device))
+
+
+def _put(places: Sequence[tuple[nn.Module, str]], value: Tensor) -> None:
+    for module, key in places:
+        module._buffers[key] = value
+
+
+class StageBuffers(VirtualNodeBuffers):
+    """The buffers of one worker of a pipeline.
+
+    Args:
+        model: The script's model; ``hold_own`` was called for it.
+        local: This worker's virtual nodes.
+        batch_sizes: [virtual nodes] samples of each.
+        holders: The ranks that hold each buffer, by name.
+        own: This worker's stages, and the virtual nodes that each runs.
+        place: This worker among the others.
+        tells: False where another worker runs the same passes and has the same buffers.
+
+    Attributes:
+        is_readable: Whether every buffer of the model has its value on this worker.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        local: Sequence[int],
+        batch_sizes: Sequence[int],
+        holders: Mapping[str, Holders],
+        own: Sequence[tuple[StageModule, Sequence[int]]],
+        place: Place,
+        *,
+        tells: bool,
+    ) -> None:
+        self._places = buffer_places(model)
+        slots = [
+            BufferSlot.of(name, places)
+            for name, places in self._places.items()
+            if place.rank in holders[name]
+        ]
+        super().__init__(model, local, batch_sizes, slots)
+        self._holders, self._place, self._tells = dict(holders), place, tells
+        self._own = {slot.name: slot for slot in self.slots}
+        self._stand_ins = {
+            name: Elsewhere.of(value, place.device)
+            for name, value in self.all().items()
+            if name not in self._own
+        }
+        self.is_readable = True
+        self.strip()
+        # Where two pipelines run in opposite directions, stages run different microbatches.
+        self._nodes_of: dict[str, set[int]] = {}
+        for part, microbatches in own:
+            used = _users(part)
+            for slot in self.slots:
+                if any(_uses(used, module, key) for module, key in slot.owners):
+                    self._nodes_of.setdefault(slot.name, set()).update(microbatches)
+        self._groups: dict[Holders, dist.ProcessGroup] = {}
+        for ranks in sorted(set(self._holders.values())):
+            if 1 < len(ranks) < place.world_size:
+                self._groups[ranks] = subgroup(place, ranks)
+
+    def all(self) -> dict[str, Tensor]:
+        """See ``VirtualNodeBuffers``."""
+        found = {}
+        for name, ((module, key), *_) in self._places.items():
+            value = module._buffers[key]
+            assert value is not None
+            found[name] = value
+        return found
+
+    @property
+    def names(self) -> set[str]:
+        """See ``VirtualNodeBuffers``."""
+        return set(self._own)
+
+    def strip(self) -> None:
+        """Replace the buffers of other stages by stand-ins."""
+        if self.is_readable:
+            for name, stand_in in self._stand_ins.items():
+                _put(self._places[name], stand_in)
+        self.is_readable = not self._stand_ins
+
+    def gather(self, device: torch.device) -> None:
+        """Bring the buffers of all stages to a device of every worker. Call it on all workers."""
+        if not self._place.distributed or not dist.is_initialized():
+            return
+        wire, values = wire_device(self._place.device), self.all()
+        for name, ranks in self._holders.items():
+            value, sends = values[name], self._place.rank == ranks[0]
+            keeps = name not in self._own
+            if keeps:
+                value = torch.empty(value.shape, dtype=value.dtype, device=device)
+            broadcast(value, wire, src=ranks[0], sends=sends, keeps=keeps)
+            if keeps:
+                _put(self._places[name], value)
+        self.is_readable = True
+
+    def values_of(self, name: str) -> InPieces:
+        """A buffer's values, sent by its first holder. Iterate them on all workers."""
+        value, first = self.all()[name], self._holders[name][0]
+        sent = value if self._place.rank == first else None
+        pieces = iter([value])
+        if self._place.distributed:
+            wire = wire_device(self._place.device)
+            pieces = stream(sent, value.dtype, value.shape, wire, src=first)
+        return InPieces(name, value.dtype, tuple(value.shape), pieces)
+
+    def merged(self, all_reduce: AllReduce | None) -> dict[str, Tensor]:
+        """The merged values of this worker's buffers that a pass has changed on any worker."""
+        if not self._holders:
+            return {}
+        changed = [name in self._own and bool(self._own[name].own) for name in self._holders]
+        flags = torch.tensor(changed, dtype=torch.float32, device=self._place.device)
+        if all_reduce is not None:
+            all_reduce(flags)
+        names = [name for name, flag in zip(self._holders, flags.tolist(), strict=True) if flag]
+        return {
+            name: self._merged(self._own[name], self._sums_over(self._holders[name], all_reduce))
+            for name in names
+            if name in self._own
+        }
+
+    def _sums_over(self, ranks: Holders, all_reduce: AllReduce | None) -> AllReduce | None:
+        """Sums a tensor over some workers; None for one."""
+        if len(ranks) == 1 or all_reduce is None:
+            return None
+        if len(ranks) == self._place.world_size:
+            return all_reduce
+        sums: Callable[[Tensor], object] = partial(peers.all_reduce, group=self._groups[ranks])
+        return sums
+
+    def capture_own(self) -> dict[str, Any]:
+        """This worker's part of ``capture``."""
+        self.begin_step()
+        # A split plan with one virtual node has the model's own buffers only.
+        alone = len(self._batch_sizes) == 1
+        return {
+            "base": {
+                slot.name: slot.value_of(0) if alone and self._is_used(slot) else slot.base
+                for slot in self.slots
+            },
+            "nodes": []
+            if alone
+            else [
+                {slot.name: slot.own[node] for slot in self.slots if node in slot.own}
+                for node in range(len(self._batch_sizes))
+            ],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take buffers back from ``capture``, or from all workers' parts joined."""
+        super().restore({**state, "nodes": state["nodes"] or [{} for _ in self._batch_sizes]})
+        for slot in self.slots:
+            if not self._is_used(slot):
+                slot.own.clear()
+
+    def _is_used(self, slot: BufferSlot) -> bool:
+        return slot.name in self._nodes_of
+
+    def _merged(self, slot: BufferSlot, all_reduce: AllReduce | None) -> Tensor:
+        local = self._local
+        self._local = tuple(sorted(self._nodes_of.get(slot.name, ()))) if self._tells else ()
+        try:
+            return super()._merged(slot, all_reduce)
+        finally:
+            self._local = local
+
 
 Weights = dict[str, Tensor]
 # Each a tensor or a GradientEdge; torch's stubs only know lists of one kind.

@@ -25,7 +25,7 @@ from ..session import Session
 from ..tensor.operators import TensorGroup, parts_of_all
 from .optimizer import OwnShare
 from .ownership import Ownership
-from .stage_buffers import StageBuffers
+from .stage import StageBuffers
 from .synchronise import Synchroniser
 
 

@@ -4,7 +4,7 @@ Every worker's gradients are partial sums: over its own microbatches, and over i
 weight. One rule covers both: a parameter's gradient is summed over the workers that hold it.
 
 Losses and norms are results of the devices. Where collectives go from device to device, they are
-summed there (``device_sums.py``), and no host waits for its device. What hosts decide by is known
+summed there (``norms.py``), and no host waits for its device. What hosts decide by is known
 on the hosts: weights, flags, and which parameters have gradients. The hosts send each other these
 numbers while the devices still compute. Elsewhere the hosts send each other everything at once.
 """
@@ -28,14 +28,22 @@ from ..group import Place, subgroup
 from ..late import HostLead, LateValues
 from ..losses import check_has_graph, loss_and_weight
 from ..tensor.gradients import plain
-from .device_sums import DeviceSums, Loss, weighted_sum
-from .exchange import Exchange
-from .norms import ToldNorms
-from .ownership import Holders, Ownership
+from .norms import (
+    NORMS,
+    NUM_ROWS,
+    Columns,
+    DeviceSums,
+    HostTable,
+    Loss,
+    Rows,
+    Table,
+    ToldNorms,
+    norms_of,
+    weighted_sum,
+)
+from .ownership import Holders, Ownership, PartNorms, StandIns
 from .replica_sums import ReplicaSums
-from .standins import PartNorms, StandIns
-from .tables import NORMS, NUM_ROWS, Columns, HostTable, Rows, Table, norms_of
-from .transport import Transport
+from .transport import Exchange, Transport
 
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 # For schedules that flush: number of workers, their optimizers' settings number, its square.

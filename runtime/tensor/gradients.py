@@ -2,7 +2,7 @@
 
 ``clip_grad_norm_(model.parameters(), limit)`` must clip by the norm of all gradients on every
 worker, even where a worker holds only a part of a parameter. So the part refers to a companion
-tensor, a stand-in that answers with the whole gradient's norm (pipeline/standins.py). An operation
+tensor, a stand-in that answers with the whole gradient's norm (pipeline/ownership.py). An operation
 that scales the part scales the companion too.
 """
 

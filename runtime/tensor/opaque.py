@@ -3,7 +3,7 @@
 torch.export splits modules into operators on whole parameters. A shared layer computes with a part
 of them, by functions that communicate. So while the model is exported each shared layer calls one
 operator, which only tells the shape of this worker's output. The graph then calls the module itself
-in its place (``pipeline/exported.py``).
+in its place (``pipeline/trace.py``).
 """
 
 from collections.abc import Callable

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime.pipeline import pieces, replica_sums, transport
+from hetflow.runtime.pipeline import ownership, replica_sums, transport
 from hetflow.schema.errors import HetflowError
 
 GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS = 24, 58, 2
@@ -117,7 +117,7 @@ def train(case):
         transport.meet_neighbours = lambda *_: {}
     # Models this small would fill one bucket only.
     replica_sums.LEAST_BUCKET_BYTES = 300
-    pieces.PIECE_BYTES = 100
+    ownership.PIECE_BYTES = 100
     model = build(name, "deferred" in options and "RANK" in os.environ)
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from hetflow import runtime as hf
-from hetflow.runtime.pipeline import norms as told
+from hetflow.runtime.pipeline import norms
 from hetflow.schema.errors import HetflowError, TargetError
 from hetflow.tests.runtime.pipeline_cases import GLOBAL_BATCH_SIZE, OPTIMIZERS, build, data, loss_of
 
@@ -71,7 +71,7 @@ def turns(argument):
 def alone(argument):
     """A norm that one worker asks for, and only after the first step."""
     model, _, job = start()
-    told.PATIENCE_SECONDS = 0.5
+    norms.PATIENCE_SECONDS = 0.5
     for batch in job.batches(loader()):
         job.backward(loss_of(model, False), batch)
     if not job.is_main:

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.profilers.zoo.transformer import GPT
-from hetflow.runtime.pipeline import replica_sums, sharded_updates
+from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
+from hetflow.runtime.pipeline import replica_sums
 from hetflow.runtime.saving import OpenedFolders
 from hetflow.runtime.tensor.cuts import Cut
 from hetflow.runtime.tensor.layers import (
@@ -202,7 +203,7 @@ def train(case):
     OpenedFolders.jobs = 0  # each case is a script of its own
     if checkpoints:
         os.environ["HETFLOW_CHECKPOINT"] = checkpoints
-    replica_sums.LEAST_BUCKET_BYTES = sharded_updates.BUCKET_BYTES = 3000
+    replica_sums.LEAST_BUCKET_BYTES = pipeline_optimizer.BUCKET_BYTES = 3000
     model = build(name)
     optimizer = OPTIMIZERS[kind](model.parameters())
     job = hf.prepare(model, optimizer, seed=3)

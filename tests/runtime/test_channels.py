@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hetflow.devices.collectives import payload_collective
 from hetflow.runtime.neighbours import Neighbour, meet_neighbours
 from hetflow.runtime.pipeline.channels import Inbox, Outbox
-from hetflow.runtime.pipeline.exchange import Exchange
 from hetflow.runtime.pipeline.transport import (
+    Exchange,
     Line,
     Lines,
     Routes,

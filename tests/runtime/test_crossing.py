@@ -13,8 +13,7 @@ from hetflow.profilers.zoo.transformer import GPT
 from hetflow.runtime import peers
 from hetflow.runtime.pipeline.channels import HEADER_BYTES, Inbox, Outbox
 from hetflow.runtime.pipeline.crossing import Holding, Receiver, Sender
-from hetflow.runtime.pipeline.cut import cut
-from hetflow.runtime.pipeline.holdings import holdings_of
+from hetflow.runtime.pipeline.cut import cut, holdings_of
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.runtime.pipeline.transport import Lines, Routes
 from hetflow.runtime.tensor.operators import TensorGroup

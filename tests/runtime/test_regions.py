@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hetflow.profilers.zoo.transformer import GPT
 from hetflow.runtime import tensor_parallel
-from hetflow.runtime.pipeline.cut import cut
-from hetflow.runtime.pipeline.holdings import holdings_of
+from hetflow.runtime.pipeline.cut import cut, holdings_of
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.runtime.tensor.operators import TensorGroup
 from hetflow.runtime.tensor.regions import check_attention

@@ -17,14 +17,9 @@ from torch import Tensor, nn
 from hetflow.protocol.environment import Start
 from hetflow.runtime import peers
 from hetflow.runtime.group import Place
-from hetflow.runtime.pipeline import sharded_updates
-from hetflow.runtime.pipeline.optimizer import OwnShare
+from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
+from hetflow.runtime.pipeline.optimizer import OwnShare, ShardedUpdates, check_shardable, keepers_of
 from hetflow.runtime.pipeline.ownership import Ownership
-from hetflow.runtime.pipeline.sharded_updates import (
-    ShardedUpdates,
-    check_shardable,
-    keepers_of,
-)
 from hetflow.runtime.tensor.cuts import Cut
 from hetflow.runtime.tensor.lanes import Lanes
 from hetflow.schema.errors import TargetError
@@ -89,7 +84,7 @@ class Broadcasts:
 def broadcasts(monkeypatch: pytest.MonkeyPatch) -> Broadcasts:
     made = Broadcasts()
     monkeypatch.setattr(peers, "broadcast", made)
-    monkeypatch.setattr(sharded_updates, "BUCKET_BYTES", 100)  # some buckets of several
+    monkeypatch.setattr(pipeline_optimizer, "BUCKET_BYTES", 100)  # some buckets of several
     return made
 
 
@@ -233,7 +228,7 @@ def test_what_cannot_be_sharded_is_refused(
     broadcasts: Broadcasts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(sharded_updates.log, "warning", said.append)
+    monkeypatch.setattr(pipeline_optimizer.log, "warning", said.append)
     replicas = Replicas(OPTIMIZERS["momentum"], 1, broadcasts)
     (optimizer,) = replicas.optimizers
     optimizer.register_step_post_hook(lambda *_: None)

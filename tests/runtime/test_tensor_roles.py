@@ -9,9 +9,8 @@ from hetflow.profilers.zoo.transformer import GPT
 from hetflow.protocol.environment import Start
 from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
-from hetflow.runtime.pipeline.norms import ToldNorms
-from hetflow.runtime.pipeline.standins import NormOnly
-from hetflow.runtime.pipeline.tables import NORMS, HostTable
+from hetflow.runtime.pipeline.norms import NORMS, HostTable, ToldNorms
+from hetflow.runtime.pipeline.ownership import NormOnly
 from hetflow.runtime.tensor.cuts import Cut
 from hetflow.runtime.tensor.gradients import PartGradient
 from hetflow.runtime.tensor.lanes import Lanes

@@ -10,15 +10,16 @@ from torch import nn
 
 from hetflow.protocol.environment import Start
 from hetflow.runtime.group import Place
-from hetflow.runtime.pipeline.device_sums import DeviceSums, weighted_sum
-from hetflow.runtime.pipeline.tables import (
+from hetflow.runtime.pipeline.norms import (
     NORMS,
     NUM_ROWS,
     Columns,
     DeviceIndices,
+    DeviceSums,
     DeviceTable,
     HostTable,
     norms_of,
+    weighted_sum,
 )
 from hetflow.runtime.tensor.cuts import Cut
 from hetflow.runtime.tensor.lanes import Lanes
