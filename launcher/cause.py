@@ -28,7 +28,8 @@ def cause_among(workers: Workers, config: LaunchConfig, ranks: Mapping[str, int]
     while cause.is_echo and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         cause = first_cause(workers.failures())
-    cause = _staged(cause, config, ranks)
+    early = workers.left_early() if cause.is_echo else None
+    cause = _staged(early or cause, config, ranks)
     silent = workers.running() if cause.timed_out else []
     if silent:
         return silence(cause, [_staged(worker, config, ranks) for worker in silent])

@@ -417,7 +417,8 @@ class Generations:
         """Send the survivors their new mapping, as soon as all have reported their positions."""
         alive = self._alive()
         if any(self._workers.is_done(name) for name in alive):
-            return Failure(exit_code=1, error=f"{self._losses.sentence} while others were done")
+            said = f"{self._losses.sentence} while others were done"
+            return self._workers.left_early() or Failure(exit_code=1, error=said)
         if not self._losses.are_known(alive):
             return None
         try:

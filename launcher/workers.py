@@ -262,6 +262,24 @@ class Workers:
             if (code := self._code(name))
         ]
 
+    def left_early(self) -> Failure | None:
+        """A worker whose process has ended with exit code 0, and whose script has not."""
+        for name in self._processes:
+            note = self._failure_path(name)
+            has_said = any(path.exists() for path in (ended_path(note), left_path(note)))
+            if self._code(name) == 0 and not has_said:
+                return Failure(
+                    exit_code=1,
+                    error="",
+                    rank=int(name),
+                    device_type=self._types[name],
+                    why="ended its process in the middle of the script, with exit code 0, and the "
+                    "others wait for it (os._exit, or an exec)",
+                    hint="end the script on all workers alike, by its last line or sys.exit(); its "
+                    f"whole output: {self.logs(name)[1]}",
+                )
+        return None
+
     def running(self) -> list[Failure]:
         """The workers that are still there, stopped ones only where some are, as failures."""
         pids = {r: process.pid for r, process in self._processes.items() if process.poll() is None}

@@ -1,14 +1,17 @@
-"""Tell whether an error is this worker's own or follows from the loss of another worker.
+"""Tell whether an error is this worker's own, or follows from the loss of another or from a plan.
 
-The type of an error decides, and where it was raised; never its text. Nothing here imports torch.
+The type of an error decides, and where it was raised. Nothing here imports torch.
 """
 
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from ..schema.errors import PeerLostError
+from ..schema.errors import PeerLostError, TargetError
+
+_SINGLE_VALUE = "Expected more than 1 value per channel when training"
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -24,6 +27,33 @@ def may_be_echo(error: BaseException) -> bool:
     that worker is to blame.
     """
     return any(isinstance(e, PeerLostError) or _is_of_an_exchange(e) for e in _with_causes(error))
+
+
+def explained(error: BaseException) -> BaseException:
+    """The error in one line, where it is torch's and a plan may be the reason: batch norm of one.
+
+    Example:
+        >>> explained(ValueError("Expected more than 1 value per channel when training")).message
+        'a batch norm got one sample, of which there is no variance'
+    """
+    if not isinstance(error, ValueError) or not str(error).startswith(_SINGLE_VALUE):
+        return error
+    norm, found = "a batch norm", error.__traceback__
+    modules = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(found)]
+    modules = [module for module in modules if hasattr(module, "named_modules")]
+    if modules:
+        named = ((name, m) for outer in modules for name, m in outer.named_modules() if name)
+        name = next((name for name, module in named if module is modules[-1]), "")
+        norm = (
+            f"layer {name} ({type(modules[-1]).__name__})" if name else type(modules[-1]).__name__
+        )
+    made = TargetError(
+        f"{norm} got one sample, of which there is no variance",
+        hint="let each virtual node, and a short last batch, have two samples or more: a larger "
+        "batch, fewer virtual nodes, DataLoader(drop_last=True); or use GroupNorm, or "
+        "SyncBatchNorm, whose batch is the global batch",
+    )
+    return made.with_traceback(found)
 
 
 def forget_frames(error: BaseException) -> None:

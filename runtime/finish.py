@@ -18,6 +18,7 @@ from ..protocol.messages import Finished
 from ..protocol.record import WorkerReport, assemble, parse_report, report_text
 from ..schema import files
 from ..schema.errors import FileError, HetflowError, TargetError
+from .blame import explained
 from .group import Place, leave
 from .measurements import peak_memory_bytes
 from .session import Session
@@ -65,9 +66,9 @@ def say_errors_in_one_line() -> None:
     def failed(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        Outcome.failed = True
-        if isinstance(error, HetflowError) and not ScriptRun.active:
-            Outcome.code = fail_at_exit(error)
+        Outcome.failed, told = True, explained(error)
+        if isinstance(told, HetflowError) and not ScriptRun.active:
+            Outcome.code = fail_at_exit(told)
         else:
             before(kind, error, traceback)
 

@@ -26,7 +26,7 @@ from ..protocol.failure_note import FailureNote
 from ..protocol.launch_token import take_token
 from ..schema.errors import HetflowError, PeerLostError
 from .adapters.hook import install
-from .blame import is_lost_peer, may_be_echo
+from .blame import explained, is_lost_peer, may_be_echo
 from .elastic.control import Control
 from .unplanned import Unplanned
 
@@ -90,6 +90,7 @@ def _end_well() -> None:
 
 def fail(error: BaseException) -> None:
     """Record and print an error, then exit with the error's own exit code."""
+    error = explained(error)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, HetflowError):
         code = error.exit_code

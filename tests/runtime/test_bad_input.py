@@ -127,3 +127,64 @@ def test_a_full_disk_keeps_the_earlier_checkpoints_and_the_run(saved: Path, tmp_
     after = launch(folder, "a.json", 8, 100, 0)
     assert after.returncode == 0, after.stderr
     assert "step 3)" in after.stderr
+
+
+NORMS = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+form, size = sys.argv[1], int(sys.argv[2])
+for batch in job.batches(DataLoader(TensorDataset(torch.randn(16, 5)), batch_size=size)):
+    if form == "loop":
+        for (x,) in job.parts(batch):
+            job.backward(model(x).square().mean())
+    job.backward(lambda x: model(x).square().mean(), batch)
+"""
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("form", "launches"),
+    [
+        ("function", False),
+        pytest.param("loop", False, marks=slow),
+        pytest.param("function", True, marks=slow),
+        pytest.param("loop", True, marks=slow),
+    ],
+)
+def test_batch_norm_of_one_sample_ends_in_one_line(
+    form: str, launches: bool, tmp_path: Path, plan_of: Callable[..., SplitPlan]
+) -> None:
+    (tmp_path / "bad_input.py").write_text(NORMS)
+    files.write(tmp_path / "plan.json", plan_of([(4, 1), (2, 6)]))
+    command = ["-m", "hetflow.cli.main", "launch", "plan.json"] if launches else []
+    command += ["bad_input.py", form, "16" if launches else "1"]
+    done = programs.run([sys.executable, *command], timeout=120, cwd=tmp_path)
+    refused(done, "layer 1 (BatchNorm1d) got one sample", "each virtual node")
+    assert ("worker 0 (cpu:" in done.stderr) == launches
+
+
+LEAVES = """
+import os, torch
+from hetflow import runtime as hf
+job = hf.prepare(torch.nn.Linear(5, 1))
+if job.rank == 1:
+    os._exit(0)
+job.batches(torch.utils.data.DataLoader(torch.randn(16, 5), batch_size=16))
+"""
+
+
+@slow
+def test_a_worker_that_leaves_by_os_exit_is_named(
+    tmp_path: Path, plan_of: Callable[..., SplitPlan]
+) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    files.write(tmp_path / "plan.json", plan_of([(2, 4), (2, 4)]))
+    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--timeout", "20", "plan.json"]
+    done = programs.run([*command, "leaves.py"], timeout=120, cwd=tmp_path)
+    said = "hetflow: worker 1 (cpu:fast) ended its process in the middle of the script"
+    assert done.returncode == 1, done.stderr
+    assert any(line.startswith(said) for line in done.stderr.splitlines()), done.stderr
