@@ -15,7 +15,7 @@ import typer
 from .. import __version__
 from ..schema.errors import HetflowError
 from ..schema.options import spelled_by
-from ..schema.plugins import plug_in_of
+from ..schema.plugins import loaded_plug_ins, plug_in_of
 from .asking import flag_of
 from .common import ENVIRONMENT_PREFIX, Settings, config_values, library_speaks, one_line, say
 from .listing import Listed, ListedGroup
@@ -149,32 +149,30 @@ def run(arguments: list[str]) -> int:
         # The reader of the pipe has gone; leave quietly, as other tools do.
         sys.stderr.close()
         return 0
-    except OSError as error:
-        # Files are checked where they are read; this is what no check foresees, such as a path
-        # longer than the system allows. Without a path it is no fault of the input.
-        if error.filename is None:
-            return _report_bug()
-        return _report(f"{error.filename}: {error.strerror}", None, 2)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            return _report_bug()
-        return _report("this needs torch, which is not installed", "pip install torch", 2)
     except Exception as error:
-        if hasattr(error, "format_message"):  # the parser's own errors: bad usage
-            return _report_usage(error)
-        plug_in = plug_in_of(error)
-        if plug_in is None:
-            return _report_bug()
-        message = f"the plug-in of {plug_in} failed: {type(error).__name__}: {error}"
-        return _report(message, "--debug shows the traceback", 2)
+        return _report_unexpected(error)
     if answer == INTERRUPTED:  # typer saw it first
         return _report("interrupted", None, INTERRUPTED)
     return answer if isinstance(answer, int) else 0
 
 
-def _report_bug() -> int:
+def _report_unexpected(error: Exception) -> int:
+    if hasattr(error, "format_message"):  # the parser's own errors: bad usage
+        return _report_usage(error)
+    plug_in = plug_in_of(error)
+    if plug_in is not None:
+        message = f"the plug-in of {plug_in} failed: {type(error).__name__}: {error}"
+        return _report(message, "--debug shows the traceback", 2)
+    if isinstance(error, OSError) and error.filename is not None:
+        # Files are checked where they are read; this is what no check foresees, such as a path
+        # longer than the system allows. Without a path it is no fault of the input.
+        return _report(f"{error.filename}: {error.strerror}", None, 2)
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return _report("this needs torch, which is not installed", "pip install torch", 2)
     traceback.print_exc()
-    return _report("this is a bug; please report it with the traceback above", None, 1)
+    used = ", ".join(loaded_plug_ins())
+    whose = f", of hetflow or of what a plug-in returned ({used})" if used else ""
+    return _report(f"this is a bug{whose}; please report it with the traceback above", None, 1)
 
 
 def _report_usage(error: Exception) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..schema.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ..checks.allocation_policies import Pool
     from ..checks.judges import Judge, judge
     from ..devices.accelerator import AcceleratorBackend
     from ..devices.backend import LocalDevice, device_backend
@@ -33,15 +34,17 @@ if TYPE_CHECKING:
     from ..schedules.one_f_one_b import one_rank
     from ..schedules.parallel import parallel_pipelines
     from ..schedules.registry import schedule
-    from ..schema.jobs import Entity
+    from ..schedules.validate import validate
+    from ..schema.deployment import Deployment
+    from ..schema.jobs import Certificate, Entity
     from ..schema.market import Availability, Capacity, Market, PriceHistory
-    from ..schema.operations import Schedule
+    from ..schema.operations import Kind, Schedule
     from ..schema.pipeline_shape import PipelineShape
     from ..schema.profile import LayerGraph, LayerNode
     from ..solvers.allocation.engine import Outcome
     from ..solvers.allocation.goals import Goal, LeastCurve, MaxMin, Ratio, Total
     from ..solvers.allocation.instance import Instance
-    from ..solvers.allocation.policy import inverse, normalised, policy
+    from ..solvers.allocation.policy import LeastAttained, inverse, normalised, policy
     from ..solvers.allocation.program import Floats, Ints
     from ..solvers.allocation.water_filling.water import WaterFilling
 
@@ -49,6 +52,8 @@ _WHERE = {
     "AcceleratorBackend": "..devices.accelerator",
     "Availability": "..schema.market",
     "Capacity": "..schema.market",
+    "Certificate": "..schema.jobs",
+    "Deployment": "..schema.deployment",
     "Engine": "..engines.protocol",
     "EngineDevice": "..engines.protocol",
     "Entity": "..schema.jobs",
@@ -59,8 +64,10 @@ _WHERE = {
     "Instance": "..solvers.allocation.instance",
     "Ints": "..solvers.allocation.program",
     "Judge": "..checks.judges",
+    "Kind": "..schema.operations",
     "LayerGraph": "..schema.profile",
     "LayerNode": "..schema.profile",
+    "LeastAttained": "..solvers.allocation.policy",
     "LeastCurve": "..solvers.allocation.goals",
     "LocalDevice": "..devices.backend",
     "LocalEngine": "..engines.local",
@@ -68,6 +75,7 @@ _WHERE = {
     "MaxMin": "..solvers.allocation.goals",
     "Outcome": "..solvers.allocation.engine",
     "PipelineShape": "..schema.pipeline_shape",
+    "Pool": "..checks.allocation_policies",
     "PriceHistory": "..schema.market",
     "Ratio": "..solvers.allocation.goals",
     "Schedule": "..schema.operations",
@@ -91,12 +99,15 @@ _WHERE = {
     "price_importer": "..importers.registry",
     "schedule": "..schedules.registry",
     "trace_importer": "..importers.registry",
+    "validate": "..schedules.validate",
 }
 
 __all__ = [
     "AcceleratorBackend",
     "Availability",
     "Capacity",
+    "Certificate",
+    "Deployment",
     "Engine",
     "EngineDevice",
     "Entity",
@@ -107,8 +118,10 @@ __all__ = [
     "Instance",
     "Ints",
     "Judge",
+    "Kind",
     "LayerGraph",
     "LayerNode",
+    "LeastAttained",
     "LeastCurve",
     "LocalDevice",
     "LocalEngine",
@@ -116,6 +129,7 @@ __all__ = [
     "MaxMin",
     "Outcome",
     "PipelineShape",
+    "Pool",
     "PriceHistory",
     "Ratio",
     "Schedule",
@@ -139,6 +153,7 @@ __all__ = [
     "price_importer",
     "schedule",
     "trace_importer",
+    "validate",
 ]
 
 __getattr__, __dir__ = lazy_names(globals(), _WHERE)

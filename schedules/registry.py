@@ -51,8 +51,8 @@ def generate(
             versions allow.
 
     Raises:
-        ProblemError: The name is unknown, or the schedule does not support the shape; the message
-            states the rule.
+        ProblemError: The name is unknown, or the schedule does not support the shape (the message
+            states the rule), or a plug-in generates something else.
     """
     shape = PipelineShape(
         pipeline_parallel_size=pipeline_parallel_size,
@@ -65,4 +65,7 @@ def generate(
         raise ProblemError(
             f"{name} fixes when it updates; leave microbatches_per_update out", hint="or use 2bw"
         )
-    return generator_of(name)(shape)
+    made = generator_of(name)(shape)
+    if not isinstance(made, Schedule):
+        raise ProblemError(f"schedule {name!r} generated {type(made).__name__}, not a Schedule")
+    return made

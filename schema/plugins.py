@@ -41,7 +41,7 @@ class Registry(Generic[T]):
         self, kind: str, *, group: str, own: tuple[str, ...], is_optional: bool = False
     ) -> None:
         self.kind, self.group = kind, group
-        self._own, self._is_optional = own, is_optional
+        self._own, self.is_optional = own, is_optional
         self._entries: dict[str, tuple[str, T]] = {}
         self._has_own = False
         self._registered: tuple[T, ...] | None = None
@@ -143,10 +143,20 @@ class Registry(Generic[T]):
         package = module.partition(".")[0]
         if package == _PACKAGE:
             return None
-        for name, (owner, _) in self._entries.items():
-            if owner == module or owner.partition(".")[0] == package:
-                return f"{self.kind} {name!r}"
-        return None
+        owners = {name: owner for name, (owner, _) in self._entries.items()}
+        names = [name for name, owner in owners.items() if owner == module]
+        names = names or [
+            name for name, owner in owners.items() if owner.partition(".")[0] == package
+        ]
+        return f"{self.kind} {' or '.join(map(repr, names))}" if names else None
+
+    def from_outside(self) -> tuple[str, ...]:
+        """Name what modules outside the package registered; loads no plug-in."""
+        return tuple(
+            f"{self.kind} {name!r}"
+            for name, (owner, _) in self._entries.items()
+            if owner.partition(".")[0] != _PACKAGE
+        )
 
     def _load_own(self) -> None:
         if not self._has_own:
@@ -166,7 +176,7 @@ class Registry(Generic[T]):
                 f"{origin} cannot be loaded: {type(error).__name__}: {error}",
                 hint="fix or uninstall that distribution",
             ) from error
-        if point.name not in self._entries and not self._is_optional:
+        if point.name not in self._entries and not self.is_optional:
             raise ProblemError(
                 f"{origin} registers no {self.kind} {point.name!r}",
                 hint="give the entry point the name that the module registers",
@@ -184,11 +194,17 @@ def plug_in_of(error: BaseException) -> str | None:
         Text such as ``policy 'even' (even.py, line 12)``; None if no plug-in had a part in it.
     """
     named = None
+    registries = sorted(_registries, key=lambda registry: registry.is_optional)
     for frame, line in walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__"))
-        for registry in _registries:
+        for registry in registries:
             found = registry.of_module(module)
             if found is not None:
                 named = f"{found} ({frame.f_code.co_filename}, line {line})"
                 break
     return named
+
+
+def loaded_plug_ins() -> tuple[str, ...]:
+    """Name what plug-ins registered in this process, such as ``policy 'even'``."""
+    return tuple(name for registry in _registries for name in registry.from_outside())

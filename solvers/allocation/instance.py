@@ -96,7 +96,15 @@ class Instance:
             worth: What a step earns [jobs, columns].
             charge: What holding one unit of a column costs [columns].
             unit: The objective's scale, where its optimum may be near 0.
+
+        Raises:
+            ProblemError: An array has another shape (goals may come from plug-ins).
         """
+        each_job, each_column = self.rate.shape[:1], self.rate.shape[1:]
+        _require_shape("level", level, each_job)
+        _require_shape("floor", floor, each_job)
+        _require_shape("worth", worth, self.rate.shape)
+        _require_shape("charge", charge, each_column)
         zero = np.zeros(self.num_jobs)
         level_of, floor_of = zero if level is None else level, zero if floor is None else floor
         gain = np.zeros_like(self.rate) if worth is None else worth * self.rate
@@ -121,6 +129,14 @@ class Instance:
     def num_types(self) -> int:
         """Resources that are device types; others limit consolidation."""
         return sum(not name.endswith(CONSOLIDATED) for name in self.resource_names)
+
+
+def _require_shape(name: str, given: Floats | None, shape: tuple[int, ...]) -> None:
+    if given is not None and np.shape(given) != shape:
+        raise ProblemError(
+            f"the {name} of the policy's goal has the shape {np.shape(given)}, not {shape}",
+            hint="of an Instance, rate is [jobs, columns], weight [jobs] and dollars [columns]",
+        )
 
 
 def _flat_pairs(instance: Instance) -> Floats:

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from hetflow import plugins
+from hetflow.checks.judges import JUDGES
 from hetflow.cli.main import run
+from hetflow.schedules.registry import generate, schedule
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.plugins import Registry
+from hetflow.schema.schedule_traits import SCHEDULES
 from hetflow.solvers.allocation.policy import POLICIES
 
 GROUP = "hetflow.tests_of_plugins"
@@ -143,7 +146,79 @@ def test_an_error_in_a_plug_in_names_it_and_ends_with_2(site, monkeypatch, capsy
         POLICIES.remove("odd")
 
 
+ASKED = ["allocate", "sample:jobs.csv", "--throughputs", "sample:throughputs.csv"]
+ASKED += ["--gpus", "2xV100,2xP100,2xK80", "--policy", "strict"]
+
+
+@pytest.fixture
+def strict(site, capsys):
+    """Run a policy, with a judge, whose goal has the given body; the exit code and stderr."""
+
+    def ran(*body: str, judged: str = "jobs.steps") -> tuple[int, str]:
+        (site / "strict_plugin.py").write_text(
+            "from hetflow.plugins import *\n"
+            f"judge('strict', Judge(level=lambda pool: {judged}), module=__name__)\n"
+            "@policy('strict', title='t', sense='max', unit='1')\n"
+            "def goal(jobs):\n" + "".join(f"    {line}\n" for line in body)
+        )
+        importlib.import_module("strict_plugin")
+        try:
+            return run(ASKED), capsys.readouterr().err
+        finally:
+            POLICIES.remove("strict")
+            JUDGES.remove("strict")
+
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("line", "failed"),
+    [
+        ("raise OSError('no licence server')", "OSError: no licence server"),
+        ("open('/no/weights.json')", "FileNotFoundError: "),
+        ("import no_such_solver", "ModuleNotFoundError: No module named 'no_such_solver'"),
+    ],
+)
+def test_any_exception_of_a_plug_in_is_named_as_its_own(strict, line: str, failed: str) -> None:
+    code, said = strict(line)
+    assert code == 2
+    assert "the plug-in of policy 'strict' (" in said
+    assert f"strict_plugin.py, line 5) failed: {failed}" in said
+    assert "a bug" not in said
+
+
+def test_a_goal_of_another_shape_is_refused_in_a_line(strict) -> None:
+    code, said = strict("return MaxMin(level=jobs.steps[:2])")
+    assert code == 2
+    assert "the level of the policy's goal has the shape (2,), not (6,)" in said
+
+
+def test_what_a_plug_in_returned_is_not_called_a_bug_of_hetflow_alone(strict) -> None:
+    code, said = strict("return MaxMin(level=jobs.steps)", judged="3")
+    assert code == 1
+    assert "a bug, of hetflow or of what a plug-in returned (" in said
+    assert "policy 'strict'" in said
+
+
+def test_a_schedule_from_outside_must_be_a_schedule(site) -> None:
+    schedule("loose")(lambda shape: "FB")
+    try:
+        with pytest.raises(ProblemError, match="schedule 'loose' generated str, not a Schedule"):
+            generate("loose", pipeline_parallel_size=2, num_microbatches=4)
+    finally:
+        SCHEDULES.remove("loose")
+
+
 def test_a_policy_from_outside_finds_all_goals_in_plugins() -> None:
     for name in ("Total", "Ratio", "LeastCurve", "WaterFilling", "MaxMin"):
         assert issubclass(getattr(plugins, name), plugins.Goal)
-    assert {"Entity", "Floats", "Instance", "Outcome", "normalised"} <= set(plugins.__all__)
+    assert {
+        "Deployment",
+        "Entity",
+        "Floats",
+        "Instance",
+        "Kind",
+        "LeastAttained",
+        "Outcome",
+        "Pool",
+    } <= set(plugins.__all__)
