@@ -1,6 +1,7 @@
 """Pools as cluster tools spell them, in the grammar of ``Cluster.parse``.
 
-Slurm writes ``gpu:v100:2``, drivers ``Tesla V100-SXM2-16GB``, and ``nvidia-smi -L`` a line a GPU.
+Slurm writes ``gpu:v100:2``, ``gres/gpu:v100=2`` or ``gpu:nvidia_a100-sxm4-80gb:4``, drivers
+``Tesla V100-SXM2-16GB``, Kubernetes ``Tesla-V100-SXM2-16GB``, and ``nvidia-smi -L`` a line a GPU.
 """
 
 import re
@@ -10,12 +11,13 @@ from ..schema.errors import ProblemError
 from .naming import device_type_name
 
 _LISTED = re.compile(r"^GPU \d+: (?P<name>.+?)(?: \(UUID: [^)]*\))?$", re.MULTILINE)
-_SLURM = re.compile(r"^(?:gres/)?gpu[:/](?P<rest>.*?)(?:\([^)]*\))?$")
-_DRIVER = re.compile(
-    r"^(?:(?P<times>\d+)\s*[xX*]\s*)?(?P<name>(?:NVIDIA|Tesla|GeForce|Quadro|AMD)(?: [\w.+/-]+)+)"
-    r"(?:\s*:\s*(?P<count>\d+))?$"
+_SLURM = re.compile(r"^(?:gres[/:])?gpu[:/](?P<rest>.*?)(?:\([^)]*\))?$")
+_DRIVER = (
+    r"^(?:(?P<times>\d+)\s*[xX*]\s*)?"
+    r"(?P<name>(?:NVIDIA|Tesla|GeForce|Quadro|AMD)(?:[ _-][\w.+/-]+)+)"
+    r"(?:\s*[:=]\s*(?P<count>\d+))?$"
 )
-_MEMORY = re.compile(r"(?<![\w.])(\d+)\s?GB\b")
+_MEMORY = re.compile(r"(?<![\w.])(\d+)\s?GB\b", re.IGNORECASE)
 
 
 def is_listing(text: str) -> bool:
@@ -49,18 +51,19 @@ def _entry(match: re.Match[str]) -> str:
     entry = match[0].strip()
     slurm = _SLURM.match(entry)
     if slurm is not None:
-        entry = slurm["rest"]
+        entry = slurm["rest"].replace("=", ":")
         if entry.isdecimal():
             raise ProblemError(
                 f"{match[0].strip()!r} does not say of which type the GPUs are",
                 hint="add it, such as gpu:v100:2",
             )
-    driver = _DRIVER.match(entry)
+    driver = re.match(_DRIVER, entry, re.IGNORECASE if slurm else 0)
     if driver is None:
         return match[0] if slurm is None else entry
     return _spelled(driver["name"], int(driver["times"] or driver["count"] or 1))
 
 
 def _spelled(name: str, number: int) -> str:
+    name = name.replace("_", " ")
     memory = _MEMORY.search(name.replace("-", " "))
     return f"{device_type_name(name)}:{number}" + (f":{memory[1]}GB" if memory else "")

@@ -1,31 +1,26 @@
 """The lines of a CSV file, whichever program wrote it."""
 
 import csv
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import read_text
-
-_INDEX_NAMES = ("", "Unnamed: 0")
-
-Lines = Iterator[tuple[int, list[str]]]
+from ..schema.foreign import Lines, without_index
 
 
 def csv_lines(path: Path) -> tuple[list[str], Lines]:
     """Read the names of the columns, and the lines: their numbers and cells.
 
-    A byte order mark, blanks around cells and empty lines are left out, and so is the column
-    without a name that pandas writes first by default: the numbers of its rows.
+    A byte order mark, blanks around cells and empty lines are left out, and so is the column that
+    pandas writes first by default: the numbers of its rows.
 
     Raises:
         FileError: The file is missing, too large, or no CSV; also while lines are read.
     """
     lines = _lines(path)
     _, names = next(lines, (1, []))
-    start = 1 if len(names) > 1 and names[0] in _INDEX_NAMES else 0
-    return names[start:], ((number, cells[start:]) for number, cells in lines if any(cells))
+    return without_index(names, ((number, cells) for number, cells in lines if any(cells)))
 
 
 def _lines(path: Path) -> Lines:

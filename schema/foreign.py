@@ -3,6 +3,7 @@
 No library is imported: a value is recognised by its methods.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,16 +40,38 @@ def in_tuples(value: Any) -> Any:
     return {key: in_tuples(entry) for key, entry in value.items()} if type(value) is dict else value
 
 
-def lines_of(table: Table) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+Lines = Iterator[tuple[int, list[str]]]
+"""The number and the cells of each line."""
+
+# What pandas calls the column of a default index: in a file, read again once or twice, reset.
+_INDEX = re.compile(r"(Unnamed: \d+(\.\d+)?|index)?")
+
+
+def lines_of(table: Table) -> tuple[list[str], Lines]:
     """Return the names of a table's columns, and its lines as they would stand in a CSV file.
+
+    An index that has a name is a column, as in a file; any other is left out.
 
     Returns:
         The names, and the number and cells of each line; the names are line 1. A cell is empty
         where there is no value: None or not a number.
     """
-    rows = enumerate(table.itertuples(index=False, name=None), start=2)
+    held: Any = table
+    names = getattr(getattr(held, "index", None), "names", ())
+    levels = [name for name in names if name is not None and name not in list(held.columns)]
+    if levels:
+        held = held.reset_index(level=levels)
+    rows = enumerate(held.itertuples(index=False, name=None), start=2)
     cells = ((number, [_cell(value) for value in row]) for number, row in rows)
-    return [str(name) for name in table.columns], cells
+    return without_index([str(name) for name in held.columns], cells)
+
+
+def without_index(names: list[str], lines: Lines) -> tuple[list[str], Lines]:
+    """Leave out the first columns of a table that hold nothing but the numbers of its rows."""
+    start = 0
+    while len(names) > start + 1 and _INDEX.fullmatch(names[start]):
+        start += 1
+    return names[start:], ((number, cells[start:]) for number, cells in lines)
 
 
 def _cell(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Numbers of numpy, lists, dict pools and DataFrames are taken where Python's own values are."""
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,17 @@ def test_every_table_may_have_the_column_that_pandas_writes_first(tmp_path: Path
     assert history.dollars_per_hour == (1.5,)
     (machine,) = read_instance_types(tmp_path / "machines.csv")
     assert machine.device_type == "V100"
+
+
+def test_an_index_of_pandas_is_taken_where_it_has_a_name_and_else_left_out(tmp_path: Path) -> None:
+    named = JOBS.assign(id=["a", "b"])
+    wanted = hetflow.allocate(named, RATES, POOL)
+    by_two = RATES.set_index(["model", "device_type"])
+    assert hetflow.allocate(named.set_index("id"), by_two, POOL) == wanted
+    assert hetflow.allocate(named.set_index("id", drop=False), RATES, POOL) == wanted
+    again = pd.read_csv(StringIO(pd.read_csv(StringIO(named.to_csv())).to_csv()))
+    assert list(again.columns[:2]) == ["Unnamed: 0.1", "Unnamed: 0"]
+    assert hetflow.allocate(again, RATES.reset_index(), POOL) == wanted
+    again.to_csv(tmp_path / "jobs.csv")
+    assert hetflow.allocate(tmp_path / "jobs.csv", RATES, POOL) == wanted
+    assert hetflow.allocate(named.set_axis(["x", "y"]), RATES, POOL) == wanted
