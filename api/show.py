@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schema import files
-from ..schema.errors import HetflowError
+from ..schema.errors import FileError, HetflowError
 from ..schema.requests.kinds import Profiles
 from .naming import names_arguments
 
@@ -64,6 +64,17 @@ def records_of(path: Path) -> "Sequence[Record]":
         FileError: The file is missing or has faults, or the folder holds neither.
     """
     if holds_profiles(path):
+        if (path / "launch.json").exists():
+            raise FileError(
+                f"{path}: this run has written no record yet",
+                hint=f"show its plan: {path / 'plan.json'}",
+            )
+        runs = sorted(path.glob("*/run.json"), key=lambda record: record.stat().st_mtime)
+        if runs and not any(path.glob("*.json")):
+            raise FileError(
+                f"{path}: is a folder of runs; show one of them",
+                hint=f"for example {runs[-1].parent}",
+            )
         return files.read_profiles(path)
     return (files.read_any(path / "run.json" if path.is_dir() else path),)
 

@@ -21,12 +21,19 @@ def test_records_are_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run(["show", str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out == text + "\n"
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
-    folder = tmp_path / "run"
-    folder.mkdir()
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
     hetflow.write(folder / "run.json", plan)  # as a launch writes its record
     assert hetflow.show(folder) == text
     assert run(["show", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "split"
+    with pytest.raises(hetflow.FileError, match="is a folder of runs; show one of them") as caught:
+        hetflow.show(tmp_path / "runs")
+    assert caught.value.hint == f"for example {folder}"
+    (folder / "run.json").rename(folder / "plan.json")
+    (folder / "launch.json").write_text("{}")
+    with pytest.raises(hetflow.FileError, match="run: this run has written no record yet"):
+        hetflow.show(folder)
     with pytest.raises(hetflow.FileError, match="exists already"):
         hetflow.show(PROFILES, plot=tmp_path / "plan.svg")
     with pytest.raises(hetflow.HetflowError, match="only profiles, plans"):
