@@ -1,12 +1,16 @@
 """The common format of tables and numbers."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from textwrap import wrap
+from textwrap import TextWrapper
 
 _most_characters: ContextVar[int | None] = ContextVar("most_characters", default=None)
 _LEAST = 8  # characters of a column whose words are broken
+
+# Where a line of a cell may end: not between a number and its unit.
+_PLACES = re.compile(r"\s+(?!(?:ms|MiB)\b)|(?<=[._/])(?=[A-Za-z])")
 
 Cells = list[list[str]]
 
@@ -21,15 +25,20 @@ def fitted_to(width: int | None) -> Iterator[None]:
         _most_characters.reset(before)
 
 
+def most_characters() -> int | None:
+    """How wide a line of this context may be; None without a limit."""
+    return _most_characters.get()
+
+
 def grid(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A plain-text table; numbers are printed as given. A column without a name has no rule.
 
-    If the table is too wide, cells go over several lines: at blanks, and within words only where
-    nothing else helps.
+    If the table is too wide, cells go over several lines: at blanks and in dotted names, and
+    within words only where nothing else helps.
     """
     cells = [[str(cell) for cell in row] for row in (headers, *rows)]
     widths, gap = [max(len(name) + 2, *each) for name, each in _columns(cells)], "  "
-    most = _most_characters.get()
+    most = most_characters()
     if most is not None and sum(widths) + len(gap) * (len(widths) - 1) > most:
         widths, gap = _fitting(cells, most)
     head, *body = (_lines(row, widths, gap) for row in cells)
@@ -47,7 +56,7 @@ def _fitting(cells: Cells, most: int) -> tuple[list[int], str]:
     """The widths of columns, and the gap between them, of a table of at most so many characters."""
     whole = [max(lengths) for _, lengths in _columns(cells)]
     words = [
-        max(len(word) for cell in column for word in cell.split() or [""])
+        max(len(word) for cell in column for word in _PLACES.split(cell))
         for column in zip(*cells, strict=True)
     ]
     for least, gap in ((words, "  "), (words, " "), ([min(_LEAST, n) for n in words], " ")):
@@ -63,7 +72,7 @@ def _fitting(cells: Cells, most: int) -> tuple[list[int], str]:
 
 def _lines(row: list[str], widths: list[int], gap: str) -> list[str]:
     wrapped = [
-        [cell] if len(cell) <= width else wrap(cell, width, break_on_hyphens=False)
+        [cell] if len(cell) <= width else _Wrapped(width, break_on_hyphens=False).wrap(cell)
         for cell, width in zip(row, widths, strict=True)
     ]
     return [
@@ -73,6 +82,10 @@ def _lines(row: list[str], widths: list[int], gap: str) -> list[str]:
         ).rstrip()
         for number in range(max(map(len, wrapped)))
     ]
+
+
+class _Wrapped(TextWrapper):
+    wordsep_simple_re = re.compile(f"({_PLACES.pattern})")
 
 
 def milliseconds(seconds: float | None) -> str:

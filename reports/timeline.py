@@ -12,6 +12,7 @@ from math import floor, log10
 from ..schedules.counting import peak_weight_versions
 from ..schedules.timing import Span, Timing
 from ..schema.operations import Kind, Operation
+from .grid import most_characters
 
 _FILLS = {
     Kind.FORWARD: "-",
@@ -44,20 +45,24 @@ _NAMES = {
 _IDLE = "#eeeeee"
 _LEGEND = "- forward  = backward  ~ weight gradient  # update  . idle"
 _ROW, _BAR, _LEFT, _TOP = 28, 22, 90, 58
+_MOST_NUMBERS = 12
 
 Bar = tuple[Operation, Span]
 
 
-def terminal_timeline(timing: Timing, *, width: int = 120, colour: bool = False) -> str:
+def terminal_timeline(timing: Timing, *, width: int | None = None, colour: bool = False) -> str:
     """Draw a schedule in plain characters.
 
     Args:
         timing: The timed schedule.
-        width: Largest number of characters for the time axis. A number that does not fit into its
-            bar is left out.
+        width: Largest number of characters for the time axis; None fits lines to the terminal, as
+            tables are, or takes 120. A number that does not fit into its bar is left out.
         colour: Whether to colour the bars by ANSI escapes.
     """
     heads = [f"rank {rank}" for rank in range(timing.schedule.num_ranks)]
+    most = most_characters()
+    if width is None:
+        width = 120 if most is None else max(20, most - len(heads[-1]) - len(" || 100%"))
     scale = _characters_per_second(timing, width)
     rows = [
         f"{head:>{len(heads[-1])}} |{_row(timing, rank, scale, colour)}| "
@@ -72,8 +77,8 @@ def summary(timing: Timing) -> str:
     return (
         f"{timing.schedule.name}: {timing.schedule.num_microbatches} microbatches in "
         f"{timing.makespan_seconds:.6g} s, bubble {timing.bubble_fraction:.1%} of ideal time, "
-        f"activations held {_numbers(timing.peak_in_flight)}, weight versions "
-        f"{_numbers(peak_weight_versions(timing.schedule))}"
+        f"activations held {_of_ranks(timing.peak_in_flight)}, weight versions "
+        f"{_of_ranks(peak_weight_versions(timing.schedule))}"
     )
 
 
@@ -235,6 +240,14 @@ def _html_row(timing: Timing, rank: int) -> str:
         timing.peak_in_flight[rank],
     )
     return "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>"
+
+
+def _of_ranks(values: tuple[int, ...]) -> str:
+    """A number of each rank, or the least and the most of many ranks."""
+    if len(values) <= _MOST_NUMBERS:
+        return _numbers(values)
+    least, most = min(values), max(values)
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _numbers(values: tuple[int, ...]) -> str:

@@ -146,9 +146,11 @@ class Timing:
 
     @property
     def span_bubble_fractions(self) -> tuple[float, ...]:
-        """[ranks] idle time in the rank's own span / that span, as in the zero-bubble papers."""
-        pairs = zip(self.span_seconds, self.busy_seconds, strict=True)
-        return tuple(_over(span - busy, span) for span, busy in pairs)
+        """[ranks] time without a pass in the rank's own span / that span (zero-bubble papers)."""
+        ranks = zip(self.schedule.ranks, self.spans, strict=True)
+        passes = (sum(end - start for start, end in _passes(*rank)) for rank in ranks)
+        pairs = zip(self.span_seconds, passes, strict=True)
+        return tuple(_over(max(0.0, span - busy), span) for span, busy in pairs)
 
     @property
     def bubble_fraction(self) -> float:
@@ -275,8 +277,12 @@ class _Clock:
         return start, start + self.times.reduce_seconds[operation.stage]
 
 
+def _passes(operations: Sequence[Operation], spans: Sequence[Span]) -> list[Span]:
+    return [span for op, span in zip(operations, spans, strict=True) if op.kind in PASSES]
+
+
 def _own_span(operations: Sequence[Operation], spans: Sequence[Span]) -> float:
-    passes = [s for op, s in zip(operations, spans, strict=True) if op.kind in PASSES]
+    passes = _passes(operations, spans)
     return passes[-1][1] - passes[0][0] if passes else 0
 
 

@@ -41,6 +41,14 @@ def test_numbers_are_not_broken_where_columns_can_be_closer() -> None:
     assert lines[-1].split() == list(rows[0])
 
 
+def test_names_of_layers_are_broken_at_their_dots() -> None:
+    rows = [("0", "blocks.3.attention.project_out .. norm (20)", "10.32 ms")]
+    with fitted_to(28):
+        text = grid(("stage", "layers", "pass"), rows)
+    assert max(map(len, text.splitlines())) <= 28
+    assert all(word in text for word in ("attention.", "project_out", "norm", "10.32 ms"))
+
+
 def test_every_command_fits_tables_to_its_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

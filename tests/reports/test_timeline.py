@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hetflow.reports.grid import fitted_to
 from hetflow.reports.timeline import html_timeline, svg_timeline, terminal_timeline
 from hetflow.reports.trace import trace_json
 from hetflow.schedules.registry import generate
@@ -47,6 +48,19 @@ def test_rows_are_equally_long_and_within_the_width(name: str, width: int) -> No
     assert len({len(row) for row in rows}) == 1
     assert len(rows[0]) <= width
     assert all(line.isascii() for line in lines)
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 64])
+def test_lines_fit_the_terminal_and_the_page_however_many_ranks(ranks: int) -> None:
+    schedule = generate("1f1b", pipeline_parallel_size=ranks, num_microbatches=2 * ranks)
+    times = StageTimes.uniform(ranks, 1, 2)
+    timing = time_schedule(schedule, replace(times, update_seconds=(0.5,) * ranks))
+    with fitted_to(80):
+        lines = terminal_timeline(timing).splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    assert len(lines[-1]) < 160
+    assert all(fraction >= 0 for fraction in timing.span_bubble_fractions)
+    assert timing.span_bubble_fractions[-1] == 0
 
 
 def test_colour_changes_nothing_but_colour() -> None:
