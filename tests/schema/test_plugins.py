@@ -31,10 +31,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    before = set(sys.modules)
     yield folder
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    for file in folder.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 @pytest.fixture
