@@ -42,13 +42,18 @@ def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
         return 0.0
     hidden_best = _least_sync_seconds(measured)
     weights, cap = option.weight_bytes, option.link_bytes_per_second
+    hops = num_devices - 1 + num_devices - 1
     if measured.bytes_per_second is None or measured.latency_seconds is None:
-        wire = ring_seconds(weights, num_devices, cap) if cap is not None else 0.0
+        wire = 0.0
+        if cap is not None:
+            wire = ring_seconds(weights, num_devices, cap) + hops * option.link_latency_seconds
         return wire if wire > hidden_best else hidden_best
-    rate = measured.bytes_per_second
+    rate, hop = measured.bytes_per_second, measured.latency_seconds
     if cap is not None and cap < rate:
         rate = cap
-    ring = _hop_seconds(option, num_devices) + ring_seconds(weights, num_devices, rate)
+    if option.link_latency_seconds > hop:
+        hop = option.link_latency_seconds
+    ring = hops * hop + ring_seconds(weights, num_devices, rate)
     seconds = hidden_best + ring - fitted_ring_seconds(option)
     return seconds if seconds > 0 else 0.0
 
@@ -126,13 +131,7 @@ def fitted_ring_seconds(option: DeviceOption) -> float:
     if measured is None or measured.bytes_per_second is None:
         return 0.0
     ring = ring_seconds(option.weight_bytes, measured.num_devices, measured.bytes_per_second)
-    return _hop_seconds(option, measured.num_devices) + ring
-
-
-def _hop_seconds(option: DeviceOption, num_members: int) -> float:
-    """Seconds of latency of all 2 (n - 1) hops of a ring."""
-    latency = option.sync.latency_seconds if option.sync is not None else None
-    return 2 * (num_members - 1) * (latency or 0.0)
+    return 2 * (measured.num_devices - 1) * (measured.latency_seconds or 0.0) + ring
 
 
 def link_between(levels: Sequence[TopologyLevel], one: int, other: int) -> float:

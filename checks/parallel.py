@@ -11,6 +11,7 @@ from math import ceil, isclose
 
 from ..schema.errors import ProblemError
 from ..schema.parallel import (
+    LinkCurve,
     ParallelPlan,
     ParallelPool,
     ParallelProblem,
@@ -438,7 +439,7 @@ def _transfer(plan: ParallelPlan, problem: ParallelProblem, number: int) -> floa
 def _message(
     plan: ParallelPlan, problem: ParallelProblem, stages: tuple[int, int], size: float
 ) -> float:
-    """Seconds of a message between two stages, over the slowest link of their replicas.
+    """Seconds of a message between two stages, over the slowest link of and between their replicas.
 
     Without scatter/gather, each device of a tensor-parallel group sends a full copy. If receiving
     blocks, the message also costs the receiving stage the same time.
@@ -451,7 +452,22 @@ def _message(
             for link in _pool(problem, group).links:
                 if link.tensor_parallel_size == degree:
                     slowest = max(slowest, definitions.curve_seconds(link.curve, sent))
+    for one in plan.stages[stages[0]].replicas:
+        for other in plan.stages[stages[1]].replicas:
+            copies = max(one.tensor_parallel_size, other.tensor_parallel_size)
+            sent = size if problem.boundary_rule == "scattered" else size * copies
+            for curve in _curves_between(problem, {one.device_type, other.device_type}):
+                slowest = max(slowest, definitions.curve_seconds(curve, sent))
     return slowest + slowest if problem.boundary_rule == "blocking" else slowest
+
+
+def _curves_between(problem: ParallelProblem, types: set[str]) -> list[LinkCurve]:
+    """The links between unlike types of a set, where the problem states any."""
+    return [
+        link.curve
+        for link in problem.between
+        if set(link.device_types) <= types and len(set(link.device_types)) == 2
+    ]
 
 
 def _reduce(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
@@ -476,16 +492,15 @@ def _ring(plan: ParallelPlan, problem: ParallelProblem, number: int, *, rounds: 
         buckets.append(float(problem.bucket_bytes))
         left -= problem.bucket_bytes
     buckets.append(left)
-    curves = {
-        group.device_type: next(
-            x.curve for x in _pool(problem, group).links if x.tensor_parallel_size == 1
-        )
+    curves = [
+        next(x.curve for x in _pool(problem, group).links if x.tensor_parallel_size == 1)
         for group in stage.replicas
-    }
+    ]
+    curves += _curves_between(problem, {group.device_type for group in stage.replicas})
     return max(
         sum(
             rounds * (replicas - 1) * definitions.curve_seconds(curve, bucket / replicas)
             for bucket in buckets
         )
-        for curve in curves.values()
+        for curve in curves
     )

@@ -5,24 +5,48 @@ size 1. A link model carries that one measurement to other numbers of devices.
 """
 
 from itertools import pairwise
+from math import inf
+from typing import Literal, NamedTuple
 
+from ..schema.parallel import LinkCurve
 from ..schema.problem import DeviceOption
 from ..schema.profile import Sync
 
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "point-to-point"]
 
-def ring_seconds(
-    num_devices: int, weight_bytes: int, latency_seconds: float, bytes_per_second: float
+
+class Wire(NamedTuple):
+    """A link whose messages take a latency, and their bytes at one rate."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+def collective_seconds(
+    kind: Collective, num_bytes: float, num_members: int, link: Wire | LinkCurve
 ) -> float:
-    """Time of a ring all-reduce: 2(n-1) messages, 2(n-1)/n of the bytes over each link.
+    """Time of a collective over the slowest link that its group crosses.
+
+    The runtime calls one flat collective a group. gloo and NCCL run it as a ring over all members,
+    so every hop waits for the slowest link, within servers and between them; nothing is summed
+    inside a server first. Each of the n members sends 1/n of the bytes in every hop: n - 1 hops
+    scatter sums, n - 1 gather them, and an all-reduce is both. A message is all bytes, once.
 
     Args:
-        num_devices: Members of the ring, n.
-        weight_bytes: Gradient bytes to reduce.
-        latency_seconds: Fixed cost of one ring message.
-        bytes_per_second: Speed of the slowest link of the ring.
+        kind: Of collective.
+        num_bytes: To reduce; gathered or scattered of all members together; of the message.
+        num_members: n.
+        link: The slowest link between two members.
     """
-    hops = 2 * (num_devices - 1)
-    return hops * latency_seconds + hops / num_devices * weight_bytes / bytes_per_second
+    if kind == "point-to-point":
+        num_hops, num_shares = 1, 1
+    else:
+        num_hops = (2 if kind == "all-reduce" else 1) * (num_members - 1)
+        num_shares = num_members
+    if isinstance(link, LinkCurve):
+        return num_hops * link.seconds(num_bytes / num_shares)
+    per_link = num_hops * num_bytes / (num_shares * link.bytes_per_second)
+    return per_link + num_hops * link.latency_seconds
 
 
 def sync_seconds(option: DeviceOption, num_devices: int) -> float:
@@ -47,15 +71,17 @@ def sync_seconds(option: DeviceOption, num_devices: int) -> float:
     sync = option.sync
     if num_devices < 2 or sync is None:
         return 0.0
-    link = option.link_bytes_per_second
+    cap, size = option.link_bytes_per_second, option.weight_bytes
+    late = option.link_latency_seconds
     if sync.latency_seconds is None or sync.bytes_per_second is None:
-        wire = ring_seconds(num_devices, option.weight_bytes, 0.0, link) if link else 0.0
+        if cap is None:
+            return least_seconds(sync)
+        wire = collective_seconds("all-reduce", size, num_devices, Wire(late, cap))
         return max(least_seconds(sync), wire)
-    measured = ring_seconds(
-        sync.num_devices, option.weight_bytes, sync.latency_seconds, sync.bytes_per_second
-    )
-    slowest = min(sync.bytes_per_second, link or sync.bytes_per_second)
-    ring = ring_seconds(num_devices, option.weight_bytes, sync.latency_seconds, slowest)
+    own = Wire(sync.latency_seconds, sync.bytes_per_second)
+    measured = collective_seconds("all-reduce", size, sync.num_devices, own)
+    slower = Wire(max(own.latency_seconds, late), min(own.bytes_per_second, cap or inf))
+    ring = collective_seconds("all-reduce", size, num_devices, slower)
     return max(0.0, least_seconds(sync) + ring - measured)
 
 

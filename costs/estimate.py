@@ -28,7 +28,7 @@ from ..schema.profile import (
     TensorLayers,
 )
 from ..schema.step_costs import Links
-from .comm import ring_seconds
+from .comm import Wire, collective_seconds
 from .device_table import DeviceSpec
 from .efficiency import CARRIED_ERROR, ESTIMATED_ERROR, FITTED
 from .roofline import Efficiency, seconds_of
@@ -219,8 +219,8 @@ def _tensor_graph(
 def _reduce_seconds(num_devices: int, num_bytes: int, estimator: Estimator) -> float:
     if not num_bytes:
         return 0.0
-    rate = estimator.link_bytes_per_second
-    return ring_seconds(num_devices, num_bytes, LINK_LATENCY_SECONDS, rate)
+    link = Wire(LINK_LATENCY_SECONDS, estimator.link_bytes_per_second)
+    return collective_seconds("all-reduce", num_bytes, num_devices, link)
 
 
 def _layer_graph(table: LayerTable, nodes: Iterable[LayerNode]) -> LayerGraph:
@@ -275,7 +275,7 @@ def _sync(weight_bytes: int, estimator: Estimator) -> Sync:
     rate = estimator.link_bytes_per_second
     return Sync(
         num_devices=SYNC_DEVICES,
-        sync_seconds=ring_seconds(SYNC_DEVICES, weight_bytes, LINK_LATENCY_SECONDS, rate),
+        sync_seconds=_reduce_seconds(SYNC_DEVICES, weight_bytes, estimator),
         latency_seconds=LINK_LATENCY_SECONDS,
         bytes_per_second=rate,
     )

@@ -1,6 +1,7 @@
 """Seconds of a stage's messages and all-reduces, with pipeline, tensor and data parallelism."""
 
 from ..schema.parallel import CostRule, LinkCurve
+from .comm import collective_seconds
 
 
 def bubble_fraction(
@@ -28,9 +29,8 @@ def bucketed_ring_seconds(
     whole, rest = 0.0, gradient_bytes
     if bucket_bytes is not None:
         whole, rest = divmod(gradient_bytes, bucket_bytes)
-    full = curve.seconds((bucket_bytes or 0) / num_replicas)
-    last = curve.seconds(rest / num_replicas)
-    return 2 * (num_replicas - 1) * (whole * full + last)
+    full = collective_seconds("all-reduce", bucket_bytes or 0, num_replicas, curve)
+    return whole * full + collective_seconds("all-reduce", rest, num_replicas, curve)
 
 
 def gather_seconds(reduce_seconds: float) -> float:

@@ -24,7 +24,7 @@ of every message, of every step (``Overheads``). The papers' two prices know non
 """
 
 from collections.abc import Collection, Sequence
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from ..schema.pipeline import (
@@ -34,6 +34,7 @@ from ..schema.pipeline import (
     TopologyLevel,
 )
 from ..schema.schedule_traits import traits
+from .comm import Wire, collective_seconds
 
 
 def thesis_seconds(
@@ -80,16 +81,8 @@ def nested_ring_seconds(
     return max(compute_seconds / num_replicas, sync / devices_below)
 
 
-def ring_sync_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: float) -> float:
-    """One ring all-reduce of a stage's gradients: 2(m-1)/m w / B."""
-    return 2 * (num_replicas - 1) * weight_bytes / (num_replicas * bytes_per_second)
-
-
-class AllReduce(NamedTuple):
+class AllReduce(Wire):
     """A ring between devices of a type: what was measured of it, nothing and infinity if not."""
-
-    latency_seconds: float
-    bytes_per_second: float
 
     def rate(self, bytes_per_second: float) -> float:
         """Of a ring whose slowest link carries so much."""
@@ -97,18 +90,18 @@ class AllReduce(NamedTuple):
 
     def start_seconds(self, num_replicas: int) -> float:
         """What one all-reduce costs beside its bytes: a latency for each of 2(m-1) hops."""
-        return 2 * (num_replicas - 1) * self.latency_seconds
+        return self.seconds(0.0, num_replicas, inf)
 
     def seconds(self, weight_bytes: float, num_replicas: int, bytes_per_second: float) -> float:
         """One all-reduce of a stage's gradients."""
-        ring = ring_sync_seconds(weight_bytes, num_replicas, self.rate(bytes_per_second))
-        return ring + self.start_seconds(num_replicas)
+        link = Wire(self.latency_seconds, self.rate(bytes_per_second))
+        return collective_seconds("all-reduce", weight_bytes, num_replicas, link)
 
 
 def all_reduce(problem: PipelineProblem, pool: DevicePool) -> AllReduce:
     """The all-reduces of a pool's replicas; the papers' prices know rings over links only."""
     if problem.stage_cost != "ring" or pool.reduce_bytes_per_second is None:
-        return AllReduce(0.0, float("inf"))
+        return AllReduce(0.0, inf)
     return AllReduce(pool.reduce_latency_seconds, pool.reduce_bytes_per_second)
 
 
@@ -186,7 +179,8 @@ def tied_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: float
     A ring over the stage's replicas and at least one more, at the slowest link there is. What it
     costs beside its bytes is not counted.
     """
-    return ring_sync_seconds(weight_bytes, num_replicas + 1, bytes_per_second)
+    link = Wire(0.0, bytes_per_second)
+    return collective_seconds("all-reduce", weight_bytes, num_replicas + 1, link)
 
 
 def slowest_of_all(problem: PipelineProblem) -> float:
@@ -245,7 +239,8 @@ def ring_seconds(
     """
     often = updates(schedule, num_replicas, num_microbatches)
     busy = rounds(schedule, num_replicas, num_microbatches) * compute_seconds
-    sync = often * ring_sync_seconds(weight_bytes, num_replicas, bytes_per_second)
+    link = Wire(0.0, bytes_per_second)
+    sync = often * collective_seconds("all-reduce", weight_bytes, num_replicas, link)
     return max(busy + often * update_seconds, sync) / num_microbatches
 
 
@@ -256,7 +251,8 @@ def boundary_seconds(
 
     ``message_seconds`` is what each of the two costs beyond its bytes.
     """
-    return 2 * activation_bytes / bytes_per_second + 2 * message_seconds
+    link = Wire(message_seconds, bytes_per_second)
+    return 2 * collective_seconds("point-to-point", activation_bytes, 2, link)
 
 
 def num_in_flight(

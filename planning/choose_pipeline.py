@@ -2,13 +2,18 @@
 
 import dataclasses
 import logging
+from functools import partial
+from math import inf
 
+from ..schema.cluster import Cluster
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.pipeline import Objective, PipelinePlan
 from ..schema.schedule_traits import SCHEDULES, traits
 from ..solvers.effort import Effort
 from ..solvers.pipeline.simplest import simplest_of
 from .limits import Clock
+from .pipeline_problem import capacity_seconds, pipeline_keys, pipeline_problem
+from .pool_parts import best_of_parts, parts_of
 from .request import SolveRequest
 from .solve_pipeline import links_between, say_obstacle, solve_pipeline
 
@@ -46,10 +51,46 @@ def best_pipeline(request: SolveRequest, clock: Clock) -> PipelinePlan:
         BackendError: A solver's plan fails its check, which is a bug.
     """
     check_flags(request)
-    plan = _best(request, clock)
+    if request.pipeline.stage_cost == "ring" and not request.pipeline.repetitive:
+        plan = _in_the_best_part(request, clock)
+    else:
+        plan = _best(request, clock)
     _say_links(request)
     say_obstacle(plan.trace, len(plan.stages))
     _say_what_is_simpler(plan)
+    return plan
+
+
+def _in_the_best_part(request: SolveRequest, clock: Clock) -> PipelinePlan:
+    """The best plan of the pool and of its parts without slow links."""
+    profiles, said = request.profiles, request.pipeline.link_bytes_per_second
+
+    def least_seconds(part: Cluster) -> float:
+        found = inf
+        for size in _microbatch_sizes(request):
+            problem = pipeline_problem(
+                profiles,
+                part,
+                request.batch_size,
+                microbatch_size=size,
+                link_bytes_per_second=said,
+                optimizer=request.optimizer,
+            )
+            inputs = 1 if _objective(request) == "bottleneck" else problem.num_microbatches
+            found = min(found, inputs * capacity_seconds(problem))
+        return found
+
+    pools = parts_of(
+        request.pool,
+        partial(pipeline_keys, profiles, said),
+        levels_of=lambda part: links_between(profiles, part, said).levels,
+    )
+    _, plan = best_of_parts(
+        pools,
+        clock,
+        lambda part, share: _best(dataclasses.replace(request, pool=part), share),
+        least_seconds,
+    )
     return plan
 
 

@@ -113,7 +113,7 @@ def _pipeline_faults(
     from ..checks.pipeline import check
     from ..checks.profiled import pipeline_faults
 
-    pool = pool or pool_of_plan(plan)
+    pool = judged_pool(plan, pool)
     problem = problem_of_plan(plan, profiles, pool, link, optimizer, memory_reserve_bytes)
     faults = pipeline_faults(problem, profiles, pool, memory_reserve_bytes)
     return faults or check(plan, problem)

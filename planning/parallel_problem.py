@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import ceil
 
 from ..costs.memory import exchange_bytes
@@ -16,13 +17,13 @@ from ..schema.parallel import (
     Recompute,
     ShardSizes,
     ShardTimes,
+    TypesLink,
     parallel_schedule,
 )
-from ..schema.pipeline import TopologyLevel
 from ..schema.profile import LayerGraph, LayerNode, Profile
-from ..solvers.pipeline_links import PoolLinks, links_of
+from .links import Pair, PoolLinks, Source, links_of, measured_between
 from .pipeline_problem import layers_of_graph, optimizer_of, reserve_in_pipeline
-from .pool_parts import width_of
+from .pool_parts import Key, Keys, width_of
 
 
 def parallel_problem(
@@ -44,7 +45,8 @@ def parallel_problem(
 
     Layers are in topological order. A boundary sends every output of the layers before it that a
     layer after it needs. A device's update time is the profile's, in proportion to the weights that
-    the device holds. All links of a device type have the bandwidth of the slowest one.
+    the device holds. All links between devices of one type have the bandwidth of the slowest one,
+    and so have those between two types.
 
     Args:
         profiles: Profiles of one model with layers; types that the cluster lacks are ignored.
@@ -101,6 +103,10 @@ def parallel_problem(
         num_model_chunks=num_model_chunks,
         optimizer=trained,
         shard_optimizer=shard_optimizer,
+        between=tuple(
+            TypesLink(device_types=types, curve=_curve(rate, chosen, types, links))
+            for types, rate in links.between.items()
+        ),
     )
 
 
@@ -192,11 +198,8 @@ def _pool(
         for degree, table in _tables(profile)
         if microbatch_size in (None, table.microbatch_size)
     ]
-    rate = _slowest(links.levels[name], links.between_types)
-    curve = LinkCurve(
-        coefficients=(rate,),
-        latency_seconds=profile.links.latency_seconds if profile.links is not None else 0.0,
-    )
+    rate = min(level.bytes_per_second for level in links.levels[name])
+    curve = _curve(rate, [profile], (name, name), links)
     degrees = sorted({1, *(degree for degree, _ in tables)})
     return ParallelPool(
         device_type=name,
@@ -209,32 +212,50 @@ def _pool(
     )
 
 
-def slowest_rates(
-    profiles: Sequence[Profile], cluster: Cluster, link_bytes_per_second: float | None
-) -> dict[str, float]:
-    """Device type -> bytes per second of the slowest link of its devices, at which plans count.
+def _curve(
+    rate: float, profiles: Sequence[Profile], types: tuple[str, str], links: PoolLinks
+) -> LinkCurve:
+    """A link of a rate; its latency is the longest that was measured of its types, or stated."""
+    own = [profile for profile in profiles if profile.device_type in types]
+    pairs = [measured_between(one, other) for one, other in combinations(own, 2)]
+    known = [found.latency_seconds for found in pairs if found is not None] or [
+        profile.links.latency_seconds for profile in own if profile.links is not None
+    ]
+    latency = max([links.latency_seconds, *known])
+    return LinkCurve(coefficients=(rate,), latency_seconds=latency)
+
+
+def parallel_keys(
+    profiles: Sequence[Profile], link_bytes_per_second: float | None, pool: Cluster
+) -> Keys:
+    """What parallel plans of a pool count for a pair of devices.
 
     Args:
-        profiles: Profiles of the cluster's types, and perhaps of others.
-        cluster: The pool.
+        profiles: Profiles of the pool's types, and perhaps of others.
         link_bytes_per_second: Bandwidth of links that the pool does not state.
+        pool: The devices.
 
     Raises:
-        ProblemError: A type has no profile, or a bandwidth is unknown.
+        ProblemError: A type has no profile.
     """
-    chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
-    links = links_of(chosen, cluster, link_bytes_per_second)
-    return {name: _slowest(links.levels[name], links.between_types) for name in links.levels}
+    chosen = [_profile_of(name, profiles) for name in pool.num_devices]
+    source = Source(chosen, pool, link_bytes_per_second)
+
+    def keys(pair: Pair) -> dict[Key, float]:
+        link = source.link(pair)
+        one, other = sorted(pair.types)
+        kind = ("own", one) if one == other else ("between", one, other)
+        found: dict[Key, float] = {kind: link.bytes_per_second}
+        if link.latency_seconds:
+            found["latency",] = -link.latency_seconds
+        return found
+
+    return keys
 
 
 def degrees_of(profiles: Sequence[Profile]) -> dict[str, set[int]]:
     """Device type -> tensor-parallel degrees at which its layers were timed."""
     return {p.device_type: {degree for degree, _ in _tables(p)} for p in profiles if p.layers}
-
-
-def _slowest(levels: tuple[TopologyLevel, ...], between_types: float | None) -> float:
-    rates = [level.bytes_per_second for level in levels]
-    return min(rates if between_types is None else [*rates, between_types])
 
 
 def _times(profile: Profile, degree: int, table: LayerGraph, names: Sequence[str]) -> ShardTimes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import combinations
-from math import isclose
+from math import inf, isclose
 
 from ..costs.compute import busy_ratio
 from ..costs.memory import exchange_bytes, reserve_of, with_reserve
@@ -22,7 +22,8 @@ from ..schema.pipeline import (
 )
 from ..schema.profile import BusyHost, LayerGraph, LayerNode, Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
-from ..solvers.pipeline_links import links_of, measured_between
+from .links import Pair, Source, links_of, measured_between
+from .pool_parts import Key, Keys
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -123,9 +124,57 @@ def pipeline_problem(
         objective=objective,
         num_model_chunks=num_model_chunks,
         launchable=launchable,
-        message_seconds=_message_seconds(chosen),
+        message_seconds=max(links.latency_seconds, _message_seconds(chosen)),
         step_error=_step_error(chosen),
     )
+
+
+def pipeline_keys(
+    profiles: Sequence[Profile], link_bytes_per_second: float | None, pool: Cluster
+) -> Keys:
+    """What pipelines of a pool count for a pair of devices.
+
+    Args:
+        profiles: Profiles of the pool's types, and perhaps of others.
+        link_bytes_per_second: Bandwidth of links that the pool does not state.
+        pool: The devices.
+
+    Raises:
+        ProblemError: A type has no profile.
+    """
+    chosen = {name: _profile_of(name, profiles) for name in pool.num_devices}
+    source = Source(list(chosen.values()), pool, link_bytes_per_second)
+    graphs = [profile.layers for profile in chosen.values() if profile.layers is not None]
+    ties = any(node.shared_with for graph in graphs for node in graph.nodes)
+
+    def keys(pair: Pair) -> dict[Key, float]:
+        link, (one, other) = source.link(pair), pair.types
+        shares = pair.level == "server"
+        kind = ("between",) if one != other else ("inside" if shares else "across", one)
+        found: dict[Key, float] = {kind: link.bytes_per_second}
+        if ties:
+            found["rate",] = link.bytes_per_second
+        if link.latency_seconds:
+            found["latency",] = -link.latency_seconds
+        busy = [name for name in pair.types if shares and chosen[name].busy is not None]
+        return found | {("alone", name): 0.0 for name in busy}
+
+    return keys
+
+
+def capacity_seconds(problem: PipelineProblem) -> float:
+    """Seconds per input that no plan is faster than, by what the devices can compute.
+
+    Devices of type i are priced at one over the seconds W_i that all layers take on them.
+    """
+    offered, least = 0.0, [inf] * len(problem.layers)
+    for pool in problem.pools:
+        work = [a + b for a, b in zip(pool.forward_seconds, pool.backward_seconds, strict=True)]
+        if (whole := sum(work)) <= 0:
+            return 0.0
+        offered += pool.num_devices / whole
+        least = [min(old, new / whole) for old, new in zip(least, work, strict=True)]
+    return sum(least) / offered
 
 
 def reserve_in_pipeline(

@@ -1,70 +1,122 @@
 """Parts of a pool that may train faster than the whole pool.
 
-Planners count all links of a device type at one rate, that of the slowest link between its devices.
-So a pool with a slow link would be planned too slow even where no plan needs to use that link: 8
-GPUs of one server, with 8 more behind a slow network. The parts without the slow links are pools of
-their own, with rates of their own; the best plan of any part is a plan of the pool. A degree of
-tensor parallelism must divide the devices of a server, so leaving devices idle may allow one too.
+Planners count all links of a kind (``Keys``) at the rate of the slowest one. So a pool with a slow
+link would be planned too slow even where no plan needs that link: 8 GPUs of one server, with 8 more
+behind a slow network. The parts without slow links are pools of their own. For every set of the
+pool's devices one of ``parts_of`` holds them all with links that are no slower. So the best plan of
+the parts is the best over all sets of devices, and more devices never make it slower.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
-from math import gcd, inf
+from functools import partial
+from itertools import combinations, islice, product
+from math import gcd, inf, lcm
 from typing import TypeVar
 
-from ..schema.cluster import Cluster, ServerGroup
-from ..schema.errors import ProblemError
+from ..costs.pipeline import slowest_links
+from ..schema.cluster import Cluster, Link
+from ..schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
 from ..schema.parallel import ParallelPlan, ParallelProof
+from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
+from .limits import Clock
+from .links import Levels, Pair, pairs_of
 
+_log = logging.getLogger("hetflow")
 _Item = TypeVar("_Item")
-_Plan = TypeVar("_Plan", SplitPlan, ParallelPlan)
+_Plan = TypeVar("_Plan", SplitPlan, PipelinePlan, ParallelPlan)
+Key = tuple[str, ...]
+Keys = Callable[[Pair], Mapping[Key, float]]
+"""What a plan counts for a pair of devices, at the worst of all pairs; more is better."""
+Chosen = tuple[tuple[int, int, tuple[tuple[str, int], ...]], ...]
+"""Servers of a part: their group's place, how many, and of each the devices (type, number)."""
 
-MOST_SUBSETS = 3
-"""Kinds of servers, or device types, of which all subsets are parts; of more, single ones are."""
-
-Rates = Callable[[Cluster], Mapping[str, float]]
-"""Device type -> bytes per second of the slowest link that a plan on the pool may use."""
+OF_ALL_DEVICES = ("rate", "latency", "alone")
+"""Kinds of keys that count for all devices of a plan, so that a part without such pairs is better;
+other kinds are of types."""
+MOST_SUBSETS = 4
+"""Device types of a server of which all subsets are tried; of more, all and single ones are."""
+MOST_DEALS = 16
+"""Ways to deal equal servers to two selections of their devices, at most."""
+MOST_THRESHOLDS = 512
+"""Combinations of thresholds on links, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a pool: its devices, rates and possible degrees by device type."""
+    """A part of a pool, and what its plans count: more of anything never makes them slower."""
 
     pool: Cluster
     devices: Mapping[str, int]
-    rates: Mapping[str, float]
+    rates: Mapping[Key, float]
     degrees: Mapping[str, frozenset[int]]
+    levels: Mapping[str, Levels]
 
     def is_at_least(self, other: "_Part") -> bool:
         """Whether every plan on the other part is one on this part, and no slower."""
-        return all(
-            self.devices.get(name, 0) >= number
-            and self.rates[name] >= other.rates[name]
-            and self.degrees[name] >= other.degrees[name]
-            for name, number in other.devices.items()
+        return (
+            all(
+                self.devices.get(name, 0) >= number and self.degrees[name] >= other.degrees[name]
+                for name, number in other.devices.items()
+            )
+            and all(self.rates.get(key, inf) >= rate for key, rate in other.rates.items())
+            and all(_embeds(self.levels[name], levels) for name, levels in other.levels.items())
         )
 
 
+def _embeds(whole: Levels, part: Levels) -> bool:
+    """Whether some devices of a type have links as fast as those of a part."""
+    rates, wanted = slowest_links(whole), slowest_links(part)
+    if rates[-1] >= wanted[0] or part[0].num_components == 1:
+        return True
+    return len(part) <= len(whole) and all(
+        own.num_components >= each.num_components and rate >= least
+        for own, each, rate, least in zip(whole, part, rates, wanted, strict=False)
+    )
+
+
 def parts_of(
-    pool: Cluster, rates_of: Rates, degrees: Mapping[str, Collection[int]] | None = None
+    pool: Cluster,
+    keys_of: Callable[[Cluster], Keys],
+    *,
+    degrees: Mapping[str, Collection[int]] | None = None,
+    levels_of: Callable[[Cluster], Mapping[str, Levels]] | None = None,
 ) -> list[Cluster]:
     """The pool, and its parts on which plans may be faster than on it.
 
-    Parts are kinds of servers, single servers, device types, and servers of which a few devices
-    stay idle. A part is left out where another one has its devices, rates and degrees.
-
     Args:
         pool: The whole pool, which comes first.
-        rates_of: The rates of any part. A part for which it raises ProblemError is left out.
+        keys_of: What plans on a part count for pairs of its devices. A part for which it raises
+            ProblemError is left out.
         degrees: Device type -> tensor-parallel degrees that were timed; None if only 1 is planned.
+        levels_of: The levels of a part's types, where plans tell them apart.
     """
-    known = degrees or {}
-    found = [_part(pool, rates_of(pool), known)]
-    for candidate in _candidates(pool, known):
+    known, of_whole = degrees or {}, worst_of(pool, keys_of(pool))
+
+    def part_of(part: Cluster) -> _Part:
+        devices = part.num_devices
+        rates = worst_of(part, keys_of(part))
+        if sum(devices.values()) > 1:
+            for kind, *names in of_whole:
+                if kind in OF_ALL_DEVICES and set(names) <= set(devices):
+                    rates.setdefault((kind, *names), inf)
+        return _Part(
+            pool=part,
+            devices=devices,
+            rates=rates,
+            degrees={
+                name: frozenset(d for d in known.get(name, (1,)) if width_of(part, name) % d == 0)
+                for name in part.num_devices
+            },
+            levels=levels_of(part) if levels_of is not None else {},
+        )
+
+    found = [part_of(pool)]
+    for candidate in _candidates(pool, keys_of(pool), known, in_levels=levels_of is not None):
         try:
-            part = _part(candidate, rates_of(candidate), known)
+            part = part_of(candidate)
         except ProblemError:
             continue
         if any(other.is_at_least(part) for other in found):
@@ -73,13 +125,243 @@ def parts_of(
     return [part.pool for part in found]
 
 
-def network_rates(pool: Cluster) -> dict[str, float]:
-    """The rates at which splits count: the network's, where a pool has several servers."""
-    slow = pool.inter_bytes_per_second if pool.num_servers > 1 else None
-    return dict.fromkeys(pool.num_devices, inf if slow is None else slow)
+def worst_of(part: Cluster, keys: Keys) -> dict[Key, float]:
+    """The worst of all pairs by key. A lone device's own link counts as its fastest to others."""
+    rates: dict[Key, float] = {}
+    for pair in pairs_of(part):
+        for key, value in keys(pair).items():
+            rates[key] = min(rates.get(key, inf), value)
+    for name, number in part.num_devices.items():
+        outwards = [rate for key, rate in rates.items() if key[0] == "between" and name in key[1:]]
+        if number == 1 and outwards:
+            rates["own", name] = max(outwards)
+    return rates
 
 
-def among_parts(plan: _Plan, bounds: Collection[float | None]) -> _Plan:
+def _candidates(
+    pool: Cluster, keys: Keys, degrees: Mapping[str, Collection[int]], *, in_levels: bool
+) -> Iterator[Cluster]:
+    """The largest parts without pairs below thresholds, for all thresholds that differ."""
+    pairs = {pair: keys(pair) for pair in pairs_of(pool)}
+    values: dict[Key, set[float]] = {}
+    for each in pairs.values():
+        for key, value in each.items():
+            values.setdefault(key, set()).add(value)
+            if key[0] != "between":  # with no such pair: parts of one type have none of those
+                values[key].add(inf)
+    seen = set()
+    for thresholds in islice(product(*(sorted(v) for v in values.values())), MOST_THRESHOLDS):
+        least = dict(zip(values, thresholds, strict=True))
+        allowed = {
+            pair for pair, each in pairs.items() if all(v >= least[key] for key, v in each.items())
+        }
+        for largest in _largest(pool, allowed):
+            for kept in _trimmed(largest, degrees, in_levels=in_levels):
+                if kept not in seen:
+                    seen.add(kept)
+                    yield _part_with(pool, kept)
+
+
+def _largest(pool: Cluster, allowed: Collection[Pair]) -> Iterator[Chosen]:
+    """The largest selections of devices whose pairs are all allowed."""
+    choices = [list(_choices(pool, number, allowed)) for number in range(len(pool.servers))]
+
+    def goes_with(one: Chosen, other: Chosen) -> bool:
+        return all(
+            Pair(pool.level(pool.servers[a], pool.servers[b]), (kind, beside), (a, b)) in allowed
+            for (a, _, here), (b, _, there) in product(one, other)
+            for (kind, _), (beside, _) in product(here, there)
+        )
+
+    def extended(chosen: Chosen, left: list[list[Chosen]]) -> Iterator[Chosen]:
+        if not left:
+            if chosen:
+                yield chosen
+            return
+        fitting = [each for each in left[0] if goes_with(chosen, each)]
+        for each in fitting:
+            yield from extended(chosen + each, left[1:])
+        later = [each for group in left[1:] for each in group]
+        if not any(all(goes_with(each, other) for other in later) for each in fitting):
+            yield from extended(chosen, left[1:])
+
+    yield from extended((), choices)
+
+
+def _choices(pool: Cluster, place: int, allowed: Collection[Pair]) -> Iterator[Chosen]:
+    """What the servers of a group may keep: all of them the same, one alone, or two dealt ways."""
+    group, own = pool.servers[place], (place, place)
+    order, level = list(group.devices), pool.level(group, group)
+
+    def across(names: Iterable[str], others: Iterable[str]) -> bool:
+        return all(
+            Pair(level, (min(a, b, key=order.index), max(a, b, key=order.index)), own) in allowed
+            for a, b in product(names, others)
+        )
+
+    def held(names: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+        alike = {name for name in names if Pair("server", (name, name), own) in allowed}
+        return tuple((name, group.devices[name] if name in alike else 1) for name in names)
+
+    found: list[tuple[str, ...]] = []
+    for names in subsets(order):
+        if all(Pair("server", pair, own) in allowed for pair in combinations(names, 2)):
+            is_all = group.count == 1 or across(names, names)
+            bigger = [more for more in found if set(names) < set(more)]
+            if not any(group.count == 1 or across(more, more) for more in bigger):
+                found.append(names)
+                yield ((place, group.count if is_all else 1, held(names)),)
+    for one, other in combinations(found, 2):
+        if set(one) < set(other) or set(other) < set(one) or not across(one, other):
+            continue
+        for count in range(1, min(group.count, MOST_DEALS + 1)):
+            rest = group.count - count
+            if (count == 1 or across(one, one)) and (rest == 1 or across(other, other)):
+                yield ((place, count, held(one)), (place, rest, held(other)))
+
+
+def _trimmed(
+    chosen: Chosen, degrees: Mapping[str, Collection[int]], *, in_levels: bool
+) -> Iterator[Chosen]:
+    """Those servers, with a few devices left idle where that makes them alike or fill degrees."""
+    numbers: dict[str, set[int]] = {}
+    for _, _, devices in chosen:
+        for name, number in devices:
+            numbers.setdefault(name, set()).add(number)
+    ways: list[list[Callable[[int], int]]] = []
+    for name, each in numbers.items():
+        multiples = {lcm(*some) for some in subsets(sorted(degrees.get(name, (1,))))}
+        uneven = {m for m in multiples if any(number % m for number in each)}
+        own: list[Callable[[int], int]] = [int, *(partial(_multiple, m) for m in sorted(uneven))]
+        if in_levels and len(each) > 1:
+            own += [partial(_capped, width) for width in sorted(each)]
+        ways.append(own)
+    for way in product(*ways):
+        keep = dict(zip(numbers, way, strict=True))
+        kept = tuple(
+            (place, count, tuple((name, n) for name, had in devices if (n := keep[name](had))))
+            for place, count, devices in chosen
+        )
+        if any(devices for *_, devices in kept):
+            yield tuple(each for each in kept if each[2])
+
+
+def _multiple(of: int, number: int) -> int:
+    return number - number % of
+
+
+def _capped(width: int, number: int) -> int:
+    return width if number >= width else 0
+
+
+def _part_with(pool: Cluster, chosen: Chosen) -> Cluster:
+    names = {name for *_, devices in chosen for name, _ in devices}
+    return replace(
+        pool,
+        servers=tuple(
+            replace(pool.servers[place], count=count, devices=dict(devices))
+            for place, count, devices in chosen
+        ),
+        device_types={name: kind for name, kind in pool.device_types.items() if name in names},
+        links=links_among(pool, names),
+    )
+
+
+def links_among(pool: Cluster, names: Collection[str]) -> tuple[Link, ...]:
+    """The stated links of a pool without those of types that a part lacks."""
+    return tuple(link for link in pool.links if set(link.between or ()) <= set(names))
+
+
+def width_of(pool: Cluster, device_type: str) -> int:
+    """Devices of a type per server that has it; the greatest common divisor if servers differ."""
+    return gcd(*(g.devices[device_type] for g in pool.servers if device_type in g.devices))
+
+
+def subsets(items: Sequence[_Item]) -> Iterator[tuple[_Item, ...]]:
+    """All subsets that are not empty, the largest first; of many items, all and single ones."""
+    few = len(items) <= MOST_SUBSETS
+    for size in range(len(items), 0, -1) if few else (len(items), 1):
+        yield from combinations(items, size)
+
+
+def is_part_of(part: Cluster, pool: Cluster) -> bool:
+    """Whether a pool holds all servers of another, each with its devices and its links."""
+    if any(pool.device_types.get(name) != kind for name, kind in part.device_types.items()):
+        return False
+    left = [group.count for group in pool.servers]
+    for group in part.servers:
+        wanted = group.count
+        for number, whole in enumerate(pool.servers):
+            holds = all(whole.devices.get(name, 0) >= n for name, n in group.devices.items())
+            if holds and replace(group, count=1, devices=whole.devices) == replace(whole, count=1):
+                taken = min(wanted, left[number])
+                left[number] -= taken
+                wanted -= taken
+        if wanted:
+            return False
+    is_joined = part.num_servers == 1 or part.inter_bytes_per_second == pool.inter_bytes_per_second
+    return is_joined and part.links == links_among(pool, part.device_types)
+
+
+def best_of_parts(
+    pools: Sequence[Cluster],
+    clock: Clock,
+    solve: Callable[[Cluster, Clock], _Plan],
+    least_seconds: Callable[[Cluster], float] = lambda pool: 0.0,
+) -> tuple[Cluster, _Plan]:
+    """The best plan of several parts, with the bound of all: (its part, the plan).
+
+    Args:
+        pools: The parts; of equally good plans the first one's is taken.
+        clock: What all searches may take.
+        solve: Finds the best plan of a part.
+        least_seconds: What no plan of a part is better than, in the unit of proofs; quick.
+
+    Raises:
+        InfeasibleError: No part has a plan; says what the first one lacks.
+        TooLittleTimeError: The limit of time came before there was a plan.
+    """
+    best: tuple[Cluster, _Plan] | None = None
+    bounds: list[float | None] = []
+    refused: InfeasibleError | TooLittleTimeError | None = None
+    whole_seconds = inf
+    for number, pool in enumerate(pools):
+        least = least_seconds(pool) if len(pools) > 1 else 0.0
+        if best is not None and least >= best[1].proof.objective:
+            continue
+        share = clock.part(len(pools) - number)
+        try:
+            if best is not None and share.effort().should_stop():
+                raise TooLittleTimeError("no time is left for this part")
+            plan = solve(pool, share)
+        except InfeasibleError as error:
+            refused = refused or error
+            continue
+        except TooLittleTimeError as error:
+            bounds.append(least)
+            refused = refused or error
+            continue
+        bounds.append(plan.proof.lower_bound)
+        if number == 0:
+            whole_seconds = plan.predicted.step_seconds
+        if best is None or plan.proof.objective < best[1].proof.objective:
+            best = pool, plan
+    if best is None:
+        assert refused is not None
+        raise refused
+    pool, plan = best
+    if pool is not pools[0]:
+        step = plan.predicted.step_seconds
+        others = "no plan fits" if whole_seconds == inf else f"a step takes {whole_seconds:.4g} s"
+        _log.info(
+            f"the plan is for {pool.title} of the pool, with a step of {step:.4g} s: over all its "
+            f"devices and links {others}"
+        )
+        plan = replace(plan, cluster=pool)
+    return pool, _among_parts(plan, bounds)
+
+
+def _among_parts(plan: _Plan, bounds: Collection[float | None]) -> _Plan:
     """The best plan of several pools, with the least of their bounds in its proof.
 
     Args:
@@ -104,81 +386,3 @@ def among_parts(plan: _Plan, bounds: Collection[float | None]) -> _Plan:
             gap=gap,
         )
     return replace(plan, proof=proof)
-
-
-def is_part_of(part: Cluster, pool: Cluster) -> bool:
-    """Whether a pool holds all servers of another, each with its devices and its links."""
-    if any(pool.device_types.get(name) != kind for name, kind in part.device_types.items()):
-        return False
-    left = [group.count for group in pool.servers]
-    for group in part.servers:
-        wanted = group.count
-        for number, whole in enumerate(pool.servers):
-            holds = all(whole.devices.get(name, 0) >= n for name, n in group.devices.items())
-            if holds and whole.intra_bytes_per_second == group.intra_bytes_per_second:
-                taken = min(wanted, left[number])
-                left[number] -= taken
-                wanted -= taken
-        if wanted:
-            return False
-    return part.num_servers == 1 or part.inter_bytes_per_second == pool.inter_bytes_per_second
-
-
-def width_of(pool: Cluster, device_type: str) -> int:
-    """Devices of a type per server that has it; the greatest common divisor if servers differ."""
-    return gcd(*(g.devices[device_type] for g in pool.servers if device_type in g.devices))
-
-
-def _part(
-    pool: Cluster, rates: Mapping[str, float], degrees: Mapping[str, Collection[int]]
-) -> _Part:
-    return _Part(
-        pool=pool,
-        devices=pool.num_devices,
-        rates=rates,
-        degrees={
-            name: frozenset(d for d in degrees.get(name, (1,)) if width_of(pool, name) % d == 0)
-            for name in pool.num_devices
-        },
-    )
-
-
-def _candidates(pool: Cluster, degrees: Mapping[str, Collection[int]]) -> Iterator[Cluster]:
-    for groups in _subsets(pool.servers):
-        alone = [(replace(groups[0], count=1),)] if len(groups) == 1 else []
-        for servers in (groups, *alone):
-            for types in _subsets([*dict.fromkeys(name for g in servers for name in g.devices)]):
-                uneven = [_uneven(servers, name, degrees.get(name, ())) for name in types]
-                for chosen in product(*uneven):
-                    yield from _kept(pool, servers, dict(zip(types, chosen, strict=True)))
-
-
-def _uneven(servers: Sequence[ServerGroup], name: str, degrees: Collection[int]) -> list[int]:
-    """1, and the degrees whose groups do not fill every server's devices of the type."""
-    numbers = [group.devices[name] for group in servers if name in group.devices]
-    return [1, *(d for d in sorted(degrees) if any(number % d for number in numbers))]
-
-
-def _kept(
-    pool: Cluster, servers: Sequence[ServerGroup], degrees: Mapping[str, int]
-) -> Iterator[Cluster]:
-    """The devices of these types, on each server as many as groups of the type's degree take."""
-    kept = []
-    for group in servers:
-        numbers = {
-            name: n - n % degrees[name] for name, n in group.devices.items() if name in degrees
-        }
-        devices = {name: number for name, number in numbers.items() if number}
-        if devices:
-            kept.append(replace(group, devices=devices))
-    if kept:
-        names = {name for group in kept for name in group.devices}
-        kinds = {name: kind for name, kind in pool.device_types.items() if name in names}
-        yield replace(pool, servers=tuple(kept), device_types=kinds)
-
-
-def _subsets(items: Sequence[_Item]) -> Iterator[tuple[_Item, ...]]:
-    """All subsets that are not empty, the largest first; of many items, all and single ones."""
-    few = len(items) <= MOST_SUBSETS
-    for size in range(len(items), 0, -1) if few else (len(items), 1):
-        yield from combinations(items, size)

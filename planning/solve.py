@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from functools import partial
 from typing import Any, Literal
 
 from ..costs.memory import reserve_of
@@ -19,7 +20,7 @@ from .inputs import flat, types_of
 from .limits import Clock
 from .options import Kind, refuse_unread
 from .plan_dollars import with_dollars
-from .pool_parts import among_parts, network_rates, parts_of
+from .pool_parts import best_of_parts, parts_of
 from .request import SolveRequest
 
 _log = logging.getLogger("hetflow")
@@ -277,25 +278,14 @@ def _split(request: SolveRequest, clock: Clock) -> SplitPlan:
     _warn_about_one_size(request)
     pools = [request.pool]
     if request.objective == "step_seconds":
-        pools = parts_of(request.pool, network_rates)
-    found: list[tuple[Cluster, SplitPlan]] = []
-    refused: InfeasibleError | None = None
-    for number, pool in enumerate(pools):
-        share = clock.part(len(pools) - number)
-        try:
-            plan = _split_in(pool, request, share, warns=pool is request.pool)
-        except InfeasibleError as error:
-            refused = refused or error
-            continue
-        found.append((pool, plan))
-    if not found:
-        assert refused is not None
-        raise refused
-    pool, plan = min(found, key=lambda one: one[1].proof.objective)  # of equal ones, the pool's
-    plan = among_parts(plan, [each.proof.lower_bound for _, each in found])
-    if pool is not request.pool:
-        plan = dataclasses.replace(plan, cluster=pool)
-        _log.info(f"the plan is for {pool.title} of the pool: the network would make it slower")
+        from .split_problem import split_keys
+
+        pools = parts_of(request.pool, partial(split_keys, request.profiles))
+    _, plan = best_of_parts(
+        pools,
+        clock,
+        lambda part, share: _split_in(part, request, share, warns=part is request.pool),
+    )
     for bound in plan.sync_bounds:
         _log.warning(f"{bound}; measure longer with --thorough")
     _say_what_is_simpler(plan)

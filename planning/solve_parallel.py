@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import replace
-from math import inf
+from functools import partial
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, InfeasibleError
@@ -10,9 +10,9 @@ from ..schema.layer_trace import LayerTrace, cannot_spread
 from ..schema.parallel import ParallelPlan, ParallelProblem, parallel_schedule
 from ..schema.schedule_traits import traits
 from .limits import Clock
-from .parallel_problem import degrees_of, parallel_problem, slowest_rates
+from .parallel_problem import degrees_of, parallel_keys, parallel_problem
 from .plan_dollars import priced
-from .pool_parts import among_parts, parts_of
+from .pool_parts import best_of_parts, parts_of
 from .request import SolveRequest
 from .solve_pipeline import links_between, say_obstacle, trace_for
 
@@ -91,51 +91,25 @@ def _in_the_best_part(
     """
     from ..solvers.parallel.solve import least_seconds, solve
 
-    said = request.pipeline.link_bytes_per_second
+    problems: dict[int, ParallelProblem] = {}
+
+    def problem_of(pool: Cluster) -> ParallelProblem:
+        if id(pool) not in problems:
+            problems[id(pool)] = _problem(request, pool, trace)
+        return problems[id(pool)]
+
     pools = parts_of(
         request.pool,
-        lambda pool: slowest_rates(request.profiles, pool, said),
-        degrees_of(request.profiles),
+        partial(parallel_keys, request.profiles, request.pipeline.link_bytes_per_second),
+        degrees=degrees_of(request.profiles),
     )
-    best: tuple[Cluster, ParallelProblem, ParallelPlan] | None = None
-    bounds: list[float | None] = []
-    refused: InfeasibleError | BackendError | None = None
-    whole_seconds = inf
-    for number, pool in enumerate(pools):
-        problem = _problem(request, pool, trace)
-        least = least_seconds(problem)
-        if best is not None and least >= best[2].predicted.step_seconds:
-            continue
-        share = clock.part(len(pools) - number)
-        if best is not None and share.effort().should_stop():
-            bounds.append(least)
-            continue
-        try:
-            plan = solve(problem, effort=share.effort(), chunked=share.effort(2))
-        except InfeasibleError as error:
-            refused = refused or error
-            continue
-        except BackendError as error:  # stopped before it had a plan
-            bounds.append(least)
-            refused = refused or error
-            continue
-        bounds.append(plan.proof.lower_bound)
-        if number == 0:
-            whole_seconds = plan.predicted.step_seconds
-        if best is None or plan.predicted.step_seconds < best[2].predicted.step_seconds:
-            best = pool, problem, plan
-    if best is None:
-        assert refused is not None
-        raise refused
-    pool, problem, plan = best
-    if pool is not request.pool:
-        step = plan.predicted.step_seconds
-        others = "no plan fits" if whole_seconds == inf else f"a step takes {whole_seconds:.4g} s"
-        _log.info(
-            f"the plan is for {pool.title} of the pool, with a step of {step:.4g} s: over all its "
-            f"devices and links {others}"
-        )
-    return pool, problem, among_parts(plan, bounds)
+    pool, plan = best_of_parts(
+        pools,
+        clock,
+        lambda part, share: solve(problem_of(part), effort=share.effort(), chunked=share.effort(2)),
+        lambda part: least_seconds(problem_of(part)),
+    )
+    return pool, problem_of(pool), plan
 
 
 def _problem(request: SolveRequest, pool: Cluster, trace: LayerTrace | None) -> ParallelProblem:

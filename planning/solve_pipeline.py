@@ -18,7 +18,7 @@ from ..schema.pipeline import (
 from ..schema.profile import Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from ..solvers.effort import DEFAULT, Effort
-from ..solvers.pipeline_links import PoolLinks, links_of
+from .links import PoolLinks, links_of
 
 _log = logging.getLogger("hetflow")
 

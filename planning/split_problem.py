@@ -6,12 +6,14 @@ from math import ceil, gcd
 
 from ..costs.compute import point_at
 from ..costs.memory import fitting_points, reserve_of, with_reserve
-from ..schema.cluster import Cluster
+from ..schema.cluster import Cluster, Link
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint, BusyHost, Profile
 from ..schema.records import nearest
+from .links import Pair, measured_between, stated_link
+from .pool_parts import Key, Keys, worst_of
 
 MAX_INTERPOLATED_SIZES = 512
 
@@ -31,8 +33,8 @@ def split_problem(
     memory is the cluster's if stated, else the profiled device's. A plan on one device uses the
     measurements made on one device alone. A plan on several devices uses those made on a busy host,
     if some server holds the type with other devices, the type was measured so, and a measured size
-    fits. Between servers, the slower of the measured link and the cluster's
-    ``inter_bytes_per_second`` counts.
+    fits. The ring of gradients is as slow as the pool's slowest link, where that is known: stated,
+    or measured between two types (``split_keys``).
 
     With ``interpolate``, sizes between profiled ones are allowed; their time and memory are linear
     between the neighbours'. In the uniform regime this is the one size that the plan needs. In the
@@ -62,6 +64,7 @@ def split_problem(
     by_type = _by_device_type(profiles)
     options, short = [], []
     used = [_profile_of(name, by_type) for name in cluster.num_devices]
+    link = _slowest_link(used, cluster)
     counted = optimizer or _measured_optimizer(used)
     total = sum(cluster.num_devices.values())
     for profile in used if optimizer is None else [_with_state(p, optimizer) for p in used]:
@@ -73,7 +76,7 @@ def split_problem(
         curve = fitting_points(profile.batch_curve, limit)
         if curve:
             options.append(
-                _option(profile, number, curve, _busy_host(profile, limit, cluster), cluster)
+                _option(profile, number, curve, _busy_host(profile, limit, cluster), link)
             )
         else:
             short.append((name, profile.batch_curve[0], limit))
@@ -87,6 +90,38 @@ def split_problem(
         optimizer=counted,
     )
     return _interpolated(problem) if interpolate else problem
+
+
+def split_keys(profiles: Sequence[Profile], pool: Cluster) -> Keys:
+    """What splits of a pool count for a pair of devices: links, and that a host is busy."""
+    by_type = {profile.device_type: profile for profile in profiles}
+
+    def keys(pair: Pair) -> dict[Key, float]:
+        found: dict[Key, float] = {}
+        link = stated_link(pool, pair)
+        if link is not None:
+            found = {("rate",): link.bytes_per_second, ("latency",): -link.latency_seconds}
+        elif pair.level == "server":
+            one, other = (by_type.get(name) for name in pair.types)
+            measured = one and other and measured_between(one, other)
+            if measured:
+                found["rate",] = measured.bytes_per_second
+        if pair.level == "server":
+            for name in pair.types:
+                if name in by_type and by_type[name].busy is not None:
+                    found["alone", name] = 0.0
+        return found
+
+    return keys
+
+
+def _slowest_link(profiles: Sequence[Profile], pool: Cluster) -> Link | None:
+    """The least rate and the longest latency of the pool's links; None where none is known."""
+    worst = worst_of(pool, split_keys(profiles, pool))
+    if ("rate",) not in worst:
+        return None
+    late = -worst.get(("latency",), 0.0)
+    return Link(level="pool", bytes_per_second=worst["rate",], latency_seconds=late)
 
 
 def _only_model(profiles: Sequence[Profile]) -> str:
@@ -173,7 +208,7 @@ def _option(
     number: int,
     curve: tuple[BatchPoint, ...],
     busy: BusyHost | None,
-    cluster: Cluster,
+    link: Link | None,
 ) -> DeviceOption:
     alone = AloneDevice(
         batch_curve=curve,
@@ -191,7 +226,8 @@ def _option(
         step_error=profile.step_error,
         weight_bytes=profile.weight_bytes,
         sync=profile.sync,
-        link_bytes_per_second=cluster.inter_bytes_per_second if cluster.num_servers > 1 else None,
+        link_bytes_per_second=None if link is None else link.bytes_per_second,
+        link_latency_seconds=0.0 if link is None else link.latency_seconds,
     )
 
 

@@ -41,7 +41,7 @@ def fit_link(message_bytes: Sequence[int], seconds: Sequence[float]) -> LinkFit 
 def fit_ring(
     num_devices: int, message_bytes: Sequence[int], seconds: Sequence[float]
 ) -> LinkFit | None:
-    """Fit latency and bandwidth of a ring all-reduce (costs.comm.ring_seconds) to its times.
+    """Fit latency and bandwidth of a ring all-reduce (costs.comm.collective_seconds) to its times.
 
     Args:
         num_devices: Members of the ring.

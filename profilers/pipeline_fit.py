@@ -9,9 +9,9 @@ there.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ..costs.comm import ring_seconds
+from ..costs.comm import Wire, collective_seconds
 from ..costs.pipeline import num_in_flight
 from ..schedules.replay import StepStage, flush_step_seconds
 from ..schema.profile import LayerGraph
@@ -43,11 +43,8 @@ class Trial:
     num_replicas: int = 1
 
 
-class Ring(NamedTuple):
+class Ring(Wire):
     """Of an all-reduce: seconds of a message beside its bytes, and the rate of its links."""
-
-    latency_seconds: float
-    bytes_per_second: float
 
     def slowed_to(self, seconds: float, num_bytes: int) -> "Ring":
         """The ring whose all-reduce of so many bytes between two takes ``seconds``.
@@ -55,7 +52,7 @@ class Ring(NamedTuple):
         At the end of a step gradients are copied into a buffer and back, caches are cold, and
         workers wait for each other. All-reduces of other sizes are taken to last as much longer.
         """
-        alone = ring_seconds(2, num_bytes, self.latency_seconds, self.bytes_per_second)
+        alone = collective_seconds("all-reduce", num_bytes, 2, self)
         slower = seconds / alone
         return Ring(self.latency_seconds * slower, self.bytes_per_second / slower)
 

@@ -3,19 +3,25 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table, listed
 from .records import (
     Count,
+    Name,
     PositiveBytes,
     PositiveDollars,
     PositiveRate,
+    Seconds,
     nearest,
     record,
     register_keys,
 )
+
+Level = Literal["server", "rack", "zone", "pool"]
+"""The smallest part of a pool that holds two devices, whose link joins them."""
 
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NAME = r"[A-Za-z][\w.+-]*(?::[A-Za-z][\w.+-]*)?"
@@ -38,11 +44,17 @@ class DeviceType:
 
 @record
 class ServerGroup:
-    """``count`` equal servers, each with ``devices`` (type -> number)."""
+    """``count`` equal servers of one rack and zone, each with ``devices`` (type -> number).
+
+    Groups that name the same ``rack`` of the same ``zone`` share it. Without a name, each group's
+    servers are joined to all others by the next level's link.
+    """
 
     count: Count
     devices: dict[str, Count]
     intra_bytes_per_second: PositiveRate | None = None
+    rack: Name | None = None
+    zone: Name | None = None
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -50,17 +62,41 @@ class ServerGroup:
 
 
 @record
-class Cluster(Shown):
-    """A complete description of a pool. A flat pool is one server that holds every device."""
+class Link:
+    """The links of a ``level``, or an exception for the pair of types that they are ``between``.
 
-    schema: Literal["hetflow.cluster/1"] = "hetflow.cluster/1"
+    Without a level, an exception holds at every level.
+    """
+
+    bytes_per_second: PositiveRate
+    latency_seconds: Seconds = 0.0
+    level: Level | None = None
+    between: tuple[Name, Name] | None = None
+
+    def __post_init__(self) -> None:
+        if self.level is None and self.between is None:
+            raise ProblemError("a link needs a level, a pair of device types (between), or both")
+
+
+@record
+class Cluster(Shown):
+    """A complete description of a pool. A flat pool is one server that holds every device.
+
+    Of the ``links`` that hold for two devices the most special one counts (``link``). Levels above
+    the server that none states have ``inter_bytes_per_second``. Files of ``hetflow.cluster/1``
+    have no ``links``, racks or zones.
+    """
+
+    schema: Literal["hetflow.cluster/1", "hetflow.cluster/2"] = "hetflow.cluster/1"
     device_types: dict[str, DeviceType]
     servers: tuple[ServerGroup, ...]
     inter_bytes_per_second: PositiveRate | None = None
+    links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.servers:
             raise ProblemError("servers must hold at least one group")
+        _check_links(self)
         for index, group in enumerate(self.servers):
             for name in group.devices:
                 if name not in self.device_types:
@@ -125,6 +161,41 @@ class Cluster(Shown):
         prices = {name: kind.dollars_per_hour for name, kind in self.device_types.items()}
         return {name: dollars for name, dollars in prices.items() if dollars}
 
+    def level(self, one: ServerGroup, other: ServerGroup) -> Level:
+        """The smallest part of the pool that holds two servers, of these groups."""
+        if one.zone != other.zone:
+            return "pool"
+        if one.rack is not None and one.rack == other.rack:
+            return "rack"
+        return "pool" if one.zone is None else "zone"
+
+    def link(
+        self, level: Level, types: tuple[str, str], server: ServerGroup | None = None
+    ) -> Link | None:
+        """The stated link between devices of two types that a level joins; None if none is.
+
+        A link of the pair and the level comes first, then one of the pair, the server's own rate,
+        one of the level, and between servers ``inter_bytes_per_second``.
+
+        Args:
+            level: That joins them.
+            types: Of the two devices.
+            server: At level ``server``, which one.
+        """
+        pairs = [link for link in self.links if link.between in (types, types[::-1])]
+        exceptions = [link for link in pairs if link.level == level]
+        exceptions += [link for link in pairs if link.level is None]
+        if exceptions:
+            return exceptions[0]
+        own = None if server is None else server.intra_bytes_per_second
+        if own is not None:
+            return Link(level=level, bytes_per_second=own)
+        for link in self.links:
+            if link.level == level and link.between is None:
+                return link
+        rate = self.inter_bytes_per_second
+        return Link(level=level, bytes_per_second=rate) if rate and level != "server" else None
+
     def shares_servers(self, device_type: str) -> bool:
         """Whether some server with this type has several devices, of any types."""
         return any(
@@ -141,17 +212,19 @@ class Cluster(Shown):
             spelling[name] = same[0] if name not in names and len(same) == 1 else name
         if len(set(spelling.values())) < len(spelling):
             return self  # the pool has both v100 and V100
-        return Cluster(
+        return replace(
+            self,
             device_types={spelling[name]: kind for name, kind in self.device_types.items()},
             servers=tuple(
-                ServerGroup(
-                    count=group.count,
-                    devices={spelling[name]: n for name, n in group.devices.items()},
-                    intra_bytes_per_second=group.intra_bytes_per_second,
-                )
+                replace(group, devices={spelling[name]: n for name, n in group.devices.items()})
                 for group in self.servers
             ),
-            inter_bytes_per_second=self.inter_bytes_per_second,
+            links=tuple(
+                link
+                if link.between is None
+                else replace(link, between=(spelling[link.between[0]], spelling[link.between[1]]))
+                for link in self.links
+            ),
         )
 
     @property
@@ -212,6 +285,22 @@ class Cluster(Shown):
         return cls(device_types=types, servers=tuple(servers))
 
 
+def _check_links(pool: Cluster) -> None:
+    """Refuse links that contradict each other, of unknown types, or in a file before /2."""
+    named = [group for group in pool.servers if group.rack or group.zone]
+    if pool.schema == "hetflow.cluster/1" and (pool.links or named):
+        raise ProblemError("links, racks and zones need a newer schema; state hetflow.cluster/2")
+    seen = set()
+    for number, link in enumerate(pool.links):
+        key = link.level, link.between and frozenset(link.between)
+        if key in seen:
+            raise ProblemError(f"links[{number}]: a second one for the same devices; keep one")
+        seen.add(key)
+        for name in link.between or ():
+            if name not in pool.device_types:
+                raise ProblemError(f"links[{number}].between: {name!r} is not in device_types")
+
+
 def is_device_type(text: str) -> bool:
     """Whether a text is a valid name of one device type in ``--gpus``."""
     return re.fullmatch(_NAME, text) is not None
@@ -265,4 +354,4 @@ def _bytes_of(text: str | None) -> int | None:
     return size
 
 
-register_keys(DeviceType, ServerGroup, Cluster)
+register_keys(DeviceType, ServerGroup, Link, Cluster)

@@ -8,6 +8,7 @@
     |-- TargetError         a model or script that cannot be loaded or run
     |-- InfeasibleError     exit 3: no plan exists; says what to relax, and by how much
     |-- BackendError        exit 1: a solver library misbehaved
+    |   `-- TooLittleTimeError    a limit of time came before there was a plan
     |-- PeerLostError       exit 1: another worker was lost during communication
     `-- LaunchError         a worker failed: exits with the worker's own code
 """
@@ -51,6 +52,10 @@ class BackendError(HetflowError):
     """A solver library returned an invalid answer."""
 
     exit_code = 1
+
+
+class TooLittleTimeError(BackendError):
+    """A limit of time came before a search had a plan."""
 
 
 class PeerLostError(HetflowError):

@@ -58,6 +58,7 @@ R = TypeVar("R")
 RECORDS: dict[str, dict[str | None, tuple[str, str]]] = {
     "hetflow.profile/1": {None: ("profile", "Profile")},
     "hetflow.cluster/1": {None: ("cluster", "Cluster")},
+    "hetflow.cluster/2": {None: ("cluster", "Cluster")},
     "hetflow.plan/1": {
         "split": ("plan", "SplitPlan"),
         "pipeline": ("pipeline", "PipelinePlan"),
@@ -169,11 +170,11 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
     fields: dict[str, Any] = expected.__dataclass_fields__  # type: ignore[attr-defined]
-    wanted = str(fields["schema"].default)
-    found = data.get("schema")
+    wanted, found = str(fields["schema"].default), data.get("schema")
+    kinds = RECORDS.get(str(found), {}).values()
     if found is None:
         raise FileError(f'{name}: $.schema: missing; add "schema": "{wanted}"')
-    if found != wanted:
+    if found != wanted and not any(name == expected.__name__ for _, name in kinds):
         guess = nearest(str(found), list(RECORDS))
         fix = f"; did you mean {guess!r}?" if guess and str(found) not in RECORDS else ""
         raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{fix}")

@@ -125,6 +125,14 @@ class DegreeLink:
 
 
 @record
+class TypesLink:
+    """The link between devices of two types, for messages and for rings over both."""
+
+    device_types: tuple[Name, Name]
+    curve: LinkCurve
+
+
+@record
 class ParallelPool:
     """Devices of one type, the model's times on them, and their links.
 
@@ -162,7 +170,8 @@ class ParallelProblem:
     weight bytes, plus stashed activations, plus ``reserved_bytes``. Gradients are all-reduced in
     buckets of ``bucket_bytes`` by rings of single devices (links of degree 1). ``most_stages``
     limits the stages of a pipeline; None sets no limit. ``num_model_chunks`` are the numbers of
-    stages per device to try; above 1 the schedule is interleaved 1F1B. With ``shard_optimizer`` the
+    stages per device to try; above 1 the schedule is interleaved 1F1B. Between two types counts the
+    slowest of both types' own links and of their entry in ``between``. With ``shard_optimizer`` the
     replicas of a stage, which then have one degree, share the optimizer's state.
     """
 
@@ -182,6 +191,7 @@ class ParallelProblem:
     num_model_chunks: tuple[Count, ...] = (1,)
     optimizer: OptimizerState | None = None
     shard_optimizer: bool = False
+    between: tuple[TypesLink, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names(self)
@@ -216,6 +226,11 @@ class ParallelProblem:
         if not self.shard_optimizer or self.optimizer is None:
             return 0.0
         return self.optimizer.state_bytes_per_weight_byte
+
+    def link_between(self, one: str, other: str) -> LinkCurve | None:
+        """Return the link between two device types; None for one, or if only their own count."""
+        pair = {one, other}
+        return next((each.curve for each in self.between if set(each.device_types) == pair), None)
 
     def sizes_of(self, tensor_parallel_size: int) -> ShardSizes | None:
         """Return the layers' bytes at a tensor-parallel degree; None if unknown."""
@@ -476,7 +491,7 @@ def _devices_of(stage: ParallelStage) -> list[tuple[str, int, int, int]]:
 
 
 register_keys(
-    LinkCurve, ShardTimes, ShardSizes, DegreeLink, ParallelPool, ParallelProblem, ReplicaGroup,
-    ParallelStage, ParallelPrediction, ParallelProof, ParallelAlternative, ParallelGain,
-    ParallelPlan,
+    LinkCurve, ShardTimes, ShardSizes, DegreeLink, TypesLink, ParallelPool, ParallelProblem,
+    ReplicaGroup, ParallelStage, ParallelPrediction, ParallelProof, ParallelAlternative,
+    ParallelGain, ParallelPlan,
 )  # fmt: skip

@@ -23,9 +23,9 @@ class DeviceOption:
     ``batch_curve`` holds only sizes that fit the memory. If a host has several devices,
     ``batch_curve``, ``update_seconds`` and ``fixed_seconds`` were measured while other devices of
     the host trained too; ``alone`` then holds the measurements of a device that trains alone. It is
-    None if these are the same. ``link_bytes_per_second`` limits the rate of the fitted ring model
-    (a cluster's slow network). ``step_error`` is the relative error of steps computed from these
-    terms.
+    None if these are the same. ``link_bytes_per_second`` and ``link_latency_seconds`` are of the
+    pool's slowest link, as far as it is known: the fitted ring is no faster. ``step_error`` is the
+    relative error of steps computed from these terms.
     """
 
     device_type: Name
@@ -35,6 +35,7 @@ class DeviceOption:
     weight_bytes: Bytes
     sync: Sync | None = None
     link_bytes_per_second: PositiveRate | None = None
+    link_latency_seconds: Seconds = 0.0
     interpolated_sizes: tuple[Count, ...] = ()
     fixed_seconds: Seconds = 0.0
     alone: AloneDevice | None = None

@@ -1,5 +1,8 @@
 """The all-reduce of every stage that there might be, as tables over its first and last layer."""
 
+from collections.abc import Iterable
+from itertools import combinations
+
 import numpy as np
 
 from ...schema.parallel import LinkCurve, ParallelProblem
@@ -20,13 +23,16 @@ def reduce_seconds(
     degree = min(option.tensor_parallel_size for option in options)
     shard = _gradients(problem, degree, [start, end])[:1, 1:]
     return max(
-        float(
-            _ring_seconds(
-                shard, num_replicas, problem.pools[option.pool].link(1), problem.bucket_bytes
-            )[0, 0]
-        )
-        for option in options
+        float(_ring_seconds(shard, num_replicas, link, problem.bucket_bytes)[0, 0])
+        for link in _links(problem, [option.pool for option in options])
     )
+
+
+def _links(problem: ParallelProblem, pools: Iterable[int]) -> list[LinkCurve]:
+    """The links of a ring over devices of these pools: each type's own, and between two types."""
+    each = [problem.pools[pool] for pool in pools]
+    pairs = (problem.link_between(a.device_type, b.device_type) for a, b in combinations(each, 2))
+    return [*(pool.link(1) for pool in each), *(link for link in pairs if link is not None)]
 
 
 def reduce_tables(
@@ -34,7 +40,7 @@ def reduce_tables(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each stage's all-reduce, by mix and at least by option.
 
-    A mix reduces the shard of its least degree, over the slowest of its types' links. So an option
+    A mix reduces the shard of its least degree, over the slowest of its links. So an option
     of a mix takes at least what the shards of any degree up to its own take over its own link.
 
     Args:
@@ -50,26 +56,23 @@ def reduce_tables(
     Raises:
         OutOfTimeError: The effort's limit came first.
     """
-    known: dict[tuple[int, int], np.ndarray] = {}
+    known: dict[tuple[LinkCurve, int], np.ndarray] = {}
 
-    def seconds(pool: int, degree: int) -> np.ndarray:
-        if (pool, degree) not in known:
+    def seconds(link: LinkCurve, degree: int) -> np.ndarray:
+        if (link, degree) not in known:
             effort.check()
-            known[pool, degree] = _ring_seconds(
-                _gradients(problem, degree),
-                num_replicas,
-                problem.pools[pool].link(1),
-                problem.bucket_bytes,
+            known[link, degree] = _ring_seconds(
+                _gradients(problem, degree), num_replicas, link, problem.bucket_bytes
             )
-        return known[pool, degree]
+        return known[link, degree]
 
     options = space.options
     degrees = {option.tensor_parallel_size for option in options}
     by_mix = [
         np.max(
             [
-                seconds(options[o].pool, min(options[i].tensor_parallel_size for i in mix))
-                for o in mix
+                seconds(link, min(options[i].tensor_parallel_size for i in mix))
+                for link in _links(problem, [options[o].pool for o in mix])
             ],
             axis=0,
         )
@@ -77,7 +80,11 @@ def reduce_tables(
     ]
     by_option = [
         np.min(
-            [seconds(o.pool, degree) for degree in degrees if degree <= o.tensor_parallel_size],
+            [
+                seconds(problem.pools[o.pool].link(1), degree)
+                for degree in degrees
+                if degree <= o.tensor_parallel_size
+            ],
             axis=0,
         )
         for o in options

@@ -366,6 +366,9 @@ class Search:
         own = max(options[o].gradient_seconds[end] for o in node.mix)
         onwards = max(options[o].output_seconds[end] for o in node.mix)
         outputs = np.maximum(self._outputs[:, end], onwards)
+        if self.space.between is not None:
+            crossing = self.space.between[:, list(node.mix), end].max(axis=1)
+            outputs = np.maximum(outputs, [crossing[list(mix)].max() for mix in self._mixes])
         return node.pending_seconds + node.output_seconds + own, outputs
 
     @cached_property
@@ -488,7 +491,10 @@ class Search:
             return node, 0.0
         options, end = self.space.options, node.end
         both = (*mix, *node.mix)
-        gradient = max(options[o].gradient_seconds[end] for o in both)
+        crossing = 0.0
+        if self.space.between is not None:
+            crossing = float(self.space.between[np.ix_(mix, node.mix)][..., end].max())
+        gradient = max(crossing, *(options[o].gradient_seconds[end] for o in both))
         last = node.stages[0]
         transfer = transfer_seconds(
             self.problem.cost_rule,
@@ -505,7 +511,7 @@ class Search:
             total_seconds=node.total_seconds + seconds,
             stages=(replace(last, transfer_seconds=transfer), *node.stages[1:]),
         )
-        return counted, max(options[o].output_seconds[end] for o in both)
+        return counted, max(crossing, *(options[o].output_seconds[end] for o in both))
 
     def _finish(self, node: Node, number: int, compute: float, below: float) -> Found | None:
         """The plan whose first stage, of the mix of that number, is all that is left.

@@ -11,7 +11,7 @@ from itertools import count, pairwise
 from math import ceil, inf
 
 from ...costs.parallel_stage import bubble_fraction
-from ...schema.errors import BackendError, InfeasibleError, ProblemError
+from ...schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
 from ...schema.parallel import (
     ParallelPlan,
     ParallelPrediction,
@@ -60,7 +60,7 @@ def solve(
     Raises:
         ProblemError: No type was timed at a microbatch size that the batch is large enough for.
         InfeasibleError: No plan fits the memory; says by how much.
-        BackendError: ``effort`` stopped the search before it had a plan.
+        TooLittleTimeError: ``effort`` stopped the search before it had a plan.
     """
     spaces = Spaces(problem)
     if not spaces.microbatch_sizes:
@@ -86,7 +86,9 @@ def solve(
     if in_chunks is not None:
         return _interleaved_plan(problem, in_chunks, bound)
     if effort.should_stop():
-        raise BackendError("the search was stopped before it had a plan", hint="give it more time")
+        raise TooLittleTimeError(
+            "the search was stopped before it had a plan", hint="give it more time"
+        )
     if 1 in problem.num_model_chunks:
         raise _infeasible(problem, spaces)
     raise interleaved.refusal(problem, spaces)

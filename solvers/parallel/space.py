@@ -125,6 +125,9 @@ class Space:
     one over what all layers take on that type."""
     worth_per_second: float
     """What the whole pool offers, at the same prices."""
+    between: np.ndarray | None
+    """[options, options, layers + 1] sending a microbatch over the link between two types; None
+    where only the links of both types count."""
 
 
 def microbatch_sizes(problem: ParallelProblem) -> list[int]:
@@ -209,7 +212,27 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
         least_seconds=tuple(_prefix(best)),
         least_worth=least_worth,
         worth_per_second=worth_per_second,
+        between=_between(problem, options, microbatch_size),
     )
+
+
+def _between(
+    problem: ParallelProblem, options: tuple[Option, ...], microbatch_size: int
+) -> np.ndarray | None:
+    """``Space.between``: as many copies as the side of more devices sends or receives."""
+    if not problem.between:
+        return None
+    outputs = [0.0, *(float(each) * microbatch_size for each in problem.output_bytes)]
+    found = np.zeros((len(options), len(options), len(outputs)))
+    waits = 2 if problem.boundary_rule == "blocking" else 1
+    for (i, one), (j, other) in product(enumerate(options), enumerate(options)):
+        names = [problem.pools[option.pool].device_type for option in (one, other)]
+        curve = problem.link_between(*names)
+        if curve is not None:
+            copies = max(one.tensor_parallel_size, other.tensor_parallel_size)
+            copies = 1 if problem.boundary_rule == "scattered" else copies
+            found[i, j] = [waits * curve.seconds(copies * each) for each in outputs]
+    return found
 
 
 def _may_mix(problem: ParallelProblem, options: tuple[Option, ...], mix: tuple[int, ...]) -> bool:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...schema.errors import BackendError, InfeasibleError
+from ...schema.errors import InfeasibleError, TooLittleTimeError
 from ...schema.pipeline import PipelinePlan, PipelineProblem
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from ..tolerance import MOST_GIVEN_UP
@@ -75,7 +75,7 @@ def solve(
     Raises:
         InfeasibleError: No partition fits the memory, or uses exactly what is asked; says which
             stage lacks how many bytes.
-        BackendError: ``effort`` stopped the search before it had a plan.
+        TooLittleTimeError: ``effort`` stopped the search before it had a plan.
     """
 
     def least(asked: PipelineProblem) -> PipelinePlan:
@@ -122,11 +122,13 @@ def _stopped(problem: PipelineProblem, tables: list[StageCosts]) -> PipelinePlan
     """The best of the plans that are known at once, for a search that was stopped before its own.
 
     Raises:
-        BackendError: None of them fits.
+        TooLittleTimeError: None of them fits.
     """
     found = at_once(problem, tables)
     if not found:
-        raise BackendError("the search was stopped before it had a plan", hint="give it more time")
+        raise TooLittleTimeError(
+            "the search was stopped before it had a plan", hint="give it more time"
+        )
     name = "stopped before a search began; the best of even cuts and single stages"
     if problem.minimises != "step":
         best = _choose(found)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...costs.comm import exposed_seconds, sync_seconds
 from ...costs.split import closing_seconds, predict
-from ...schema.errors import BackendError, InfeasibleError
+from ...schema.errors import BackendError, InfeasibleError, TooLittleTimeError
 from ...schema.plan import DeviceGroup, Proof, SplitPlan
 from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
@@ -75,7 +75,7 @@ def solve(
             hint="the default solver names the nearest batches that have a plan",
         )
     if solved.termination == "unknown":
-        raise BackendError(f"{backend} ended without a plan", hint="give it more time")
+        raise TooLittleTimeError(f"{backend} ended without a plan", hint="give it more time")
     return _plan(problem, (devices, singles), solved, backend, unit)
 
 

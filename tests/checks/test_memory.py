@@ -147,7 +147,7 @@ def broken_everywhere(
         ("kept_per_weight_byte", lambda found: found - 2, "memory_bytes is"),
         ("num_in_flight", lambda found: found + 1, "memory_bytes is"),
         ("weight_versions", lambda found: found + 1, "memory_bytes is"),
-        ("ring_sync_seconds", lambda found: 2 * found, "reduce_seconds is"),
+        ("collective_seconds", lambda found: 2 * found, "reduce_seconds is"),
         ("boundary_seconds", lambda found: 3 * found, "output_seconds is"),
         ("noam", lambda found: found + 1, "noam is"),
         ("worker_bytes", lambda found: found + 1000, "memory_bytes is"),
@@ -165,7 +165,7 @@ def test_an_error_in_a_pipeline_s_costs_does_not_reach_its_judge(
     assert any(fault in found for found in check(solve(asked), asked))
 
 
-@pytest.mark.parametrize("name", ["ring_seconds", "sync_seconds"])
+@pytest.mark.parametrize("name", ["collective_seconds", "sync_seconds"])
 def test_an_error_in_a_split_s_costs_does_not_reach_its_judge(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.costs.comm import exposed_seconds, ring_seconds, sync_seconds
+from hetflow.costs.comm import Wire, collective_seconds, exposed_seconds, sync_seconds
 from hetflow.costs.compute import point_at
 from hetflow.costs.memory import fitting_points
 from hetflow.costs.split import predict
 from hetflow.schema.errors import ProblemError
+from hetflow.schema.parallel import LinkCurve
 from hetflow.schema.plan import DeviceGroup
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
@@ -31,8 +32,18 @@ LINK = Sync(num_devices=2, sync_seconds=3.0, latency_seconds=0.25, bytes_per_sec
 
 
 def test_a_ring_sends_two_rounds_of_messages_and_shares() -> None:
-    assert ring_seconds(4, 1_000, 0.25, 500.0) == pytest.approx(6 * 0.25 + 6 / 4 * 2.0)
-    assert ring_seconds(1, 1_000, 0.25, 500.0) == 0
+    link = Wire(0.25, 500.0)
+    assert collective_seconds("all-reduce", 1_000, 4, link) == 6 * 0.25 + 6 / 4 * 2.0
+    assert collective_seconds("all-reduce", 1_000, 1, link) == 0
+
+
+def test_halves_of_an_all_reduce_and_messages_over_a_rate_or_a_curve() -> None:
+    curve = LinkCurve(coefficients=(500.0,), latency_seconds=0.25)
+    for link in (Wire(0.25, 500.0), curve):
+        whole = collective_seconds("all-reduce", 1_000, 4, link)
+        for half in ("reduce-scatter", "all-gather", "all-to-all"):
+            assert collective_seconds(half, 1_000, 4, link) == pytest.approx(whole / 2)
+        assert collective_seconds("point-to-point", 1_000, 2, link) == 0.25 + 2.0
 
 
 def test_one_device_or_no_measurement_costs_nothing() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hetflow.costs.comm import ring_seconds
+from hetflow.costs.comm import Wire, collective_seconds
 from hetflow.devices.backend import DeviceRequest, LocalDevice
 from hetflow.devices.cpu import cpu_device
 from hetflow.profilers.exchange import all_reduce_sizes
@@ -27,7 +27,10 @@ BANDWIDTH = st.floats(1e7, 1e11)
 
 
 def times(num_devices: int, latency: float, bandwidth: float) -> list[float]:
-    return [ring_seconds(num_devices, size, latency, bandwidth) for size in MESSAGE_BYTES]
+    return [
+        collective_seconds("all-reduce", size, num_devices, Wire(latency, bandwidth))
+        for size in MESSAGE_BYTES
+    ]
 
 
 @given(st.integers(2, 16), LATENCY, BANDWIDTH)

@@ -7,14 +7,14 @@ import os
 import pickle
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.schema import files, jobs, simulation
-from hetflow.schema.cluster import Cluster
+from hetflow.schema.cluster import Cluster, Level, ServerGroup
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.profile import BatchPoint, Profile, Sync
 from hetflow.tests.profiles import examples
@@ -105,11 +105,12 @@ def test_every_record_with_a_schema_of_its_own_is_read_by_it() -> None:
     room = Path(files.__file__).parent
     modules = [import_module(f"hetflow.schema.{path.stem}") for path in room.glob("[a-z]*.py")]
     stated = {
-        (str(fields["schema"].default), fields["kind"].default if "kind" in fields else None): cls
+        (schema, fields["kind"].default if "kind" in fields else None): cls
         for module in modules
         for cls in vars(module).values()
         if inspect.isclass(cls) and dataclasses.is_dataclass(cls)
         if "schema" in (fields := {field.name: field for field in dataclasses.fields(cls)})
+        for schema in get_args(get_type_hints(cls)["schema"])
     }
     messages = {("hetflow.resize/1", None), ("hetflow.resized/1", None)}  # of launches, not files
     read = {
@@ -276,6 +277,49 @@ def test_a_cluster_file_reads(tmp_path: Path) -> None:
     cluster = files.from_json(json.dumps(document), Cluster)
     assert cluster.num_devices == {"V100": 16}
     assert json.loads(files.to_json(cluster)) == document
+
+
+def test_a_newer_cluster_file_has_racks_zones_and_links() -> None:
+    document = {
+        "schema": "hetflow.cluster/2",
+        "device_types": {"A": {}, "B": {}},
+        "servers": [
+            {"count": 2, "devices": {"A": 4}, "rack": "r1", "zone": "east"},
+            {"count": 1, "devices": {"B": 2}, "rack": "r2", "zone": "east"},
+            {"count": 1, "devices": {"A": 1, "B": 1}, "intra_bytes_per_second": 2e9},
+        ],
+        "inter_bytes_per_second": 1e8,
+        "links": [
+            {"bytes_per_second": 1e10, "latency_seconds": 1e-6, "level": "server"},
+            {"bytes_per_second": 1e9, "latency_seconds": 1e-5, "level": "rack"},
+            {"bytes_per_second": 5e8, "latency_seconds": 0.0, "level": "zone"},
+            {"bytes_per_second": 4e8, "latency_seconds": 0.0, "between": ["B", "A"]},
+        ],
+    }
+    cluster = files.from_json(json.dumps(document), Cluster)
+    written = json.loads(files.to_json(cluster))
+    assert files.from_json(json.dumps(written), Cluster) == cluster
+    near, far, mixed = cluster.servers
+    assert [cluster.level(*pair) for pair in ((near, near), (near, far), (far, mixed))] == [
+        "rack", "zone", "pool",
+    ]  # fmt: skip
+
+    def rate(level: Level, types: tuple[str, str], server: ServerGroup | None = None) -> float:
+        found = cluster.link(level, types, server)
+        assert found is not None
+        return found.bytes_per_second
+
+    assert rate("server", ("A", "A"), near) == 1e10
+    assert rate("server", ("A", "A"), mixed) == 2e9  # the server's own rate comes before
+    assert rate("server", ("A", "B"), mixed) == 4e8  # the exception comes first
+    assert rate("zone", ("A", "B")) == 4e8
+    assert rate("zone", ("A", "A")) == 5e8
+    assert rate("pool", ("A", "A")) == 1e8
+    with pytest.raises(FileError, match=r"cluster/2"):
+        files.from_json(json.dumps(document | {"schema": "hetflow.cluster/1"}), Cluster)
+    twice = document | {"links": [document["links"][0]] * 2}
+    with pytest.raises(FileError, match=r"links\[1\]: a second one"):
+        files.from_json(json.dumps(twice), Cluster)
 
 
 def test_every_key_of_the_cluster_files_is_in_the_page_of_formats():

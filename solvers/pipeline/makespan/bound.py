@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....costs.pipeline import ring_sync_seconds
+from ....costs.comm import Wire, collective_seconds
 from ....schedules.replay import StepStage, flush_step_seconds
 from ....schema.pipeline import PipelineProblem
 from ..cuts import Floats, Mask
@@ -79,7 +79,8 @@ class StepModel:
         """Seconds of all-reduce and update for each byte of a stage's weights."""
         update = self.problem.pools[kind.pool].update_seconds / max(self.costs.total_weight, 1.0)
         rate = self.costs.reductions[kind.pool].rate(self.costs.bandwidths[kind.span])
-        return ring_sync_seconds(1.0, kind.num_replicas, rate) + update
+        ring = collective_seconds("all-reduce", 1.0, kind.num_replicas, Wire(0.0, rate))
+        return ring + update
 
     def end_start(self, kind: Kind) -> float:
         """Seconds of a stage's all-reduce beside its bytes."""

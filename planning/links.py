@@ -1,0 +1,299 @@
+"""The links between a pool's devices: stated by the pool or the user, or measured.
+
+They are never inferred from gradient synchronisation: its costs beside the bytes, which for a tiny
+model are all of it, would be counted as the link's (docs/decisions.md).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, combinations_with_replacement, groupby, product
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple
+
+from ..schema.cluster import Cluster, Level, Link
+from ..schema.errors import ProblemError
+from ..schema.pipeline import TopologyLevel
+from ..schema.profile import Profile
+from ..schema.step_costs import Links
+
+Levels = tuple[TopologyLevel, ...]
+
+
+class Pair(NamedTuple):
+    """Two devices of a pool: what joins them, their types, the places of their servers' groups."""
+
+    level: Level
+    types: tuple[str, str]
+    groups: tuple[int, int]
+
+
+def pairs_of(pool: Cluster) -> Iterator[Pair]:
+    """All kinds of pairs of two devices of a pool."""
+    for place, group in enumerate(pool.servers):
+        own = [*combinations_with_replacement(group.devices, 2)]
+        for one, other in own:
+            if one != other or group.devices[one] > 1:
+                yield Pair("server", (one, other), (place, place))
+        if group.count > 1:
+            yield from (Pair(pool.level(group, group), types, (place, place)) for types in own)
+        for later, beside in enumerate(pool.servers[place + 1 :], place + 1):
+            for types in product(group.devices, beside.devices):
+                yield Pair(pool.level(group, beside), types, (place, later))
+
+
+def stated_link(pool: Cluster, pair: Pair) -> Link | None:
+    """What a pool states of the link between two devices."""
+    server = pool.servers[pair.groups[0]] if pair.level == "server" else None
+    return pool.link(pair.level, pair.types, server)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLinks:
+    """The links of every device type and between types, the slowest of each kind.
+
+    ``between`` holds a link for every two types [(type, type)]. ``measured`` and ``assumed`` say, a
+    sentence a link, what the pool does not state: taken from where it was measured, or from
+    somewhere else.
+    """
+
+    levels: dict[str, Levels]
+    between: dict[tuple[str, str], float]
+    latency_seconds: float = 0.0
+    measured: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def between_types(self) -> float | None:
+        """The slowest link between two types; None for one type."""
+        return min(self.between.values(), default=None)
+
+
+def links_of(
+    profiles: Sequence[Profile], cluster: Cluster, link_bytes_per_second: float | None
+) -> PoolLinks:
+    """The links between a pool's devices: the pool's, else the user's, else the profiles'.
+
+    Inside a server of one type it is that type's measured link. Between types it is the measured
+    link of the pair; a pair that was not measured counts as the slowest link of one type, and so
+    does the network between servers. Where no profile measured any, the user is asked.
+
+    Args:
+        profiles: One for each type of the pool.
+        cluster: The pool; its own bandwidths come first.
+        link_bytes_per_second: What links that it does not state were said to do.
+
+    Raises:
+        ProblemError: A link was neither stated nor measured.
+    """
+    source = Source(profiles, cluster, link_bytes_per_second)
+    between: dict[tuple[str, str], float] = {}
+    names = [profile.device_type for profile in profiles]
+    for pair in pairs_of(cluster):
+        one, other = sorted(pair.types, key=names.index)
+        if one != other:
+            rate = source.link(pair).bytes_per_second
+            between[one, other] = min(between.get((one, other), inf), rate)
+    levels = {
+        profile.device_type: _levels(profile, cluster, source, min(between.values(), default=None))
+        for profile in profiles
+    }
+    return PoolLinks(
+        levels=levels,
+        between=between,
+        latency_seconds=source.latency_seconds,
+        measured=tuple(dict.fromkeys(source.measured)),
+        assumed=tuple(dict.fromkeys(source.assumed)),
+    )
+
+
+class Source:
+    """Answers for the links of a pool, and keeps what it answered for those not stated.
+
+    Args:
+        profiles: One for each type of the pool.
+        pool: Whose links.
+        said: Bytes per second that links which it does not state were said to have.
+    """
+
+    def __init__(self, profiles: Sequence[Profile], pool: Cluster, said: float | None) -> None:
+        self._profiles, self._pool, self._said = profiles, pool, said
+        self.measured: list[str] = []
+        self.assumed: list[str] = []
+        self.latency_seconds = 0.0
+
+    def link(self, pair: Pair) -> Link:
+        """The link of a pair of devices.
+
+        The network's for two types of a server beside other servers, if neither the pool nor a
+        profile tells it.
+
+        Raises:
+            ProblemError: The link was neither stated nor measured.
+        """
+        found = stated_link(self._pool, pair)
+        if found is not None:
+            self.latency_seconds = max(self.latency_seconds, found.latency_seconds)
+            return found
+        one, other = (self._profile(name) for name in pair.types)
+        if pair.level != "server":
+            rate = self._between_servers()
+        elif one is other:
+            rate = self._inside(one)
+        elif self._pool.num_servers > 1 and measured_between(one, other) is None:
+            rate = self._pool.inter_bytes_per_second or self._between_servers()
+        else:
+            rate = self._between(one, other)
+        return Link(level=pair.level, bytes_per_second=rate)
+
+    def lone(self, profile: Profile, between: float | None) -> float:
+        """Of the only device of its type: a link that no two of its replicas use."""
+        own = None if profile.links is None else profile.links.bytes_per_second
+        return self._said or between or own or 1.0
+
+    def slowest_known_inside(self, profile: Profile) -> float:
+        """The slowest link between two devices of a type in any server; infinite if unknown."""
+        own, found = (profile.device_type, profile.device_type), [inf]
+        for pair in pairs_of(self._pool):
+            if pair.types == own and pair.level == "server":
+                stated = stated_link(self._pool, pair)
+                found += [] if stated is None else [stated.bytes_per_second]
+        return min(found)
+
+    def _profile(self, name: str) -> Profile:
+        return next(profile for profile in self._profiles if profile.device_type == name)
+
+    def _inside(self, profile: Profile) -> float:
+        """The link between two devices of a type in one server."""
+        where = f"inside {profile.device_type} servers"
+        if self._said is None and profile.links is not None:
+            rate = profile.links.bytes_per_second
+            self.measured.append(f"links {where}: {_megabytes(rate)}, as measured")
+            return rate
+        return self._given(where)
+
+    def _between(self, one: Profile, other: Profile) -> float:
+        """The link between devices of two types in one server."""
+        where, found, own = "between device types", self._slowest(), measured_between(one, other)
+        pair = f"between {one.device_type} and {other.device_type}"
+        if self._said is not None:
+            return self._given(where)
+        if own is not None:
+            rate = own.bytes_per_second
+            self.measured.append(f"links {pair}: {_megabytes(rate)}, as measured")
+            return rate
+        pairs = [measured_between(*each) for each in combinations(self._profiles, 2)]
+        known = [links.bytes_per_second for links in pairs if links is not None]
+        if found is None:
+            if not known:
+                return self._given(where)
+            rate = min(known)
+            self.assumed.append(f"links {pair}: {_megabytes(rate)}, the slowest measured")
+            return rate
+        rate, of_type = found
+        if len({_base(profile) for profile in self._profiles}) == 1 and not known:
+            self.measured.append(f"links {where}: {_megabytes(rate)}, as measured")
+        else:
+            told = pair if known else where
+            self.assumed.append(f"links {told}: {_megabytes(rate)}, that between two {of_type}")
+        return rate
+
+    def _between_servers(self) -> float:
+        """The network."""
+        where, found = "between servers", self._slowest()
+        if self._said is not None or found is None:
+            return self._given(where)
+        rate, of_type = found
+        self.assumed.append(
+            f"links {where}: {_megabytes(rate)}, that between two {of_type} of one host"
+        )
+        return rate
+
+    def _slowest(self) -> tuple[float, str] | None:
+        """The least rate of all types whose link was measured, and the type."""
+        found = [
+            (profile.links.bytes_per_second, profile.device_type)
+            for profile in self._profiles
+            if profile.links is not None
+        ]
+        return min(found, default=None)
+
+    def _given(self, where: str) -> float:
+        if self._said is None:
+            raise ProblemError(
+                f"the bandwidth {where} is missing",
+                hint="measure it (`hetflow profile --links`), state it in a cluster file, or give "
+                "one for all links (--link-bytes-per-second)",
+            )
+        self.assumed.append(f"links {where}: {_megabytes(self._said)}, by --link-bytes-per-second")
+        return self._said
+
+
+def measured_between(one: Profile, other: Profile) -> Links | None:
+    """The measured link between devices of two types, from either's profile; None if unknown.
+
+    Profiles that were measured apart may both hold it; the slower one counts.
+    """
+    found = [
+        link.links
+        for here, there in ((one, other), (other, one))
+        for link in here.links_to
+        if link.device_type == there.device_type
+    ]
+    return min(found, key=lambda links: links.bytes_per_second, default=None)
+
+
+def _base(profile: Profile) -> str:
+    """The real device whose link a type has."""
+    return profile.emulation.base_device_type if profile.emulation else profile.device_type
+
+
+def _megabytes(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e6:.4g} MB/s"
+
+
+def _levels(
+    profile: Profile, cluster: Cluster, source: Source, between_types: float | None
+) -> Levels:
+    """Devices of a type in servers, racks and zones; one level of all where these are unlike."""
+    name = profile.device_type
+    shape = _shape_of(cluster, name)
+    rates: dict[str, float] = {}
+    for pair in pairs_of(cluster):
+        if pair.types == (name, name) and (shape or pair.level != "server"):
+            rate = source.link(pair).bytes_per_second
+            rates[pair.level] = min(rates.get(pair.level, inf), rate)
+    if not shape:  # the network counts, and slower links inside servers as far as they are known
+        rates["server"] = source.slowest_known_inside(profile)
+        total = cluster.num_devices[name]
+        return (TopologyLevel(num_components=total, bytes_per_second=min(rates.values())),)
+    if not rates:
+        server = next(group for group in cluster.servers if name in group.devices)
+        stated = cluster.link("server", (name, name), server)
+        rate = source.lone(profile, between_types) if stated is None else stated.bytes_per_second
+        return (TopologyLevel(num_components=1, bytes_per_second=rate),)
+    return tuple(
+        TopologyLevel(num_components=number, bytes_per_second=rates[level])
+        for level, number in shape
+        if number > 1
+    )
+
+
+def _shape_of(cluster: Cluster, name: str) -> list[tuple[Level, int]]:
+    """How many parts of the level below each level has; empty where they are unlike."""
+    paths: list[tuple[object, ...]] = []
+    for group in cluster.servers:
+        for _ in range(group.count if name in group.devices else 0):
+            server = len(paths)
+            rack = server if group.rack is None else (group.zone, group.rack)
+            paths.append((server, rack, rack if group.zone is None else group.zone, "pool"))
+    widths = {group.devices[name] for group in cluster.servers if name in group.devices}
+    shape: list[tuple[Level, int]] = [("server", min(widths))]
+    levels: tuple[Level, ...] = ("rack", "zone", "pool")
+    for depth, level in enumerate(levels, 1):
+        runs = [list(same) for _, same in groupby(paths, key=itemgetter(depth))]
+        shape.append((level, len(runs[0])))
+        if len({len(run) for run in runs}) > 1 or len({path[depth] for path in paths}) < len(runs):
+            return []
+        paths = [run[0] for run in runs]
+    return shape if len(widths) == 1 else []
