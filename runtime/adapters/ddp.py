@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...schema.errors import TargetError
 from .batch_norm import adapt as adapt_batch_norm
+from .divided import adapt as adapt_divisors
 from .patching import around
 from .training import Cuts, Training, begun, training
 
@@ -39,6 +40,7 @@ def adapt(_: Any) -> None:
     around(torch.autograd, "backward", _backward)  # Tensor.backward calls it
     around(torch.amp.GradScaler, "scale", _scale)
     adapt_batch_norm()
+    adapt_divisors()
 
 
 class _Script:

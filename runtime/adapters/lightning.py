@@ -515,7 +515,12 @@ class _TrainerStrategy(_PlanStrategy):
     ) -> Any:
         if self._is_trying:
             return closure()
-        return self._own.optimizer_step(optimizer, closure, model, **options)
+
+        def recorded() -> Any:
+            training().losses.enter()  # left where an optimizer steps
+            return closure()
+
+        return self._own.optimizer_step(optimizer, recorded, model, **options)
 
     def _by_hand(self, step: Step, batch: Any, *rest: Any) -> Any:
         """A training step in which the script itself goes back and updates."""

@@ -29,6 +29,7 @@ from .. import peers
 from ..group import Place
 from ..promise.graph import chain, last_divisors_of, signature_of, targets_of
 from ..sync_batch_norm import gathered
+from .divided import share_of
 from .recording import Recording, Slice, run_again, with_rows
 
 _ROWS = 32  # samples that are tried one by one
@@ -199,7 +200,7 @@ class Losses:
             self._has_unknown = self.is_untried = False
         if form is None:  # tried when it comes again
             self._has_unknown = True
-            is_cross_entropy = any(hasattr(n, "_saved_total_weight") for n in chain(loss.grad_fn))
+            is_cross_entropy = any(hasattr(n, "_saved_total_weight") for n in chain(loss))
             form = _Form("targets" if is_cross_entropy else "samples")
         if form.kind == "sum":
             return float(self._training.has_samples)
@@ -224,10 +225,9 @@ class Losses:
             divisor = totals[0]
         else:
             divisor = last_divisors_of(loss)[form.divisor]
-        own = divisor.detach().to(torch.float64).reshape(())
-        if not self._training.has_samples:
-            own = torch.zeros_like(own)
-        return float(own / self._training.sum_of(own))
+        return share_of(
+            loss, divisor, counts=self._training.has_samples, sum_of=self._training.sum_of
+        )
 
     # The trial
 
@@ -376,7 +376,7 @@ class _Trial:
                 )
 
     def _place_of_divisor(self, loss: Tensor) -> int:
-        number = self._recorded.denominator
+        number = self._recorded.divisor
         assert number is not None
         value = self._run(range(self._num_rows), self._recorded.leaves, number)[1]
         found = last_divisors_of(loss)
@@ -415,7 +415,7 @@ class _Trial:
             for other in (mean, divided)
         )
         if divisor is not None and not any(weights):  # of samples that all count nothing
-            is_divided = is_divided or math.isnan(whole)
+            is_divided = is_divided or math.isnan(whole) or not whole
         best = max(range(len(chosen)), key=lambda i: _size(found[i][0]))
         return _Verdict(
             is_mean,
@@ -542,7 +542,7 @@ def _are_close(values: Sequence[float], close: float) -> bool:
 
 def _known(loss: Tensor) -> Any:
     """The node of a loss whose value is the batch's by now, of which this is a multiple."""
-    for node in chain(loss.grad_fn):
+    for node in chain(loss):
         if isinstance(node, Known._backward_cls):
             return node
     return None

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _SCALED = {torch.ops.aten.mul, torch.ops.aten.div}
 _CROSS_ENTROPIES = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
+_KEEPING = {torch.ops.aten.clamp, torch.ops.aten.clamp_min}
 _PASSED = _SCALED | {
     torch.ops.aten.alias,
     torch.ops.aten.neg,
@@ -80,12 +81,26 @@ class Slice:
         return None, False, False
 
     @property
-    def denominator(self) -> int | None:
+    def divisor(self) -> int | None:
         """The number of what the loss is divided by at last; None where that is no tensor.
 
         A cross entropy divides by its total weight, also where it is a term of the loss.
         """
         return self._divisor()[0]
+
+    @property
+    def denominator(self) -> int | None:
+        """The divisor before it was kept from being nothing."""
+        made = {n: operator for operator in self.operators for n in operator.outputs}
+        number = self.divisor
+        while number in made:
+            operator = made[number]
+            inputs = [v for v in operator.arguments[0] if isinstance(v, _Number)]
+            packet = getattr(operator.function, "overloadpacket", None)
+            if packet not in _KEEPING or len(inputs) != 1:
+                break
+            number = inputs[0].number
+        return number
 
     @property
     def divides_by_targets(self) -> bool:

@@ -351,6 +351,12 @@ class Training:
             yield
         finally:
             self._part_weight, self._is_inside = None, False
+            self._had_idle = False  # the library's step has not counted such a sample
+
+    def weigh_part(self, weight: float) -> None:
+        """Let the part that runs count so much, as its loss shows; nothing in evaluation."""
+        if self._part_weight is not None:
+            self._part_weight = weight
 
     @contextmanager
     def evaluating(self, piece: Piece) -> Iterator[None]:

@@ -11,16 +11,17 @@ import functools
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ...schema.errors import TargetError
-from ..promise.graph import divisors_of
+from ..promise.graph import divisors_of, last_divisors_of
+from .divided import before, share_of
 from .numbers import slope_of
 from .patching import around, check_version
 from .scalars import with_scalars
@@ -30,8 +31,11 @@ VERSIONS = ((4, 57), (5, 24))  # the oldest and the newest that were tested
 _CLOSE = 1e-5  # of losses in 32 or 64 bits; parts of the latter may be computed in 32
 _CLOSE_OF_HALF = 2e-3  # of these, where the model computes in 16 bits
 _IGNORED = -100  # the label that counts nothing
-_Kind = Literal["sum", "samples", "next labels", "labels"]
-_KINDS: tuple[_Kind, ...] = ("sum", "samples", "next labels", "labels")
+_Kind = Literal[
+    "sum", "samples", "next labels", "labels", "divisor 0", "divisor 1", "divisor 2", "divisor 3"
+]
+_KINDS: tuple[_Kind, ...] = get_args(_Kind)  # in order of preference
+_READ: tuple[_Kind, ...] = _KINDS[4:]  # by what divides the loss, the last division first
 _FIRST: dict[str, int] = {"next labels": 1, "labels": 0}  # the first label of a sample that counts
 _STATE, _STATE_ALONE = "rng_state_{}.pth", "rng_state.pth"  # Trainer's files in a checkpoint
 # Where trl's trainers note results of each loss until they log them; trials are none.
@@ -39,7 +43,7 @@ _NOTES = ("_metrics", "_stored_metrics", "_total_train_tokens")
 _ENDLESS = 1_000_000_000  # steps
 _INTEGRATIONS = "transformers.integrations"  # loggers of other tools
 _LOOSE = 3e-2  # of losses in 16 bits
-_DIVISORS = 4  # of a loss, that are followed
+_DIVISORS = len(_READ)  # of a loss, that are followed
 _ROWS, _WIDE = 4, 4  # rows that a trial may have on any device; bytes of 32-bit numbers
 
 
@@ -69,6 +73,7 @@ def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
     # Else each worker counts by its own items, where one process counts by the batch's.
     settings.average_tokens_across_devices = True
     self.pieces_ahead, self.trained_form, self.evaluated_form = deque(), None, None
+    self.form_now, self.weight_now = None, 0.0
     # Of this object, because classes of other libraries replace the methods of Trainer's.
     for name, other in _METHODS.items():
         setattr(self, name, functools.partial(other, getattr(self, name), self))
@@ -120,9 +125,16 @@ def _compute(
 ) -> Any:
     """Compute a loss, and note by how many items it is divided, for trials."""
     self.items_asked = values[1] if len(values) > 1 else options.get("num_items_in_batch")
-    made = original(model, inputs, *values, **options)
-    if self.trained_form is not None:
-        self.trained_form.check(made[0] if isinstance(made, tuple) else made, inputs)
+    form: Form | None = self.form_now
+    reads_graph = form is not None and form.kind in _READ
+    with torch.set_grad_enabled(reads_graph or torch.is_grad_enabled()):
+        made = original(model, inputs, *values, **options)
+    if form is not None:
+        loss = made[0] if isinstance(made, tuple) else made
+        form.check(loss, inputs)
+        if reads_graph:
+            self.weight_now = form.weight_of(loss, training())
+            training().weigh_part(self.weight_now)
     return made
 
 
@@ -133,17 +145,35 @@ def _predict(
     current = training()
     piece = current.piece
     assert piece is not None
-    with current.evaluating(piece):
-        loss, logits, labels = original(model, inputs, *values, **options)
+
+    def evaluated() -> Any:
+        with current.evaluating(piece), _weighed_by(self, self.evaluated_form):
+            return original(model, inputs, *values, **options)
+
+    loss, logits, labels = evaluated()
     if loss is not None and not current.runs_whole:
         if self.evaluated_form is None:
             current.losses.skip()
             self.evaluated_form = form_of(self, model, inputs, self.items_asked, current)
+            if self.evaluated_form.kind in _READ:
+                loss, logits, labels = evaluated()
         shares = [(inputs, piece.own_samples)]
         (weight,) = self.evaluated_form.weights(shares, piece, current)
+        if self.evaluated_form.kind in _READ:
+            weight = self.weight_now
         own = loss * (weight / current.world_size) if weight else torch.zeros_like(loss)
         loss = current.sum_of(own).as_subclass(_BatchLoss)
     return loss, logits, labels
+
+
+@contextlib.contextmanager
+def _weighed_by(trainer: Any, form: "Form | None") -> Iterator[None]:
+    """A context in which losses that the Trainer computes are of this form."""
+    trainer.form_now = form
+    try:
+        yield
+    finally:
+        trainer.form_now = None
 
 
 class _BatchLoss(Tensor):
@@ -191,8 +221,9 @@ def _step(
     for number, ((share, num_samples), weight) in enumerate(zip(shares, weights, strict=True), 1):
         is_last = number == len(parts)
         waits = contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model)
-        with current.part(num_samples, weight), waits:
+        with current.part(num_samples, weight), waits, _weighed_by(self, self.trained_form):
             loss = original(model, share, num_items_in_batch)
+            weight = self.weight_now if self.trained_form.kind in _READ else weight
         # What Trainer logs is the plain mean of the workers' losses.
         total = total + loss * weight if weight else total
     return total
@@ -255,17 +286,20 @@ class Form:
 
     Attributes:
         kind: The batch's loss is their sum, or a mean in which samples count, or labels, or labels
-            without the first of each sample, which a causal language model predicts from nothing.
+            without the first of each sample, which a causal language model predicts from nothing,
+            or what divides each loss in its graph, as a mask or class weights do.
         scale: What Trainer multiplies the loss by, because others have the rest of the batch.
         counts_all: Whether samples count, and labels would too: each of them counted in the trial.
         divisors: [n] by what a loss is divided for each sample or label that counts; 0 where that
             does not follow from their number.
+        num_read: Divisors in the graph of a loss.
     """
 
     kind: _Kind
     scale: float
     counts_all: bool
     divisors: tuple[float, ...]
+    num_read: int = 0
 
     def check(self, loss: Tensor, inputs: Any) -> None:
         """Refuse a mean over a mask, or over targets, that was full in the trial and is not now.
@@ -277,7 +311,7 @@ class Form:
         Raises:
             TargetError: What divides the loss no longer follows from the samples or labels.
         """
-        if self.kind == "sum" or not any(self.divisors):
+        if self.kind in ("sum", *_READ) or not any(self.divisors):
             return
         count = _weight_in(inputs, self.kind)
         for expected, divisor in zip(self.divisors, divisors_of(loss), strict=False):
@@ -289,6 +323,21 @@ class Form:
                     f"by {expected * count:.6g}: it is a mean over a mask or over some targets",
                     hint="compute a mean over samples, or divide by num_items_in_batch",
                 )
+
+    def weight_of(self, loss: Tensor, current: Training) -> float:
+        """What a part's loss counts in the workers' plain mean, by its graph; call it on all.
+
+        Raises:
+            TargetError: It is no longer divided as in the trial.
+        """
+        found, at = last_divisors_of(loss), _READ.index(self.kind)
+        if len(found) != self.num_read or found[at].numel() != 1:
+            raise TargetError(
+                "the loss is divided in another way than in the first batch",
+                hint="compute it alike in every step, or divide by num_items_in_batch",
+            )
+        share = share_of(loss, found[at], counts=current.has_samples, sum_of=current.sum_of)
+        return share * current.world_size / self.scale
 
     def weights(
         self, shares: list[tuple[Any, int]], piece: Piece, current: Training
@@ -303,6 +352,8 @@ class Form:
         Raises:
             TargetError: Some labels begin to count nothing, which the trial has not seen.
         """
+        if self.kind in _READ:
+            return [float(num_samples > 0) for _, num_samples in shares]  # until the loss is there
         if self.kind == "sum":
             counts, total = [float(num_samples > 0) for _, num_samples in shares], 1.0
         elif self.kind == "samples":
@@ -339,38 +390,46 @@ def form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Trainin
     Raises:
         TargetError: It is none of the known forms.
     """
-    fits, scale, divisors, said = _tried(self, model, inputs, num_items, current)
-    # [kinds + 2] workers that each kind fits, workers that could tell, sum of their scales; then
-    # [kinds, _DIVISORS] sums of divisors, and workers that have each
+    fits, scale, divisors, num_read, said = _tried(self, model, inputs, num_items, current)
+    # [kinds + 3] workers that each kind fits, workers that could tell, sums of their scales and of
+    # their divisors' number; then [kinds, _DIVISORS] sums of divisors, and workers that have each
     own = [float(kind in fits) for kind in _KINDS] if fits is not None else [0.0] * len(_KINDS)
-    own += [0.0, 0.0] if fits is None else [1.0, scale]
+    own += [0.0] * 3 if fits is None else [1.0, scale, float(num_read)]
     known: list[float] = []
     for kind in _KINDS:
         known += [*divisors.get(kind, []), *[0.0] * _DIVISORS][:_DIVISORS]
     own += [*known, *(float(value != 0) for value in known)]
     found = torch.tensor(own, dtype=torch.float64, device=current.place.device)
     totals = current.sum_of(found).tolist()
-    counts, (tellers, scales) = totals[: len(_KINDS)], totals[len(_KINDS) :][:2]
+    counts, (tellers, scales, reads) = totals[: len(_KINDS)], totals[len(_KINDS) :][:3]
     kinds = [kind for kind, count in zip(_KINDS, counts, strict=True) if count == tellers]
     if not tellers or not kinds:
         raise TargetError(
             "how the loss of a batch is made of the losses of its parts is not known: "
-            + (said or "it is not their sum, nor their mean by samples or by labels")
+            + (
+                said
+                or "it is not their sum, nor their mean by samples or by labels"
+                + ("" if current.some_run_parts else ", nor by what divides it in its graph")
+            )
             if tellers
             else "every device has less than two samples: how the loss of a batch is made of the "
             "losses of its parts cannot be tried",
             hint="compute a mean over samples, or divide by num_items_in_batch"
+            + ("; solve for one virtual node on each device" if current.some_run_parts else "")
             if tellers
             else "use a larger batch, or a collator that gives each sample a row",
         )
-    is_open = kinds[0] == "samples" and "labels" in kinds
-    sums, have = torch.tensor(totals[len(_KINDS) + 2 :]).view(2, len(_KINDS), -1).tolist()
-    at = _KINDS.index(kinds[0])
+    kind = kinds[0]
+    if kind == "samples":  # what divides the loss follows masks that come later, too
+        kind = next((read for read in kinds if read in _READ), kind)
+    is_open = kind == "samples" and "labels" in kinds
+    sums, have = torch.tensor(totals[len(_KINDS) + 3 :]).view(2, len(_KINDS), -1).tolist()
+    at = _KINDS.index(kind)
     shared = [
         total / tellers if number == tellers else 0.0
         for total, number in zip(sums[at], have[at], strict=True)
     ]
-    return Form(kinds[0], round(scales / tellers), is_open, tuple(shared))
+    return Form(kind, round(scales / tellers), is_open, tuple(shared), round(reads / tellers))
 
 
 def _with_unlike_rows(inputs: dict[str, Any], hides: bool) -> dict[str, Any]:
@@ -426,6 +485,7 @@ def _parts_to_try(
         kinds: set[_Kind] = {"sum", "samples"}
         if isinstance(labels, Tensor):
             kinds |= {"labels", "next labels"}
+        kinds |= set(_READ)
         chosen = [all_rows * i // rows for i in range(rows)]
         tried = _with_unlike_rows(slice_tensors(inputs, chosen), hides)
         parts = [tried]
@@ -448,8 +508,8 @@ def _parts_to_try(
 
 def _tried(
     self: Any, model: Any, inputs: Any, num_items: Any, current: Training
-) -> tuple[set[_Kind] | None, float, dict[_Kind, list[float]], str]:
-    """What this worker finds: (kinds that fit, scale, divisors by kind, a failure).
+) -> tuple[set[_Kind] | None, float, dict[_Kind, list[float]], int, str]:
+    """What this worker finds: (kinds that fit, scale, divisors by kind, those read, a failure).
 
     The kinds are None where it has too few samples to tell.
     """
@@ -457,13 +517,15 @@ def _tried(
     assert piece is not None
     most_rows = max(end - start for start, end in current.parts_of(piece))
     parts, kinds = _parts_to_try(dict(inputs), piece.own_samples, most_rows, hides=True)
+    if current.some_run_parts:  # each goes back before the divisor of the next one is known
+        kinds -= set(_READ)
     bare = self.accelerator.unwrap_model(model)
     was_training, held = bare.training, torch.random.get_rng_state()
     noted = {name: copy.deepcopy(getattr(self, name)) for name in _NOTES if hasattr(self, name)}
     dtypes = set()
 
     def loss_of(part: Any) -> _Answer:
-        with self.compute_loss_context_manager():
+        with torch.enable_grad(), self.compute_loss_context_manager():
             loss: Tensor = self.compute_loss(
                 bare, self._prepare_inputs(dict(part)), num_items_in_batch=num_items
             )
@@ -471,7 +533,8 @@ def _tried(
         slope = slope_of("", loss, bare.parameters())
         value, size = (sum(found.values(), 0.0) for found in (slope.numbers, slope.scales))
         divisors = [float(divisor) for divisor in divisors_of(loss)]
-        return _Answer(float(loss.detach()), value, size, divisors)
+        read = [float(before(d)) if d.numel() == 1 else 0.0 for d in last_divisors_of(loss)]
+        return _Answer(float(loss.detach()), value, size, divisors, read)
 
     bare.eval()
     try:
@@ -486,7 +549,7 @@ def _tried(
         raise
     except Exception as error:  # as of a loss that needs some samples
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        return set(), 1.0, {}, f"of some samples it cannot be computed ({said})"
+        return set(), 1.0, {}, 0, f"of some samples it cannot be computed ({said})"
     finally:
         self.args.average_tokens_across_devices = True
         bare.train(was_training)
@@ -504,11 +567,12 @@ def _tried(
     # A worker of one sample in a row tells a sum only.
     is_silent = not kinds or (kinds == {"sum"} and not fits)
     if is_silent:
-        return None, 1.0, {}, ""
+        return None, 1.0, {}, 0, ""
     divisors: dict[_Kind, list[float]] = {
-        kind: _divisors_of(kind, parts, answers) for kind in fits if kind != "sum"
+        kind: _divisors_of(kind, parts, answers) for kind in fits if kind not in ("sum", *_READ)
     }
-    return fits, answers[0].loss / unscaled if unscaled else 1.0, divisors, ""
+    scale = answers[0].loss / unscaled if unscaled else 1.0
+    return fits, scale, divisors, len(answers[0].read), ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,13 +583,15 @@ class _Answer:
         loss: Theirs.
         slope: A number of its gradients.
         scale: What the rounding of that is relative to.
-        divisors: [n] what the loss is divided by.
+        divisors: [n] what the loss is divided by, and the targets that its cross entropies count.
+        read: [n] what it is divided by, before that was kept from being nothing.
     """
 
     loss: float
     slope: float
     scale: float
     divisors: list[float]
+    read: list[float]
 
 
 def _divisors_of(kind: _Kind, parts: list[Any], answers: list[_Answer]) -> list[float]:
@@ -551,10 +617,16 @@ def _fits(
     closes: tuple[float, float],
 ) -> bool:
     """Whether losses and their gradients, within rounding, are of a kind in each cut."""
-    whole, weights = answers[0], [_weight_in(part, kind) for part in parts]
+    whole = answers[0]
+    weights: list[float] = [_weight_in(part, kind) for part in parts]
+    if kind in _READ:
+        position = _READ.index(kind)
+        if any(len(answer.read) <= position for answer in answers):
+            return False
+        weights = [answer.read[position] for answer in answers]
     for at in range(1, len(parts), 2):
         counted = [
-            (1.0 if kind == "sum" else weight / max(weights[at] + weights[at + 1], 1), answer)
+            (1.0 if kind == "sum" else weight / (weights[at] + weights[at + 1]), answer)
             for weight, answer in zip(weights[at : at + 2], answers[at : at + 2], strict=True)
             if weight or kind == "sum"
         ]

@@ -18,9 +18,10 @@ from torch import Tensor
 from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 
+_SINK = "_DDPSinkBackward"
 _FACTORS = {
     "MulBackward0", "NegBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0",
-    "AliasBackward0", "_DDPSinkBackward",
+    "AliasBackward0", _SINK,
 }  # fmt: skip
 _QUOTIENTS = {"DivBackward0", "DivBackward1"}
 _TERMS = {"AddBackward0", "SubBackward0"}
@@ -137,13 +138,18 @@ def _total_weight(node: Any) -> Tensor | None:
     return total
 
 
-def chain(node: Any) -> Iterable[Any]:
+def chain(loss: Tensor) -> Iterable[Any]:
     """A loss's node, and those before it, through what only changes its factor."""
+    node: Any = loss.grad_fn
+    output = loss.output_nr
     while node is not None:
         yield node
-        following = [n for n, _ in node.next_functions if n is not None]
-        passes = type(node).__name__ in _FACTORS | {"DivBackward0"} and len(following) == 1
-        node = following[0] if passes else None
+        name, following = type(node).__name__, node.next_functions
+        if name == _SINK:  # it passes all that a model returns
+            following = following[output : output + 1]
+        entries = [entry for entry in following if entry[0] is not None]
+        passes = name in _FACTORS | {"DivBackward0"} and len(entries) == 1
+        node, output = entries[0] if passes else (None, 0)
 
 
 def _nodes(root: Any) -> Iterator[Any]:
@@ -179,7 +185,7 @@ def ignores_targets(loss: Tensor) -> bool:
 def last_divisors_of(loss: Tensor) -> list[Tensor]:
     """What a loss is divided by, from the last division on."""
     found = []
-    for at in chain(loss.grad_fn):
+    for at in chain(loss):
         for name in ("_saved_total_weight", "_saved_other"):
             value = getattr(at, name, None)
             if isinstance(value, Tensor) and "Mul" not in type(at).__name__:

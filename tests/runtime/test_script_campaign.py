@@ -7,7 +7,7 @@ import pytest
 from hetflow.tests.runtime.script_campaign import LIBRARIES, LOSSES, RIGHT, judge, scripts
 
 # (library, number, plans) of scripts that the campaign has found at fault.
-FOUND = [("ddp", 4, ("three", "whole"))]
+FOUND = [("ddp", 4, ("three", "whole")), ("ddp", 19, ("two",)), ("by hand", 19, ("two",))]
 
 
 @pytest.mark.slow

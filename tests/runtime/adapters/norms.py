@@ -93,6 +93,7 @@ else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
     trainer.train()
+    trainer.accelerator.reduce(torch.ones(()))  # though a worker had no sample of the last batch
     rank = int(os.environ.get("RANK", 0))
     logits = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
