@@ -10,6 +10,7 @@ from ..after_import import after_import
 ADAPTED = {
     "torch": ".ddp",
     "accelerate": ".accelerate",
+    "datasets.distributed": ".streams",
     "transformers.trainer": ".transformers",
     "lightning.fabric": ".lightning",
     "lightning.pytorch": ".lightning",

@@ -8,10 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .training import Share
+from .patching import around
+from .training import Share, note_split
 
 # (samples of the global batch, checksum of some of them, this worker's part)
 Read = tuple[int, int, Any]
+
+
+def adapt(module: Any) -> None:
+    """Change ``datasets.distributed`` in this process."""
+    around(module, "split_dataset_by_node", _note_split)
+
+
+def _note_split(original: Any, dataset: Any, rank: int, world_size: int, **options: Any) -> Any:
+    if world_size > 1:
+        note_split()
+    return original(dataset, rank, world_size, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,6 +380,12 @@ class Training:
                 hint="pass the DataLoader to accelerator.prepare, or give it a DistributedSampler",
             )
         if not self._is_begun:
+            if _Process.has_split and self.place.distributed:
+                raise TargetError(
+                    "split_dataset_by_node gives each worker other samples, and a plan's shares "
+                    "are cut from global batches",
+                    hint="leave it out; hetflow cuts the batches",
+                )
             self._check_batch(piece)
             self._is_begun = True
             self._session.num_steps += 1
@@ -909,6 +915,12 @@ class _Process:
 
     training: Training | None = None
     watcher: Watcher | None = None
+    has_split = False  # whether the script has given each worker samples of its own
+
+
+def note_split() -> None:
+    """Note that the script has split a dataset between workers by itself: no batch is global."""
+    _Process.has_split = True
 
 
 def watch(watcher: Watcher) -> None:

@@ -325,6 +325,7 @@ REFUSED = {
     "finding": "auto_find_batch_size changes the batch",
     "rebalanced": "batch_rebalance gives each worker other batches",
     "unknown": "not their sum, nor their mean by samples or by labels",
+    "rows by node": "split_dataset_by_node gives each worker other samples",
     "stateful": "a StatefulDataLoader goes back to a position",
     "fsdp": "accelerate is set to FSDP",
 }

@@ -90,6 +90,15 @@ def split_by_node():
     prepared(split_dataset_by_node(rows, accelerator.process_index, accelerator.num_processes))
 
 
+def rows_by_node():
+    rows = Dataset.from_dict({"x": torch.randn(66, 3), "y": torch.randn(66, 3)})
+    rows = rows.with_format("torch")
+    rows = split_dataset_by_node(rows, accelerator.process_index, accelerator.num_processes)
+    model, _, loader = prepared(rows)
+    for batch in loader:
+        accelerator.backward(nn.functional.mse_loss(model(batch["x"]), batch["y"]))
+
+
 def stateful():
     accelerator.dataloader_config.use_stateful_dataloader = True
     prepared()
@@ -119,6 +128,7 @@ FAULTS = {
     "twice": counted_twice,
     "unlike": unlike_streams,
     "nodes": split_by_node,
+    "rows by node": rows_by_node,
     "stateful": stateful,
     "fsdp": fully_sharded,
     "compiled": lambda: trained(torch_compile=True),
