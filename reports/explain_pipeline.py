@@ -6,7 +6,7 @@ from math import ceil
 from ..schedules.terms import StepTerms, step_terms
 from ..schema.pipeline import PipelinePlan
 from .explain import Explanation, Term
-from .grid import milliseconds
+from .grid import four_digits, milliseconds
 
 
 def explain_pipeline(plan: PipelinePlan) -> Explanation:
@@ -79,7 +79,7 @@ def _remarks(plan: PipelinePlan) -> Iterator[str]:
     if plan.link_bytes_per_second is not None:
         yield (
             "links that the pool does not state were not measured: they were said to carry "
-            f"{plan.link_bytes_per_second / 1e6:.4g} MB/s"
+            f"{four_digits(plan.link_bytes_per_second / 1e6)} MB/s"
         )
     if any(stage.pass_seconds is None for stage in plan.stages):
         yield "what passes cost beside their layers was not measured: it counts as nothing"

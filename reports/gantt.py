@@ -18,6 +18,7 @@ _WIDTH_INCHES = 5.5  # of the bars, approximately
 _LETTER_INCHES = 0.055
 _COLOURS = 10  # up to this many jobs have separate colours and a legend
 _ALPHA = 0.75
+_MOST_EDGED = 100
 _MOST_BARS = 20_000  # with more bars, they are drawn as pixels inside an .svg too
 
 
@@ -62,7 +63,9 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
     upper.set_xlabel("time (h)")
     upper.set_ylabel(_held(len(rows), sum(run.num_devices.values())))
     times = sorted(job.completion_seconds / _HOUR for job in run.jobs)
-    lower.step(times, [(i + 1) / len(times) for i in range(len(times))], where="post")
+    shares = [i / len(times) for i in range(len(times) + 1)]
+    lower.step([times[0], *times], shares, where="post")
+    lower.set_ylim(0.0, 1.05)
     log_axis(lower, "x")
     lower.set_xlabel("completion time (h)")
     lower.set_ylabel("share of jobs")
@@ -129,7 +132,8 @@ def _draw_spans(
             facecolors=[colour for _, _, colour in pieces],
             alpha=_ALPHA,
             edgecolor="white",
-            linewidth=0.3 if len(rows) <= MOST_NAMED_ROWS else 0.0,
+            # Edges of many bars would hide them.
+            linewidth=0.3 if len(rows) <= MOST_NAMED_ROWS and len(pieces) <= _MOST_EDGED else 0.0,
             rasterized=as_pixels,
         )
     _name_rows(axes, rows)

@@ -90,7 +90,12 @@ class _Wrapped(TextWrapper):
 
 def milliseconds(seconds: float | None) -> str:
     """Seconds as text in milliseconds; a dash where unknown."""
-    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"
+    return "-" if seconds is None else f"{four_digits(seconds * 1e3)} ms"
+
+
+def four_digits(number: float) -> str:
+    """A number with four digits or, from 10,000 on, in whole numbers."""
+    return f"{number:,.0f}" if abs(number) >= 9999.5 else f"{number:.4g}"
 
 
 def mebibytes(size: int | None) -> str:

@@ -50,7 +50,7 @@ def prices_image(market: Market, file_format: str, *, per_device: bool = False) 
         _draw(axes, market, histories, per_device=per_device)
         axes.set_title(title, fontsize=9)
         axes.set_ylabel("$ / device / hour" if per_device else "$ / hour", fontsize=8)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * (axes.dataLim.y1 or 1))
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
     every[-1].tick_params(axis="x", labelrotation=20)
@@ -128,7 +128,7 @@ def spread_image(market: Market, file_format: str) -> bytes:
             for values, name in ((low, label), (high, "_most")):
                 axes.step(times, values, where="post", color=color, linewidth=1, label=name)
         axes.set_ylabel("$ / hour", fontsize=8)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * (axes.dataLim.y1 or 1))
         axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
     every[-1].tick_params(axis="x", labelrotation=20)
     every[-1].set_xlabel("time (UTC)")
@@ -177,7 +177,7 @@ def presence_image(market: Market, file_format: str) -> bytes:
         axes.stairs(counts, hours, fill=True, alpha=0.4)
         axes.set_ylabel("spot machines", fontsize=8)
         axes.yaxis.get_major_locator().set_params(integer=True)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * (axes.dataLim.y1 or 1))
     every[-1].set_xlabel("hours from the start")
     return rendered(figure, file_format)
 
@@ -273,6 +273,7 @@ def _band(histories: Sequence[PriceHistory]) -> tuple[list[datetime], list[float
 
 
 def _draw_windows(axes: Any, windows: Sequence[Availability]) -> None:
+    stretches, ends = [], []
     for row, window in enumerate(windows):
         hours = window.tick_seconds / 3600
         first = None
@@ -280,10 +281,15 @@ def _draw_windows(axes: Any, windows: Sequence[Availability]) -> None:
             if there and first is None:
                 first = tick
             elif not there and first is not None:
-                axes.plot([first * hours, tick * hours], [row, row], color="C0", linewidth=1.5)
+                stretches.append((row, first * hours, tick * hours))
                 if there == 0:
-                    axes.plot([tick * hours], [row], marker="|", color="C3", markersize=5)
+                    ends.append((row, tick * hours))
                 first = None
+    rows, starts, stops = zip(*stretches, strict=True) if stretches else ((), (), ())
+    axes.hlines(rows, starts, stops, color="C0", linewidth=1.5, label="there")
+    rows, stops = zip(*ends, strict=True) if ends else ((), ())
+    axes.plot(stops, rows, "|", color="C3", markersize=5, label="taken away")
+    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
     names = [window.zone for window in windows]
     axes.set_yticks(range(len(names)), names, fontsize=6)
     axes.set_ylim(len(names) - 0.5, -0.5)

@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..schema.errors import HetflowError
-from ..schema.plan import SplitPlan
+from ..schema.plan import Prediction, SplitPlan
 from ..schema.profile import Profile
 from .tables import device_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_MOST_PASSES = 60
+_VISIBLE = 1e-3  # of a step: less is no line
+_MOST_RATIO = {"x": 1000.0, "y": 10_000.0}  # of values, for ticks between powers of ten
+_LEAST_RATIO = 5.0
 
 
 def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
@@ -35,7 +40,8 @@ def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
             rate * (point.step_seconds_error or 0.0)
             for rate, point in zip(rates, profile.batch_curve, strict=True)
         ]
-        axes.errorbar(sizes, rates, yerr=errors, marker="o", capsize=3, label=_label(profile))
+        bars = errors if any(errors) else None
+        axes.errorbar(sizes, rates, yerr=bars, marker="o", capsize=3, label=_label(profile))
     log_axis(axes, "x")
     log_axis(axes, "y")
     axes.set_xlabel("batch size (samples)")
@@ -47,7 +53,7 @@ def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
 
 
 def split_image(plan: SplitPlan, file_format: str) -> bytes:
-    """Plot the split of a batch: each device's passes as bars on a time axis in seconds.
+    """Plot the split of a batch: each device's passes as bars on a time axis.
 
     Args:
         plan: The split.
@@ -62,48 +68,56 @@ def split_image(plan: SplitPlan, file_format: str) -> bytes:
     figure = new_figure()
     axes = figure.subplots()
     emulated = {device.device_type for device in plan.emulated}
+    unit, per_second = ("seconds", 1.0)
+    if plan.predicted.step_seconds < 1:
+        unit, per_second = ("milliseconds", 1e3)
     labels = []
     for row, group in enumerate(plan.groups):
-        _draw_passes(axes, row, group.virtual_nodes, group.pass_seconds or 0.0)
+        seconds = group.pass_seconds or 0.0
+        _draw_passes(axes, row, group.virtual_nodes, seconds * per_second)
         name = device_name(group.device_type, group.device_type in emulated)
         labels.append(
             f"{group.num_devices} x {name}\n{group.virtual_nodes} x "
             f"{group.virtual_node_batch_size} samples"
         )
-    compute = plan.predicted.compute_seconds or 0.0
-    if _draw_tail(axes, compute, plan):
-        figure.legend(loc="outside right upper")
+    _draw_tail(axes, plan.predicted, per_second)
+    figure.legend(loc="outside right upper")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds since the start of a step (predicted)")
+    axes.set_xlabel(f"{unit} since the start of a step (predicted)")
     axes.set_title(f"{plan.model}, global batch {plan.global_batch_size}")
     return rendered(figure, file_format)
 
 
-def _draw_passes(axes: Any, row: int, passes: int, seconds: float) -> None:
-    # With more than a few hundred passes, the edges alone would fill the picture.
-    shown = passes if passes <= 200 else 1
-    width = passes * seconds / shown
+def _draw_passes(axes: Any, row: int, passes: int, length: float) -> None:
+    # With more passes, the edges between them would fill the picture.
+    shown = passes if passes <= _MOST_PASSES else 1
+    width = passes * length / shown
     axes.barh(
         [row] * shown,
         [width] * shown,
         left=[width * i for i in range(shown)],
         color="tab:blue",
         edgecolor="white",
+        label="_more" if row else "passes of virtual nodes",
     )
 
 
-def _draw_tail(axes: Any, compute: float, plan: SplitPlan) -> bool:
-    """Draw what follows the passes; whether there is anything."""
-    left = compute
+def _draw_tail(axes: Any, predicted: Prediction, per_second: float) -> None:
+    """Draw what follows the passes, up to the end of the step."""
+    synchronise, update = predicted.sync_seconds or 0.0, predicted.update_seconds or 0.0
+    compute = predicted.compute_seconds or 0.0
+    others = predicted.step_seconds - compute - synchronise - update
+    left = compute * per_second
     for seconds, color, label in (
-        (plan.predicted.sync_seconds, "tab:orange", "synchronise"),
-        (plan.predicted.update_seconds, "tab:green", "update"),
+        (others, "tab:gray", "loading and fixed costs"),
+        (synchronise, "tab:orange", "synchronise"),
+        (update, "tab:green", "update"),
     ):
-        if seconds:
-            axes.axvspan(left, left + seconds, color=color, alpha=0.4, label=label)
-            left += seconds
-    return left > compute
+        if seconds > _VISIBLE * predicted.step_seconds:
+            right = left + seconds * per_second
+            axes.axvspan(left, right, color=color, alpha=0.4, label=label)
+            left = right
 
 
 def _label(profile: Profile) -> str:
@@ -126,13 +140,24 @@ def new_figure(*, height_inches: float = 4.0) -> "Figure":
 
 
 def log_axis(axes: Any, which: Literal["x", "y"]) -> None:
-    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 times powers of ten."""
-    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+    """Make an axis of drawn data logarithmic, with plain numbers.
+
+    They stand at 1, 2 and 5 times powers of ten, where these are many at powers of ten only, and
+    evenly where they are few.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    low, high = axis.get_data_interval()
+    if low == high:  # a single value has no range of its own
+        (axes.set_xlim if which == "x" else axes.set_ylim)(low / 2, high * 2)
+    between = (2.0, 5.0) if high < low * _MOST_RATIO[which] else ()
+    narrow = low < high < low * _LEAST_RATIO
+    axis.set_major_locator(
+        MaxNLocator(6, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1.0, *between))
+    )
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1000 else f"{x:g}"))
     axis.set_minor_locator(NullLocator())
 
 

@@ -38,6 +38,12 @@ def test_rows_are_devices_and_bars_are_named(tmp_path: Path) -> None:
     assert all(text.count(f"<!-- {job.id} -->") >= 2 for job in run.jobs)  # a bar and the legend
 
 
+def test_the_share_of_finished_jobs_rises_from_zero_for_one_job_too() -> None:
+    picture = simulation_image(_run(1), "svg").decode()
+    assert "<!-- 0.00 -->" in picture
+    assert "<!-- 1.00 -->" in picture
+
+
 def test_large_pools_are_named_by_server_then_by_type() -> None:
     few = [f"server{i}/fast:0" for i in range(80)]
     assert device_groups(few) == few

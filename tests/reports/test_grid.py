@@ -3,7 +3,7 @@
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.reports.grid import fitted_to, grid
+from hetflow.reports.grid import fitted_to, grid, milliseconds
 
 
 @pytest.mark.parametrize("mark", ["off", ""])
@@ -14,6 +14,12 @@ def test_a_column_without_a_name_has_no_rule(mark: str) -> None:
     assert lines[1].rindex("---") == lines[0].index("n")
     assert lines[2].split() == ["a", mark, "1"] if mark else ["a", "1"]
     assert grid(("term", ""), [("a", mark)]).splitlines()[1] == "------"
+
+
+def test_long_times_have_no_exponents() -> None:
+    found = [milliseconds(seconds) for seconds in (0.0, 0.00123456, 9.9994, 9.9996, 12.3456)]
+    assert found == ["0 ms", "1.235 ms", "9999 ms", "10,000 ms", "12,346 ms"]
+    assert milliseconds(None) == "-"
 
 
 LONG = "model.decoder.layers.0.self_attn.weight .. model.decoder.layers.9.mlp.weight (40)"

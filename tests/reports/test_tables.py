@@ -1,5 +1,6 @@
 """Tables say everything that matters, and always when a device is emulated."""
 
+import re
 from dataclasses import replace
 
 from hetflow.reports.plots import curves_image, split_image
@@ -114,3 +115,28 @@ def test_curves_have_plain_ticks_and_bars_of_their_errors() -> None:
     unsure = curves_image([replace(PROFILE, batch_curve=points)], "svg").decode()
     assert "mathdefault" not in exact  # as in 2^3
     assert unsure != exact
+
+
+def ticks(picture: str) -> list[str]:
+    return re.findall(r"<!-- ([\d.,]+) -->", picture)
+
+
+def test_ticks_stay_apart_for_one_size_and_for_many() -> None:
+    point = PROFILE.batch_curve[0]
+    one = replace(PROFILE, batch_curve=(replace(point, batch_size=1),))
+    assert ticks(curves_image([one], "svg").decode())[:3] == ["0.5", "1", "2"]
+    sizes = [2**power for power in range(17)]
+    many = replace(
+        PROFILE,
+        batch_curve=tuple(replace(point, batch_size=n, step_seconds=0.1 * n) for n in sizes),
+    )
+    found = ticks(curves_image([many], "svg").decode())
+    assert found[:6] == ["1", "10", "100", "1,000", "10,000", "100,000"]
+
+
+def test_a_split_is_drawn_up_to_the_end_of_its_step() -> None:
+    parts = replace(PLAN.predicted, sync_seconds=0.1, update_seconds=0.05, step_seconds=0.9)
+    picture = split_image(replace(PLAN, predicted=replace(parts, compute_seconds=0.5)), "svg")
+    for name in ("passes of virtual nodes", "loading and fixed costs", "synchronise", "update"):
+        assert f"<!-- {name} -->".encode() in picture
+    assert b"<!-- milliseconds since the start of a step (predicted) -->" in picture
