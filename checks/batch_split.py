@@ -12,12 +12,12 @@ from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint
 from . import definitions, split_bound
 from .est_mapping import est_faults
-from .proofs import proof_faults
+from .proofs import Verdict, proof_faults
 
 TOLERANCE = 1e-9
 
 
-def check(plan: SplitPlan, problem: SplitProblem | None) -> list[str]:
+def check(plan: SplitPlan, problem: SplitProblem | None) -> Verdict:
     """List every fault of a plan; an empty list means that it is valid.
 
     Args:
@@ -26,12 +26,24 @@ def check(plan: SplitPlan, problem: SplitProblem | None) -> list[str]:
             own values agree with each other.
 
     Returns:
-        One sentence per fault.
+        One sentence per fault, and how the bound is known.
     """
     faults = [*_own_faults(plan), *_proof_faults(plan), *est_faults(plan, problem)]
-    if problem is not None:
-        faults += _against_problem(plan, problem)
-    return faults
+    if problem is None:
+        return Verdict(faults)
+    faults += _against_problem(plan, problem)
+    bound = plan.proof.lower_bound
+    if faults or bound is None or plan.objective != "step_seconds":
+        return Verdict(faults)
+    stated = plan.proof.certificate
+    sets = split_bound.whole_sets(problem) if stated is None else stated.refuted
+    try:
+        found = split_bound.replay_faults(problem, bound, sets)
+    except split_bound.TooLargeError:
+        return Verdict()
+    if stated is None:
+        return Verdict((), "stated" if found else "recomputed")
+    return Verdict(found, "replayed")
 
 
 def differ(left: float, right: float, rounding: float = 0.0) -> bool:

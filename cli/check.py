@@ -10,6 +10,7 @@ from . import completing
 from .common import JsonFlag, asked_pool, asked_reserve, emit, emit_json, warn
 
 if TYPE_CHECKING:
+    from ..checks.proofs import Verdict
     from ..schema.jobs import Allocation as AllocationRecord
 
 
@@ -76,6 +77,9 @@ def check(
 ) -> None:
     """Verify a plan or an allocation, with equations that share nothing with the solvers.
 
+    A plan's proof holds a certificate, which is replayed. Where there is none, or the judge has no
+    replay for that kind of plan, it says `unproved` instead of `optimal`.
+
     The judge has its own lists of each schedule's passes: those that would run must be the same.
 
     Plans and allocations say what they were made for (links, optimizer, placement, ...); a flag
@@ -86,6 +90,7 @@ def check(
     hetflow check allocation.json --jobs jobs.json --throughputs t.json --gpus 8xV100
     """
     from .. import check as faults_of
+    from ..checks.proofs import Verdict
     from ..planning.inputs import pool_of
     from ..protocol.lower import obstacle_of
     from ..schema import files
@@ -120,19 +125,31 @@ def check(
             memory_reserve_bytes=asked_reserve(memory_reserve),
         )
         termination = claim_of(found, None if pool is None else pool_of(pool))
+        if isinstance(faults, Verdict):
+            termination = _proved(termination, faults)
         obstacle = obstacle_of(found)
     else:
         raise HetflowError(f"{plan}: a {found.schema} file holds nothing that can be checked")
     if json:
-        emit_json(
-            {"plan": str(plan), "valid": not faults, "faults": faults, "cannot_launch": obstacle}
-        )
+        answer = {"plan": str(plan), "valid": not faults, "faults": list(faults)}
+        if isinstance(faults, Verdict):
+            answer["bound"] = faults.bound
+        emit_json(answer | {"cannot_launch": obstacle})
     elif not faults:
         emit(f"{plan}: valid ({termination})")
     if obstacle is not None:
         warn(f"{plan}: the plan cannot be launched: {obstacle}")
     if faults:
         raise HetflowError(f"{plan}: {'; '.join(faults)}")
+
+
+def _proved(claim: str, verdict: "Verdict") -> str:
+    """Say a plan's claim, and ``optimal`` only if the judge saw that the bound holds."""
+    if not claim.startswith("optimal") or verdict.bound == "replayed":
+        return claim
+    if verdict.bound == "recomputed":
+        return f"{claim}; the file holds no certificate, the judge found the bound by itself"
+    return f"unproved: {claim!r} is what the file states, without a certificate to replay"
 
 
 def _termination(allocation: "AllocationRecord") -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..checks import plan_dollars, restrictions
-from ..checks.proofs import tolerance_faults
+from ..checks.proofs import Verdict, tolerance_faults
 from ..schema.cluster import Cluster
 from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
@@ -24,7 +24,7 @@ def faults_of_plan(
     link_bytes_per_second: float | None = None,
     optimizer: OptimizerState | None = None,
     memory_reserve_bytes: int | None = None,
-) -> list[str]:
+) -> Verdict:
     """List the faults of a plan, checked against profiles and a pool if they are given.
 
     Args:
@@ -38,7 +38,7 @@ def faults_of_plan(
         memory_reserve_bytes: Bytes of each device that must stay free. None takes the plan's.
 
     Returns:
-        One sentence per fault; empty if the plan is valid.
+        One sentence per fault, empty if the plan is valid; and how its bound is known.
 
     Raises:
         ProblemError: The profiles do not fit the plan, or a pipeline is checked without profiles.
@@ -53,7 +53,8 @@ def faults_of_plan(
 
         found += stated_faults(plan, profiles)
     found += restrictions.check(plan) + tolerance_faults(plan.proof)
-    return found + plan_dollars.check(plan)
+    found += plan_dollars.check(plan)
+    return found
 
 
 def _faults_of_kind(
@@ -63,20 +64,21 @@ def _faults_of_kind(
     link_bytes_per_second: float | None,
     optimizer: OptimizerState | None,
     free: int,
-) -> list[str]:
+) -> Verdict:
     if isinstance(plan, PipelinePlan):
         if profiles is None:
             raise ProblemError(
                 "a pipeline plan is judged against its layers", hint="add --profiles DIR"
             )
         link = link_bytes_per_second or plan.link_bytes_per_second
-        return _pipeline_faults(plan, profiles, pool, link, optimizer, free)
+        return Verdict(_pipeline_faults(plan, profiles, pool, link, optimizer, free))
     if isinstance(plan, ParallelPlan):
         if profiles is None:
             raise ProblemError(
                 "a parallel plan is judged against its layers", hint="add --profiles DIR"
             )
-        return _parallel_faults(plan, profiles, pool, link_bytes_per_second, optimizer, free)
+        link = link_bytes_per_second
+        return Verdict(_parallel_faults(plan, profiles, pool, link, optimizer, free))
     from ..checks.batch_split import bound_faults, check
     from ..checks.profiled import split_faults
 
@@ -99,7 +101,8 @@ def _faults_of_kind(
     faults = check(plan, problem_on(judged))
     if pool is not None and judged is not pool:
         faults += bound_faults(plan, problem_on(pool))
-    return faults + split_faults(plan, profiles, judged, optimizer, free)
+    faults += split_faults(plan, profiles, judged, optimizer, free)
+    return faults
 
 
 def _pipeline_faults(

@@ -25,6 +25,28 @@ from .restrictions import Restrictions
 
 
 @record
+class RefutedSplits:
+    """Splits that cannot do the batch in time: on so many devices, all of some of these types."""
+
+    device_types: tuple[Name, ...]
+    least_devices: Count
+    most_devices: Count
+
+
+@record
+class SplitCertificate:
+    """Why no split is faster than ``proof.lower_bound``, for a judge to replay.
+
+    The sets of ``refuted`` hold every split on two or more devices between them. A split in one of
+    them has a limit for its passes: the bound without what types and devices cost beside passes.
+    Within it the devices do fewer samples than the batch, or cannot do exactly so many.
+    """
+
+    kind: Literal["refuted-splits"] = "refuted-splits"
+    refuted: tuple[RefutedSplits, ...]
+
+
+@record
 class Proof:
     """How good a plan is, and how that is known.
 
@@ -33,6 +55,7 @@ class Proof:
     ``tolerance`` is the relative accuracy of the measurements: plans within it of the best are
     considered equally good, and the simplest of them was taken, so the gap may be as wide. It is
     None if the accuracy is unknown, or if the plan with the least predicted time was requested.
+    ``certificate`` shows a judge that ``lower_bound`` holds; without one it is only stated.
     """
 
     termination: Literal["optimal", "feasible"]
@@ -41,6 +64,7 @@ class Proof:
     gap: NonNegative | None
     method: str
     tolerance: Ratio | None = None
+    certificate: SplitCertificate | None = None
 
 
 @record
@@ -236,6 +260,8 @@ class SplitPlan(Shown):
 
 
 register_keys(
+    RefutedSplits,
+    SplitCertificate,
     Proof,
     Prediction,
     DeviceGroup,

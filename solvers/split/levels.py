@@ -82,22 +82,32 @@ def holds(pool: Pool, level: Level, seconds: float) -> bool:
     return total >= pool.batch
 
 
-def levels(problem: SplitProblem, pool: Pool, floor: float) -> Iterator[tuple[float, Level]]:
+def type_sets(
+    pool: Pool,
+) -> Iterator[tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]]]:
+    """Yield the sets of types of which each costs, beside passes, what no other type costs less.
+
+    Yields:
+        Counts of the set's types; [columns] what its plans cost beside passes, at most; and
+        [columns] the number of devices of which that is so.
+    """
+    closing = np.array([closing_seconds(option) for option, _ in pool.options])
+    sync, numbers = _sync_table(pool, sum(pool.counts))
+    for kinds in _subsets(sync, closing):
+        counts = tuple(n if kind in kinds else 0 for kind, n in enumerate(pool.counts))
+        overheads = sync[sorted(kinds)].max(axis=0) + closing[sorted(kinds)].max()
+        yield counts, overheads, np.minimum(numbers, sum(counts))
+
+
+def levels(pool: Pool, floor: float) -> Iterator[tuple[float, Level]]:
     """Every level that could hold the optimum on two or more devices, by its lower bound.
 
     Args:
-        problem: The profiles.
-        pool: The same as arrays.
+        pool: The profiles as arrays.
         floor: A lower bound on the compute time of any plan.
     """
-    total = sum(pool.counts)
-    closing = np.array([closing_seconds(option) for option, _ in pool.options])
-    sync, numbers = _sync_table(pool, total)
     found: list[tuple[Floats, Floats, tuple[int, ...], npt.NDArray[np.int64]]] = []
-    for kinds in _subsets(sync, closing):
-        counts = tuple(n if kind in kinds else 0 for kind, n in enumerate(pool.counts))
-        own = np.minimum(numbers, sum(counts))
-        overheads = sync[sorted(kinds)].max(axis=0) + closing[sorted(kinds)].max()
+    for counts, overheads, own in type_sets(pool):
         bounds = np.maximum(floor, _compute_bounds(pool, counts)[own - 1]) + overheads
         found.append((bounds, overheads, counts, own))
     yield from _in_order(found)

@@ -271,7 +271,7 @@ def _levels_within(problem: SplitProblem, pool: Pool, limit_seconds: float) -> l
     if sum(pool.counts) < 2:
         return []
     found = []
-    for bound, level in levels(problem, pool, 0.0):
+    for bound, level in levels(pool, 0.0):
         if bound > limit_seconds * _ROUNDING:
             break
         found.append(level)

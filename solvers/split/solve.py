@@ -25,7 +25,7 @@ from .pool import Pool
 from .simplest import WORK_LIMIT, TooMuchWorkError, simplest
 from .subset_sums import members, multiples
 from .ties import choose, groups_of
-from .times import least_seconds
+from .times import least_seconds, refutation
 
 METHOD = "threshold search over candidate times, exact subset sums on bitsets"
 _ABOVE_ROUNDING = 1 - 1e-12
@@ -78,6 +78,8 @@ def solve(
     if best is None:
         raise _no_sum(problem)
     plan = _plan(problem, best.groups())
+    certificate = refutation(pool, plan.proof.objective)
+    plan = replace(plan, proof=replace(plan.proof, certificate=certificate))
     high = plan.predicted.step_seconds_high
     if fastest or high is None:
         return plan
@@ -99,7 +101,7 @@ def _search_levels(problem: SplitProblem, pool: Pool, first: _Best | None) -> _B
     floor = least_seconds(pool, everything, np.inf)
     if floor is None:
         return best
-    for bound, level in levels(problem, pool, floor[0]):
+    for bound, level in levels(pool, floor[0]):
         if best and bound * _ABOVE_ROUNDING >= best.step_seconds:
             break  # levels come in order of their bounds
         cutoff = best.step_seconds - level.overhead_seconds if best else np.inf
@@ -158,6 +160,7 @@ def _within_tolerance(fastest: SplitPlan, simple: SplitPlan, high: float) -> Spl
         method=f"{METHOD}; optimal for these numbers: the simplest of the plans within "
         f"{100 * tolerance:.2g} % of the fastest, which the measurements cannot tell apart",
         tolerance=tolerance,
+        certificate=fastest.proof.certificate,
     )
     if simple.groups == fastest.groups:
         return replace(simple, proof=proof)

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ...schema.plan import RefutedSplits, SplitCertificate
 from .feasible import counts_within
-from .levels import Level, first_bound, holds
+from .levels import Level, first_bound, holds, type_sets
 from .pool import Pool
 
 
@@ -85,3 +86,36 @@ def candidates(pool: Pool, below: float, above: float) -> list[float]:
         passes * np.repeat(seconds, count) + np.repeat(exposed, count)
     ).tolist()
     return times
+
+
+def refutation(pool: Pool, step_seconds: float) -> SplitCertificate | None:
+    """Show that every split on two or more devices takes ``step_seconds``, to 1e-9.
+
+    Of each set of types (``type_sets``) the numbers of devices are taken together as long as the
+    fewest devices' cost and the most devices' work refute them, and halved where they do not.
+
+    Returns:
+        None if some split is faster.
+    """
+    names = [option.device_type for option, _ in pool.options]
+    refuted = []
+    for counts, overheads, numbers in type_sets(pool) if sum(pool.counts) > 1 else ():
+        most = sum(counts)
+        spans = [(0, int(np.searchsorted(numbers, most)))] if most > 1 else []
+        while spans:
+            low, high = spans.pop()
+            seconds = step_seconds * (1 - 1e-9) - float(overheads[low : high + 1].min())
+            if seconds > 0 and counts_within(pool, counts, int(numbers[high]), seconds):
+                if low == high:
+                    return None
+                middle = (low + high) // 2
+                spans += [(middle + 1, high), (low, middle)]
+                continue
+            refuted.append(
+                RefutedSplits(
+                    device_types=tuple(n for n, count in zip(names, counts, strict=True) if count),
+                    least_devices=int(numbers[low]) if low else 2,
+                    most_devices=int(numbers[high]),
+                )
+            )
+    return SplitCertificate(refuted=tuple(refuted))

@@ -227,8 +227,8 @@ def outcome(site: Site, question: str, true: Plan) -> str:
 
     Returns:
         ``refused`` by the judge; ``no plan``; ``same`` plan; ``as good``: another plan that claims
-        nothing false; ``unproved``: a slower plan that does not claim to be the best; ``missed``: a
-        bound that the best plan beats, so that a slower plan may claim to be the best.
+        nothing false; ``unproved``: a slower plan that does not claim to be the best, or that the
+        judge calls unproved; ``missed``: a bound that the best plan beats, and it says neither.
     """
     with planted(site) as changed, _limit(MOST_SECONDS):
         if not changed:
@@ -244,7 +244,9 @@ def outcome(site: Site, question: str, true: Plan) -> str:
     least = true.proof.lower_bound
     assert least is not None
     if (plan.proof.lower_bound or 0.0) > least * (1 + 1e-9):
-        return "missed"
+        asked = tampered.answer(question)
+        verdict = hetflow.check(plan, asked.profiles, asked.pool)
+        return "unproved" if verdict.bound == "stated" else "missed"
     return "as good" if plan.proof.objective <= true.proof.objective * (1 + 1e-9) else "unproved"
 
 

@@ -43,6 +43,7 @@ NOT_JUDGED = {
     ),
     r"reserves(\[\d+\]\.asked_bytes)?$": "the question: what the user asked to leave free",
     r"restrictions": "the question too: a judge refuses a plan that breaks one, not one without",
+    r"proof\.certificate": "what replays is a proof, whatever it is: test_certificates.py",
     r"with_more_devices": "steps of plans for other pools, which the file does not hold",
 }
 """Start of a field's path -> why the judge does not refuse another value."""

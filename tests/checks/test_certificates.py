@@ -1,0 +1,125 @@
+"""A certificate that replays proves its bound; one of which something is missing does not."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.checks import tampered
+from tests.checks.test_split_bound import drawn
+
+import hetflow
+from hetflow.checks import split_bound
+from hetflow.checks.batch_split import check
+from hetflow.checks.split_bound import replay_faults
+from hetflow.schema.files import from_json, to_json
+from hetflow.schema.plan import RefutedSplits, SplitCertificate, SplitPlan
+from hetflow.schema.problem import SplitProblem
+from hetflow.schema.profile import Sync
+from hetflow.solvers.split.solve import solve
+
+
+def ringed(seed: int) -> SplitProblem:
+    """A drawn problem whose synchronisation, on odd seeds, grows with the number of devices."""
+    draw = random.Random(seed)
+    problem = drawn(draw)
+    if not seed % 2:
+        return problem
+    sync = Sync(
+        num_devices=2, sync_seconds=draw.random(), latency_seconds=draw.random() / 5,
+        bytes_per_second=draw.choice((300.0, 3000.0)),
+    )  # fmt: skip
+    devices = tuple(
+        replace(o, num_devices=o.num_devices * draw.choice((1, 4)), weight_bytes=1000, sync=sync)
+        for o in problem.devices
+    )
+    return replace(problem, devices=devices, global_batch_size=5 * problem.global_batch_size)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_split_is_proved_by_its_certificate_and_no_more(seed: int) -> None:
+    problem = ringed(seed)
+    try:
+        plan = solve(problem, fastest=True)
+    except hetflow.InfeasibleError:
+        pytest.skip("no split does this batch")
+    verdict = check(plan, problem)
+    assert (verdict, verdict.bound) == ([], "replayed")
+    certificate = plan.proof.certificate
+    assert certificate is not None
+    sets, step = certificate.refuted, plan.proof.objective
+    # A bound that is too high is proved by no certificate, whatever was done to it.
+    draw = random.Random(seed)
+    for changed in (sets, *(_changed(sets, draw) for _ in range(5))):
+        assert replay_faults(problem, step * (1 + 1e-6), changed) != []
+
+
+def _changed(sets: tuple[RefutedSplits, ...], draw: random.Random) -> tuple[RefutedSplits, ...]:
+    """A certificate without a set, or with another number of devices or other types in one."""
+    if not sets:
+        return sets
+    place = draw.randrange(len(sets))
+    one, others = sets[place], (*sets[:place], *sets[place + 1 :])
+    types = one.device_types[: draw.randint(1, len(one.device_types))]
+    most = max(1, one.most_devices + draw.choice((-1, 0, 3)))
+    return draw.choice((others, (*others, replace(one, most_devices=most, device_types=types))))
+
+
+def split(name: str = "fastest split") -> tuple[SplitPlan, tampered.Answer]:
+    answer = tampered.answer(name)
+    assert isinstance(answer.plan, SplitPlan)
+    return answer.plan, answer
+
+
+def test_the_certificate_of_another_pool_is_refused() -> None:
+    """Solved for fewer devices, stated for all: the judge finds splits that it leaves out."""
+    plan, answer = split()
+    fewer = hetflow.solve(answer.profiles, "1xA,1xB", batch_size=48, fastest=True)
+    wrong = replace(fewer, cluster=plan.cluster, predicted=fewer.predicted)
+    assert isinstance(wrong, SplitPlan)
+    faults = hetflow.check(wrong, answer.profiles, answer.pool)
+    assert any("lower_bound" in fault or "certificate" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("name", ["split", "fastest split", "equal virtual nodes"])
+def test_files_without_certificates_load_and_their_bound_is_found_again(name: str) -> None:
+    plan, answer = split(name)
+    plain = json.loads(to_json(plan))
+    del plain["proof"]["certificate"]
+    older = from_json(json.dumps(plain), SplitPlan)
+    verdict = hetflow.check(older, answer.profiles, answer.pool)
+    assert (verdict, verdict.bound) == ([], "recomputed")
+
+
+def test_what_is_too_large_to_replay_is_only_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [(problem, solve(problem, fastest=True)) for problem in map(ringed, (11, 12))]
+    monkeypatch.setattr(split_bound, "MOST_STEPS", 0.0)
+    assert [check(plan, problem).bound for problem, plan in plans].count("stated") > 0
+
+
+def test_a_slower_plan_is_not_proved_by_an_empty_certificate() -> None:
+    plan, answer = split()
+    proof = replace(plan.proof, certificate=SplitCertificate(refuted=()))
+    faults = hetflow.check(replace(plan, proof=proof), answer.profiles, answer.pool)
+    assert any("leaves out splits on" in fault for fault in faults)
+
+
+def test_check_says_optimal_only_where_it_saw_the_proof(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hetflow.cli.main import run
+
+    plan, answer = split()
+    folder = str(tmp_path)
+    (tmp_path / "profiles").mkdir()
+    for profile in answer.profiles:
+        hetflow.write(f"{folder}/profiles/{profile.device_type}.json", profile)
+    said = []
+    for certificate in (plan.proof.certificate, None):
+        proof = replace(plan.proof, certificate=certificate)
+        hetflow.write(f"{folder}/plan.json", replace(plan, proof=proof), force=True)
+        assert run(["check", f"{folder}/plan.json", "--profiles", f"{folder}/profiles"]) == 0
+        said.append(capsys.readouterr().out)
+    assert "valid (optimal)" in said[0]
+    assert "the file holds no certificate, the judge found the bound by itself" in said[1]
