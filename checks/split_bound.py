@@ -160,7 +160,15 @@ def _all_splits(problem: SplitProblem) -> Iterator[tuple[int, frozenset[str], fl
 
     The slowest synchronisation and the slowest update of a split tell which types it may use.
     """
-    options = {o.device_type: o for o in problem.devices if o.batch_curve}
+    batch = problem.global_batch_size
+    sizes = range(1, batch + 1)
+    if problem.virtual_nodes:
+        sizes = range(batch // problem.virtual_nodes, batch // problem.virtual_nodes + 1)
+    options = {
+        option.device_type: option
+        for option in problem.devices
+        if any(point.batch_size in sizes for point in option.batch_curve)
+    }
     closing = {name: o.update_seconds + o.fixed_seconds for name, o in options.items()}
     for number in range(2, sum(option.num_devices for option in options.values()) + 1):
         sync = {name: definitions.split_sync_seconds(o, number) for name, o in options.items()}
@@ -196,8 +204,9 @@ def _can_do(
             exposed = definitions.exposed_seconds(option, 2, point.batch_size) or 0.0
             most = int(max(0.0, seconds - exposed) / point.step_seconds)
             most += (most + 1) * point.step_seconds + exposed <= seconds  # division rounds
+            most = min(most, (batch - 1) // point.batch_size)  # another device does a sample
             if most and share in (None, point.batch_size):
-                passes.append((point.batch_size, min(most, batch // point.batch_size)))
+                passes.append((point.batch_size, most))
         kinds.append((option.num_devices, max((s * n for s, n in passes), default=0), passes))
     room, reached = most_devices, 0
     for count, top, _ in sorted(kinds, key=lambda kind: -kind[1]):
