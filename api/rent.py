@@ -76,7 +76,7 @@ def rent(
         restart_seconds=restart_seconds,
         tick_seconds=read[0].tick_seconds,
         on_demand_dollars_per_hour=on_demand_dollars_per_hour,
-        spot_dollars_per_hour=spot_dollars_per_hour,
+        spot_dollars_per_hour=(spot_dollars_per_hour,),
     )
     return compare(job, read, history=learned, policies=policies)
 

@@ -8,10 +8,9 @@ from ..schema.errors import ProblemError
 from ..schema.market import Availability, ZonesReport, utc_seconds
 from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..schema.spelling import nearest
-from ..simulator.market.zones_compare import Traces, compare, traces_of
+from ..simulator.market.compare import Traces, compare_zones, traces_of
 from ..solvers.market.deadline import DeadlineJob
 from ..solvers.market.windows import fewest_parts, shorter_ticks
-from ..solvers.market.zones.job import ZonesJob
 from .naming import RENTED_JOB, names_arguments
 
 Windows = Sequence[Availability | Path | str]
@@ -103,10 +102,11 @@ def rent_zones(
         restart_seconds=restart_seconds,
         tick_seconds=traces.tick_seconds,
         on_demand_dollars_per_hour=on_demand_dollars_per_hour,
-        spot_dollars_per_hour=prices[0],
+        spot_dollars_per_hour=prices,
+        move_dollars=move_dollars,
     )
-    return compare(
-        ZonesJob(job=job, spot_dollars_per_hour=prices, move_dollars=move_dollars),
+    return compare_zones(
+        job,
         traces,
         history=learned,
         policies=policies,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hetflow.importers.availability import read_availability
 from hetflow.simulator.market.compare import compare
+from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
 from hetflow.solvers.market.deadline import DeadlineJob
 from hetflow.solvers.market.offline import least_dollars
-from hetflow.solvers.market.policies import dynamic_program
 from hetflow.tests.data import reference
 
 ZONES = ("us-west-2a_v100_1", "us-west-2b_v100_1")
@@ -37,7 +37,7 @@ def measure(zone: str, deadline_hours: float, overhead_hours: float) -> dict[str
         restart_seconds=overhead_hours * 3600,
         tick_seconds=600.0,
         on_demand_dollars_per_hour=3.06,
-        spot_dollars_per_hour=0.9731,
+        spot_dollars_per_hour=(0.9731,),
     )
     windows = windows_of(zone, overhead_hours)
     (other,) = (name for name in ZONES if name != zone)
@@ -45,10 +45,10 @@ def measure(zone: str, deadline_hours: float, overhead_hours: float) -> dict[str
     report = compare(job, windows, history=history)
     started = time.process_time()
     for window in windows:
-        least_dollars(job, window.available)  # type: ignore[arg-type]
+        least_dollars(job, [window.available])  # type: ignore[arg-type]
     offline = (time.process_time() - started) / len(windows)
     started = time.process_time()
-    dynamic_program.solve(job, chain_of(window.available for window in history))
+    dynamic_program.solve(job, chain_of([[window.available] for window in history]))
     return {
         "zone": zone,
         "deadline_hours": deadline_hours,

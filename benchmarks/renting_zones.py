@@ -15,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetflow.importers.availability import read_availability
-from hetflow.simulator.market.zones_compare import Traces, compare, traces_of
+from hetflow.simulator.market.compare import Traces, compare_zones, traces_of
+from hetflow.solvers.market import dynamic_program
+from hetflow.solvers.market.chain import chain_of
 from hetflow.solvers.market.deadline import DeadlineJob
+from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.price_statistics import availability_correlation
 from hetflow.solvers.market.windows import joined
-from hetflow.solvers.market.zones.chain import chain_of_zones
-from hetflow.solvers.market.zones.job import ZonesJob
-from hetflow.solvers.market.zones.offline import least_dollars
-from hetflow.solvers.market.zones.policies import dynamic_program
 from hetflow.tests.data import reference
 
 ZONES = ("us-west-2a_v100_1", "us-west-2b_v100_1")
@@ -48,17 +47,17 @@ def halves() -> tuple[Traces, Traces]:
     return traces.split(middle)
 
 
-def job_of(deadline_hours: float, restart_hours: float, num_zones: int) -> ZonesJob:
+def job_of(deadline_hours: float, restart_hours: float, num_zones: int) -> DeadlineJob:
     """The published job, with equal prices in all zones."""
-    alone = DeadlineJob(
+    return DeadlineJob(
         work_seconds=48 * 3600.0,
         deadline_seconds=deadline_hours * 3600.0,
         restart_seconds=restart_hours * 3600,
         tick_seconds=600.0,
         on_demand_dollars_per_hour=ON_DEMAND,
-        spot_dollars_per_hour=SPOT,
+        spot_dollars_per_hour=(SPOT,) * num_zones,
+        move_dollars=MOVE,
     )
-    return ZonesJob(job=alone, spot_dollars_per_hour=(SPOT,) * num_zones, move_dollars=MOVE)
 
 
 def measure(
@@ -66,23 +65,23 @@ def measure(
 ) -> dict[str, object]:
     """One half and deadline: every policy, and the dynamic program in each zone alone."""
     job = job_of(deadline_hours, restart_hours, len(ZONES))
-    report = compare(job, traces, history=history, every_seconds=3 * 3600.0)
+    report = compare_zones(job, traces, history=history, every_seconds=3 * 3600.0)
     alone = {}
     for place, zone in enumerate(ZONES):
         only, learned = (
             replace(each, zones=(zone,), ticks=(each.ticks[place],)) for each in (traces, history)
         )
-        one = compare(
+        one = compare_zones(
             job_of(deadline_hours, restart_hours, 1), only, history=learned,
             policies=["dynamic_program"], every_seconds=3 * 3600.0,
         )  # fmt: skip
         alone[zone] = one.policies[0].mean_dollars
-    window = [[tick or 0 for tick in zone[: job.job.num_ticks]] for zone in traces.ticks]
+    window = [[tick or 0 for tick in zone[: job.num_ticks]] for zone in traces.ticks]
     started = time.process_time()
     least_dollars(job, window)
     offline = time.process_time() - started
     started = time.process_time()
-    dynamic_program.solve(job, chain_of_zones([history.ticks]))
+    dynamic_program.solve(job, chain_of([history.ticks]))
     return {
         "deadline_hours": deadline_hours,
         "restart_hours": restart_hours,

@@ -2,9 +2,8 @@
 
 With ticks of G seconds and restarts of d seconds, a unit is the greatest whole number of seconds
 that divides G, d and the work, so nothing is rounded. Where that would give more than
-``MOST_UNITS`` units, or the seconds are not whole, all roundings of a grid go to one side. With
-work up and progress down, a plan on the grid ends in time off the grid too; the other way round,
-the least cost on the grid bounds the cost off it.
+``MOST_UNITS`` units, or the seconds are not whole, work is rounded down and progress up: the least
+cost on the grid then bounds the cost off it.
 """
 
 from dataclasses import dataclass
@@ -60,18 +59,9 @@ class Grid:
         gaps = [abs(level - pending_seconds) for level in self.levels]
         return self.first_of(held) + gaps.index(min(gaps))
 
-    def units_of(self, work_seconds: float) -> int:
-        """Work in units, rounded up."""
-        return min(self.num_units, _up(work_seconds / self.unit_seconds))
 
-
-def grid_of(job: DeadlineJob, *, bounds: bool = False) -> Grid:
-    """The grid of a job; O(restart / tick).
-
-    Args:
-        job: The job.
-        bounds: Round so that costs are bounded from below, instead of so that plans end in time.
-    """
+def grid_of(job: DeadlineJob) -> Grid:
+    """The grid of a job; O(restart / tick)."""
     levels = job.pending_levels()
     seconds = (job.tick_seconds, job.restart_seconds, job.work_seconds)
     whole = [round(value) for value in seconds]
@@ -79,13 +69,12 @@ def grid_of(job: DeadlineJob, *, bounds: bool = False) -> Grid:
     unit = float(gcd(*whole)) if exact else job.work_seconds / MOST_UNITS
     if job.work_seconds / unit > MOST_UNITS:
         unit = job.work_seconds / MOST_UNITS
-    more, less = (_down, _up) if bounds else (_up, _down)
     return Grid(
         unit_seconds=unit,
-        num_units=more(job.work_seconds / unit),
+        num_units=_down(job.work_seconds / unit),
         levels=levels,
-        launched_units=less(max(job.tick_seconds - job.restart_seconds, 0.0) / unit),
-        progress_units=tuple(less(max(job.tick_seconds - level, 0.0) / unit) for level in levels),
+        launched_units=_up(max(job.tick_seconds - job.restart_seconds, 0.0) / unit),
+        progress_units=tuple(_up(max(job.tick_seconds - level, 0.0) / unit) for level in levels),
     )
 
 

@@ -1,21 +1,18 @@
-"""The policies by name."""
+"""The policies for a job under a deadline by name."""
 
+from . import dynamic_program, rules
 from .by_name import PoliciesByName
 from .chain import Chain
 from .deadline import DeadlineJob, Policy
-from .policies import dynamic_program
-from .policies.greedy import Greedy
-from .policies.on_demand import OnDemand
-from .policies.time_sliced import TimeSliced
-from .policies.uniform_progress import UniformProgress
 
 POLICIES: PoliciesByName[DeadlineJob, Chain, Policy] = PoliciesByName(
     plain={
-        "on_demand": lambda _: OnDemand(),
-        "greedy": lambda _: Greedy(),
-        "time_sliced": lambda _: TimeSliced(),
-        "uniform_progress": lambda _: UniformProgress(),
+        "on_demand": lambda _: rules.Anywhere(rules.on_demand),
+        "greedy": lambda _: rules.Anywhere(rules.greedy),
+        "time_sliced": lambda _: rules.Anywhere(rules.time_sliced),
+        "uniform_progress": lambda _: rules.Anywhere(rules.uniform_progress),
     },
     learned={"dynamic_program": dynamic_program.solve},
+    history_hint="add --history FILE, or for zones --learn-until TIME",
 )
 NAMES, policy_of = POLICIES.names, POLICIES.policy_of

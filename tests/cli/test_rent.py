@@ -148,9 +148,12 @@ def test_all_of_a_long_window_is_used(hetflow, tmp_path: Path) -> None:
     assert greedy["dollars"] == [pytest.approx(7 / 6), pytest.approx(7 * 0.5)]
 
 
-def test_short_ticks_keep_to_the_memory_and_say_how_often_one_decides() -> None:
+def test_short_ticks_keep_to_the_memory_and_say_how_often_one_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """34-second ticks asked for 18 GiB, and their failure was called a bug of hetflow."""
     windows = [Availability(zone="a", tick_seconds=34.0, available=((1,) * 40 + (0,) * 25) * 20)]
+    monkeypatch.setattr("hetflow.solvers.market.dynamic_program.MOST_BYTES", 10_000_000)
     report = rent.deadline(
         windows, work_seconds=20_000.5, deadline_seconds=36_000, restart_seconds=305,
         on_demand_dollars_per_hour=3, spot_dollars_per_hour=1, history=windows,

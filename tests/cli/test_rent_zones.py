@@ -56,7 +56,7 @@ def test_zones_are_replayed_and_shown(hetflow, market: Path, tmp_path: Path) -> 
     ("options", "code", "said"),
     [
         (("--deadline-hours", 0.5), 3, "the soonest is 1 h, for 3.00 dollars"),
-        (("--policy", "dynamic_program"), 2, "add --history FILE or --learn-until TIME"),
+        (("--policy", "dynamic_program"), 2, "--learn-until TIME"),
         (("--policy", "uniform"), 2, "did you mean 'uniform_progress'?"),
         (("--learn-until", "2030-01-01T00:00:00Z"), 2, "leaves nothing to replay on"),
         (("--learn-until", "2024-01-01T04:00:00"), 2, "is not in UTC"),
@@ -156,7 +156,7 @@ def test_short_ticks_keep_to_the_tables_room(
 ) -> None:
     asked = ("rent", "zones", market, *ASKED, "--learn-until", "2024-01-01T04:00:00Z", "--json")
     assert "decision_seconds" not in json.loads(hetflow(*asked).stdout)
-    monkeypatch.setattr("hetflow.solvers.market.zones.policies.dynamic_program.MOST_BYTES", 70_000)
+    monkeypatch.setattr("hetflow.solvers.market.dynamic_program.MOST_BYTES", 70_000)
     answer = hetflow(*asked)
     assert answer.code == 0, answer.stderr
     report = json.loads(answer.stdout)

@@ -14,8 +14,8 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability
 from hetflow.simulator.market.compare import compare
 from hetflow.simulator.market.replay import replay
-from hetflow.solvers.market.chain import chain_of
-from hetflow.solvers.market.deadline import DeadlineJob, Hold, Moment
+from hetflow.solvers.market.chain import Chain, chain_of
+from hetflow.solvers.market.deadline import DeadlineJob, Held, Hold, Moment
 from hetflow.solvers.market.named import NAMES, policy_of
 from hetflow.solvers.market.offline import least_dollars
 from hetflow.tests.data import reference
@@ -38,8 +38,13 @@ def job(
         restart_seconds=restart * 3600,
         tick_seconds=3600.0,
         on_demand_dollars_per_hour=on_demand,
-        spot_dollars_per_hour=spot,
+        spot_dollars_per_hour=(spot,),
     )
+
+
+def one_chain(windows: Sequence[Sequence[int | None]]) -> Chain:
+    """Of one zone."""
+    return chain_of([[window] for window in windows])
 
 
 class Stated:
@@ -48,8 +53,8 @@ class Stated:
     def __init__(self, holds: Sequence[Hold]) -> None:
         self.holds = holds
 
-    def choose(self, job: DeadlineJob, now: Moment) -> Hold:
-        return self.holds[now.tick]
+    def choose(self, job: DeadlineJob, now: Moment) -> Held:
+        return Held(self.holds[now.tick])
 
 
 def exhaustive(one: DeadlineJob, window: Sequence[int]) -> float:
@@ -60,7 +65,7 @@ def exhaustive(one: DeadlineJob, window: Sequence[int]) -> float:
         for there in window[: one.num_ticks]
     ]
     for holds in product(*offers):
-        outcome = replay(one, Stated(holds), window)
+        outcome = replay(one, Stated(holds), [window])
         if not outcome.is_late:
             best = min(best, outcome.dollars)
     return best
@@ -79,16 +84,16 @@ WINDOWS = st.lists(st.sampled_from([0, 1]), min_size=6, max_size=6)
 
 @given(one=JOBS, window=WINDOWS)
 def test_the_least_is_that_over_every_way(one: DeadlineJob, window: list[int]) -> None:
-    assert least_dollars(one, window) == pytest.approx(exhaustive(one, window), rel=1e-5)
+    assert least_dollars(one, [window]) == pytest.approx(exhaustive(one, window), rel=1e-5)
 
 
 @given(one=JOBS, window=WINDOWS, history=st.lists(WINDOWS, min_size=1, max_size=3))
 def test_no_policy_is_late_or_below_the_least(
     one: DeadlineJob, window: list[int], history: list[list[int]]
 ) -> None:
-    least = least_dollars(one, window)
+    least = least_dollars(one, [window])
     for name in NAMES:
-        outcome = replay(one, policy_of(name, one, chain_of(history)), window)
+        outcome = replay(one, policy_of(name, one, one_chain(history)), [window])
         assert not outcome.is_late, name
         assert outcome.dollars >= least * (1 - 1e-5), name
 
@@ -102,10 +107,10 @@ def test_seconds_that_are_not_whole_miss_no_deadline_and_keep_the_bound(
     restart: float, work: float, window: list[int]
 ) -> None:
     one = job(work=work - restart + 1e-7, deadline=10.0, restart=restart)
-    least = least_dollars(one, window)
+    least = least_dollars(one, [window])
     assert least < float("inf")
     for name in NAMES:
-        outcome = replay(one, policy_of(name, one, chain_of([[0, 1, 1] * 9])), window)
+        outcome = replay(one, policy_of(name, one, one_chain([[0, 1, 1] * 9])), [window])
         assert not outcome.is_late, name
         assert outcome.dollars >= least * (1 - 1e-5), name
 
@@ -113,9 +118,9 @@ def test_seconds_that_are_not_whole_miss_no_deadline_and_keep_the_bound(
 def test_a_market_that_is_known_is_played_as_the_optimum_would() -> None:
     # Machines are there in every other tick, and history says so; restarts are free.
     one, window = job(work=3.0, deadline=6.0, restart=0.0), [0, 1, 0, 1, 0, 1]
-    policy = policy_of("dynamic_program", one, chain_of([[0, 1] * 2000]))
-    assert replay(one, policy, window).dollars == pytest.approx(3.0)
-    assert least_dollars(one, window) == pytest.approx(3.0)
+    policy = policy_of("dynamic_program", one, one_chain([[0, 1] * 2000]))
+    assert replay(one, policy, [window]).dollars == pytest.approx(3.0)
+    assert least_dollars(one, [window]) == pytest.approx(3.0)
 
 
 @given(
@@ -125,9 +130,9 @@ def test_a_market_that_is_known_is_played_as_the_optimum_would() -> None:
 def test_the_dynamic_program_equals_exhaustive_search(
     one: DeadlineJob, history: list[list[int]]
 ) -> None:
-    chain = chain_of(history)
+    chain = one_chain(history)
     policy = policy_of("dynamic_program", one, chain)
-    for state, expected in ((0, policy.expected(True)), (chain.num_there, policy.expected(False))):
+    for state, expected in ((0, policy.expected((True,))), (7, policy.expected((False,)))):
         found = _expected(one, chain, 0, state, Hold.NOTHING, 0.0, one.work_seconds)
         assert expected == pytest.approx(found, rel=1e-4)
 
@@ -140,7 +145,7 @@ def _expected(
         return 0.0
     if tick == one.num_ticks:
         return float("inf")
-    there = state < chain.num_there
+    there = bool(chain.has_spot[0, state])
     held = Hold.NOTHING if held is Hold.SPOT and not there else held
     best = float("inf")
     for hold in Hold:
@@ -149,7 +154,7 @@ def _expected(
         waits = one.restart_seconds if hold is not held else pending
         worked = 0.0 if hold is Hold.NOTHING else max(one.tick_seconds - waits, 0.0)
         rest = max(waits - one.tick_seconds, 0.0)
-        total = one.tick_dollars(hold) + sum(
+        total = one.tick_dollars(Held(hold)) + sum(
             chance * _expected(one, chain, tick + 1, later, hold, rest, left - worked)
             for later, chance in enumerate(chain.transitions[state])
             if chance > 0
@@ -161,20 +166,20 @@ def _expected(
 def test_no_price_is_high_enough_to_risk_the_deadline() -> None:
     """In 20,000 windows of history no machine was ever taken away."""
     one = job(work=3.5, deadline=4.0, restart=0.5, on_demand=10_000.0, spot=3_000.0)
-    policy = policy_of("dynamic_program", one, chain_of([[1] * 8] * 20_000))
-    assert not replay(one, policy, [1, 0, 0, 0]).is_late
+    policy = policy_of("dynamic_program", one, one_chain([[1] * 8] * 20_000))
+    assert not replay(one, policy, [[1, 0, 0, 0]]).is_late
 
 
 def test_what_is_expected_is_of_windows_as_they_begin() -> None:
     one, history = job(), [[1, 1, 0, 0, 1, 0, 1, 1]]
-    policy = policy_of("dynamic_program", one, chain_of(history))
+    policy = policy_of("dynamic_program", one, one_chain(history))
     windows = [
         Availability(zone=name, tick_seconds=3600.0, available=available)
         for name, available in (("a", (1,) * 6), ("b", (0,) * 6), ("c", (0, 1) * 3))
     ]
     seen = Availability(zone="h", tick_seconds=3600.0, available=tuple(history[0]))  # type: ignore[arg-type]
     report = compare(one, windows, history=[seen])
-    mean = (policy.expected(True) + 2 * policy.expected(False)) / 3
+    mean = (policy.expected((True,)) + 2 * policy.expected((False,))) / 3
     assert report.expected_dollars == pytest.approx(mean)
 
 
@@ -202,7 +207,7 @@ def test_cant_be_lates_table_to_the_cent(published: dict) -> None:
         restart_seconds=published["overhead_h"] * 3600,
         tick_seconds=600.0,
         on_demand_dollars_per_hour=3.06,
-        spot_dollars_per_hour=0.9731,
+        spot_dollars_per_hour=(0.9731,),
     )
     windows = published_windows(published["region"], published["overhead_h"])
     other = published_windows("us-west-2b_v100_1", published["overhead_h"])
@@ -236,7 +241,7 @@ def test_prices_that_are_none_are_refused(wrong: float) -> None:
 
 
 def test_nothing_is_counted_across_what_is_unknown() -> None:
-    known = chain_of([[1, 1], [0, 0]])
-    assert (chain_of([[1, 1, None, 0, 0]]).transitions == known.transitions).all()
+    known = one_chain([[1, 1], [0, 0]])
+    assert (one_chain([[1, 1, None, 0, 0]]).transitions == known.transitions).all()
     with pytest.raises(ProblemError, match="no two neighbouring ticks"):
-        chain_of([[1, None, 0]])
+        one_chain([[1, None, 0]])

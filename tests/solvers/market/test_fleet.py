@@ -137,10 +137,10 @@ def test_one_machine_is_a_job_of_can_t_be_late(
         restart_seconds=resize * 3600,
         tick_seconds=3600.0,
         on_demand_dollars_per_hour=3.0,
-        spot_dollars_per_hour=1.0,
+        spot_dollars_per_hour=(1.0,),
     )
     several = replay_fleet(fleet, policy_of(name, fleet, None), trace)
-    one = replay.replay(alone, single.policy_of(name, alone, None), trace)
+    one = replay.replay(alone, single.policy_of(name, alone, None), [trace])
     # Once the time left is hardly enough, the two may differ in which safe choice they take.
     calm, left, pending = 0, fleet.work_seconds, 0.0
     for tick, held in enumerate(several.held):
@@ -152,7 +152,7 @@ def test_one_machine_is_a_job_of_can_t_be_late(
         pending = max(pending - fleet.tick_seconds, 0.0)
         calm = tick + 1
     assert [(held.num_spot, held.num_on_demand) for held in several.held[:calm]] == [
-        (int(held == 1), int(held == 2)) for held in one.held[:calm]
+        (int(held.hold == 1), int(held.hold == 2)) for held in one.held[:calm]
     ]
 
 

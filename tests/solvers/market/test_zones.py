@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import product
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,19 +11,14 @@ from hetflow.api.rent_zones import rent_zones
 from hetflow.importers.availability import read_availability
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import Availability
-from hetflow.simulator.market import replay
-from hetflow.simulator.market.zones_compare import compare, traces_of
-from hetflow.simulator.market.zones_replay import replay as replay_zones
-from hetflow.solvers.market import named as single
-from hetflow.solvers.market import offline
+from hetflow.simulator.market.compare import compare_zones, traces_of
+from hetflow.simulator.market.replay import replay
+from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
-from hetflow.solvers.market.deadline import DeadlineJob, Hold
+from hetflow.solvers.market.deadline import DeadlineJob, Held, Hold, Moment
+from hetflow.solvers.market.named import NAMES, policy_of
+from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.windows import joined
-from hetflow.solvers.market.zones.chain import chain_of_zones
-from hetflow.solvers.market.zones.job import Held, ZonesJob, ZonesMoment
-from hetflow.solvers.market.zones.named import NAMES, policy_of
-from hetflow.solvers.market.zones.offline import least_dollars
-from hetflow.solvers.market.zones.policies import dynamic_program
 from hetflow.tests.data import reference
 from hetflow.tests.profiles import examples
 
@@ -39,17 +33,14 @@ def job(
     spot: tuple[float, ...] = (1.0, 1.0),
     move: float = 0.0,
     on_demand: float = 3.0,
-) -> ZonesJob:
+) -> DeadlineJob:
     """Numbers in ticks of an hour."""
-    return ZonesJob(
-        job=DeadlineJob(
-            work_seconds=work * 3600,
-            deadline_seconds=deadline * 3600,
-            restart_seconds=restart * 3600,
-            tick_seconds=3600.0,
-            on_demand_dollars_per_hour=on_demand,
-            spot_dollars_per_hour=spot[0],
-        ),
+    return DeadlineJob(
+        work_seconds=work * 3600,
+        deadline_seconds=deadline * 3600,
+        restart_seconds=restart * 3600,
+        tick_seconds=3600.0,
+        on_demand_dollars_per_hour=on_demand,
         spot_dollars_per_hour=spot,
         move_dollars=move,
     )
@@ -61,7 +52,7 @@ class Stated:
     def __init__(self, holds: Sequence[Held]) -> None:
         self.holds = holds
 
-    def choose(self, job: ZonesJob, now: ZonesMoment) -> Held:
+    def choose(self, job: DeadlineJob, now: Moment) -> Held:
         return self.holds[now.tick]
 
 
@@ -79,15 +70,15 @@ OFFERS = (Held(Hold.NOTHING, 0), *(Held(hold, zone) for hold in (Hold.SPOT, Hold
                                    for zone in (0, 1)))  # fmt: skip
 
 
-def exhaustive(one: ZonesJob, windows: Sequence[Sequence[int]]) -> float:
+def exhaustive(one: DeadlineJob, windows: Sequence[Sequence[int]]) -> float:
     """The least dollars over every way to hold machines anywhere."""
     best = float("inf")
     offers = [
         [held for held in OFFERS if held.hold is not Hold.SPOT or windows[held.zone][tick]]
-        for tick in range(one.job.num_ticks)
+        for tick in range(one.num_ticks)
     ]
     for holds in product(*offers):
-        outcome = replay_zones(one, Stated(holds), windows)
+        outcome = replay(one, Stated(holds), windows)
         if not outcome.is_late:
             best = min(best, outcome.dollars)
     return best
@@ -95,42 +86,28 @@ def exhaustive(one: ZonesJob, windows: Sequence[Sequence[int]]) -> float:
 
 @settings(max_examples=examples(40))
 @given(one=JOBS, windows=WINDOWS)
-def test_the_least_is_that_over_every_way(one: ZonesJob, windows: tuple) -> None:
+def test_the_least_is_that_over_every_way(one: DeadlineJob, windows: tuple) -> None:
     assert least_dollars(one, windows) == pytest.approx(exhaustive(one, windows), rel=1e-5)
 
 
 @settings(max_examples=examples(60))
 @given(one=JOBS, windows=WINDOWS, history=st.lists(WINDOWS, min_size=1, max_size=2))
 def test_no_policy_is_late_or_below_the_least(
-    one: ZonesJob, windows: tuple, history: list[tuple]
+    one: DeadlineJob, windows: tuple, history: list[tuple]
 ) -> None:
     least = least_dollars(one, windows)
     for name in NAMES:
-        outcome = replay_zones(one, policy_of(name, one, chain_of_zones(history)), windows)
+        outcome = replay(one, policy_of(name, one, chain_of(history)), windows)
         assert not outcome.is_late, name
         assert outcome.dollars >= least * (1 - 1e-5), name
 
 
-@given(
-    restart=st.sampled_from([0.0, 0.25, 1.25]),
-    window=st.lists(st.sampled_from([0, 1]), min_size=7, max_size=7),
-    name=st.sampled_from([name for name in NAMES if name != "dynamic_program"]),
-)
-def test_one_zone_is_a_job_of_its_own(restart: float, window: list[int], name: str) -> None:
-    one = job(work=3.0, deadline=7.0, restart=restart, spot=(1.0,))
-    several = replay_zones(one, policy_of(name, one, None), [window])
-    alone = replay.replay(one.job, single.policy_of(name, one.job, None), window)
-    assert [held.hold for held in several.held] == list(alone.held)
-    assert several.dollars == pytest.approx(alone.dollars)
-    assert least_dollars(one, [window]) == offline.least_dollars(one.job, window)
-
-
 @settings(max_examples=examples(40))
 @given(one=JOBS, windows=WINDOWS)
-def test_another_zone_never_makes_the_least_dearer(one: ZonesJob, windows: tuple) -> None:
+def test_another_zone_never_makes_the_least_dearer(one: DeadlineJob, windows: tuple) -> None:
     least = least_dollars(one, windows)
     for zone in (0, 1):
-        alone = offline.least_dollars(one.alone(zone), windows[zone])
+        alone = least_dollars(one.alone(zone), [windows[zone]])
         assert least <= alone * (1 + 1e-6)
 
 
@@ -139,7 +116,7 @@ def test_a_job_goes_on_in_the_other_zone() -> None:
     one = job(work=4.0, deadline=8.0, restart=0.0, move=0.25)
     windows = ([1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0])
     assert least_dollars(one, windows) == pytest.approx(4.25)
-    outcome = replay_zones(one, policy_of("greedy", one, None), windows)
+    outcome = replay(one, policy_of("greedy", one, None), windows)
     assert (outcome.dollars, outcome.num_moves) == (pytest.approx(4.25), 1)
     assert [held.zone for held in outcome.held] == [0, 0, 1, 1]
     # Where a move costs more than it saves, the optimum stays and waits.
@@ -152,19 +129,19 @@ def test_a_market_that_is_known_is_played_as_the_optimum_would() -> None:
     one = job(work=3.0, deadline=6.0, restart=0.0, move=0.1)
     history = [([0, 1] * 2000, [1, 0] * 2000)]
     windows = ([0, 1, 0, 1, 0, 1], [1, 0, 1, 0, 1, 0])
-    policy = policy_of("dynamic_program", one, chain_of_zones(history))
+    policy = policy_of("dynamic_program", one, chain_of(history))
     assert least_dollars(one, windows) == pytest.approx(3.0)  # no move: every other hour in one
-    assert replay_zones(one, policy, windows).dollars == pytest.approx(3.0)
+    assert replay(one, policy, windows).dollars == pytest.approx(3.0)
 
 
 def _expected(
-    one: ZonesJob, chain, tick: int, state: int, held: Held, place: int | None, pending: float,
+    one: DeadlineJob, chain, tick: int, state: int, held: Held, place: int | None, pending: float,
     left: float,
 ) -> float:  # fmt: skip
     """Least expected dollars, by trying everything at every node of the tree."""
     if left <= 1e-9:
         return 0.0
-    if tick == one.job.num_ticks:
+    if tick == one.num_ticks:
         return dynamic_program.LATE_DOLLARS
     there = chain.has_spot[:, state]
     if held.hold is Hold.SPOT and not there[held.zone]:
@@ -176,10 +153,10 @@ def _expected(
         worked, rest, where, dollars = 0.0, 0.0, place, 0.0
         if offer.hold is not Hold.NOTHING:
             goes_on = offer == held
-            waits = pending if goes_on else one.job.restart_seconds
-            worked = max(one.job.tick_seconds - waits, 0.0)
-            rest, where = max(waits - one.job.tick_seconds, 0.0), offer.zone
-            dollars = one.tick_dollars(offer.hold, offer.zone)
+            waits = pending if goes_on else one.restart_seconds
+            worked = max(one.tick_seconds - waits, 0.0)
+            rest, where = max(waits - one.tick_seconds, 0.0), offer.zone
+            dollars = one.tick_dollars(offer)
             dollars += 0.0 if goes_on else one.moving_dollars(place, offer.zone)
         total = dollars + sum(
             chance * _expected(one, chain, tick + 1, later, offer, where, rest, left - worked)
@@ -204,40 +181,30 @@ def _expected(
     state=st.integers(0, 63),
 )
 def test_the_dynamic_program_equals_exhaustive_search(
-    one: ZonesJob, history: list[tuple], state: int
+    one: DeadlineJob, history: list[tuple], state: int
 ) -> None:
-    chain = chain_of_zones(history)
+    chain = chain_of(history)
     # Quarters of hours are whole units, so nothing is interpolated.
     policy = dynamic_program.solve(one, chain, units_a_tick=4)
-    found = _expected(one, chain, 0, state, Held(Hold.NOTHING, 0), None, 0.0, one.job.work_seconds)
+    found = _expected(one, chain, 0, state, Held(Hold.NOTHING, 0), None, 0.0, one.work_seconds)
     assert policy.expected_dollars[state] == pytest.approx(found, rel=1e-4)
 
 
-def test_a_chain_of_one_zone_is_that_zones_own() -> None:
-    window = [1, 1, 0, 0, 0, 1, None, 1, 1, 0] * 5
-    chain = chain_of_zones([[window]])
-    alone = chain_of([window]).transitions
-    # Both have the same transitions; a chain of zones only gives the prior more weight.
-    assert chain.transitions.shape == alone.shape
-    assert chain.transitions.sum(axis=1) == pytest.approx(np.ones(len(alone)))
-    assert (chain.transitions[0] > 0).sum() == (alone[0] > 0).sum()
-
-
 def test_a_chain_knows_that_zones_go_together() -> None:
-    same = chain_of_zones([[[1, 1, 0, 0] * 50, [1, 1, 0, 0] * 50]])
+    same = chain_of([[[1, 1, 0, 0] * 50, [1, 1, 0, 0] * 50]])
     both = same.state_of((True, True), (1, 1))
     still = same.state_of((True, True), (2, 2))
     assert same.has_spot[:, both].tolist() == [True, True]
     assert same.transitions[both, both] + same.transitions[both, still] > 0.9
     with pytest.raises(ProblemError, match="a chain of 7 zones is not possible"):
-        chain_of_zones([[[1, 0]] * 7])
+        chain_of([[[1, 0]] * 7])
     with pytest.raises(ProblemError, match="in which all zones are known"):
-        chain_of_zones([[[1, 1, None, None], [None, None, 0, 0]]])
+        chain_of([[[1, 1, None, None], [None, None, 0, 0]]])
 
 
 def test_a_policy_cannot_hold_what_is_not_there() -> None:
     with pytest.raises(ProblemError, match="tick 0: the policy asks for spot in zone 1"):
-        replay_zones(job(), Stated([Held(Hold.SPOT, 1)]), ([1] * 5, [0] * 5))
+        replay(job(), Stated([Held(Hold.SPOT, 1)]), ([1] * 5, [0] * 5))
 
 
 def window(zone: str, start: str | None, ticks: Sequence[int | None]) -> Availability:
@@ -303,12 +270,12 @@ def test_on_the_published_windows_ours_is_near_the_least_with_two_zones() -> Non
     assert None not in traces.ticks[0]
     middle = traces.begin_seconds + 850 * 600
     history, rest = traces.split(middle)
-    published = DeadlineJob(
+    both = DeadlineJob(
         work_seconds=48 * 3600.0, deadline_seconds=52 * 3600.0, restart_seconds=72.0,
-        tick_seconds=600.0, on_demand_dollars_per_hour=3.06, spot_dollars_per_hour=0.9731,
+        tick_seconds=600.0, on_demand_dollars_per_hour=3.06,
+        spot_dollars_per_hour=(0.9731, 0.9731),
     )  # fmt: skip
-    both = ZonesJob(job=published, spot_dollars_per_hour=(0.9731, 0.9731))
-    report = compare(both, rest, history=history, every_seconds=6 * 3600)
+    report = compare_zones(both, rest, history=history, every_seconds=6 * 3600)
     assert all(entry.missed_deadlines == 0 for entry in report.policies)
     ours = next(entry for entry in report.policies if entry.policy == "dynamic_program")
     assert ours.mean_over_bound <= 1.15

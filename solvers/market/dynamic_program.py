@@ -1,4 +1,4 @@
-"""The least expected dollars over zones, by dynamic programming over a chain learned from history.
+"""The least expected dollars, by dynamic programming over a chain learned from history.
 
 States are the tick, the chain's state of all zones, the zone of the last launch, what is held with
 its restart, and the work left in units. A tick of work is a whole number of units; values in
@@ -9,16 +9,15 @@ O(ticks x states x (states + zones) x zones x modes x units) once, then a look-u
 table would take more than ``MOST_BYTES``, several ticks share a decision.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...deadline import Hold
-from ...grid import Grid, Values, done_between, grid_of
-from ..chain import ZonesChain, num_states
-from ..job import Held, ZonesJob, ZonesMoment, guarded
+from .chain import Chain, num_states
+from .deadline import DeadlineJob, Held, Hold, Moment, guarded
+from .grid import Grid, Values, done_between, grid_of
 
 LATE_DOLLARS = 1e9
 """What is late costs in the program: more than any job, less than what float32 cannot hold."""
@@ -45,18 +44,18 @@ class DynamicProgram:
     """
 
     grid: Grid
-    chain: ZonesChain
+    chain: Chain
     ticks_a_decision: int
     unit_seconds: float
     stays: NDArray[np.uint8]
     launches: NDArray[np.int8]
     expected_dollars: tuple[float, ...]
 
-    def choose(self, job: ZonesJob, now: ZonesMoment) -> Held:
+    def choose(self, job: DeadlineJob, now: Moment) -> Held:
         """Look the decision up, with the work rounded up."""
         return guarded(job, now, self._wanted(job, now))
 
-    def _wanted(self, job: ZonesJob, now: ZonesMoment) -> Held:
+    def _wanted(self, job: DeadlineJob, now: Moment) -> Held:
         place = job.num_zones if now.zone is None else now.zone
         ticks = self.ticks_a_decision
         tick = min(now.tick // ticks, len(self.stays) - 1)
@@ -79,21 +78,21 @@ class DynamicProgram:
         return self.expected_dollars[self.chain.state_of(has_spot, (1,) * len(has_spot))]
 
 
-def ticks_a_decision(job: ZonesJob) -> int:
+def ticks_a_decision(job: DeadlineJob) -> int:
     """The fewest ticks to a decision with which the table has room."""
     zones, ticks = job.num_zones, 1
-    while ticks < job.job.num_ticks:
-        longer = replace(job, job=job.job.in_longer_ticks(ticks))
-        units = ceil(longer.job.work_seconds / longer.job.tick_seconds * _units_a_tick(longer))
-        modes = 2 * len(longer.job.pending_levels()) + 1
+    while ticks < job.num_ticks:
+        longer = job.in_longer_ticks(ticks)
+        units = ceil(longer.work_seconds / longer.tick_seconds * _units_a_tick(longer))
+        modes = 2 * len(longer.pending_levels()) + 1
         each = zones * modes * (units // 8 + 1) + (zones + 1) * (units + 1)
-        if longer.job.num_ticks * num_states(zones) * each <= MOST_BYTES:
+        if longer.num_ticks * num_states(zones) * each <= MOST_BYTES:
             break
         ticks += 1
     return ticks
 
 
-def solve(job: ZonesJob, chain: ZonesChain, *, units_a_tick: int | None = None) -> DynamicProgram:
+def solve(job: DeadlineJob, chain: Chain, *, units_a_tick: int | None = None) -> DynamicProgram:
     """Decide for every tick and state what to hold.
 
     Args:
@@ -104,15 +103,15 @@ def solve(job: ZonesJob, chain: ZonesChain, *, units_a_tick: int | None = None) 
             if possible so many that a restart is a whole number of them.
     """
     ticks = ticks_a_decision(job)
-    job = replace(job, job=job.job.in_longer_ticks(ticks))
-    unit = job.job.tick_seconds / (units_a_tick or _units_a_tick(job))
-    grid, num_units = grid_of(job.job), ceil(job.job.work_seconds / unit - 1e-6)
+    job = job.in_longer_ticks(ticks)
+    unit = job.tick_seconds / (units_a_tick or _units_a_tick(job))
+    grid, num_units = grid_of(job), ceil(job.work_seconds / unit - 1e-6)
     states = len(chain.transitions)
     shape = (states, job.num_zones + 1, grid.num_modes, num_units + 1)
     values: Values = np.full(shape, LATE_DOLLARS, np.float32)
     values[..., 0] = 0.0
     moves = chain.transitions.astype(np.float32)
-    num_ticks = job.job.num_ticks
+    num_ticks = job.num_ticks
     stays = np.empty(
         (num_ticks, states, job.num_zones, grid.num_modes, num_units // 8 + 1), np.uint8
     )
@@ -132,18 +131,18 @@ def solve(job: ZonesJob, chain: ZonesChain, *, units_a_tick: int | None = None) 
     )
 
 
-def _units_a_tick(job: ZonesJob) -> int:
-    ticks = job.job.work_seconds / job.job.tick_seconds
+def _units_a_tick(job: DeadlineJob) -> int:
+    ticks = job.work_seconds / job.tick_seconds
     most = min(_MOST_UNITS_A_TICK, max(1, int(_MOST_UNITS / ticks)))
     for number in range(most, 0, -1):
-        units = job.job.restart_seconds / job.job.tick_seconds * number
+        units = job.restart_seconds / job.tick_seconds * number
         if abs(units - round(units)) < 1e-9:
             return number
     return most
 
 
 def _before(
-    job: ZonesJob, grid: Grid, has_spot: NDArray[np.bool_], unit: float, expected: Values
+    job: DeadlineJob, grid: Grid, has_spot: NDArray[np.bool_], unit: float, expected: Values
 ) -> tuple[Values, NDArray[np.bool_], NDArray[np.int8]]:
     """Values of a tick from the expected ones of the next, whether to stay, and what to do else.
 
@@ -171,9 +170,9 @@ def _before(
         for mode in range(1, grid.num_modes):
             hold = Hold.SPOT if mode < grid.first_of(Hold.ON_DEMAND) else Hold.ON_DEMAND
             pending = grid.levels[grid.level_of(mode)]
-            worked = max(job.job.tick_seconds - pending, 0.0) / unit
+            worked = max(job.tick_seconds - pending, 0.0) / unit
             goes_on = done_between(expected[:, zone, grid.after(mode)], worked)
-            goes_on += np.float32(job.tick_dollars(hold, zone))
+            goes_on += np.float32(job.tick_dollars(Held(hold, zone)))
             if hold is Hold.SPOT:
                 goes_on[~has_spot[zone]] = np.inf  # it is lost
             keeps[:, zone, mode] = goes_on <= values[:, zone, mode]
@@ -184,7 +183,7 @@ def _before(
 
 
 def _launched(
-    job: ZonesJob,
+    job: DeadlineJob,
     grid: Grid,
     has_spot: NDArray[np.bool_],
     unit: float,
@@ -193,9 +192,9 @@ def _launched(
     zone: int,
 ) -> Values:
     """Dollars [states, units + 1] of a launch in a zone, without those of moving there."""
-    worked = max(job.job.tick_seconds - job.job.restart_seconds, 0.0) / unit
+    worked = max(job.tick_seconds - job.restart_seconds, 0.0) / unit
     offer = done_between(expected[:, zone, grid.first_of(hold)], worked)
-    offer += np.float32(job.tick_dollars(hold, zone))
+    offer += np.float32(job.tick_dollars(Held(hold, zone)))
     if hold is Hold.SPOT:
         offer[~has_spot[zone]] = np.inf
     return offer

@@ -1,1 +1,0 @@
-"""Policies for a job under a deadline: one a file."""

@@ -1,1 +1,0 @@
-"""One job under a deadline that may move between zones."""

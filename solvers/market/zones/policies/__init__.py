@@ -1,1 +1,0 @@
-"""Policies for a job that may move between zones: one a file."""
