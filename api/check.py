@@ -14,18 +14,14 @@ from ..schema.errors import ProblemError
 from ..schema.files import Plan
 from ..schema.jobs import Allocation
 from ..schema.optimizer import OptimizerState, named_optimizer
+from ..schema.options import options
 from ..schema.records import Bytes, Dollars, PositiveRate
 from ..schema.requests.kinds import JobsTable, Markets, Pool, Profiles, ThroughputsTable
+from .calls import checks
 from .files import claim_of, jobs_of, throughputs_of
-from .naming import names_arguments
 
 
-@names_arguments(
-    gpus="pool",
-    cluster="pool",
-    state_bytes_per_weight_byte="optimizer=OptimizerState(...)",
-    memory_reserve="memory_reserve_bytes",
-)
+@checks
 def check(
     claim: Plan | Allocation | Path | str,
     profiles: Profiles | None = None,
@@ -97,7 +93,7 @@ def check(
     if jobs is None or throughputs is None or devices is None:
         raise ProblemError(
             "an allocation is judged against its jobs, throughputs and pool",
-            hint="add --jobs FILE --throughputs FILE --gpus SPEC",
+            hint=f"add {options(jobs='FILE', throughputs='FILE', pool='SPEC')}",
         )
     from ..checks.allocation import check as faults_of
     from ..planning.allocate import allocation_problem

@@ -11,7 +11,7 @@ from ..scheduler.requests import Request, send
 from ..scheduler.view import QueuedJob
 from ..schema.errors import ProblemError
 from ..schema.records import Index
-from .naming import names_arguments
+from .calls import checks
 
 __all__ = ["cancel", "hold", "queue", "release", "submit"]
 
@@ -19,7 +19,7 @@ STATE = Path("hetflow-cluster")
 """Folder of the cluster's state, where none is named."""
 
 
-@names_arguments()
+@checks
 def submit(
     script: Path | str,
     arguments: Sequence[str] = (),
@@ -79,7 +79,7 @@ def submission_of(script: Path, given: Mapping[str, Any]) -> submission.Submissi
     return submission.read_submission(script, dict(given), read_table=read_table)
 
 
-@names_arguments()
+@checks
 def queue(*, state: Path | str = STATE, finished: Index = 10) -> list[QueuedJob]:
     """Return the jobs that are not over, in order of submission, then those that ended last.
 
@@ -101,7 +101,7 @@ def queue(*, state: Path | str = STATE, finished: Index = 10) -> list[QueuedJob]
     return view.rows_from(send(Path(state), Request(wish="queue", finished=finished)))
 
 
-@names_arguments()
+@checks
 def cancel(job: int | str, *, state: Path | str = STATE) -> None:
     """Take a job out of the queue; if it runs, it saves and stops first.
 
@@ -124,7 +124,7 @@ def cancel(job: int | str, *, state: Path | str = STATE) -> None:
     _ask(job, state, "cancel")
 
 
-@names_arguments()
+@checks
 def hold(job: int | str, *, state: Path | str = STATE) -> None:
     """Keep a job from running until it is released; if it runs, it saves and stops first.
 
@@ -147,7 +147,7 @@ def hold(job: int | str, *, state: Path | str = STATE) -> None:
     _ask(job, state, "hold")
 
 
-@names_arguments()
+@checks
 def release(job: int | str, *, state: Path | str = STATE) -> None:
     """Let a held job run again.
 

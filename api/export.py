@@ -15,10 +15,11 @@ from ..protocol.pins import pins
 from ..schema.deployment import Deployment, HostGroup, Machine, job_name
 from ..schema.errors import ProblemError
 from ..schema.files import read_text
+from ..schema.options import option
 from ..schema.records import Count, Index
 from ..schema.requests.kinds import Markets, Pool
+from .calls import checks
 from .files import plan_of
-from .naming import names_arguments
 
 
 class ExportOptions(TypedDict, total=False):
@@ -60,7 +61,7 @@ class ExportOptions(TypedDict, total=False):
     at: str | None
 
 
-@names_arguments(to="target", name="names", directive="directives")
+@checks
 def export(
     plan: Path | str,
     target: str,
@@ -102,7 +103,7 @@ def export(
     return chosen.render(made, str(plan))
 
 
-@names_arguments(name="names", directive="directives")
+@checks
 def deployment_of(
     plan: Path | str, script: tuple[str, ...], **options: Unpack[ExportOptions]
 ) -> Deployment:
@@ -113,15 +114,18 @@ def deployment_of(
     checkpoint, every = options.get("checkpoint"), options.get("checkpoint_every", 0)
     if every and checkpoint is None:
         raise ProblemError(
-            f"--checkpoint-every {every} needs a folder", hint="give --checkpoint DIR too"
+            f"{option('checkpoint_every', every)} needs a folder",
+            hint=f"give {option('checkpoint', 'DIR')} too",
         )
     hosts = options.get("hosts")
-    pool = None if hosts is None else pool_of(hosts, flag="--hosts")
+    pool = None if hosts is None else pool_of(hosts, field="hosts")
     groups = host_groups(config, found, pool)
     if (market := options.get("market")) is not None:
         groups = _rented(groups, market, options.get("at"))
     elif options.get("at") is not None:
-        raise ProblemError("a time of prices is given, and no market", hint="add --market FILE")
+        raise ProblemError(
+            "a time of prices is given, and no market", hint=f"add {option('market', 'FILE')}"
+        )
     return Deployment(
         name=job_name(options.get("job") or found.model),
         model=found.model,
@@ -152,7 +156,9 @@ def _volume(text: str | None) -> tuple[str, str] | None:
     claim, colon, path = text.partition(":")
     is_name = re.fullmatch(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?", claim)
     if not is_name or not colon or not path.startswith("/") or not path.isprintable():
-        raise ProblemError(f"--volume {text!r} is not CLAIM:/PATH", hint="write runs:/runs")
+        raise ProblemError(
+            f"{option('volume', repr(text))} is not CLAIM:/PATH", hint="write runs:/runs"
+        )
     return claim, path
 
 
@@ -171,7 +177,8 @@ def _rented(groups: Sequence[HostGroup], market: Markets, at: str | None) -> tup
             sizes = sorted({one.num_devices for one in prices.get(device_type, ())})
             raise ProblemError(
                 f"the market has no machine with {number} x {device_type} then",
-                hint=f"it has some with {', '.join(map(str, sizes))}: lay --hosts out over them"
+                hint=f"it has some with {', '.join(map(str, sizes))}: lay {option('hosts')} "
+                "out over them"
                 if sizes
                 else f"it has prices of {', '.join(sorted(prices)) or 'nothing'}",
             )

@@ -9,13 +9,13 @@ from ..schema import files
 from ..schema.errors import FileError
 from ..schema.jobs import Allocation, Jobs, Throughputs
 from ..schema.requests.kinds import JobsTable, ThroughputsTable
-from .naming import names_arguments
+from .calls import checks
 
 if TYPE_CHECKING:
     from ..schema.files import Plan, Record
 
 
-@names_arguments()
+@checks
 def read(path: Path | str) -> "Record":
     """Read any hetflow file; the file's ``schema`` key states its format.
 
@@ -39,7 +39,7 @@ def read(path: Path | str) -> "Record":
     return files.read_any(Path(path))
 
 
-@names_arguments()
+@checks
 def write(path: Path | str, record: "Record", *, force: bool = False) -> None:
     """Write a record as JSON, atomically: a failed write leaves no partial file.
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from ..schema.files import Plan
 from ..schema.records import Index, WaitSeconds
 from ..schema.run import RunRecord
+from .calls import checks
 from .files import plan_of
-from .naming import names_arguments
 
 if TYPE_CHECKING:
     from ..launcher.request import LaunchRequest
@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from ..schema.launch import Rendezvous
 
 _log = logging.getLogger("hetflow")
-_names_arguments = names_arguments(
-    output="folder",
-    restart_from_scratch="from_scratch",
-    timeout="timeout_seconds",
-    grace="grace_seconds",
-    nnodes="rendezvous",
-    node_rank="rendezvous",
-    rdzv_endpoint="rendezvous",
-)
 
 
 class LaunchOptions(TypedDict, total=False):
@@ -72,7 +63,7 @@ class LaunchOptions(TypedDict, total=False):
     ends_process: bool
 
 
-@_names_arguments
+@checks
 def launch(
     plan: Plan | Path | str,
     script: Path | str,
@@ -115,7 +106,7 @@ def launch(
         return run(_request(found, script, arguments, options), warn=_log.warning)
 
 
-@_names_arguments
+@checks
 def dry_run(
     plan: Plan | Path | str,
     script: Path | str,

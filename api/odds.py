@@ -11,10 +11,10 @@ from ..schema.odds import OddsReport
 from ..schema.records import PositiveSeconds
 from ..solvers.market.odds import Zone
 from ..solvers.market.odds import odds as estimate
-from .naming import names_arguments
+from .calls import checks
 
 
-@names_arguments()
+@checks
 def odds(
     sources: Sequence[Market | Path | str], *, checkpoint_seconds: PositiveSeconds | None = None
 ) -> OddsReport:

@@ -9,10 +9,11 @@ from typing import Literal
 
 from ..schema.errors import ProblemError
 from ..schema.optimizer import named_optimizer
+from ..schema.options import option
 from ..schema.precision import Precision
 from ..schema.profile import Profile
 from ..schema.records import Count, Index
-from .naming import names_arguments
+from .calls import checks
 
 _log = logging.getLogger("hetflow")
 
@@ -20,7 +21,7 @@ Effort = Literal["quick", "usual", "thorough"]
 Progress = Callable[[str, float | None], None]
 
 
-@names_arguments(device="devices", quick='effort="quick"', thorough='effort="thorough"')
+@checks
 def profile(
     target: str,
     devices: Sequence[str] = (),
@@ -138,7 +139,8 @@ def profile(
         if effort != "usual" or steps is not None or links is not None:
             raise ProblemError(
                 "spec: devices are estimated, nothing of them is measured",
-                hint="leave out --quick, --thorough, --steps and --links",
+                hint=f"leave out {option('quick')}, {option('thorough')}, {option('steps')} "
+                f"and {option('links')}",
             )
         estimate = EstimateOptions(
             sizes=limits.sizes,
@@ -153,7 +155,8 @@ def profile(
         return estimate_target(parsed, specs, estimate, progress or (lambda text, left: None))
     if precision is not None or from_profile is not None:
         raise ProblemError(
-            "--precision and --from-profile are for estimates", hint="add --device spec:NAME"
+            f"{option('precision')} and {option('from_profile')} are for estimates",
+            hint=f"add {option('devices', 'spec:NAME')}",
         )
     requests = parse_requests(devices, local_devices())
     capabilities = {request.device_type: request.local.compute_capability for request in requests}
@@ -173,11 +176,11 @@ def _check_script(
 
     said = None
     if layers or links:
-        said = "--layers and --links: a script's loop trains the whole model"
+        said = f"{option('layers')} and {option('links')}: a script's loop trains the whole model"
     elif specs_of(devices):
         said = "spec: devices are estimated, and a script is measured where it runs"
     elif optimizer is not None:
-        said = "--optimizer: a script has its own"
+        said = f"{option('optimizer')}: a script has its own"
     if said is not None:
         raise ProblemError(said, hint="leave it out, or profile a factory (file.py:factory)")
 

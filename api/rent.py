@@ -10,12 +10,12 @@ from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
 from ..solvers.market.windows import fewest_parts, shorter_ticks
-from .naming import RENTED_JOB, names_arguments
+from .calls import checks
 
 Windows = Sequence[Availability | Path | str]
 
 
-@names_arguments(**RENTED_JOB)
+@checks
 def rent(
     windows: Windows,
     *,

@@ -6,16 +6,17 @@ from pathlib import Path
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
 from ..schema.market import Capacity, FleetReport, Market
+from ..schema.options import option
 from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..simulator.market.fleet_compare import compare
 from ..solvers.market.fleet.job import FleetJob
 from ..solvers.market.windows import fewest_parts, shorter_ticks
-from .naming import RENTED_JOB, names_arguments
+from .calls import checks
 
 Traces = Sequence[Capacity | Path | str]
 
 
-@names_arguments(machines="num_machines", speed="speeds", every_hours="every_seconds", **RENTED_JOB)
+@checks
 def rent_fleet(
     traces: Traces,
     *,
@@ -94,11 +95,14 @@ def rent_fleet(
 
 def _speeds(num_machines: int | None, speeds: Sequence[float] | None) -> tuple[float, ...]:
     if (num_machines is None) == (speeds is None):
-        raise ProblemError("say how fast the job is: give --machines or --speed, not both")
+        raise ProblemError(
+            f"say how fast the job is: give {option('num_machines')} or "
+            f"{option('speeds')}, not both"
+        )
     if speeds is not None:
         return tuple(speeds)
     if num_machines is None or not 1 <= num_machines <= 64:
-        raise ProblemError(f"--machines must be 1 to 64, got {num_machines}")
+        raise ProblemError(f"{option('num_machines')} must be 1 to 64, got {num_machines}")
     return tuple(map(float, range(num_machines + 1)))
 
 
@@ -112,7 +116,7 @@ def _read(traces: Traces) -> list[Capacity]:
         if not market.capacity:
             raise FileError(
                 f"{trace}: $.capacity: holds no counts of spot machines",
-                hint="import them with `hetflow import --format bamboo-trace` or parcae-trace",
+                hint="import them in the format bamboo-trace or parcae-trace (hetflow import)",
             )
         found += market.capacity
     return found

@@ -4,13 +4,14 @@ from ..planning.inputs import profiles_of
 from ..planning.market_prices import markets_of
 from ..planning.static_choice import StaticChoice, measured_choices, static_choices
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from ..schema.records import Count
 from ..schema.requests.kinds import Markets, Profiles, ThroughputsTable
+from .calls import checks
 from .files import throughputs_of
-from .naming import names_arguments
 
 
-@names_arguments()
+@checks
 def rent_machines(
     market: Markets,
     profiles: Profiles | None = None,
@@ -74,10 +75,11 @@ def rent_machines(
     if profiles is None or throughputs is not None:
         given = "neither profiles nor" if profiles is None else "both profiles and"
         raise ProblemError(
-            f"{given} throughputs are given", hint="give one of --profiles and --throughputs"
+            f"{given} throughputs are given",
+            hint=f"give one of {option('profiles')} and {option('throughputs')}",
         )
     if batch_size is None:
-        raise ProblemError("profiles need a batch size", hint="add --batch-size N")
+        raise ProblemError("profiles need a batch size", hint=f"add {option('batch_size', 'N')}")
     return static_choices(
         profiles_of(profiles, model),
         markets_of(market),

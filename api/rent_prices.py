@@ -5,16 +5,17 @@ from collections.abc import Mapping
 from ..planning.market_prices import egress_dollars, markets_of
 from ..schema.errors import ProblemError
 from ..schema.market import PriceReport, utc_seconds
+from ..schema.options import option
 from ..schema.requests.kinds import Markets
 from ..schema.spelling import nearest
 from ..simulator.market.price_compare import compare_from, report_of
 from ..solvers.market.offers import History, MovingJob, history_of
-from .naming import names_arguments
+from .calls import checks
 
 _FIRST_CHOICE = "aws"  # the thesis's
 
 
-@names_arguments(rate="rates")
+@checks
 def rent_prices(
     market: Markets,
     *,
@@ -68,7 +69,7 @@ def rent_prices(
         36.0
     """
     if not rates:
-        raise ProblemError("no device type has a speed: give --rate V100=9.6")
+        raise ProblemError(f"no device type has a speed: give {option('rates', 'V100=9.6')}")
     first = next(iter(rates))
     read = markets_of(market)
     history = history_of(read, rates, fixed=True)
@@ -83,7 +84,11 @@ def rent_prices(
         else egress_dollars(read, checkpoint_gigabytes, clouds),
     )
     only = _cloud_of(history, cloud)
-    begin = history.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
+    begin = (
+        history.all_known_seconds()
+        if start is None
+        else utc_seconds(start, option("start"), "time")
+    )
     compared = compare_from(job, history, begin, cloud=only, device_type=first)
     return report_of(compared, job, work_hours=work_hours)
 
@@ -100,7 +105,8 @@ def _cloud_of(history: History, asked: str | None) -> str:
     if asked not in clouds:
         guess = nearest(asked, clouds)
         raise ProblemError(
-            f"--cloud {asked!r} has no price of such devices; the markets have prices in "
+            f"{option('cloud', repr(asked))} has no price of such devices; the "
+            "markets have prices in "
             f"{', '.join(clouds)}",
             hint=f"did you mean {guess!r}?" if guess else None,
         )

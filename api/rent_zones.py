@@ -6,17 +6,18 @@ from pathlib import Path
 from ..importers.availability import read_availability
 from ..schema.errors import ProblemError
 from ..schema.market import Availability, ZonesReport, utc_seconds
+from ..schema.options import option
 from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
 from ..schema.spelling import nearest
 from ..simulator.market.compare import Traces, compare_zones, traces_of
 from ..solvers.market.deadline import DeadlineJob
 from ..solvers.market.windows import fewest_parts, shorter_ticks
-from .naming import RENTED_JOB, names_arguments
+from .calls import checks
 
 Windows = Sequence[Availability | Path | str]
 
 
-@names_arguments(every_hours="every_seconds", **RENTED_JOB)
+@checks
 def rent_zones(
     windows: Windows,
     *,
@@ -87,11 +88,14 @@ def rent_zones(
         learned = traces_of(shorter_ticks(_read(history), parts))
     if learn_until is not None:
         if learned is not None:
-            raise ProblemError("say what to learn from: give --history or --learn-until, not both")
-        learned, traces = traces.split(utc_seconds(learn_until, "--learn-until", "time"))
+            raise ProblemError(
+                f"say what to learn from: give {option('history')} or "
+                f"{option('learn_until')}, not both"
+            )
+        learned, traces = traces.split(utc_seconds(learn_until, option("learn_until"), "time"))
         if not learned.ticks[0] or not traces.ticks[0]:
             raise ProblemError(
-                f"--learn-until {learn_until} leaves nothing to "
+                f"{option('learn_until', learn_until)} leaves nothing to "
                 + ("replay on" if learned.ticks[0] else "learn from"),
                 hint="name a time within the windows",
             )
@@ -122,14 +126,16 @@ def _prices(given: float | Mapping[str, float], zones: tuple[str, ...]) -> tuple
         if name not in zones:
             guess = nearest(name, zones)
             raise ProblemError(
-                f"--spot names zone {name!r}; the windows are of {', '.join(zones)}",
+                f"{option('spot_dollars_per_hour')} names zone {name!r}; the windows are of "
+                f"{', '.join(zones)}",
                 hint=f"did you mean {guess!r}?" if guess else None,
             )
     missing = [zone for zone in zones if zone not in given]
     if missing:
         raise ProblemError(
             f"there is no spot price of zone {missing[0]!r}",
-            hint=f"add --spot {missing[0]}=DOLLARS, or give one price for all",
+            hint=f"add {option('spot_dollars_per_hour', f'{missing[0]}=DOLLARS')}, or give one "
+            "price for all",
         )
     return tuple(given[zone] for zone in zones)
 

@@ -10,17 +10,18 @@ from ..protocol import control
 from ..schema import files
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
+from ..schema.options import option, told
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from ..schema.records import WaitSeconds
 from ..schema.requests.kinds import Pool, Profiles
 from ..schema.resize import ResizeAnswer
-from .naming import names_arguments
+from .calls import checks
 
 _log = logging.getLogger("hetflow")
 
 
-@names_arguments(gpus="pool", timeout="timeout_seconds")
+@checks
 def resize(
     run: Path | str,
     pool: Pool | None = None,
@@ -78,7 +79,10 @@ def _mapping(
     from ..protocol.lower import lower
 
     if (pool is None) == (plan is None):
-        raise ProblemError("give either --gpus or --plan", hint="for example --gpus 2xV100")
+        raise ProblemError(
+            f"give either {option('pool')} or {option('plan')}",
+            hint=f"for example {option('pool', '2xV100')}",
+        )
     now = control.current(run)
     check_not_parallel(now)
     if now.pipeline is not None:
@@ -103,7 +107,7 @@ def _plan_of(
         raise ProblemError(
             f"the run has a {kind.kind} plan and can be resized to another one only, this is a "
             f"{found.kind} plan",
-            hint=control.INSTEAD,
+            hint=told(control.INSTEAD),
         )
     return found
 
@@ -124,7 +128,7 @@ def _recut(
     elif profiles is None or pool is None:
         raise ProblemError(
             "a pipeline is cut anew from the profiles of its layers",
-            hint="add --profiles DIR, or give --plan FILE",
+            hint=f"add {option('profiles', 'DIR')}, or give {option('plan', 'FILE')}",
         )
     else:
         found = cut_again(now, files.read(run / "plan.json", PipelinePlan), profiles, pool)

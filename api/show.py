@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..schema import files
 from ..schema.errors import FileError, HetflowError
+from ..schema.options import option
 from ..schema.requests.kinds import Profiles
-from .naming import names_arguments
+from .calls import checks
 
 if TYPE_CHECKING:
     from ..schedules.timing import Timing
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ..schema.pipeline import PipelinePlan
 
 
-@names_arguments()
+@checks
 def show(
     source: "Record | Profiles",
     *,
@@ -85,7 +86,7 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
     Args:
         records: Profiles, or one record.
         target: The file to draw for, ``.png`` or ``.svg``.
-        way: Which picture of a market: ``--per-device``, ``--by-cloud`` or ``--presence``.
+        way: Which picture of a market: ``per_device``, ``by_cloud`` or ``presence``.
 
     Raises:
         HetflowError: There is no such picture of the record, or matplotlib is not installed.
@@ -98,13 +99,17 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
 
     file_format = target.suffix.lower().lstrip(".")
     if file_format not in ("png", "svg"):
-        raise HetflowError(f"--plot {target}: must end in .png or .svg", hint="rename the output")
+        raise HetflowError(
+            f"{option('plot', target)}: must end in .png or .svg", hint="rename the output"
+        )
     first = records[0]
     if isinstance(first, PipelinePlan):
         from ..reports.timeline import svg_timeline
 
         if file_format != "svg":
-            raise HetflowError(f"--plot {target}: a timeline is drawn as .svg", hint="rename it")
+            raise HetflowError(
+                f"{option('plot', target)}: a timeline is drawn as .svg", hint="rename it"
+            )
         return svg_timeline(timing_of(first)).encode()
     if isinstance(first, SimulationRun):
         from ..reports.gantt import simulation_image
@@ -113,11 +118,11 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
     if isinstance(first, Market):
         from ..reports.market_plots import presence_image, prices_image, spread_image
 
-        if way == "--by-cloud":
+        if way == "by_cloud":
             return spread_image(first, file_format)
-        if way == "--presence" or not (way or first.prices):
+        if way == "presence" or not (way or first.prices):
             return presence_image(first, file_format)
-        return prices_image(first, file_format, per_device=way == "--per-device")
+        return prices_image(first, file_format, per_device=way == "per_device")
     from ..reports.plots import curves_image, split_image
 
     if isinstance(first, SplitPlan):
@@ -126,7 +131,7 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
     if not profiles:
         raise HetflowError(
             "only profiles, plans, simulated runs and prices can be plotted",
-            hint="leave --plot out",
+            hint=f"leave {option('plot')} out",
         )
     return curves_image(profiles, file_format)
 

@@ -12,14 +12,15 @@ from ..planning.inputs import pool_of, spelled_as
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.jobs import Entity, Job, Jobs
+from ..schema.options import option
 from ..schema.records import Count, Index, nearest
 from ..schema.requests.kinds import JobsTable, Markets, Pool, ThroughputsTable
 from ..schema.simulation import SimulationRun
 from ..simulator import Case, TraceOptions
 from ..simulator.market.many_jobs import MarketOptions
 from ..simulator.traces.draws import TraceKind
+from .calls import checks
 from .files import jobs_of, throughputs_of
-from .naming import names_arguments
 
 if TYPE_CHECKING:
     pass
@@ -77,16 +78,10 @@ class SimulationOptions(TypedDict, total=False):
     cloud_move_dollars: float
 
 
-_HOURS = {
-    "failure_hours": "failure_seconds",
-    "server_failure_hours": "server_failure_seconds",
-    "repair_hours": "repair_seconds",
-    "preemption_hours": "preemption_seconds",
-}
 _OF_MARKETS = ("start", "preemption_seconds", "checkpoint_seconds", "cloud_move_dollars")
 
 
-@names_arguments(gpus="pool", cluster="pool", loads="jobs_per_hour", **_HOURS)
+@checks
 def simulate(
     trace: JobsTable,
     throughputs: ThroughputsTable,
@@ -145,7 +140,7 @@ def simulate(
     return simulator.report(case, run, name, with_jobs=with_jobs)
 
 
-@names_arguments(gpus="pool", cluster="pool", **_HOURS)
+@checks
 def sweep(
     trace: str,
     throughputs: ThroughputsTable,
@@ -240,11 +235,12 @@ def _drawn(
     if kind is None:
         if seeds > 1 or loads:
             raise ProblemError(
-                "--seeds and --loads are for drawn traces", hint="give a kind, not a file"
+                f"{option('seeds')} and {option('jobs_per_hour')} are for drawn traces",
+                hint="give a kind, not a file",
             )
         return [base]
     if kind.startswith("continuous") and not loads:
-        raise ProblemError("a continuous trace needs --loads, in jobs per hour")
+        raise ProblemError(f"a continuous trace needs {option('jobs_per_hour')}, in jobs per hour")
     reference = next(iter(base.num_devices))
     return [
         replace(

@@ -10,16 +10,17 @@ from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.jobs import MixThroughput, ModelThroughput, Throughputs
+from ..schema.options import option
 from ..schema.profile import Profile
 from ..schema.records import Bytes, Count, nearest
 from ..schema.requests.kinds import Profiles
 from ..simulator.mixes import split_throughput
-from .naming import names_arguments
+from .calls import checks
 
 _log = logging.getLogger("hetflow")
 
 
-@names_arguments(memory_reserve="memory_reserve_bytes")
+@checks
 def throughputs(
     profiles: Profiles,
     *,
@@ -66,7 +67,9 @@ def throughputs(
     models = sorted({profile.model for profile in measured})
     batches = _batches(batch_size, models)
     if len(set(scale_factors)) < len(scale_factors):
-        raise ProblemError(f"--scale-factors: a number appears twice: {list(scale_factors)}")
+        raise ProblemError(
+            f"{option('scale_factors')}: a number appears twice: {list(scale_factors)}"
+        )
     rates: list[ModelThroughput] = []
     mixed: list[MixThroughput] = []
     for model in models:
@@ -102,7 +105,7 @@ def _rates(
     if not rates:
         raise InfeasibleError(
             f"{model}: no {scale} device(s) of one type can run a batch of {batch_size}",
-            hint="give a batch that profiled sizes add up to (--batch-size)",
+            hint=f"give a batch that profiled sizes add up to ({option('batch_size')})",
         )
     for profile in profiles:
         if profile.device_type not in rates:
@@ -129,11 +132,11 @@ def _batches(given: int | Mapping[str, int], models: list[str]) -> dict[str, int
         if name not in models:
             guess = nearest(name, models)
             raise ProblemError(
-                f"--batch-size: no profile of model {name!r}"
+                f"{option('batch_size')}: no profile of model {name!r}"
                 + (f"; did you mean {guess!r}?" if guess else ""),
                 hint=f"profiled models: {', '.join(models)}",
             )
     missing = [model for model in models if model not in given]
     if missing:
-        raise ProblemError(f"--batch-size: says nothing of {', '.join(missing)}")
+        raise ProblemError(f"{option('batch_size')}: says nothing of {', '.join(missing)}")
     return dict(given)

@@ -9,14 +9,14 @@ what was given, under the record's names and in its units::
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ForwardRef, Literal, get_args, get_origin
 
 import typer
 
-from ..schema import options
+from ..schema import options, requests
 from ..schema.options import asked_of, told
 from . import completing
 from .common import RARE, Settings, asked_pool, asked_reserve, rates_of
@@ -92,6 +92,7 @@ def asks(
     """
     flags: list[Flag] = []
     reads: list[tuple[str, Collection[str], Callable[[Values], Any]]] = []
+    required = {asked.name for asked in asked_of(record) if asked.is_required}
     for asked in asked_of(record):
         readers = asked.option.read_by
         if asked.name in fixed or (only and readers and not set(readers) & set(only)):
@@ -105,7 +106,7 @@ def asks(
             Settings.record = record
             given = dict(fixed)
             for name, names, read in reads:
-                if Settings.given.intersection(names):
+                if name in required or Settings.given.intersection(names):
                     given[name] = read({each: values[each] for each in names})
             own = {name: value for name, value in values.items() if name in kept}
             function(given, **own)
@@ -140,7 +141,11 @@ def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[Flag]
     with options.spelled_by(flag_of):
         words = told(said.help) + (f" [default: {told(said.default)}]" if said.default else "")
     panel = (RARE if said.rare else "") + said.panel or None
-    shown = {"help": words, "rich_help_panel": panel, "show_default": not said.default}
+    shown: dict[str, Any] = {
+        "help": words,
+        "rich_help_panel": panel,
+        "show_default": not said.default,
+    }
     shown |= {"show_envvar": False}
     if said.metavar:
         shown["metavar"] = said.metavar
@@ -204,7 +209,7 @@ def _kind(text: str, asked: options.Asked, only: Collection[str] | None) -> tupl
                 for word in get_args(member)
                 if not only or word not in said or set(said[word]) & set(only)
             )
-            return Literal[words], True  # type: ignore[return-value]
+            return Literal[words], True
     return _READINGS[text].kind, False
 
 
@@ -228,30 +233,5 @@ def _optimizer(values: Values) -> Any:
 
 
 def flag_of(name: str, value: str | bool | None = None) -> str:
-    """Spell an option as a flag: of the running command's record, else of another's."""
-    flag = _known_flag(name)
-    if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    return flag if value is None else f"{flag} {value}"
-
-
-def _known_flag(name: str) -> str:
-    for record in _records():
-        for asked in asked_of(record):
-            if asked.name == name:
-                return "--gpus" if _text(asked.kind) == "Pool" else asked.option.flag_of(name)
-    return "--" + name.replace("_", "-")
-
-
-def _records() -> Iterator[type]:
-    """The record of the running command, then all others."""
-    from ..schema.requests import all_requests
-
-    if Settings.record is not None:
-        yield Settings.record
-    yield from all_requests()
-
-
-def given_list(values: Sequence[Any] | None) -> list[Any]:
-    """The values of an option that may be repeated."""
-    return list(values or ())
+    """Spell an option as a flag, first of the running command."""
+    return requests.flag_of(name, value, Settings.record)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ..api.naming import flags_are_meant
 from ..reports.grid import fitted_to
 from ..schema.errors import FileError, ProblemError
 from ..schema.spelling import nearest
@@ -275,11 +274,12 @@ class PanelCommand(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Say where options are set besides."""
-        words = f"{ENVIRONMENT_PREFIX}_{self.name}".upper().replace(" ", "_")
+        words = str(ctx.auto_envvar_prefix)
+        table = words.removeprefix(f"{ENVIRONMENT_PREFIX}_").lower().replace("_", " ")
         formatter.write_paragraph()
         formatter.write_text(
             f"Each option is also read from {words}_<OPTION> in the environment, and from "
-            f"[{self.name}] in {CONFIG_FILE}."
+            f"[{table}] in {CONFIG_FILE}."
         )
 
 
@@ -335,7 +335,7 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
             return
         sources = {name: context.get_parameter_source(name) for name in values}
         Settings.given = {name for name, source in sources.items() if _is_given(source)}
-        with flags_are_meant(), fitted_to(_most_characters()):
+        with fitted_to(_most_characters()):
             function(**values)
 
     signature = inspect.signature(function)

@@ -3,7 +3,7 @@
 Most of the time of a short command was spent on building the options of all others.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
@@ -33,6 +33,8 @@ class ListedGroup(TyperGroup):
     """The listed commands, those of one word (``solve``) and of two (``solve split``)."""
 
     listed: ClassVar[Mapping[str, Listed]]
+    groups: ClassVar[Mapping[str, Sequence[str]]]
+    """Heading -> the commands below it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -51,8 +53,11 @@ class ListedGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list, which needs no command to be built."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, each.short_help) for name, each in self.listed.items()])
+        width = max(map(len, self.listed))
+        for title, names in self.groups.items():
+            rows = [(name.ljust(width), self.listed[name].short_help) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 class _Commands(MutableMapping[str, Any]):

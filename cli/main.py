@@ -25,55 +25,69 @@ _AS_SOLVE = {"auto_envvar_prefix": f"{ENVIRONMENT_PREFIX}_SOLVE"}
 INTERRUPTED = 130
 _PASSED_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
-COMMANDS = {
-    "demo": Listed("demo.demo", "Run the main job end to end on this machine."),
-    "devices": Listed("devices.devices", "List the local device types."),
-    "doctor": Listed("doctor.doctor", "Check this installation, and say what is missing."),
-    "profile": Listed("profile.profile", "Measure a model on each device type."),
-    "solve": Listed("solve.solve", "Find the best plan, with proof."),
-    "solve split": Listed("solve.solve_split", "Find the best split of a batch.", _AS_SOLVE),
-    "solve pipeline": Listed("solve.solve_pipeline", "Find the best pipeline.", _AS_SOLVE),
-    "solve parallel": Listed(
-        "solve.solve_parallel", "Find the best pipeline, tensor and data parallel plan.", _AS_SOLVE
-    ),
-    "check": Listed("check.check", "Verify a plan independently."),
-    "launch": Listed("launch.launch", "Train under a plan.", _PASSED_ON),
-    "resize": Listed("resize.resize", "Change the devices of a running launch."),
-    "throughputs": Listed("throughputs.throughputs", "Turn profiles into throughputs of jobs."),
-    "allocate": Listed("allocate.allocate", "Share a pool of devices among jobs."),
-    "simulate": Listed("simulate.simulate", "Simulate weeks of a cluster in seconds."),
-    "cluster start": Listed("cluster.start", "Start a scheduler for a queue of jobs."),
-    "cluster drain": Listed("cluster.drain", "Move jobs away from devices."),
-    "cluster usage": Listed("cluster.usage", "Print who used which devices when, as CSV."),
-    "cluster recover": Listed("cluster.recover", "Go on from the last good copy of a state."),
-    "cluster correct": Listed("cluster.correct", "Turn what jobs measured into profiles."),
-    "cluster replay": Listed("replay.replay", "Simulate a live cluster's jobs."),
-    "cluster stop": Listed("cluster.stop", "Let jobs save, then stop the scheduler."),
-    "submit": Listed("submit.submit", "Add a job to the queue.", _PASSED_ON),
-    "queue": Listed("queue.queue", "List running, waiting and finished jobs."),
-    "dashboard": Listed("dashboard.dashboard", "Show a live cluster in a web page."),
-    "logs": Listed("queue.logs", "Print a job's output."),
-    "cancel": Listed("queue.cancel", "Take a job out of the queue."),
-    "hold": Listed("queue.hold", "Keep a job from running."),
-    "release": Listed("queue.release", "Let a held job run again."),
-    "rent": Listed("rent.rent", "Choose spot or on-demand machines under a deadline."),
-    "rent fleet": Listed(
-        "rent_fleet.rent_fleet", "Choose machines for an elastic job under a deadline."
-    ),
-    "rent zones": Listed("rent_zones.rent_zones", "Choose zones and machines under a deadline."),
-    "rent prices": Listed("rent_prices.rent_prices", "Choose machines at changing prices."),
-    "rent machines": Listed(
-        "rent_machines.rent_machines", "Choose machines that train for the fewest dollars."
-    ),
-    "rent odds": Listed("rent_odds.rent_odds", "Estimate how long spot machines last."),
-    "show": Listed("show.show", "Show any hetflow file as a table or a picture."),
-    "import": Listed("import_.import_", "Read layers or prices in a foreign format."),
-    "export": Listed("export.export", "Write what starts a plan elsewhere."),
+GROUPS = {
+    "Plan and train": {
+        "demo": Listed("demo.demo", "Run the main job end to end on this machine."),
+        "devices": Listed("devices.devices", "List the local device types."),
+        "doctor": Listed("doctor.doctor", "Check this installation, and say what is missing."),
+        "profile": Listed("profile.profile", "Measure a model on each device type."),
+        "solve": Listed("solve.solve", "Find the best plan, with proof."),
+        "solve split": Listed("solve.solve_split", "Find the best split of a batch.", _AS_SOLVE),
+        "solve pipeline": Listed("solve.solve_pipeline", "Find the best pipeline.", _AS_SOLVE),
+        "solve parallel": Listed(
+            "solve.solve_parallel",
+            "Find the best pipeline, tensor and data parallel plan.",
+            _AS_SOLVE,
+        ),
+        "check": Listed("check.check", "Verify a plan independently."),
+        "launch": Listed("launch.launch", "Train under a plan.", _PASSED_ON),
+        "resize": Listed("resize.resize", "Change the devices of a running launch."),
+    },
+    "Share a cluster": {
+        "throughputs": Listed("throughputs.throughputs", "Turn profiles into throughputs of jobs."),
+        "allocate": Listed("allocate.allocate", "Share a pool of devices among jobs."),
+        "simulate": Listed("simulate.simulate", "Simulate weeks of a cluster in seconds."),
+        "cluster start": Listed("cluster.start", "Start a scheduler for a queue of jobs."),
+        "cluster drain": Listed("cluster.drain", "Move jobs away from devices."),
+        "cluster usage": Listed("cluster.usage", "Print who used which devices when, as CSV."),
+        "cluster recover": Listed("cluster.recover", "Go on from the last good copy of a state."),
+        "cluster correct": Listed("cluster.correct", "Turn what jobs measured into profiles."),
+        "cluster replay": Listed("replay.replay", "Simulate a live cluster's jobs."),
+        "cluster stop": Listed("cluster.stop", "Let jobs save, then stop the scheduler."),
+        "submit": Listed("submit.submit", "Add a job to the queue.", _PASSED_ON),
+        "queue": Listed("queue.queue", "List running, waiting and finished jobs."),
+        "logs": Listed("queue.logs", "Print a job's output."),
+        "cancel": Listed("queue.cancel", "Take a job out of the queue."),
+        "hold": Listed("queue.hold", "Keep a job from running."),
+        "release": Listed("queue.release", "Let a held job run again."),
+        "dashboard": Listed("dashboard.dashboard", "Show a live cluster in a web page."),
+    },
+    "Rent machines": {
+        "rent": Listed("rent.rent", "Choose spot or on-demand machines under a deadline."),
+        "rent fleet": Listed(
+            "rent_fleet.rent_fleet", "Choose machines for an elastic job under a deadline."
+        ),
+        "rent zones": Listed(
+            "rent_zones.rent_zones", "Choose zones and machines under a deadline."
+        ),
+        "rent prices": Listed("rent_prices.rent_prices", "Choose machines at changing prices."),
+        "rent machines": Listed(
+            "rent_machines.rent_machines", "Choose machines that train for the fewest dollars."
+        ),
+        "rent odds": Listed("rent_odds.rent_odds", "Estimate how long spot machines last."),
+    },
+    "Files": {
+        "show": Listed("show.show", "Show any hetflow file as a table or a picture."),
+        "import": Listed("import_.import_", "Read layers or prices in a foreign format."),
+        "export": Listed("export.export", "Write what starts a plan elsewhere."),
+    },
 }
+COMMANDS = {name: listed for group in GROUPS.values() for name, listed in group.items()}
 
 
 class _Hetflow(ListedGroup):
     listed = COMMANDS
+    groups = {title: tuple(group) for title, group in GROUPS.items()}
 
 
 app = typer.Typer(

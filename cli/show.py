@@ -82,7 +82,7 @@ def show(
     way = _way(given)
     _refuse_unread(record, given)
     if plot is not None:
-        _write(plot, picture(records, plot, way), force=force)
+        _write(plot, picture(records, plot, way.lstrip("-").replace("-", "_")), force=force)
     text = _timelines(record, html, trace, force=force) if timeline or html or trace else ""
     if csv is not None:
         _table(record, csv, force=force)

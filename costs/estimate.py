@@ -17,6 +17,7 @@ from ..schema.operator_counts import (
     Operator,
     PassCounts,
 )
+from ..schema.options import option
 from ..schema.precision import Precision
 from ..schema.profile import (
     BatchPoint,
@@ -97,7 +98,8 @@ def estimated_profile(
         raise InfeasibleError(
             f"{model} does not fit a {spec.name}: a batch of {points[0].batch_size} needs "
             f"{points[0].peak_memory_bytes} of its {spec.memory_bytes} bytes",
-            hint="try a smaller batch (--batch-sizes), or --layers for a pipeline",
+            hint=f"try a smaller batch ({option('batch_sizes')}), or {option('layers')} "
+            "for a pipeline",
         )
     tables = tuple(_graph(table, estimator) for table in counts.tables)
     degrees = degrees_of(counts.tensor_divisor)
@@ -367,7 +369,7 @@ def _check_carriable(measured: Profile, counts: ModelCounts) -> None:
     if measured.estimate is not None:
         raise ProblemError(
             f"{where} is itself an estimate",
-            hint="leave --from-profile out, or name a measured one",
+            hint=f"leave {option('from_profile')} out, or name a measured one",
         )
     if measured.emulation is not None:
         raise ProblemError(
@@ -397,7 +399,7 @@ def _carried_graph(
     if set(counted) != {node.id for node in measured.nodes}:
         raise ProblemError(
             "the target's layers are not those of the profile",
-            hint="profile the target again, or leave --from-profile out",
+            hint=f"profile the target again, or leave {option('from_profile')} out",
         )
 
     def carried(node: LayerNode) -> LayerNode:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from .backend import DeviceRequest, LocalDevice, device_backend
 from .cpu import DEVICE_TYPE
 from .host import TORCH_DEVICE, HostBackend
@@ -70,7 +71,7 @@ def _speed(name: str, text: str | None) -> float:
     if text is None:
         if name not in DEFAULT_SPEEDS:
             raise ProblemError(
-                f"--device {name!r}: state its speed as a fraction of the CPU's",
+                f"{option('devices', repr(name))}: state its speed as a fraction of the CPU's",
                 hint=f"write {name}=0.25",
             )
         return DEFAULT_SPEEDS[name]
@@ -80,6 +81,7 @@ def _speed(name: str, text: str | None) -> float:
         speed = 0.0
     if not 0.001 <= speed <= 1:
         raise ProblemError(
-            f"--device {name}={text}: the speed must be a fraction from 0.001 to 1, of the CPU's"
+            f"{option('devices', f'{name}={text}')}: the speed must be a fraction from "
+            "0.001 to 1, of the CPU's"
         )
     return speed

@@ -7,6 +7,7 @@ other names: ``cpu:NAME=FRACTION`` is emulated.
 from collections.abc import Sequence
 
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from ..schema.records import nearest
 from .backend import DEVICES, DeviceRequest, LocalDevice
 from .cpu import DEVICE_TYPE
@@ -28,7 +29,7 @@ def parse_requests(texts: Sequence[str], local: Sequence[LocalDevice]) -> tuple[
     names = [request.device_type for request in requests]
     for name in names:
         if names.count(name) > 1:
-            raise ProblemError(f"--device: {name} is asked for twice; keep one")
+            raise ProblemError(f"{option('devices')}: {name} is asked for twice; keep one")
     return requests
 
 
@@ -52,4 +53,4 @@ def _unknown(item: str, local: Sequence[LocalDevice]) -> str:
     known += [name for device in local if not device.is_host for name in device.torch_devices]
     guess = nearest(item, known)
     mend = f"did you mean {guess!r}?" if guess else f"it has {', '.join(dict.fromkeys(known))}"
-    return f"--device {item!r}: this machine has no such device; {mend}"
+    return f"{option('devices', repr(item))}: this machine has no such device; {mend}"

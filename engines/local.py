@@ -12,6 +12,7 @@ from ..devices.cpu import DEVICE_TYPE
 from ..devices.emulated import GRAMMAR, is_emulated
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from .lease_folder import document_of
 from .processes import HostLeases
 from .protocol import EngineDevice, Fate, Work
@@ -35,7 +36,7 @@ class LocalEngine:
         if pool.num_servers > 1:
             raise ProblemError(
                 f"the engine local is this host, and the pool has {pool.num_servers} servers",
-                hint="give its devices, such as --gpus 2xV100,2xP100",
+                hint=f"give its devices, such as {option('pool', '2xV100,2xP100')}",
             )
         self._devices = tuple(
             EngineDevice(f"{name}:{number}", name, "localhost")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ..schema.deployment import PORT, Deployment, HostGroup
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from .registry import exporter
 from .shell import case_of_host, launch_command, offers, preparation
 from .yaml_text import Value, yaml_text
@@ -42,17 +43,17 @@ def kubernetes_manifest(deployment: Deployment, name: str) -> str:
     if deployment.image is None:
         raise ProblemError(
             "Kubernetes runs containers, and no image is given",
-            hint="add --image NAME, with Python, torch, hetflow and the script in it",
+            hint=f"add {option('image', 'NAME')}, with Python, torch, hetflow and the script in it",
         )
     if not re.fullmatch(r"[!-~]+", deployment.image):
         raise ProblemError(
-            f"--image {deployment.image!r} is no container image",
+            f"{option('image', repr(deployment.image))} is no container image",
             hint="write it as `docker pull` takes it, such as registry.example/me/train:1",
         )
     if len(deployment.plan_text.encode()) > _MOST_PLAN_BYTES:
         raise ProblemError(
             f"{name}: larger than {_MOST_PLAN_BYTES} bytes, which a ConfigMap does not hold",
-            hint="put it into the image, and use --to hosts there",
+            hint=f"put it into the image, and use {option('target', 'hosts')} there",
         )
     labels = {"app.kubernetes.io/name": "hetflow", "hetflow/job": deployment.name}
     files: Value = {"plan.json": deployment.plan_text, "start.sh": _program(deployment)}
@@ -163,8 +164,9 @@ def _job(
 def _node_label(deployment: Deployment, device_type: str) -> tuple[str, str]:
     called = deployment.name_of(device_type, "Kubernetes")
     hint = (
-        f"`kubectl get nodes -L {_LABEL}` lists them: --name {device_type}=Tesla-V100-SXM2-16GB, "
-        f"or another label: --name {device_type}=KEY=VALUE"
+        f"`kubectl get nodes -L {_LABEL}` lists them: "
+        f"{option('names', f'{device_type}=Tesla-V100-SXM2-16GB')}, "
+        f"or another label: {option('names', f'{device_type}=KEY=VALUE')}"
     )
     if device_type not in deployment.names:
         raise ProblemError(

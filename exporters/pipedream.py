@@ -1,6 +1,7 @@
 """Write layers as PipeDream's ``graph.txt``, which ``importers.pipedream`` reads."""
 
 from ..schema.errors import ProblemError
+from ..schema.options import command
 from ..schema.profile import LayerGraph, Profile
 from .registry import exporter
 
@@ -43,5 +44,7 @@ def graph_of_profile(profile: Profile, name: str) -> str:
         ProblemError: The profile holds no layers, or some that the format cannot hold.
     """
     if profile.layers is None:
-        raise ProblemError(f"{name}: holds no layers", hint="run `hetflow profile --layers`")
+        raise ProblemError(
+            f"{name}: holds no layers", hint=f"run {command('profile', layers=True)}"
+        )
     return write_graph(profile.layers)

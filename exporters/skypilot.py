@@ -9,6 +9,7 @@ import re
 
 from ..schema.deployment import PORT, Deployment, HostGroup, Machine
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from .registry import exporter
 from .shell import launch_command, preparation, quoted
 from .yaml_text import Value, yaml_text
@@ -60,7 +61,7 @@ def _resources(deployment: Deployment, group: HostGroup) -> Value:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", called):
         raise ProblemError(
             f"{called!r} is no accelerator of SkyPilot",
-            hint=f"`sky gpus list` has their names: --name {device_type}=V100-32GB",
+            hint=f"`sky gpus list` has their names: {option('names', f'{device_type}=V100-32GB')}",
         )
     wanted: dict[str, Value] = {"accelerators": f"{called}:{count}"}
     ordered: list[Value] = []

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from ..schema.deployment import Deployment, HostGroup
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from .registry import exporter
 from .shell import case_of_host, launch_command, offers, preparation, remark
 
@@ -34,8 +35,8 @@ def slurm_script(deployment: Deployment, name: str) -> str:
     for directive in deployment.directives:
         if not re.fullmatch(r"--[a-z][^\r\n]*", directive):
             raise ProblemError(
-                f"--directive {directive!r} is no option of sbatch",
-                hint="write it as on its command line: --directive --partition=gpu",
+                f"{option('directives', repr(directive))} is no option of sbatch",
+                hint=f"write it as on its command line: {option('directives', '--partition=gpu')}",
             )
     lines = [
         "#!/bin/bash",
@@ -92,8 +93,9 @@ def _request(deployment: Deployment, group: HostGroup) -> Iterator[str]:
         if not re.fullmatch(r"(?:feature:)?[A-Za-z0-9_.:&|-]+", called):
             raise ProblemError(
                 f"{called!r} is no type of a GPU that Slurm could have",
-                hint="`sinfo -N -o '%N %G %f'` lists them: --name V100=tesla_v100, or "
-                "--name V100=feature:v100 where nodes are told apart by a feature",
+                hint="`sinfo -N -o '%N %G %f'` lists them: "
+                f"{option('names', 'V100=tesla_v100')}, or {option('names', 'V100=feature:v100')} "
+                "where nodes are told apart by a feature",
             )
     features = [called[len(_FEATURE) :] for called, _ in found if called.startswith(_FEATURE)]
     if features:

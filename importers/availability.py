@@ -15,6 +15,7 @@ from typing import Any
 from ..schema import files
 from ..schema.errors import FileError, HetflowError
 from ..schema.market import Availability, Capacity, Market, utc_seconds, utc_text
+from ..schema.options import option
 from .registry import TraceOptions, trace_importer
 
 
@@ -119,15 +120,15 @@ def _are_counts(data: dict[str, Any], path: Path, options: TraceOptions) -> bool
         if options.values == "preempted":
             raise FileError(
                 f"{path}: a value is above 1, so values are numbers of instances",
-                hint="give --values instances",
+                hint=f"give {option('values', 'instances')}",
             )
         return True
     if options.values is None and not is_cut:
         raise FileError(
             f"{path}: 1 may mean that an instance was there, as in the traces that Can't Be Late's "
             "authors publish, or that it was preempted, as in windows cut from them",
-            hint="say which: hetflow import FILE --format cant-be-late --values instances (or "
-            "preempted) -o market.json, and give the market",
+            hint="say which as you import it (hetflow import): "
+            f"{option('values', 'instances|preempted')}",
         )
     return options.values == "instances"
 
@@ -145,9 +146,9 @@ def _place(
     if not name or not isinstance(offset, int) or isinstance(offset, bool):
         raise FileError(
             f"{path}: original_trace and metadata.start_time must say where the window begins",
-            hint="leave --trace-start away to import it as a window of unknown time",
+            hint=f"leave {option('trace_start')} away to import it as a window of unknown time",
         )
-    begin = utc_seconds(trace_start, "--trace-start", "time") + offset * tick_seconds
+    begin = utc_seconds(trace_start, option("trace_start"), "time") + offset * tick_seconds
     try:
         return name, utc_text(begin)
     except (OverflowError, ValueError, OSError):

@@ -16,6 +16,7 @@ from typing import Any
 from ..schema import files
 from ..schema.errors import FileError
 from ..schema.market import Capacity, Market
+from ..schema.options import option
 from .price_cells import files_of
 from .registry import TraceOptions, trace_importer
 
@@ -70,7 +71,8 @@ def _capacity(path: Path, changes: list[tuple[float, int]], options: TraceOption
         raise FileError(
             f"{path}: {span:g} s are less than a tick of {tick_seconds:g} s, or more than "
             f"{_MOST_TICKS} of them",
-            hint="--time-unit says what the times are in, --tick-seconds how long a tick is",
+            hint=f"{option('time_unit')} says what the times are in, "
+            f"{option('tick_seconds')} how long a tick is",
         )
     num_ticks = int(span / tick_seconds + 1e-9)
     least: list[int | None] = [None] * num_ticks

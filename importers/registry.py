@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from ..schema.errors import ProblemError
 from ..schema.jobs import Jobs
 from ..schema.market import Market, PriceHistory, utc_seconds
+from ..schema.options import option
 from ..schema.plugins import Registry
 from ..schema.profile import LayerGraph, TensorLayers
 
@@ -60,7 +61,7 @@ class TraceOptions:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ProblemError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
         if self.trace_start is not None:
-            utc_seconds(self.trace_start, "--trace-start", "time")
+            utc_seconds(self.trace_start, option("trace_start"), "time")
 
 
 ReadTraces = Callable[[Path, TraceOptions], Market]

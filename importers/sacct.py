@@ -20,6 +20,7 @@ from typing import Any
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import read_text
 from ..schema.jobs import Job, Jobs, ModelThroughput, Throughputs
+from ..schema.options import option
 from ..schema.spelling import whole_number
 
 FORMAT = "JobID,JobName,State,Submit,Start,End,AllocTRES"
@@ -102,7 +103,8 @@ class SacctLog:
             if not (rates or {}).get(name, 0) > 0:
                 raise ProblemError(
                     f"there is no rate for {name!r}, on which jobs ran",
-                    hint=f"add --rate {name}=1; relative speeds of all types are needed",
+                    hint=f"add {option('rates', f'{name}=1')}; relative speeds of all types are "
+                    "needed",
                 )
         first = self.jobs[0].submit_seconds
         jobs, shapes = [], {}

@@ -11,6 +11,7 @@ from ..schema.deployment import HostGroup
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
 from ..schema.launch import LaunchConfig
+from ..schema.options import option
 from .hosts import assigned_slots
 
 
@@ -45,7 +46,8 @@ def _used(config: LaunchConfig, hosts: Sequence[Mapping[str, int]]) -> list[dict
     ranks, lacking = assigned_slots(config, offered)
     if lacking is not None:
         raise ProblemError(
-            lacking, hint="name hosts that have them, such as --hosts '1x(2xV100),2x(4xP100)'"
+            lacking,
+            hint=f"name hosts that have them, such as {option('hosts', '1x(2xV100),2x(4xP100)')}",
         )
     found = [Counter(config.workers[rank].device_type for rank in mine) for mine in ranks]
     return [dict(sorted(used.items())) for used in found if used]

@@ -13,6 +13,7 @@ from ..devices.local import IMAGINED, accelerators, devices_of_types
 from ..devices.precision import emulated_bfloat16, mixed_tf32
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
+from ..schema.options import option
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def _too_few(device_type: str, needed: int, present: int) -> HetflowError:
     return TargetError(
         f"the plan needs {needed} x {device_type}, this machine has {present}",
         hint="solve again for the devices at hand (`hetflow devices`), or launch over several "
-        "hosts with --nnodes",
+        f"hosts with {option('nnodes')}",
     )
 
 

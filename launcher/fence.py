@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..schema.errors import FileError, LaunchError
+from ..schema.options import option
 
 POLL_SECONDS = 0.05
 TOLD_AFTER_SECONDS = 1.0
@@ -59,7 +60,8 @@ class Fence:
                 raise LaunchError(
                     f"{self._path.parent}: another launch{self._holder()} still used these "
                     f"checkpoints after {timeout_seconds:g} s",
-                    hint="end it first, give another --checkpoint, or wait longer with --timeout",
+                    hint=f"end it first, give another {option('checkpoint')}, or wait longer with "
+                    f"{option('timeout_seconds')}",
                 )
             if waited > TOLD_AFTER_SECONDS and not has_told:
                 has_told = True

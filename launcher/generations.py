@@ -28,6 +28,7 @@ from ..protocol.messages import (
 )
 from ..schema.errors import HetflowError, LaunchError
 from ..schema.launch import LaunchConfig
+from ..schema.options import told
 from ..schema.resize import ResizeAnswer, ResizeRequest
 from ..schema.run import GenerationKind
 from .change import Change
@@ -40,7 +41,7 @@ from .restarts import Readable, Tries
 from .supervisor import Launched
 
 _WITH_CHECKPOINTS = (
-    "with --checkpoint and --checkpoint-every all would start again from the last one"
+    "with {checkpoint} and {checkpoint_every} all would start again from the last one"
 )
 
 
@@ -369,7 +370,7 @@ class Generations:
         return replace(
             failure,
             sentence_of_ours=f"{self._losses.sentence}; {outside}",
-            hint=failure.hint if self._has_checkpoints else _WITH_CHECKPOINTS,
+            hint=failure.hint if self._has_checkpoints else told(_WITH_CHECKPOINTS),
         )
 
     def _can_survive(self, failure: Failure) -> bool:
@@ -443,7 +444,7 @@ class Generations:
             exit_code=1,
             error=error.message,
             sentence_of_ours=error.message if self._losses.dead else None,
-            hint=None if self._has_checkpoints else _WITH_CHECKPOINTS,
+            hint=None if self._has_checkpoints else told(_WITH_CHECKPOINTS),
         )
 
     def _replace(self) -> None:

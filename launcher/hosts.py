@@ -26,6 +26,7 @@ from ..protocol.record import WorkerReport
 from ..schema.errors import LaunchError
 from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, Rendezvous, WorkerSlot
+from ..schema.options import option
 from .devices import inventory
 from .failures import Failure
 from .history import LastGeneration
@@ -273,7 +274,8 @@ class Together:
                 if not wait.goes_on():
                     raise LaunchError(
                         f"host 0 did not come within {self._limit_seconds:g} s: {said[0]}",
-                        hint="start it with the same --rdzv-endpoint, on a port of its own",
+                        hint=f"start it with the same {option('rdzv_endpoint')}, on a port of its "
+                        "own",
                     )
                 time.sleep(0.02)
         finally:
@@ -299,7 +301,7 @@ class Together:
         if first != own:
             self._store = None  # nothing that this host says must pass for the other's words
             raise LaunchError(
-                f"--node-rank {rank} is taken by {first}; this is {own}",
+                f"{option('node_rank', rank)} is taken by {first}; this is {own}",
                 hint=f"give each of the {self._place.num_nodes} hosts a rank of its own",
             )
 
@@ -613,7 +615,7 @@ def _check_name(host: str, port: int) -> None:
     except socket.gaierror as error:
         if error.errno != socket.EAI_AGAIN:
             raise LaunchError(
-                f"--rdzv-endpoint names {host}, which has no address: {error.strerror}"
+                f"{option('rdzv_endpoint')} names {host}, which has no address: {error.strerror}"
             ) from None
 
 
@@ -651,7 +653,9 @@ def dealt(config: LaunchConfig, agents: Sequence[Greeting]) -> Dealt:
                 "copy the same file to all"
             )
     if len({agent.policy for agent in agents}) > 1:
-        raise LaunchError("give every host the same --on-failure and --checkpoint")
+        raise LaunchError(
+            f"give every host the same {option('on_failure')} and {option('checkpoint')}"
+        )
     slots = deal_slots(config, [agent.devices for agent in agents])
     return Dealt(
         slots=tuple(tuple(ranks) for ranks in slots), hosts=tuple(agent.host for agent in agents)

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.launch import LaunchConfig, VirtualNode, WorkerSlot
+from ..schema.options import option
 
 
 def nodes_of(config: LaunchConfig) -> list[VirtualNode]:
@@ -142,7 +143,8 @@ def same_nodes(config: LaunchConfig, other: LaunchConfig) -> None:
         raise ProblemError(
             f"the new plan has virtual nodes of {_short(theirs)} samples, the job has "
             f"{_short(own)}",
-            hint="a resize keeps the virtual nodes: solve with --virtual-nodes, or give --gpus",
+            hint=f"a resize keeps the virtual nodes: solve with {option('virtual_nodes')}, "
+            f"or give {option('pool')}",
         )
 
 

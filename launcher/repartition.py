@@ -17,6 +17,7 @@ from ..protocol import handover
 from ..protocol.control import INSTEAD
 from ..schema.errors import HetflowError, ProblemError
 from ..schema.launch import LaunchConfig
+from ..schema.options import option, told
 from ..schema.resize import ResizeAnswer, ResizeRequest
 from .failures import Failure
 from .heartbeat import Watch
@@ -144,8 +145,9 @@ class Repartitions:
         if config.determinism != "none" and not config.pipeline.traits.flushes:
             raise ProblemError(
                 f"{config.pipeline.schedule} has no flush to change its plan at without changing "
-                f"the bits that --determinism {config.determinism} promises",
-                hint="launch with --determinism none, or with a schedule that flushes",
+                f"the bits that {option('determinism', config.determinism)} promises",
+                hint=f"launch with {option('determinism', 'none')}, or with a schedule that "
+                "flushes",
             )
 
     def _begin(self, path: Path, config: LaunchConfig) -> None:
@@ -342,7 +344,7 @@ def check_not_parallel(config: LaunchConfig) -> None:
         ProblemError: The config was lowered from a parallel plan.
     """
     if config.pipeline is not None and config.pipeline.is_tensor_parallel:
-        raise ProblemError("a parallel plan cannot be changed while it runs", hint=INSTEAD)
+        raise ProblemError("a parallel plan cannot be changed while it runs", hint=told(INSTEAD))
 
 
 def _microbatches(config: LaunchConfig) -> dict[int, int]:

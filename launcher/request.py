@@ -13,6 +13,7 @@ from ..schema.choices import OnFailure
 from ..schema.errors import FileError, TargetError
 from ..schema.files import Plan
 from ..schema.launch import LaunchConfig, Rendezvous
+from ..schema.options import option
 
 RUNS_FOLDER = "hetflow-runs"
 MOST_NAMES = 10_000  # default folders of launches of one model in one second
@@ -74,12 +75,14 @@ class LaunchRequest:
         if self.on_failure == "shrink":
             raise TargetError(
                 f"a {what} cannot go on without a worker that dies",
-                hint="give --on-failure replace: all start again from the last --checkpoint",
+                hint=f"give {option('on_failure', 'replace')}: all start again from the last "
+                f"{option('checkpoint')}",
             )
         if self.checkpoint is None:
             raise TargetError(
                 f"a {what} starts again from a checkpoint, and has none to start from",
-                hint="give --checkpoint DIR too, and --checkpoint-every N",
+                hint=f"give {option('checkpoint', 'DIR')} too, and "
+                f"{option('checkpoint_every', 'N')}",
             )
 
 
@@ -114,16 +117,19 @@ def check_checkpoints(request: LaunchRequest) -> None:
     if request.checkpoint is None:
         if request.from_scratch:
             raise TargetError(
-                "--restart-from-scratch sets the checkpoints of a folder aside, and there is none",
-                hint="give --checkpoint DIR too",
+                f"{option('from_scratch')} sets the checkpoints of a folder aside, and "
+                "there is none",
+                hint=f"give {option('checkpoint', 'DIR')} too",
             )
         if request.checkpoint_every:
             raise TargetError(
-                f"--checkpoint-every {request.checkpoint_every} needs a folder",
-                hint="give --checkpoint DIR too",
+                f"{option('checkpoint_every', request.checkpoint_every)} needs a folder",
+                hint=f"give {option('checkpoint', 'DIR')} too",
             )
     elif request.checkpoint.exists() and not request.checkpoint.is_dir():
-        raise FileError(f"{request.checkpoint}: is no folder", hint="give another --checkpoint")
+        raise FileError(
+            f"{request.checkpoint}: is no folder", hint=f"give another {option('checkpoint')}"
+        )
 
 
 def default_folder(model: str) -> Path:
@@ -156,7 +162,9 @@ def run_folder(given: Path | None, model: str) -> Iterator[Path]:
         except OSError as error:
             raise FileError(f"{folder}: cannot be made: {error.strerror}") from None
     else:
-        raise FileError(f"{RUNS_FOLDER}: no folder can be made there", hint="give --output")
+        raise FileError(
+            f"{RUNS_FOLDER}: no folder can be made there", hint=f"give {option('folder')}"
+        )
     try:
         yield folder
     finally:
@@ -182,7 +190,10 @@ def check_folder(folder: Path, *, force: bool) -> None:
         FileError: It is a file, or not empty and ``force`` is off.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not force):
-        raise FileError(f"{folder}: exists already", hint="give --force, or another --output")
+        raise FileError(
+            f"{folder}: exists already",
+            hint=f"give {option('force', True)}, or another {option('folder')}",
+        )
 
 
 def check_idle(folder: Path) -> None:
@@ -192,7 +203,7 @@ def check_idle(folder: Path) -> None:
         FileError: A launch runs there.
     """
     if is_running(folder):
-        raise FileError(f"{folder}: a launch runs there", hint="give another --output")
+        raise FileError(f"{folder}: a launch runs there", hint=f"give another {option('folder')}")
 
 
 def make_folder(folder: Path) -> None:

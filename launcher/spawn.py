@@ -15,6 +15,7 @@ from ..preload.process import dying_with
 from ..protocol import environment as names
 from ..protocol.pins import pins
 from ..schema.launch import Determinism
+from ..schema.options import speaks_flags
 from .devices import Seat, View, view_alone, views
 
 Entry = Literal["join", "follow", "restart"]
@@ -211,6 +212,7 @@ def start(
     """
     extra = {names.CONTROL: str(line[0]), names.CHANNEL: line[1]} if line is not None else {}
     extra |= {names.TOKEN: token} if token else {}
+    extra |= {names.FLAGS: "1"} if speaks_flags() else {}
     environment = {**inherited, **command.environment, **extra}
     passed = tuple(fd for fd in (line[0] if line is not None else None, fence) if fd is not None)
     forked = preload.start(

@@ -16,6 +16,7 @@ from ..protocol.environment import Channel
 from ..protocol.handover import STOPPED_EXIT_CODE
 from ..protocol.messages import FromWorker, Report, Reported, Unreadable
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from .failures import Failure, failure_of, first_cause
 from .fence import Fence
 from .line import Line
@@ -315,8 +316,8 @@ class Workers:
         if self._ask(signal.SIGINT, names, signals, first) or grace_seconds <= first:
             return
         warn(
-            f"the script handles the interruption, for up to {grace_seconds:g} s (--grace); Ctrl-C "
-            f"again ends it at once"
+            f"the script handles the interruption, for up to {grace_seconds:g} s "
+            f"({option('grace_seconds')}); Ctrl-C again ends it at once"
         )
         self._wait_for(names, signals, grace_seconds - first)
 

@@ -4,9 +4,11 @@ import dataclasses
 import logging
 from functools import partial
 from math import inf
+from pathlib import Path
 
 from ..schema.cluster import Cluster
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
+from ..schema.options import option, told
 from ..schema.pipeline import Objective, PipelinePlan
 from ..schema.schedule_traits import SCHEDULES, traits
 from ..solvers.effort import Effort
@@ -14,35 +16,35 @@ from ..solvers.pipeline.simplest import simplest_of
 from .limits import Clock
 from .pipeline_problem import capacity_seconds, pipeline_keys, pipeline_problem
 from .pool_parts import best_of_parts, parts_of
-from .request import SolveRequest
+from .request import Question
 from .solve_pipeline import links_between, say_obstacle, solve_pipeline
 
 _log = logging.getLogger("hetflow")
 
 
-def check_flags(request: SolveRequest) -> None:
+def check_flags(question: Question) -> None:
     """Refuse a schedule that the planner of repetitive models does not plan.
 
     Raises:
         ProblemError: The schedule is none that is double buffered; the hint names one.
     """
-    flags = request.pipeline
+    flags = question.asked
     if not flags.repetitive:
         return
     if flags.schedule == "auto" or not traits(flags.schedule).is_double_buffered:
         raise ProblemError(
-            f"--repetitive plans schedule 2bw (thesis 3.3), not {flags.schedule}",
-            hint="add --schedule 2bw",
+            f"{option('repetitive')} plans schedule 2bw (thesis 3.3), not {flags.schedule}",
+            hint=told("add {schedule=2bw}"),
         )
 
 
-def best_pipeline(request: SolveRequest, clock: Clock) -> PipelinePlan:
+def best_pipeline(question: Question, clock: Clock) -> PipelinePlan:
     """Find the best pipeline plan for the requested schedule.
 
     With the schedule ``auto``, the best of all schedules that flush.
 
     Args:
-        request: The request for a plan.
+        question: What is asked of the plan.
         clock: Shares a time limit with other searches.
 
     Raises:
@@ -50,45 +52,45 @@ def best_pipeline(request: SolveRequest, clock: Clock) -> PipelinePlan:
         InfeasibleError: No plan fits the devices' memory or number.
         BackendError: A solver's plan fails its check, which is a bug.
     """
-    check_flags(request)
-    if request.pipeline.stage_cost == "ring" and not request.pipeline.repetitive:
-        plan = _in_the_best_part(request, clock)
+    check_flags(question)
+    if question.asked.stage_cost == "ring" and not question.asked.repetitive:
+        plan = _in_the_best_part(question, clock)
     else:
-        plan = _best(request, clock)
-    _say_links(request)
+        plan = _best(question, clock)
+    _say_links(question)
     say_obstacle(plan.trace, len(plan.stages))
     _say_what_is_simpler(plan)
     return plan
 
 
-def _in_the_best_part(request: SolveRequest, clock: Clock) -> PipelinePlan:
+def _in_the_best_part(question: Question, clock: Clock) -> PipelinePlan:
     """The best plan of the pool and of its parts without slow links."""
-    profiles, said = request.profiles, request.pipeline.link_bytes_per_second
+    profiles, said = question.profiles, question.asked.link_bytes_per_second
 
     def least_seconds(part: Cluster) -> float:
         found = inf
-        for size in _microbatch_sizes(request):
+        for size in _microbatch_sizes(question):
             problem = pipeline_problem(
                 profiles,
                 part,
-                request.batch_size,
+                question.asked.batch_size,
                 microbatch_size=size,
                 link_bytes_per_second=said,
-                optimizer=request.optimizer,
+                optimizer=question.optimizer,
             )
-            inputs = 1 if _objective(request) == "bottleneck" else problem.num_microbatches
+            inputs = 1 if _objective(question) == "bottleneck" else problem.num_microbatches
             found = min(found, inputs * capacity_seconds(problem))
         return found
 
     pools = parts_of(
-        request.pool,
+        question.pool,
         partial(pipeline_keys, profiles, said),
         levels_of=lambda part: links_between(profiles, part, said).levels,
     )
     _, plan = best_of_parts(
         pools,
         clock,
-        lambda part, share: _best(dataclasses.replace(request, pool=part), share),
+        lambda part, share: _best(dataclasses.replace(question, pool=part), share),
         least_seconds,
     )
     return plan
@@ -110,51 +112,51 @@ def _say_what_is_simpler(plan: PipelinePlan) -> None:
         f"the fastest pipeline on paper, {least['config']}{''.join(apart)}, is predicted at "
         f"{least['step_seconds'] * 1e3:.4g} ms; the one taken, {plan.config}, is simpler at "
         f"{plan.predicted.step_seconds * 1e3:.4g} ms, within the {plan.proof.tolerance:.1%} that "
-        "the measurements cannot tell (--fastest takes the other)"
+        f"the measurements cannot tell ({option('fastest', True)} takes the other)"
     )
 
 
-def _best(request: SolveRequest, clock: Clock) -> PipelinePlan:
-    asked = request.pipeline.schedule
-    sizes = _microbatch_sizes(request)
-    if request.pipeline.repetitive:
-        return _repetitive(request, sizes)
+def _best(question: Question, clock: Clock) -> PipelinePlan:
+    asked = question.asked.schedule
+    sizes = _microbatch_sizes(question)
+    if question.asked.repetitive:
+        return _repetitive(question, sizes)
     if asked == "auto":
-        return _best_schedule(request, sizes, clock)
-    return _scheduled(request, asked, sizes, clock)
+        return _best_schedule(question, sizes, clock)
+    return _scheduled(question, asked, sizes, clock)
 
 
-def _repetitive(request: SolveRequest, sizes: list[int]) -> PipelinePlan:
-    flags = request.pipeline
+def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
+    flags = question.asked
     from .solve_repetitive import solve_repetitive
 
     return solve_repetitive(
-        request.profiles,
-        request.pool,
-        request.batch_size,
+        question.profiles,
+        question.pool,
+        question.asked.batch_size,
         sizes,
-        pool_name=request.pool_name,
+        pool_name=question.pool_name,
         schedule=flags.schedule,
         link_bytes_per_second=flags.link_bytes_per_second,
         cost_model=flags.cost_model,
-        runs=flags.runs,
-        optimizer=request.optimizer,
-        memory_reserve_bytes=request.memory_reserve_bytes,
+        runs=None if flags.runs is None else Path(flags.runs),
+        optimizer=question.optimizer,
+        memory_reserve_bytes=question.asked.memory_reserve_bytes,
     )
 
 
-def _best_schedule(request: SolveRequest, sizes: list[int], clock: Clock) -> PipelinePlan:
+def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> PipelinePlan:
     """Find the best plan over all schedules that flush, which all train to the same result."""
     plans: list[PipelinePlan] = []
     refusals: list[HetflowError] = []
     tried = [known for known in SCHEDULES.all() if known.plannable and known.flushes]
     for number, known in enumerate(tried):
         schedule = known.name
-        if request.pipeline.num_model_chunks is not None and not known.takes_chunks:
+        if question.asked.num_model_chunks is not None and not known.takes_chunks:
             continue
         try:
             others_left = (len(tried) - number - 1) * len(sizes)
-            plans.append(_scheduled(request, schedule, sizes, clock, others_left))
+            plans.append(_scheduled(question, schedule, sizes, clock, others_left))
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
             _log.info(f"{schedule}: {error.message}")
@@ -174,7 +176,7 @@ def _best_schedule(request: SolveRequest, sizes: list[int], clock: Clock) -> Pip
 
 
 def _scheduled(
-    request: SolveRequest,
+    question: Question,
     schedule: str,
     sizes: list[int],
     clock: Clock,
@@ -189,7 +191,7 @@ def _scheduled(
     for number, size in enumerate(sizes):
         effort = clock.effort(others_left + len(sizes) - number)
         try:
-            plans[size] = _pipeline_at(request, schedule, size, effort)
+            plans[size] = _pipeline_at(question, schedule, size, effort)
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
     if not plans:
@@ -208,7 +210,7 @@ def _scheduled(
     return best
 
 
-def _microbatch_sizes(request: SolveRequest) -> list[int]:
+def _microbatch_sizes(question: Question) -> list[int]:
     """List the microbatch sizes to try, out of those profiled on all device types of the pool.
 
     If a size was requested, the nearest profiled one; else all. Without a common profiled size, the
@@ -217,10 +219,10 @@ def _microbatch_sizes(request: SolveRequest) -> list[int]:
     Raises:
         ProblemError: Microbatches must be of the requested size, which is not profiled.
     """
-    in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
     tables = [{table.microbatch_size for table in p.layer_tables} for p in in_pool]
     common = sorted(set.intersection(*tables)) if tables else []
-    asked = request.pipeline.microbatch_size
+    asked = question.asked.microbatch_size
     if not common:
         return [asked or 1]  # the solver's own checks say what is missing
     if asked is None:
@@ -228,19 +230,19 @@ def _microbatch_sizes(request: SolveRequest) -> list[int]:
     nearest = min(common, key=lambda size: (abs(size - asked), size))
     if nearest != asked:
         known = ", ".join(map(str, common))
-        if request.fixes_microbatches:
+        if question.fixes_microbatches:
             raise ProblemError(
-                f"--microbatch-size {asked}: layers are profiled at {known}",
+                f"{option('microbatch_size', asked)}: layers are profiled at {known}",
                 hint="take one of these, or profile that one",
             )
         _log.warning(f"layers are profiled at {known}: took microbatches of {nearest}, not {asked}")
     return [nearest]
 
 
-def _say_links(request: SolveRequest) -> None:
+def _say_links(question: Question) -> None:
     """Log which bandwidths were assumed for links that the pool does not state."""
-    said = request.pipeline.link_bytes_per_second
-    links = links_between(request.profiles, request.pool, said)
+    said = question.asked.link_bytes_per_second
+    links = links_between(question.profiles, question.pool, said)
     for sentence in links.measured:
         _log.info(sentence)
     if said is None:
@@ -248,32 +250,32 @@ def _say_links(request: SolveRequest) -> None:
             _log.warning(f"{sentence}: not measured itself; if it is another, state it")
 
 
-def _objective(request: SolveRequest) -> Objective | None:
+def _objective(question: Question) -> Objective | None:
     """The objective that was asked for; None leaves it to the schedule."""
-    if request.objective == "bottleneck":
+    if question.asked.objective == "bottleneck":
         return "bottleneck"
-    return "step" if "objective" in request.stated else None
+    return "step" if "objective" in question.asked.stated else None
 
 
 def _pipeline_at(
-    request: SolveRequest, schedule: str, microbatch_size: int, effort: Effort
+    question: Question, schedule: str, microbatch_size: int, effort: Effort
 ) -> PipelinePlan:
-    flags = request.pipeline
+    flags = question.asked
     return solve_pipeline(
-        request.profiles,
-        request.pool,
-        request.batch_size,
-        pool_name=request.pool_name,
+        question.profiles,
+        question.pool,
+        question.asked.batch_size,
+        pool_name=question.pool_name,
         microbatch_size=microbatch_size,
         link_bytes_per_second=flags.link_bytes_per_second,
         schedule=schedule,
         stage_cost=flags.stage_cost,
         num_stages=flags.num_stages,
         replication=flags.replication,
-        objective=_objective(request),
+        objective=_objective(question),
         num_model_chunks=flags.num_model_chunks,
-        optimizer=request.optimizer,
-        memory_reserve_bytes=request.memory_reserve_bytes,
+        optimizer=question.optimizer,
+        memory_reserve_bytes=question.asked.memory_reserve_bytes,
         effort=effort,
-        fastest=request.fastest,
+        fastest=question.asked.fastest,
     )

@@ -11,6 +11,7 @@ from ..devices.pool_text import is_listing, listed_pool, pool_text
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from ..schema.profile import Profile
 from ..schema.records import nearest
 from ..schema.requests.kinds import Pool, Profiles
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hetflow")
 
 
-def pool_of(given: Pool, *, flag: str = "--gpus") -> Cluster:
+def pool_of(given: Pool, *, field: str = "pool") -> Cluster:
     """Return a pool as a ``Cluster``; see ``Pool`` for the forms.
 
     Args:
         given: The pool.
-        flag: The option that names it, for errors.
+        field: The option that names it, for errors.
 
     Raises:
-        ProblemError: The text does not follow the grammar of ``--gpus``.
+        ProblemError: The text does not follow the grammar of pools.
         FileError: The cluster's file is missing or has faults.
     """
     if isinstance(given, Cluster):
@@ -40,15 +41,15 @@ def pool_of(given: Pool, *, flag: str = "--gpus") -> Cluster:
     if isinstance(given, Path):
         text = files.read_text(given)
         if is_listing(text):
-            return Cluster.parse(listed_pool(text), flag=flag)
+            return Cluster.parse(listed_pool(text), field=field)
         return files.from_json(text, Cluster, name=str(given))
     if given.endswith(".json"):
-        option = "--cluster FILE" if flag == "--gpus" else "devices, such as 1x(2xV100),2x(4xP100)"
+        in_a_file = f"{option('cluster', 'FILE')} (from Python, a Path)"
         raise ProblemError(
-            f"{flag} {given!r} is the name of a file, not of devices",
-            hint=f"give {option} (from Python, a Path)",
+            f"{option(field, repr(given))} is the name of a file, not of devices",
+            hint=f"give {in_a_file if field == 'pool' else 'devices, such as 1x(2xV100)'}",
         )
-    return Cluster.parse(pool_text(given), flag=flag)
+    return Cluster.parse(pool_text(given), field=field)
 
 
 def name_of(given: Pool) -> str:
@@ -86,12 +87,12 @@ def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...
         if len(models) > 1:
             raise ProblemError(
                 f"{where} profiles of {len(models)} models: {', '.join(models)}",
-                hint=f"choose one, such as --model {models[0]}",
+                hint=f"choose one, such as {option('model', models[0])}",
             )
         model = models[0]
     elif model not in models:
         guess = nearest(model, models) or models[0]
-        raise ProblemError(f"{where} no profile of {model!r}", hint=f"try --model {guess}")
+        raise ProblemError(f"{where} no profile of {model!r}", hint=f"try {option('model', guess)}")
     return tuple(profile for profile in found if profile.model == model)
 
 
@@ -114,13 +115,13 @@ def model_of(throughputs: "Throughputs", model: str | None = None) -> str:
         if len(models) > 1:
             raise ProblemError(
                 f"the throughputs are of {len(models)} models: {', '.join(models)}",
-                hint=f"choose one, such as --model '{models[0]}'",
+                hint=f"choose one, such as {option('model', repr(models[0]))}",
             )
         return models[0]
     if model not in models:
         guess = nearest(model, models) or models[0]
         raise ProblemError(
-            f"no throughput is of the model {model!r}", hint=f"try --model '{guess}'"
+            f"no throughput is of the model {model!r}", hint=f"try {option('model', repr(guess))}"
         )
     return model
 

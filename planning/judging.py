@@ -9,6 +9,7 @@ from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState
+from ..schema.options import option
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.plans import devices_for
@@ -68,14 +69,16 @@ def _faults_of_kind(
     if isinstance(plan, PipelinePlan):
         if profiles is None:
             raise ProblemError(
-                "a pipeline plan is judged against its layers", hint="add --profiles DIR"
+                "a pipeline plan is judged against its layers",
+                hint=f"add {option('profiles', 'DIR')}",
             )
         link = link_bytes_per_second or plan.link_bytes_per_second
         return Verdict(_pipeline_faults(plan, profiles, pool, link, optimizer, free))
     if isinstance(plan, ParallelPlan):
         if profiles is None:
             raise ProblemError(
-                "a parallel plan is judged against its layers", hint="add --profiles DIR"
+                "a parallel plan is judged against its layers",
+                hint=f"add {option('profiles', 'DIR')}",
             )
         link = link_bytes_per_second
         return Verdict(_parallel_faults(plan, profiles, pool, link, optimizer, free))

@@ -1,4 +1,4 @@
-"""The limits of a search: ``--time-limit`` and ``--gap``, and whether a plan is within them."""
+"""The limits of a search, in seconds and by the gap, and whether a plan is within them."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from ..schema.files import Plan
 from ..solvers.effort import DEFAULT, Effort
-from .options import option
 
 
 @dataclass(frozen=True)
@@ -16,10 +15,8 @@ class Limits:
     None sets no limit.
     """
 
-    time_limit_seconds: float | None = option(
-        None, "milp", "pipeline", "parallel", flag="--time-limit", narrows=False
-    )
-    gap: float | None = option(None, "pipeline", "parallel", narrows=False)
+    time_limit_seconds: float | None = None
+    gap: float | None = None
 
     @property
     def are_asked(self) -> bool:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..schema.cluster import Cluster, Level, Link
 from ..schema.errors import ProblemError
+from ..schema.options import command, option
 from ..schema.pipeline import TopologyLevel
 from ..schema.profile import Profile
 from ..schema.step_costs import Links
@@ -222,10 +223,10 @@ class Source:
         if self._said is None:
             raise ProblemError(
                 f"the bandwidth {where} is missing",
-                hint="measure it (`hetflow profile --links`), state it in a cluster file, or give "
-                "one for all links (--link-bytes-per-second)",
+                hint=f"measure it ({command('profile', links=True)}), state it in a cluster file, "
+                f"or give one for all links ({option('link_bytes_per_second')})",
             )
-        self.assumed.append(f"links {where}: {_megabytes(self._said)}, by --link-bytes-per-second")
+        self.assumed.append(f"links {where}: {_megabytes(self._said)}, by link_bytes_per_second")
         return self._said
 
 

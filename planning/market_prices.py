@@ -8,6 +8,7 @@ from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.market import Market, PriceHistory, utc_seconds, utc_text
+from ..schema.options import option
 from ..schema.records import nearest
 from ..schema.requests.kinds import Markets
 from ..solvers.market.offers import Prices, prices_of, where_available, with_fixed_prices
@@ -88,7 +89,9 @@ def egress_dollars(
         ProblemError: The size is out of range, or a cloud's egress price is not known.
     """
     if not 0 <= gigabytes < float("inf"):
-        raise ProblemError(f"--checkpoint-gigabytes must be >= 0 and finite, got {gigabytes:g}")
+        raise ProblemError(
+            f"{option('checkpoint_gigabytes')} must be >= 0 and finite, got {gigabytes:g}"
+        )
     prices: dict[str, float] = {}
     clouds = list(dict.fromkeys(clouds))
     for market in markets:
@@ -105,8 +108,9 @@ def egress_dollars(
         if cloud not in prices:
             raise ProblemError(
                 f"no instance type of {cloud} has an egress price",
-                hint="import its prices with --instance-types that have Egress $/GB, or give "
-                "--cloud-move-dollars instead",
+                hint=f"import its prices with {option('instance_types', 'that')} have Egress "
+                "$/GB, or give "
+                f"{option('cloud_move_dollars')} instead",
             )
     return {cloud: prices[cloud] * gigabytes for cloud in clouds}
 
@@ -114,7 +118,7 @@ def egress_dollars(
 def all_prices(markets: Sequence[Market], at: str | None = None) -> dict[str, list[DevicePrice]]:
     """List every price of each device type, in the order of the markets; see ``device_prices``."""
     found: dict[str, list[DevicePrice]] = {}
-    when = None if at is None else utc_seconds(at, "--at", "time")
+    when = None if at is None else utc_seconds(at, option("at"), "time")
     for market in markets:
         if when is not None and market.prices:
             _check_within(market.prices, when)
@@ -169,9 +173,10 @@ def _check_within(histories: Sequence[PriceHistory], when: float) -> None:
     if not first <= when <= last:
         clouds = ", ".join(dict.fromkeys(history.cloud for history in histories))
         raise ProblemError(
-            f"--at {utc_text(when)}: the price histories of {clouds} are known from "
+            f"{option('at', utc_text(when))}: the price histories of {clouds} are "
+            "known from "
             f"{utc_text(first)} to {utc_text(last)}",
-            hint="give a time within, newer prices, or leave --at or that market out",
+            hint=f"give a time within, newer prices, or leave {option('at')} or that market out",
         )
 
 
@@ -217,7 +222,7 @@ def priced_pool(
             kind = {None: "price", True: "spot price", False: "price on demand"}[spot]
             raise ProblemError(
                 f"the market has no {kind} of {name!r}"
-                + (f" at {utc_text(utc_seconds(at, '--at', 'time'))}" if at else "")
+                + (f" at {utc_text(utc_seconds(at, option('at'), 'time'))}" if at else "")
                 + (f"; did you mean {guess!r}?" if guess else ""),
                 hint=_other_prices(name, markets, at, prices, spot),
             )
@@ -240,7 +245,7 @@ def _other_prices(
 ) -> str:
     """Say what has a price, for the error of a device type that has none of the kind asked for."""
     if spot is not None and name in device_prices(markets, at):
-        return f"it has another one: leave {'--spot' if spot else '--no-spot'} out"
+        return f"it has another one: leave {option('spot', bool(spot))} out"
     return f"it has prices of {', '.join(sorted(prices)) or 'nothing'}"
 
 
@@ -270,7 +275,8 @@ def asked_prices(
         if at is not None or spot is not None:
             what = "time" if at is not None else "kind"
             raise ProblemError(
-                f"a {what} of prices is given, and no market", hint="add --market FILE"
+                f"a {what} of prices is given, and no market",
+                hint=f"add {option('market', 'FILE')}",
             )
         return pool, {}
     priced, offers = priced_pool(pool, markets_of(market), at, spot=spot)

@@ -9,6 +9,7 @@ from ..costs.memory import exchange_bytes
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState
+from ..schema.options import command, option
 from ..schema.parallel import (
     DegreeLink,
     LinkCurve,
@@ -122,7 +123,7 @@ def _profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
         if profile.device_type == name:
             return profile
     raise ProblemError(
-        f"no profile of {name}", hint=f"run `hetflow profile --layers --device {name}`"
+        f"no profile of {name}", hint=f"run {command('profile', layers=True, devices=name)}"
     )
 
 
@@ -130,7 +131,7 @@ def _first_graph(profile: Profile) -> LayerGraph:
     if profile.layers is None:
         raise ProblemError(
             f"the profile of {profile.model} on {profile.device_type} has no layers",
-            hint="profile it with --layers",
+            hint=f"profile it with {option('layers', True)}",
         )
     return profile.layers
 
@@ -139,7 +140,7 @@ def _check_size(profiles: Sequence[Profile], microbatch_size: int | None) -> Non
     known = sorted({t.microbatch_size for profile in profiles for _, t in _tables(profile)})
     if microbatch_size is not None and microbatch_size not in known:
         raise ProblemError(
-            f"--microbatch-size {microbatch_size}: layers are profiled at "
+            f"{option('microbatch_size', microbatch_size)}: layers are profiled at "
             f"{', '.join(map(str, known))}",
             hint="take one of these, or profile that one",
         )
@@ -153,10 +154,11 @@ def _over_sequences(profile: Profile) -> Profile:
     """
     if profile.tensor_layers and not profile.sequence_layers:
         raise ProblemError(
-            f"--sequence-parallel: the profile of {profile.model} on {profile.device_type} has no "
+            f"{option('sequence_parallel')}: the profile of {profile.model} on "
+            f"{profile.device_type} has no "
             "sequence_layers",
-            hint="estimate it again with `hetflow profile --layers`; only transformers that "
-            "normalise before each part have them",
+            hint=f"estimate it again with {command('profile', layers=True)}; only "
+            "transformers that normalise before each part have them",
         )
     return replace(profile, tensor_layers=profile.sequence_layers)
 

@@ -6,17 +6,18 @@ from math import inf, isclose
 
 from ..costs.compute import busy_ratio
 from ..costs.memory import exchange_bytes, reserve_of, with_reserve
+from ..schema.choices import StageCost
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import NAMES, OptimizerState
+from ..schema.options import command, option
 from ..schema.pipeline import (
     DevicePool,
     Objective,
     PipelineLayer,
     PipelineProblem,
     Solved,
-    StageCost,
     TopologyLevel,
     WorkerCount,
 )
@@ -196,7 +197,10 @@ def optimizer_of(profiles: Sequence[Profile]) -> OptimizerState:
         ProblemError: A profile does not state a chosen optimizer, or two profiles state different
             ones; the hint names the flags.
     """
-    flags = f"say which one trains: --optimizer {'|'.join(NAMES)}, or --state-bytes-per-weight-byte"
+    flags = (
+        f"say which one trains: {option('optimizer', '|'.join(NAMES))}, or "
+        f"{option('state_bytes_per_weight_byte')}"
+    )
     for profile in profiles:
         where = f"the profile of {profile.model} on {profile.device_type}"
         if profile.optimizer is None:
@@ -273,7 +277,7 @@ def _profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
     found = [profile for profile in profiles if profile.device_type == name]
     if not found:
         raise ProblemError(
-            f"no profile of {name}", hint=f"run `hetflow profile --layers --device {name}`"
+            f"no profile of {name}", hint=f"run {command('profile', layers=True, devices=name)}"
         )
     return found[0]
 
@@ -282,7 +286,7 @@ def _graph_of(profile: Profile, microbatch_size: int | None) -> LayerGraph:
     if profile.layers is None:
         raise ProblemError(
             f"the profile of {profile.model} on {profile.device_type} has no layers",
-            hint="profile it with --layers",
+            hint=f"profile it with {option('layers', True)}",
         )
     if microbatch_size is None:
         return profile.layers

@@ -6,12 +6,13 @@ from typing import cast
 from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
+from ..schema.options import option
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from ..schema.requests.kinds import Pool, Profiles
+from ..schema.requests.solve import SolveRequest
 from ..schema.schedule_traits import is_planned
-from .inputs import name_of, pool_of, profiles_of, under_todays_names
-from .request import PipelineOptions, SolveRequest, SplitOptions
+from .request import question_of
 from .solve import solve
 
 
@@ -34,13 +35,16 @@ def split_again(
     if len(set(sizes)) > 1:
         raise ProblemError(
             "the job's virtual nodes differ in size, so a new plan would change them",
-            hint="leave --profiles out: they are spread in proportion",
+            hint=f"leave {option('profiles')} out: they are spread in proportion",
         )
-    options = SplitOptions(virtual_nodes=len(sizes), interpolate=True)
-    asked = replace(_request(now, profiles, pool), strategy="split", split=options)
-    free = asked_bytes(before.reserves)
-    kept = replace(asked, optimizer=now.optimizer, memory_reserve_bytes=free)
-    return cast(SplitPlan | PipelinePlan, solve(kept))
+    asked = replace(
+        _request(now, before, profiles, pool),
+        strategy="split",
+        optimizer=now.optimizer,
+        virtual_nodes=len(sizes),
+        interpolate=True,
+    )
+    return cast(SplitPlan | PipelinePlan, solve(question_of(asked)))
 
 
 def cut_again(
@@ -63,17 +67,18 @@ def cut_again(
     name = now.pipeline.schedule
     if not is_planned(name):
         raise ProblemError(
-            f"{name} is no schedule that `hetflow solve` plans", hint="give --plan FILE"
+            f"{name} is no schedule that `hetflow solve` plans",
+            hint=f"give {option('plan', 'FILE')}",
         )
-    options = PipelineOptions(
+    asked = replace(
+        _request(now, before, profiles, pool),
+        strategy="pipeline",
+        optimizer=before.optimizer,
         schedule=name,
         microbatch_size=_batch_sizes(now)[0],
         link_bytes_per_second=before.link_bytes_per_second,
     )
-    asked = replace(_request(now, profiles, pool), strategy="pipeline", pipeline=options)
-    free = asked_bytes(before.reserves)
-    kept = replace(asked, optimizer=before.optimizer, memory_reserve_bytes=free)
-    return cast(SplitPlan | PipelinePlan, solve(kept))
+    return cast(SplitPlan | PipelinePlan, solve(question_of(asked)))
 
 
 def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:
@@ -97,14 +102,16 @@ def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:
     return found
 
 
-def _request(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SolveRequest:
+def _request(
+    now: LaunchConfig, before: SplitPlan | PipelinePlan, profiles: Profiles, pool: Pool
+) -> SolveRequest:
     """Request a plan for the launch's model and batch on other devices."""
-    devices = pool_of(pool)
     return SolveRequest(
-        profiles=under_todays_names(profiles_of(profiles, now.model), devices.num_devices),
-        pool=devices,
-        pool_name=name_of(pool),
+        profiles,
+        pool,
+        model=now.model,
         batch_size=now.global_batch_size,
+        memory_reserve_bytes=asked_bytes(before.reserves),
     )
 
 

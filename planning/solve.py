@@ -1,4 +1,4 @@
-"""Choose the solver for a request, and compare kinds of plans."""
+"""Choose the solver for a question, and compare kinds of plans."""
 
 import dataclasses
 import logging
@@ -11,22 +11,24 @@ from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ..schema.files import Plan
 from ..schema.layer_trace import cannot_spread
+from ..schema.options import asked_of, option
 from ..schema.parallel import ParallelPlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan, SyncBound
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
+from ..schema.requests.solve import SolveRequest
 from ..schema.restrictions import Restrictions
 from .inputs import flat, types_of
 from .limits import Clock
 from .options import Kind, refuse_unread
 from .plan_dollars import with_dollars
 from .pool_parts import best_of_parts, parts_of
-from .request import SolveRequest
+from .request import Question
 
 _log = logging.getLogger("hetflow")
 
 
-def solve(request: SolveRequest, clock: Clock | None = None) -> Plan:
+def solve(question: Question, clock: Clock | None = None) -> Plan:
     """Find and check the best plan of the requested kind.
 
     The kind ``auto`` takes the fastest of the kinds of plans that can be launched: split, pipeline
@@ -34,7 +36,7 @@ def solve(request: SolveRequest, clock: Clock | None = None) -> Plan:
     warnings for the user go to the logger ``hetflow``.
 
     Args:
-        request: The profiles, the pool and all options.
+        question: The profiles, the pool and all options.
         clock: Counts the time limit; None starts one now.
 
     Raises:
@@ -42,70 +44,65 @@ def solve(request: SolveRequest, clock: Clock | None = None) -> Plan:
         InfeasibleError: No plan of the requested kind exists; with ``auto``, no plan of any kind.
         BackendError: A solver's plan fails its check, which is a bug.
     """
-    found = _plan(request, clock or Clock(request.limits))
-    plan = _with_reserves(_with_estimates(found, request), request)
-    plan = with_dollars(plan, request.pool)
-    if plan.cluster is None and request.pool != flat(request.pool):
-        plan = dataclasses.replace(plan, cluster=request.pool)
-    plan = dataclasses.replace(plan, restrictions=_restrictions(plan, request))
-    if not request.corrected_by:
+    found = _plan(question, clock or Clock(question.limits))
+    plan = _with_reserves(_with_estimates(found, question), question)
+    plan = with_dollars(plan, question.pool)
+    if plan.cluster is None and question.pool != flat(question.pool):
+        plan = dataclasses.replace(plan, cluster=question.pool)
+    plan = dataclasses.replace(plan, restrictions=_restrictions(plan, question))
+    if not question.corrected_by:
         return plan
-    origin = {**(plan.provenance or {}), "corrected_by": list(request.corrected_by)}
+    origin = {**(plan.provenance or {}), "corrected_by": list(question.corrected_by)}
     return dataclasses.replace(plan, provenance=origin)
 
 
-def _with_estimates(plan: Plan, request: SolveRequest) -> Plan:
+def _with_estimates(plan: Plan, question: Question) -> Plan:
     """Add to the plan the estimates of the types in use whose profiles were not measured."""
     used = types_of(plan)
     estimates = tuple(
         profile.estimate
-        for profile in request.profiles
+        for profile in question.profiles
         if profile.estimate is not None and profile.device_type in used
     )
     return dataclasses.replace(plan, estimates=estimates) if estimates else plan
 
 
-def _restrictions(plan: Plan, request: SolveRequest) -> Restrictions | None:
+def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
     """What of the request restricts the plan, besides what the plan states elsewhere."""
-    devices = request.pool.num_devices
+    devices = question.pool.num_devices
     found = Restrictions(
         devices=devices if plan.cluster is None and devices != plan.devices_by_type else None
     )
-    if not isinstance(plan, SplitPlan):
-        asked = request.pipeline
-        found = dataclasses.replace(
-            found,
-            microbatch_size=None if asked.microbatch_size is None else plan.microbatch_size,
-            num_stages=asked.num_stages,
-            num_model_chunks=asked.num_model_chunks,
-            replication=None if asked.replication else False,
-        )
-    if isinstance(plan, ParallelPlan):
-        if not request.parallel.recompute:
-            found = dataclasses.replace(found, recompute=False)
-        if plan.sequence_parallel and cannot_spread(plan.trace):
-            found = dataclasses.replace(found, num_stages=1)
+    for asked in asked_of(SolveRequest):
+        value = getattr(question.asked, asked.name)
+        if asked.option.recorded and plan.kind in asked.option.read_by and value != asked.default:
+            if not isinstance(plan, SplitPlan) and asked.name == "microbatch_size":
+                value = plan.microbatch_size  # the nearest profiled
+            found = dataclasses.replace(found, **{asked.name: value})
+    if isinstance(plan, ParallelPlan) and plan.sequence_parallel and cannot_spread(plan.trace):
+        found = dataclasses.replace(found, num_stages=1)
     return None if found == Restrictions() else found
 
 
-def _with_reserves(plan: Plan, request: SolveRequest) -> Plan:
+def _with_reserves(plan: Plan, question: Question) -> Plan:
     """Add to the plan the memory that it leaves free of tensors on devices of the types in use."""
     used = types_of(plan)
     reserves = tuple(
         reserve
-        for profile in request.profiles
-        if profile.device_type in used and (reserve := _reserve(plan, profile, request)).total_bytes
+        for profile in question.profiles
+        if profile.device_type in used
+        and (reserve := _reserve(plan, profile, question)).total_bytes
     )
     return dataclasses.replace(plan, reserves=reserves) if reserves else plan
 
 
-def _reserve(plan: Plan, profile: Profile, request: SolveRequest) -> MemoryReserve:
-    asked = request.memory_reserve_bytes
+def _reserve(plan: Plan, profile: Profile, question: Question) -> MemoryReserve:
+    asked = question.asked.memory_reserve_bytes
     if isinstance(plan, SplitPlan):
         return reserve_of(_as_used(profile, plan), asked, num_devices=plan.num_devices)
     from .pipeline_problem import reserve_in_pipeline
 
-    return reserve_in_pipeline(profile, plan.cluster or request.pool, plan.schedule, asked)
+    return reserve_in_pipeline(profile, plan.cluster or question.pool, plan.schedule, asked)
 
 
 def _as_used(profile: Profile, plan: SplitPlan) -> Profile:
@@ -119,28 +116,28 @@ def _as_used(profile: Profile, plan: SplitPlan) -> Profile:
     return dataclasses.replace(profile, batch_curve=curve or profile.batch_curve[:1])
 
 
-def _plan(request: SolveRequest, clock: Clock) -> Plan:
-    kinds = _kinds_to_try(request)
-    _warn_about_update_time(request)
+def _plan(question: Question, clock: Clock) -> Plan:
+    kinds = _kinds_to_try(question)
+    _warn_about_update_time(question)
     if len(kinds) == 1:
-        return _best(request, kinds[0], clock)
-    return _fastest_kind(request, kinds, clock)
+        return _best(question, kinds[0], clock)
+    return _fastest_kind(question, kinds, clock)
 
 
-def _best(request: SolveRequest, kind: Kind, clock: Clock, kinds_left: int = 1) -> Plan:
+def _best(question: Question, kind: Kind, clock: Clock, kinds_left: int = 1) -> Plan:
     """Find the best plan of one kind, in a fair part of the time that is left."""
     if kind == "split":
-        return _split(request, clock)
+        return _split(question, clock)
     if kind == "pipeline":
         from .choose_pipeline import best_pipeline
 
-        return best_pipeline(request, clock.part(kinds_left))
+        return best_pipeline(question, clock.part(kinds_left))
     from .solve_parallel import best_parallel
 
-    return best_parallel(request, clock)
+    return best_parallel(question, clock)
 
 
-def _kinds_to_try(request: SolveRequest) -> list[Kind]:
+def _kinds_to_try(question: Question) -> list[Kind]:
     """List the kinds of plans to compare, simplest first.
 
     Without a requested kind these are all that read the options that ask for something of the
@@ -150,10 +147,10 @@ def _kinds_to_try(request: SolveRequest) -> list[Kind]:
         ProblemError: An option has no effect on any of these kinds, or options of different kinds
             of plans were given.
     """
-    planners, options = request.planners, request.options
-    if request.strategy != "auto":
-        refuse_unread(options, [planners[request.strategy]], "")
-        return [request.strategy]
+    planners, options = question.planners, question.options
+    if question.asked.strategy != "auto":
+        refuse_unread(options, [planners[question.asked.strategy]], "")
+        return [question.asked.strategy]
     refuse_unread(options, list(planners.values()), "")
     wishes = [one for one in options if one.narrows]
     tried = {
@@ -162,48 +159,48 @@ def _kinds_to_try(request: SolveRequest) -> list[Kind]:
         if all(planner in one.read_by for one in wishes)
     }
     if not tried:
-        flags = " and ".join(one.flag for one in wishes)
+        flags = " and ".join(map(str, wishes))
         raise ProblemError(
             f"{flags}: no kind of plan reads them all",
-            hint="leave some out; `hetflow solve split --help`, `pipeline --help` and "
-            "`parallel --help` list what goes together",
+            hint="leave some out; the help of `hetflow solve split`, `pipeline` and `parallel` "
+            "lists what goes together",
         )
-    reason = _no_layers(request) if tried.keys() - {"split"} else ""
+    reason = _no_layers(question) if tried.keys() - {"split"} else ""
     if reason:
         tried = {"split": planners["split"]}
     refuse_unread(options, list(tried.values()), reason)
     unread = [kind for kind in planners if kind not in tried]
     if "parallel" in unread and "pipeline" in tried:
         _log.info(f"{' and '.join(unread)} plans are not compared: they do not read "
-                  f"{', '.join(one.flag for one in wishes)}")  # fmt: skip
+                  f"{', '.join(map(str, wishes))}")  # fmt: skip
     return list(tried)
 
 
-def _no_layers(request: SolveRequest) -> str:
+def _no_layers(question: Question) -> str:
     """Why no pipeline over the pool's types could be launched; empty where one could."""
-    in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
     if not in_pool or any(profile.layers is None for profile in in_pool):
         return "the profiles hold no layers"
     from .solve_pipeline import trace_for
 
-    trace = trace_for(request.profiles, request.pool)
+    trace = trace_for(question.profiles, question.pool)
     if trace is None or trace.obstacle is None:
         return ""
     _log.info(f"pipelines are not compared: layers were {trace.obstacle}")
     return f"layers were {trace.obstacle}"
 
 
-def _fastest_kind(request: SolveRequest, kinds: list[Kind], clock: Clock) -> Plan:
+def _fastest_kind(question: Question, kinds: list[Kind], clock: Clock) -> Plan:
     """The fastest plan of several kinds, and for each other kind a line that says why it lost."""
     from .choose_pipeline import check_flags
 
-    check_flags(request)
+    check_flags(question)
     plans: dict[str, Plan] = {}
     others: list[dict[str, Any]] = []
     refused: dict[str, HetflowError] = {}
     for number, kind in enumerate(kinds):
         try:
-            plans[kind] = _best(request, kind, clock, len(kinds) - number)
+            plans[kind] = _best(question, kind, clock, len(kinds) - number)
         except (InfeasibleError, ProblemError) as error:
             refused[kind] = error
     if not plans:
@@ -216,7 +213,7 @@ def _fastest_kind(request: SolveRequest, kinds: list[Kind], clock: Clock) -> Pla
         reason = (
             f"the best parallel plan shares no layer and is a {known_as}: left to the planner of "
             f"{known_as}s, which counts more of what was measured"
-            + (" (--schedule auto interleaves too)" if known_as == "pipeline" else "")
+            + (" (schedule auto interleaves too)" if known_as == "pipeline" else "")
         )
         _log.info(reason)
         others.append({"kind": "parallel", "step_seconds": seconds, "reason": reason})
@@ -273,41 +270,41 @@ def _why_refused(kind: str, reason: HetflowError) -> dict[str, Any]:
     return {"kind": kind, "refused": reason.message}
 
 
-def _split(request: SolveRequest, clock: Clock) -> SplitPlan:
+def _split(question: Question, clock: Clock) -> SplitPlan:
     """The best split of the pool and of its parts without slow links, with the bound of all."""
-    _warn_about_one_size(request)
-    pools = [request.pool]
-    if request.objective == "step_seconds":
+    _warn_about_one_size(question)
+    pools = [question.pool]
+    if question.asked.objective == "step_seconds":
         from .split_problem import split_keys
 
-        pools = parts_of(request.pool, partial(split_keys, request.profiles))
+        pools = parts_of(question.pool, partial(split_keys, question.profiles))
     _, plan = best_of_parts(
         pools,
         clock,
-        lambda part, share: _split_in(part, request, share, warns=part is request.pool),
+        lambda part, share: _split_in(part, question, share, warns=part is question.pool),
     )
     for bound in plan.sync_bounds:
-        _log.warning(f"{bound}; measure longer with --thorough")
+        _log.warning(f"{bound}; measure longer with {option('thorough', True)}")
     _say_what_is_simpler(plan)
     return plan
 
 
-def _split_in(pool: Cluster, request: SolveRequest, clock: Clock, *, warns: bool) -> SplitPlan:
+def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -> SplitPlan:
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
     from .split_problem import split_problem
 
-    flags = request.split
+    flags = question.asked
     problem = split_problem(
-        request.profiles, pool, request.batch_size, flags.virtual_nodes, flags.interpolate,
-        request.optimizer, request.memory_reserve_bytes,
+        question.profiles, pool, question.asked.batch_size, flags.virtual_nodes, flags.interpolate,
+        question.optimizer, question.asked.memory_reserve_bytes,
     )  # fmt: skip
     if warns:
         _warn_about_free_communication(problem)
-    plan = _with_origin(_solve_split(problem, request, clock), request)
+    plan = _with_origin(_solve_split(problem, question, clock), question)
     faults = check(plan, problem)
     faults += split_faults(
-        plan, request.profiles, pool, request.optimizer, request.memory_reserve_bytes
+        plan, question.profiles, pool, question.optimizer, question.asked.memory_reserve_bytes
     )
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
@@ -323,30 +320,31 @@ def _say_what_is_simpler(plan: SplitPlan) -> None:
         f"the fastest split on paper, {', '.join(fastest['groups'])}, is predicted at "
         f"{fastest['step_seconds'] * 1e3:.4g} ms; the one taken is simpler and {slower:.1%} "
         f"slower, within the {plan.proof.tolerance:.1%} that the measurements cannot tell "
-        "(--fastest takes the other)"
+        f"({option('fastest', True)} takes the other)"
     )
 
 
-def _warn_about_update_time(request: SolveRequest) -> None:
+def _warn_about_update_time(question: Question) -> None:
     """Warn if another optimizer than the profiled one will train: its update time is unknown."""
-    asked = request.optimizer
-    in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
+    asked = question.optimizer
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
     measured = {p.optimizer.name for p in in_pool if p.optimizer is not None}
     if asked is not None and measured - {asked.name}:
         names = ", ".join(sorted(map(str, measured)))
         _log.warning(f"memory counts {asked}; update_seconds are those of {names}, as profiled")
 
 
-def _warn_about_one_size(request: SolveRequest) -> None:
+def _warn_about_one_size(question: Question) -> None:
     """Warn of a sweep that ended at one size: the plan is the best of that size alone."""
-    for profile in request.profiles:
+    for profile in question.profiles:
         size = profile.only_batch_size
-        if size is not None and profile.device_type in request.pool.num_devices:
+        if size is not None and profile.device_type in question.pool.num_devices:
             reason = (profile.provenance or {})["curve_stopped"]
             _log.warning(
                 f"the profile of {profile.device_type} holds batch size {size} alone ({reason}), "
                 f"so each virtual node there has {size} sample{'' if size == 1 else 's'}; larger "
-                "ones may be many times faster: profile them, for example with --batch-sizes "
+                "ones may be many times faster: profile them, for example with "
+                f"{option('batch_sizes')} "
                 f"{size},{8 * size},{32 * size}"
             )
 
@@ -360,14 +358,14 @@ def _warn_about_free_communication(problem: SplitProblem) -> None:
         )
 
 
-def _solve_split(problem: SplitProblem, request: SolveRequest, clock: Clock) -> SplitPlan:
-    flags = request.split
-    if request.objective == "waste":
-        return _solve_waste(problem, request.top)
+def _solve_split(problem: SplitProblem, question: Question, clock: Clock) -> SplitPlan:
+    flags = question.asked
+    if question.asked.objective == "waste":
+        return _solve_waste(problem, question.asked.top)
     if flags.method == "exact":
         from ..solvers.split import solve as batch_split
 
-        return batch_split.solve(problem, fastest=request.fastest)
+        return batch_split.solve(problem, fastest=question.asked.fastest)
     from ..solvers.split import milp as batch_split_milp
 
     backend: Literal["cbc", "highs"] = "cbc" if flags.method == "cbc" else "highs"
@@ -376,13 +374,16 @@ def _solve_split(problem: SplitProblem, request: SolveRequest, clock: Clock) -> 
 
 def _solve_waste(problem: SplitProblem, top: int) -> SplitPlan:
     if problem.virtual_nodes is None:
-        raise ProblemError("--objective waste needs maxP", hint="add --virtual-nodes maxP")
+        raise ProblemError(
+            f"{option('objective', 'waste')} needs maxP",
+            hint=f"add {option('virtual_nodes', 'maxP')}",
+        )
     from ..solvers.split import waste as est_mapping
 
     return est_mapping.solve(problem, top=top)
 
 
-def _with_origin(plan: SplitPlan, request: SolveRequest) -> SplitPlan:
+def _with_origin(plan: SplitPlan, question: Question) -> SplitPlan:
     """Add the emulated devices' times, which a launch needs, and the plan's provenance."""
     used = {group.device_type for group in plan.groups}
     emulated = tuple(
@@ -395,16 +396,16 @@ def _with_origin(plan: SplitPlan, request: SolveRequest) -> SplitPlan:
                 for point in profile.batch_curve
             ),
         )
-        for profile in request.profiles
+        for profile in question.profiles
         if profile.emulation is not None and profile.device_type in used
     )
     bounds = tuple(
         SyncBound(device_type=profile.device_type, at_most_seconds=profile.sync.bound_seconds)
-        for profile in request.profiles
+        for profile in question.profiles
         if profile.sync is not None
         and profile.sync.bound_seconds is not None
         and profile.device_type in used
         and plan.num_devices > 1
     )
-    origin = {**(plan.provenance or {}), "pool": request.pool_name}
+    origin = {**(plan.provenance or {}), "pool": question.pool_name}
     return dataclasses.replace(plan, emulated=emulated, sync_bounds=bounds, provenance=origin)

@@ -13,17 +13,17 @@ from .limits import Clock
 from .parallel_problem import degrees_of, parallel_keys, parallel_problem
 from .plan_dollars import priced
 from .pool_parts import best_of_parts, parts_of
-from .request import SolveRequest
+from .request import Question
 from .solve_pipeline import links_between, say_obstacle, trace_for
 
 _log = logging.getLogger("hetflow")
 
 
-def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
+def best_parallel(question: Question, clock: Clock) -> ParallelPlan:
     """Find and check the plan with the shortest step; with ``top``, the Pareto table too.
 
     Args:
-        request: The request for a plan.
+        question: What is asked of the plan.
         clock: Shares a time limit with other searches.
 
     Raises:
@@ -35,43 +35,43 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
     from ..checks.profiled import parallel_faults
     from ..solvers.parallel.pareto import alternatives, gains
 
-    asked = request.pipeline
-    trace = trace_for(request.profiles, request.pool)
-    others_follow = request.top > 1
+    asked = question.asked
+    trace = trace_for(question.profiles, question.pool)
+    others_follow = question.asked.top > 1
     try:
         own = clock.part(1 + others_follow)
-        pool, problem, plan = _in_the_best_part(request, trace, own)
+        pool, problem, plan = _in_the_best_part(question, trace, own)
     except InfeasibleError:
-        if request.parallel.sequence_parallel is not None or not _spreadable(request):
+        if question.asked.sequence_parallel is not None or not _spreadable(question):
             raise
         # The tokens of norms and residuals may be what does not fit.
-        options = replace(request.parallel, sequence_parallel=True)
-        return best_parallel(replace(request, parallel=options), clock)
+        spread = replace(question.asked, sequence_parallel=True)
+        return best_parallel(replace(question, asked=spread), clock)
     for line in _unused_degrees(problem):
         _log.warning(line)
     say_obstacle(trace, len(plan.stages))
-    others = alternatives(problem, plan, request.top - 1, clock.part(2).effort)
+    others = alternatives(problem, plan, question.asked.top - 1, clock.part(2).effort)
     degrees = {size.tensor_parallel_size for size in problem.sizes}
-    if degrees == {1} and request.strategy == "parallel":
+    if degrees == {1} and question.asked.strategy == "parallel":
         _log.info(
-            f"the profiles hold no tensor_layers{_why_none(request)}: tensor-parallel degrees "
+            f"the profiles hold no tensor_layers{_why_none(question)}: tensor-parallel degrees "
             "above 1 are not tried"
         )
     whole = replace(
         plan,
         alternatives=tuple(
-            replace(one, predicted=priced(one.predicted, one.devices_by_type, request.pool))
+            replace(one, predicted=priced(one.predicted, one.devices_by_type, question.pool))
             for one in others
         ),
         with_more_devices=gains(problem, plan, clock.effort) if others_follow else (),
-        sequence_parallel=request.parallel.sequence_parallel or None,
+        sequence_parallel=question.asked.sequence_parallel or None,
         link_bytes_per_second=asked.link_bytes_per_second,
-        assumptions=links_between(request.profiles, pool, asked.link_bytes_per_second).assumed,
+        assumptions=links_between(question.profiles, pool, asked.link_bytes_per_second).assumed,
         trace=trace,
         cluster=pool,  # always stated: degrees depend on the servers
-        provenance={"pool": request.pool_name},
+        provenance={"pool": question.pool_name},
     )
-    faults = parallel_faults(problem, request.profiles, pool, request.memory_reserve_bytes)
+    faults = parallel_faults(problem, question.profiles, pool, question.asked.memory_reserve_bytes)
     faults += check(whole, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
@@ -79,7 +79,7 @@ def best_parallel(request: SolveRequest, clock: Clock) -> ParallelPlan:
 
 
 def _in_the_best_part(
-    request: SolveRequest, trace: LayerTrace | None, clock: Clock
+    question: Question, trace: LayerTrace | None, clock: Clock
 ) -> tuple[Cluster, ParallelProblem, ParallelPlan]:
     """The fastest plan of the pool and of its parts with faster links: (part, its problem, plan).
 
@@ -95,13 +95,13 @@ def _in_the_best_part(
 
     def problem_of(pool: Cluster) -> ParallelProblem:
         if id(pool) not in problems:
-            problems[id(pool)] = _problem(request, pool, trace)
+            problems[id(pool)] = _problem(question, pool, trace)
         return problems[id(pool)]
 
     pools = parts_of(
-        request.pool,
-        partial(parallel_keys, request.profiles, request.pipeline.link_bytes_per_second),
-        degrees=degrees_of(request.profiles),
+        question.pool,
+        partial(parallel_keys, question.profiles, question.asked.link_bytes_per_second),
+        degrees=degrees_of(question.profiles),
     )
     pool, plan = best_of_parts(
         pools,
@@ -112,30 +112,30 @@ def _in_the_best_part(
     return pool, problem_of(pool), plan
 
 
-def _problem(request: SolveRequest, pool: Cluster, trace: LayerTrace | None) -> ParallelProblem:
-    asked = request.pipeline
+def _problem(question: Question, pool: Cluster, trace: LayerTrace | None) -> ParallelProblem:
+    asked = question.asked
     return parallel_problem(
-        request.profiles,
+        question.profiles,
         pool,
-        request.batch_size,
+        question.asked.batch_size,
         microbatch_size=asked.microbatch_size,
         link_bytes_per_second=asked.link_bytes_per_second,
-        recompute=request.parallel.recompute,
-        optimizer=request.optimizer,
-        most_stages=1 if request.parallel.sequence_parallel and cannot_spread(trace) else None,
+        recompute=question.asked.recompute,
+        optimizer=question.optimizer,
+        most_stages=1 if question.asked.sequence_parallel and cannot_spread(trace) else None,
         num_model_chunks=_chunks(asked.num_model_chunks),
-        memory_reserve_bytes=request.memory_reserve_bytes,
-        sequence_parallel=bool(request.parallel.sequence_parallel),
-        shard_optimizer=request.parallel.shard_optimizer,
+        memory_reserve_bytes=question.asked.memory_reserve_bytes,
+        sequence_parallel=bool(question.asked.sequence_parallel),
+        shard_optimizer=question.asked.shard_optimizer,
     )
 
 
-def _why_none(request: SolveRequest) -> str:
+def _why_none(question: Question) -> str:
     """What estimated profiles say about why no layer can be shared, in brackets."""
     said = {
         str((profile.provenance or {}).get("tensor_layers", "")).removeprefix("none: ")
-        for profile in request.profiles
-        if profile.device_type in request.pool.num_devices
+        for profile in question.profiles
+        if profile.device_type in question.pool.num_devices
     } - {""}
     return f" ({'; '.join(sorted(said))})" if said else ""
 
@@ -149,14 +149,14 @@ def _chunks(asked: int | None) -> tuple[int, ...]:
     )
 
 
-def _spreadable(request: SolveRequest) -> bool:
+def _spreadable(question: Question) -> bool:
     """Whether all profiles in use with degrees above 1 have them with sequence parallelism too.
 
     False where stages could not be launched so.
     """
-    if cannot_spread(trace_for(request.profiles, request.pool)):
+    if cannot_spread(trace_for(question.profiles, question.pool)):
         return False
-    used = [p for p in request.profiles if p.device_type in request.pool.num_devices]
+    used = [p for p in question.profiles if p.device_type in question.pool.num_devices]
     tables = [bool(profile.sequence_layers) for profile in used if profile.tensor_layers]
     return bool(tables) and all(tables)
 

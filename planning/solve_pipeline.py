@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
+from ..schema.choices import StageCost
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError
 from ..schema.layer_trace import LayerTrace
@@ -12,7 +13,6 @@ from ..schema.pipeline import (
     Objective,
     PipelinePlan,
     Solved,
-    StageCost,
     WorkerCount,
 )
 from ..schema.profile import Profile

@@ -1,16 +1,17 @@
-"""``hetflow solve --repetitive``: PipeDream-2BW's planner (thesis 3.3) on profiles and a pool."""
+"""Plan equal stages of repeating layers by PipeDream-2BW's planner (thesis 3.3)."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..schema.choices import CostModelName
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, ProblemError
 from ..schema.optimizer import OptimizerState
+from ..schema.options import option
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.profile import Profile
 from ..solvers.pipeline.repetitive.sweep import Configuration, CostModel, Estimate, Measured, Row
-from .request import CostModelName
 from .solve_pipeline import links_between, trace_for
 
 
@@ -115,7 +116,10 @@ def _measured(folder: Path | None, model: str) -> Measured:
     from ..schema.run import RunRecord
 
     if folder is None:
-        raise ProblemError("--cost-model measured needs runs to learn from", hint="add --runs DIR")
+        raise ProblemError(
+            f"{option('cost_model', 'measured')} needs runs to learn from",
+            hint=f"add {option('runs', 'DIR')}",
+        )
     estimates: dict[Configuration, Estimate] = {}
     paths = sorted(folder.rglob("run.json")) if folder.is_dir() else [folder]
     for path in paths:

@@ -9,6 +9,7 @@ from ..costs.memory import fitting_points, reserve_of, with_reserve
 from ..schema.cluster import Cluster, Link
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import OptimizerState
+from ..schema.options import option
 from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint, BusyHost, Profile
 from ..schema.records import nearest
@@ -131,7 +132,7 @@ def _only_model(profiles: Sequence[Profile]) -> str:
     if len(models) > 1:
         raise ProblemError(
             f"the profiles are of several models: {', '.join(models)}",
-            hint=f"choose one, for example --model {models[0]}",
+            hint=f"choose one, for example {option('model', models[0])}",
         )
     return models[0]
 
@@ -164,7 +165,7 @@ def _measured_optimizer(profiles: Sequence[Profile]) -> OptimizerState | None:
     if len(names) > 1:
         raise ProblemError(
             f"the profiles are of several optimizers: {', '.join(sorted(map(str, names)))}",
-            hint="profile with one, or say which will train: --optimizer",
+            hint=f"profile with one, or say which will train: {option('optimizer')}",
         )
     return None if None in said else said[0]
 
@@ -175,7 +176,8 @@ def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
         raise ProblemError(
             f"the profile of {profile.model} on {profile.device_type} does not say which "
             f"optimizer its peak memory holds, so {optimizer} cannot take its place",
-            hint="profile again, or leave --optimizer and --state-bytes-per-weight-byte out",
+            hint=f"profile again, or leave {option('optimizer')} and "
+            f"{option('state_bytes_per_weight_byte')} out",
         )
     more = optimizer.state_bytes_per_weight_byte - profile.optimizer.state_bytes_per_weight_byte
     added = ceil(more * profile.weight_bytes)

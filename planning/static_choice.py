@@ -17,6 +17,7 @@ from ..schema.cluster import Cluster, DeviceType, ServerGroup
 from ..schema.errors import BackendError, InfeasibleError, ProblemError
 from ..schema.jobs import ModelThroughput, Throughputs
 from ..schema.market import Market
+from ..schema.options import option
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from ..solvers.split.solve import solve
@@ -150,7 +151,7 @@ def measured_choices(
     most = largest if most_devices is None else most_devices
     _check_numbers(steps, most)
     if batch_size is not None and batch_size < 1:
-        raise ProblemError(f"--batch-size must be >= 1, got {batch_size}")
+        raise ProblemError(f"{option('batch_size')} must be >= 1, got {batch_size}")
     known = list(dict.fromkeys(name for one in speeds for name in one.devices))
     prices = _known_prices(markets, at, known)
     found = _priced(speeds, prices, steps=steps, batch_size=batch_size, most_devices=most)
@@ -172,7 +173,7 @@ def _check_numbers(steps: int, most_devices: int) -> None:
     if most_devices > _MOST_DEVICES:
         raise ProblemError(
             f"{most_devices} devices of a type: at most {_MOST_DEVICES} are priced",
-            hint=f"give --most-devices {_MOST_DEVICES} or fewer",
+            hint=f"give {option('most_devices', _MOST_DEVICES)} or fewer",
         )
 
 
@@ -307,7 +308,10 @@ def chosen(
         ProblemError: The deadline or the budget is not a number > 0.
         InfeasibleError: No choice keeps the deadline or the budget; the message names the nearest.
     """
-    for flag, value in (("--deadline-hours", deadline_hours), ("--budget", budget_dollars)):
+    for flag, value in (
+        (option("deadline_seconds"), deadline_hours),
+        (option("budget_dollars"), budget_dollars),
+    ):
         if value is not None and not value > 0:
             raise ProblemError(f"{flag} must be > 0, got {value:g}")
     soonest = min(choices, key=lambda one: (one.hours, one.dollars))

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..schema.errors import ProblemError, TargetError
+from ..schema.options import option, told
 from .timing import RepeatPolicy, Timing
 
 TOO_LARGE = (
     "use a smaller model, or a device with more memory; for a pipeline plan, "
-    "--device spec:NAME --layers estimates the profile without a device"
+    "{devices=spec:NAME} {layers=True} estimates the profile without a device"
 )
 """What to do about a model that fits no device whole."""
 _LARGEST = 1 << 20
@@ -108,19 +109,22 @@ def parse_sizes(text: str, limits: CurveLimits) -> CurveLimits:
     if span:
         first, last = _size(span[1], text), _size(span[2], text)
         if first > last:
-            raise ProblemError(f"--batch-sizes {text!r}: the range is empty; write {last}-{first}")
+            raise ProblemError(
+                f"{option('batch_sizes', repr(text))}: the range is empty; write {last}-{first}"
+            )
         inside = {size for size in growing_sizes(first) if size <= last}
         return replace(limits, sizes=tuple(sorted(inside | {first, last})))
     sizes = [_size(item, text) for item in text.split(",")]
     if len(set(sizes)) != len(sizes):
-        raise ProblemError(f"--batch-sizes {text!r}: a size appears twice; keep one")
+        raise ProblemError(f"{option('batch_sizes', repr(text))}: a size appears twice; keep one")
     return replace(limits, sizes=tuple(sorted(sizes)))
 
 
 def _size(item: str, text: str) -> int:
     if not re.fullmatch(r"\s*\d{1,7}\s*", item) or not 1 <= int(item) <= _LARGEST:
         raise ProblemError(
-            f"--batch-sizes {text!r}: {item.strip()!r} is not a whole number from 1 to {_LARGEST}",
+            f"{option('batch_sizes', repr(text))}: {item.strip()!r} is not a whole "
+            f"number from 1 to {_LARGEST}",
             hint="write for example 8,48,256 or 8-256",
         )
     return int(item)
@@ -170,7 +174,7 @@ def _ended_by_memory(results: Sequence[SizeResult], size: int) -> Curve:
     if not results:
         raise TargetError(
             f"the model does not fit the device's memory at batch size {size}",
-            hint=TOO_LARGE,
+            hint=told(TOO_LARGE),
         )
     return Curve(results=tuple(results), out_of_memory_batch_size=size, stopped="out of memory")
 

@@ -22,6 +22,7 @@ from ..devices.out_of_memory import is_out_of_memory
 from ..runtime.allocator import keep_freed_memory
 from ..runtime.emulation import PassHolder
 from ..schema.errors import HetflowError
+from ..schema.options import option
 from ..schema.plan import PassTime
 from . import base_memory, targets
 from .bench import Bench
@@ -121,7 +122,7 @@ def _answered(work: Callable[[], Any]) -> dict[str, Any]:
             return {"out_of_memory": True}
         return {
             "error": f"the measuring process failed: {first_cause(error)}",
-            "hint": "--debug shows the whole traceback",
+            "hint": f"{option('debug')} shows the whole traceback",
             "traceback": traceback.format_exc(),
         }
 

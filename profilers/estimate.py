@@ -15,6 +15,7 @@ from ..costs.device_table import DeviceSpec, spec_of
 from ..costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
 from ..schema.errors import HetflowError, ProblemError, TargetError
 from ..schema.operator_counts import ModelCounts, PassCounts
+from ..schema.options import option
 from ..schema.precision import Precision
 from ..schema.profile import Profile
 from ..schema.records import adapter_of
@@ -63,14 +64,16 @@ def specs_of(devices: Sequence[str]) -> tuple[DeviceSpec, ...]:
     if named and len(named) < len(items):
         other = next(item for item in items if item not in named)
         raise ProblemError(
-            f"--device {named[0]} is estimated and {other} is measured",
+            f"{option('devices', named[0])} is estimated and {other} is measured",
             hint="give each a command of its own, with one folder for both",
         )
     specs = tuple(spec_of(item.removeprefix(PREFIX)) for item in named)
     types = [spec.device_type for spec in specs]
     for spec in specs:
         if types.count(spec.device_type) > 1:
-            raise ProblemError(f"--device: {spec.device_type} is asked for twice; keep one")
+            raise ProblemError(
+                f"{option('devices')}: {spec.device_type} is asked for twice; keep one"
+            )
     return specs
 
 
@@ -140,7 +143,8 @@ def _measured_spec(measured: Profile) -> DeviceSpec:
             continue
     raise ProblemError(
         f"the profile was measured on {measured.device_type}, which is not in the device table",
-        hint="leave --from-profile out: the devices are then estimated from their data sheets",
+        hint=f"leave {option('from_profile')} out: the devices are then estimated from "
+        "their data sheets",
     )
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from ..runtime.median import FEWEST_FOR_AN_INTERVAL
 from ..runtime.step_times import StepTimes
 from ..schema.errors import TargetError
+from ..schema.options import told
 from .batch_curve import TOO_LARGE
 from .timing import Timing
 
@@ -334,7 +335,7 @@ class Rounds:
             raise TargetError(
                 f"the model does not fit the device's memory at batch size {batch_size}, trained "
                 f"as a launch trains it",
-                hint=TOO_LARGE,
+                hint=told(TOO_LARGE),
             )
 
     def _visit_empty(self) -> None:

@@ -28,6 +28,7 @@ from ..schema.operator_counts import (
     TensorRole,
 )
 from ..schema.optimizer import OptimizerState
+from ..schema.options import option
 from . import targets
 from .attention_cores import FoundCores, find_cores
 from .bench import Bench
@@ -315,7 +316,7 @@ def _values_are_missing(target: targets.Target) -> Iterator[None]:
         raise TargetError(
             f"{target.text}: cannot be counted without running it: {error.message}",
             hint="what the model does depends on the values of tensors; profile it on a device, "
-            "and carry that profile with --from-profile",
+            f"and carry that profile with {option('from_profile')}",
         ) from error
 
 
@@ -428,7 +429,7 @@ def _table(bench: Bench, size: int) -> LayerTable:
     if found.layered is None:
         raise TargetError(
             f"the layers cannot be found without running the model: {found.trace.reason}",
-            hint="leave out --layers, or profile the model on a device",
+            hint=f"leave out {option('layers')}, or profile the model on a device",
         )
     from ..runtime.pipeline.cut import cut
 

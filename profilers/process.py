@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from ..preload import VARIABLE, Forked, Preload
 from ..schema.errors import TargetError
+from ..schema.options import option
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PRELOAD: ContextVar[Preload | None] = ContextVar("preload", default=None)
@@ -168,7 +169,8 @@ class Child:
             if not ready:
                 raise TargetError(
                     f"the model gave no answer within {seconds:.0f} s; gave up",
-                    hint="profile smaller batches with --batch-sizes, or a smaller model",
+                    hint=f"profile smaller batches with {option('batch_sizes')}, or a smaller "
+                    "model",
                 )
             chunk = os.read(pipe.fileno(), 1 << 16)
             if not chunk:

@@ -22,6 +22,7 @@ from ..runtime.step_times import StepTimes
 from ..schema import files
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig
+from ..schema.options import option
 from ..schema.plan import PassTime
 from .batch_curve import SizeResult
 from .bench import tensor_bytes
@@ -186,7 +187,7 @@ class _Loop:
         return (
             f"it failed at batch size {sized.num_samples}, and its own is {own}{named}: let it "
             f"take the size from the batch that it gets; or profile that size alone, with "
-            f"--batch-sizes {own}"
+            f"{option('batch_sizes', own)}"
         )
 
     def ended(self) -> TargetError:

@@ -92,7 +92,7 @@ def parse(text: str, arguments: Sequence[str] = ()) -> Target:
     if arguments and not target.is_script:
         raise TargetError(
             f"{text} takes no arguments, got {shlex.join(arguments)}",
-            hint="only a script does, as in: hetflow profile train.py -- --epochs 3",
+            hint="only a script (such as train.py) has arguments of its own",
         )
     return replace(target, arguments=tuple(arguments))
 

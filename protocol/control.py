@@ -15,6 +15,7 @@ from pathlib import Path
 from ..schema import files
 from ..schema.errors import LaunchError, TargetError
 from ..schema.launch import LaunchConfig
+from ..schema.options import option, told
 from ..schema.resize import ResizeAnswer, ResizeRequest
 
 FOLDER = "control"
@@ -23,7 +24,7 @@ CURRENT = "current.json"
 REQUEST = "request-"
 POLL_SECONDS = 0.05
 INSTEAD = (
-    "stop it with SIGTERM under --checkpoint, and launch the new plan with the same folder: it "
+    "stop it with SIGTERM under {checkpoint}, and launch the new plan with the same folder: it "
     "continues if the virtual nodes or microbatches are the same"
 )
 """What to do where a launch cannot be resized while it runs."""
@@ -57,7 +58,7 @@ def current(folder: Path) -> LaunchConfig:
         raise TargetError(
             f"{folder}: its workers have not started yet, or are on several hosts (only launches "
             "on one host can be resized while they run)",
-            hint=f"try again when it trains; over several hosts {INSTEAD}",
+            hint=f"try again when it trains; over several hosts {told(INSTEAD)}",
         )
     return files.read(path, LaunchConfig)
 
@@ -114,7 +115,8 @@ def wait_for(folder: Path, request: Path, timeout_seconds: float) -> ResizeAnswe
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"no answer within {timeout_seconds:g} s; the resize continues",
-                    hint="run.json lists it when it is done; --timeout waits longer",
+                    hint=f"run.json lists it when it is done; {option('timeout_seconds')} waits "
+                    "longer",
                 )
             time.sleep(POLL_SECONDS)
         return answer

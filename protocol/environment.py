@@ -34,6 +34,7 @@ DETERMINISM = "HETFLOW_DETERMINISM"
 CHECKPOINT = "HETFLOW_CHECKPOINT"
 CHECKPOINT_EVERY = "HETFLOW_CHECKPOINT_EVERY"
 FROM_SCRATCH = "HETFLOW_RESTART_FROM_SCRATCH"  # "1": set checkpoints aside and start at step 0
+FLAGS = "HETFLOW_FLAGS"  # "1": errors name options as flags, because a command launches
 COMPARE_EVERY = "HETFLOW_COMPARE_EVERY"  # steps between comparisons of all parameters
 CONTROL = "HETFLOW_CONTROL"  # file descriptor of the control channel
 WORKER = "HETFLOW_WORKER"  # this worker's name on the control channel

@@ -7,6 +7,7 @@ from typing import cast, get_args
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
 from ..schema.launch import Determinism, LaunchConfig, VirtualNode, WorkerSlot
+from ..schema.options import option
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from .limits import check_numbers
@@ -35,7 +36,7 @@ def check_pipeline_level(level: Determinism) -> None:
     if level in ("elastic", "heterogeneous"):
         raise ProblemError(
             f"determinism {level} is for split plans: a pipeline adds its gradients by mapping",
-            hint="use --determinism static, which repeats itself under the same plan",
+            hint=f"use {option('determinism', 'static')}, which repeats itself under the same plan",
         )
 
 

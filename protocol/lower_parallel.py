@@ -6,6 +6,7 @@ from ..devices.emulated import is_emulated
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork
 from ..schema.layer_trace import cannot_spread
+from ..schema.options import option
 from ..schema.parallel import ParallelPlan, ParallelStage
 from .limits import check_numbers
 from .lower_pipeline import check_trace, config_of, schedule_of
@@ -27,7 +28,7 @@ def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
             raise ProblemError(
                 f"{plan.model} cannot be cut into stages that spread tokens: its layers were found "
                 "by torch.export, whose graph does not show where sequence parallelism begins",
-                hint="solve with --no-sequence-parallel",
+                hint=f"solve with {option('sequence_parallel', False)}",
             )
     num_microbatches = -(-plan.global_batch_size // plan.microbatch_size)
     most = max(stage.num_replicas for stage in plan.stages)

@@ -9,6 +9,7 @@ from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
 from ..schema.layer_trace import LayerTrace
 from ..schema.operations import Kind, Schedule
+from ..schema.options import option
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan, StagePlan
 
@@ -125,7 +126,7 @@ def check_trace(model: str, trace: LayerTrace | None) -> None:
         raise ProblemError(
             f"{model} cannot be cut into stages: its layers were {obstacle}",
             hint="keep control flow on tensor values inside submodules and profile again, or "
-            "solve with --strategy split",
+            f"solve with {option('strategy', 'split')}",
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..schema.errors import HetflowError
+from ..schema.options import option
 from ..schema.simulation import SimulationRun, Span
 from .plots import log_axis, new_figure, rendered
 
@@ -39,7 +40,7 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
     Raises:
         HetflowError: matplotlib is not installed, or the run keeps no jobs or no device names.
     """
-    hint = "simulate it again with -o, or with --plot"
+    hint = f"simulate it again with -o, or with {option('plot')}"
     if not run.jobs:
         raise HetflowError("this run keeps no jobs to draw", hint=hint)
     if not run.spans or not all(span.devices for span in run.spans):

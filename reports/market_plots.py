@@ -10,6 +10,7 @@ from typing import Any
 
 from ..schema.errors import HetflowError
 from ..schema.market import Availability, Market, PriceHistory
+from ..schema.options import option
 from .plots import log_axis, new_figure, rendered
 
 _PANEL_INCHES = 2.2
@@ -154,7 +155,8 @@ def presence_image(market: Market, file_format: str) -> bytes:
     """
     if not market.availability and not market.capacity:
         raise HetflowError(
-            "this market has no availability and no capacity to plot", hint="leave --plot out"
+            "this market has no availability and no capacity to plot",
+            hint=f"leave {option('plot')} out",
         )
     if len(market.availability) > _MOST_ROWS or len(market.capacity) > _MOST_PANELS:
         raise HetflowError(
@@ -199,7 +201,7 @@ def choices_image(
         HetflowError: matplotlib is not installed, or there are no choices.
     """
     if not choices:
-        raise HetflowError("there are no choices to plot", hint="leave --plot out")
+        raise HetflowError("there are no choices to plot", hint=f"leave {option('plot')} out")
     figure = new_figure()
     axes = figure.subplots()
     front = sorted(one for one in choices if one[3])
@@ -231,7 +233,7 @@ def choices_image(
 
 def _check_prices(market: Market) -> None:
     if not market.prices:
-        raise HetflowError("this market has no prices to plot", hint="leave --plot out")
+        raise HetflowError("this market has no prices to plot", hint=f"leave {option('plot')} out")
 
 
 def _panels(

@@ -6,6 +6,7 @@ from ..schema.cluster import Cluster
 from ..schema.launch import LaunchConfig
 from ..schema.market import FleetReport, Market, PriceReport, RentReport, ZonesReport
 from ..schema.odds import OddsReport
+from ..schema.options import option
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import Prediction, Proof, SplitPlan
@@ -199,7 +200,7 @@ def _simpler_lines(proof: Proof) -> list[str]:
         return []
     return [
         f"simpler than the fastest on paper, {milliseconds(proof.lower_bound)}, which the "
-        f"measurements cannot tell from it (--fastest takes that one)"
+        f"measurements cannot tell from it ({option('fastest')} takes that one)"
     ]
 
 

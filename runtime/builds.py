@@ -15,6 +15,7 @@ from ..devices.collectives import HOST_COLLECTIVE
 from ..schema.errors import TargetError
 from ..schema.files import to_json
 from ..schema.launch import Determinism
+from ..schema.options import option
 from ..schema.records import Name, adapter_of, record
 from .telling import log
 
@@ -91,8 +92,10 @@ def check_builds(builds: Sequence[Build], collective: str, determinism: Determin
         return
     if determinism != "none":
         raise TargetError(
-            f"--determinism {determinism} needs one release of torch on all hosts: {unlike}",
-            hint="install the same torch everywhere, or launch with --determinism none",
+            f"{option('determinism', determinism)} needs one release of torch on all "
+            f"hosts: {unlike}",
+            hint="install the same torch everywhere, or launch with "
+            f"{option('determinism', 'none')}",
         )
     log.warning(f"workers run unlike releases of torch, which may fail together: {unlike}")
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..devices.host import TORCH_DEVICE
 from ..schema.errors import FileError, TargetError
+from ..schema.options import option
 from .manifest import ALIGNMENT, DTYPES, FORMAT, BrokenCheckpoint, check_body, check_file
 
 KEPT = 2
@@ -221,7 +222,8 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
         shutil.rmtree(making, ignore_errors=True)
         raise FileError(
             f"{final}: the checkpoint was not written: {error.strerror or error}",
-            hint="earlier checkpoints are untouched; free space or give another --checkpoint",
+            hint="earlier checkpoints are untouched; free space or give another "
+            f"{option('checkpoint')}",
         ) from None
 
 
@@ -345,7 +347,7 @@ def set_aside(folder: Path) -> Path | None:
     except OSError as error:
         raise FileError(
             f"{folder}: the checkpoints there cannot be set aside: {error.strerror}",
-            hint="give another --checkpoint folder",
+            hint=f"give another {option('checkpoint')} folder",
         ) from None
     return aside
 

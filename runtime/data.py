@@ -31,6 +31,7 @@ from torch.utils.data import (
 
 from ..devices.backend import Stream, backend_of
 from ..schema.errors import TargetError
+from ..schema.options import option
 from .data_workers import context_of
 from .rows import Passes, Rows, as_they_are
 from .shares import slices
@@ -384,7 +385,8 @@ class PassSampler(Sampler[list[Key]]):
             raise TargetError(
                 f"the batch_sampler draws a batch of {most} samples, the plan's global batch is "
                 f"{self.global_batch_size}",
-                hint=f"let it draw at most {self.global_batch_size}, or solve with --batch-size "
+                hint=f"let it draw at most {self.global_batch_size}, or solve with "
+                f"{option('batch_size')} "
                 f"{most}",
             )
 

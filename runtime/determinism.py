@@ -22,6 +22,7 @@ from ..devices.emulated import base_type
 from ..protocol.pins import missing_pins
 from ..schema.errors import TargetError
 from ..schema.launch import Determinism, LaunchConfig
+from ..schema.options import command, option
 from .group import Place
 
 # On no device: where several indices are equal, any of their values may win.
@@ -116,7 +117,7 @@ def check_level(model: nn.Module, level: Determinism, place: Place) -> None:
         settings = " ".join(f"{name}={value}" for name, value in absent.items())
         raise TargetError(
             f"determinism {level} needs settings that were not there when this process started",
-            hint=f"start with `hetflow launch --determinism {level}`, or export {settings}",
+            hint=f"start with {command('launch', determinism=level)}, or export {settings}",
         )
     if level == "heterogeneous" and DEVICE_TYPE in types:
         _check_capability()
@@ -129,10 +130,10 @@ def _refusal(level: Determinism, types: Collection[str], obstacles: list[Obstacl
     more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
     on = " and ".join(sorted(types))
     across = len(set(types)) > 1 and level == "heterogeneous"
-    mend = "use devices of one type with --determinism elastic"
+    mend = f"use devices of one type with {option('determinism', 'elastic')}"
     return TargetError(
         f"determinism {level} cannot hold on {on}: {names}{more}: {first.reason}",
-        hint=mend if across else "replace the operator, or use --determinism none",
+        hint=mend if across else f"replace the operator, or use {option('determinism', 'none')}",
     )
 
 
@@ -147,7 +148,7 @@ def refusal_of(error: RuntimeError, level: Determinism) -> TargetError | None:
         return None
     return TargetError(
         f"determinism {level} cannot hold: {operator.split()[-1]} has no deterministic form",
-        hint="replace the operator, or use --determinism none",
+        hint=f"replace the operator, or use {option('determinism', 'none')}",
     )
 
 
@@ -156,7 +157,8 @@ def _check_capability() -> None:
     if found != "AVX2":
         raise TargetError(
             f"determinism heterogeneous needs AVX2 kernels on every CPU, here torch has {found}",
-            hint="use x86 CPUs from 2013 on, or --determinism elastic on one CPU type",
+            hint=f"use x86 CPUs from 2013 on, or {option('determinism', 'elastic')} on one "
+            "CPU type",
         )
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..devices.backend import backend_of
 from ..schema.errors import TargetError
+from ..schema.options import command
 from . import finish, peers
 from .agreement.agreement import Agreement
 from .data import Batch, check_in_order, check_loader, has_index
@@ -496,7 +497,8 @@ class Job:
         if not self._checkpoints.is_asked_for:
             raise TargetError(
                 "there is no folder for checkpoints",
-                hint="hetflow launch --checkpoint DIR, or HETFLOW_CHECKPOINT=DIR under python",
+                hint=f"{command('launch', checkpoint='DIR')}, or HETFLOW_CHECKPOINT=DIR under "
+                "python",
             )
         self._checkpoints.save(wait=True)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..schema.errors import LaunchError, PeerLostError
+from ..schema.options import option
 from .peers import SharedStore
 from .telling import log
 
@@ -119,7 +120,7 @@ class _Wait:
         absent = [rank for rank in missing if rank not in came]
         if absent and waited > meeting.late_seconds and not self._has_told:
             self._has_told = True
-            limit = f"{meeting.limit_seconds:g} s (--timeout)"
+            limit = f"{meeting.limit_seconds:g} s ({option('timeout_seconds')})"
             log.warning(
                 f"still waiting for {meeting.names(absent)} to come to hf.prepare, where workers "
                 f"meet; up to {limit}"

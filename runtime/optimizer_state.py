@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..schema.optimizer import OptimizerState
+from ..schema.options import option
 from .unplanned import on_trial
 
 # These treat each number by itself, so a step on a few numbers shows what they keep for all.
@@ -41,7 +42,7 @@ def warning_of(optimizers: Sequence[optim.Optimizer], counted: OptimizerState | 
     return (
         f"warning: {names} {keep} {kept:.4g} bytes of state a byte of weights, the plan's memory "
         f"counts {counted}: a device may run out of memory; solve again with "
-        f"--state-bytes-per-weight-byte {kept:.4g}"
+        f"{option('state_bytes_per_weight_byte', format(kept, '.4g'))}"
     )
 
 

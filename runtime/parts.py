@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..schema.errors import FileError, TargetError
+from ..schema.options import option
 from . import checkpoint
 from .checkpoint import Checkpoint
 from .manifest import (
@@ -97,7 +98,8 @@ def write(
     except OSError as error:
         raise FileError(
             f"{whole}: the checkpoint was not written: {error.strerror}",
-            hint="earlier checkpoints are untouched; free space or give another --checkpoint",
+            hint="earlier checkpoints are untouched; free space or give another "
+            f"{option('checkpoint')}",
         ) from None
     checkpoint.remove_old(
         folder, whole, lambda path: (path == whole or path not in broken) and is_complete(path)
@@ -282,5 +284,5 @@ def _part_registered(path: Path, headers: list[dict[str, Any]], wanted: Wanted |
     raise TargetError(
         f"{path}: what the script registers was not the same on all workers (an average of the "
         f"parameters?), so only the plan that wrote it can go on",
-        hint="give that plan, or another --checkpoint folder",
+        hint=f"give that plan, or another {option('checkpoint')} folder",
     )

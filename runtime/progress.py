@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..schema.errors import TargetError
+from ..schema.options import option
 from .buffers import VirtualNodeBuffers
 from .checkpoint import Checkpoint
 from .engine import StateParts
@@ -138,13 +139,13 @@ class Progress:
             raise TargetError(
                 f"the dataset has {length} samples, and had {position['length']} when {name} was "
                 f"written in the middle of an epoch",
-                hint="give the same dataset, or start with an empty --checkpoint folder",
+                hint=f"give the same dataset, or start with an empty {option('checkpoint')} folder",
             )
         if position["step"] > num_steps:
             raise TargetError(
                 f"{name} was written after step {position['step']} of an epoch, which has "
                 f"{num_steps} here",
-                hint="give the same loader, or start with an empty --checkpoint folder",
+                hint=f"give the same loader, or start with an empty {option('checkpoint')} folder",
             )
         if len(saved) > len(self._registered):
             raise TargetError(
@@ -201,7 +202,8 @@ def check_fits(found: Checkpoint, own: dict[str, Any]) -> None:
     if differs:
         raise TargetError(
             f"{found.path} {differs}",
-            hint="give the checkpoint's own model, plan and seed, or another --checkpoint folder",
+            hint="give the checkpoint's own model, plan and seed, or another "
+            f"{option('checkpoint')} folder",
         )
 
 

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..devices.backend import backend_of
 from ..schema.errors import HetflowError, TargetError
+from ..schema.options import option, told
 from .manifest import shape_text
 from .unplanned import on_trial
 
@@ -27,7 +28,7 @@ from .unplanned import on_trial
 _MISFITS = (
     ValueError, KeyError, TypeError, RuntimeError, AttributeError, IndexError, OverflowError,
 )  # fmt: skip
-_HINT = "give the checkpoint's own script and model, or another --checkpoint folder"
+_HINT = "give the checkpoint's own script and model, or another {checkpoint} folder"
 
 
 def check_buffers(
@@ -52,7 +53,7 @@ def check_buffers(
         if there != here and not is_unread:
             raise TargetError(
                 f"{path} is of another model: the buffer {name} is {there} there and {here} here",
-                hint=_HINT,
+                hint=told(_HINT),
             )
 
 
@@ -90,7 +91,8 @@ def load_optimizers(
         raise TargetError(
             f"{path} holds the state of {len(states)} optimizer(s), the script has "
             f"{len(optimizers)}",
-            hint="give hf.prepare the same optimizers in the same order, or another --checkpoint "
+            hint="give hf.prepare the same optimizers in the same order, or another "
+            f"{option('checkpoint')} "
             "folder",
         )
     for number, (optimizer, load, state) in enumerate(zip(optimizers, loads, states, strict=True)):
@@ -195,7 +197,7 @@ def _load(path: Path, name: str, load: Callable[[Any], object], saved: Any) -> N
 
 
 def _misfit(path: Path, name: str, why: str) -> TargetError:
-    return TargetError(f"{path}: {name} cannot take its state: {why}", hint=_HINT)
+    return TargetError(f"{path}: {name} cannot take its state: {why}", hint=told(_HINT))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..protocol.handover import FOUND
 from ..schema.errors import FileError, HetflowError, TargetError
+from ..schema.options import option
 from . import checkpoint, parts
 from .agreement.agreement import Agreement
 from .checkpoint import Checkpoint
@@ -107,7 +108,7 @@ class Checkpoints:
         except BrokenCheckpoint as error:
             raise FileError(
                 f"{self._folder / name}: worker {place.rank} cannot read it: {error}",
-                hint="give a --checkpoint folder that every worker sees",
+                hint=f"give a {option('checkpoint')} folder that every worker sees",
             ) from None
 
     def _choose(self) -> Checkpoint | None:
@@ -239,7 +240,7 @@ class Checkpoints:
         if not is_known and not parts.is_complete(last):
             self._failed = FileError(
                 f"{last}: only some of its {world_size} parts are there",
-                hint="give a --checkpoint folder that every worker sees",
+                hint=f"give a {option('checkpoint')} folder that every worker sees",
             )
 
     def _end_as_saved(self, found: Checkpoint) -> None:
@@ -309,7 +310,9 @@ def unusable(
 ) -> FileError:
     """The refusal to start at step 0 in a folder whose checkpoints cannot be read."""
     named = "; ".join(f"{path.name}: {error}" for path, error in broken.items())
-    again = "give --restart-from-scratch (HETFLOW_RESTART_FROM_SCRATCH=1) to start at step 0"
+    again = (
+        f"give {option('from_scratch', True)} (HETFLOW_RESTART_FROM_SCRATCH=1) to start at step 0"
+    )
     return FileError(
         f"{folder}: none of the checkpoints there can be used ({named})",
         hint=f"put a whole one there, or {again}, which keeps these" if can_restart else None,

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ..devices.backend import backend_of
 from ..schema.errors import TargetError
+from ..schema.options import option
 from .data import Batch, Loop, Pass, feed, other_size, to_device
 from .session import Session
 from .shares import slices
@@ -92,7 +93,8 @@ class StreamReader:
                 raise TargetError(
                     f"the data ended after {number} batches; {step} were trained on before the "
                     f"restart",
-                    hint="give the same data, or start with an empty --checkpoint folder",
+                    hint=f"give the same data, or start with an empty {option('checkpoint')} "
+                    "folder",
                 )
 
     def skip(self) -> None:
@@ -129,7 +131,8 @@ class StreamReader:
         if number > total:
             raise TargetError(
                 f"a batch has {number} samples, the plan's global batch is {total}",
-                hint=f"draw batches of at most {total}, or solve with --batch-size {number}",
+                hint=f"draw batches of at most {total}, or solve with "
+                f"{option('batch_size', number)}",
             )
         if number < total and step == 0 and session.is_main:
             log.warning(

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from ..schema.errors import FileError, TargetError
+from ..schema.options import command
 from . import checkpoint, parts
 from .buffers import VirtualNodeBuffers
 from .checkpoint import Checkpoint
@@ -77,5 +78,6 @@ def _read(folder: Path) -> Checkpoint:
     if broken:
         raise unusable(folder, broken, can_restart=False)
     raise FileError(
-        f"{folder}: there is no checkpoint", hint="give the folder of `hetflow launch --checkpoint`"
+        f"{folder}: there is no checkpoint",
+        hint=f"give the folder of {command('launch', checkpoint=None)}",
     )

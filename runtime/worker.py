@@ -21,10 +21,12 @@ from types import CodeType, FrameType, ModuleType
 from typing import ClassVar, NoReturn
 
 from ..protocol.ended import tell_ended, tell_left
-from ..protocol.environment import DETERMINISM, DEVICE, FAILURE, PLAN, SEED
+from ..protocol.environment import DETERMINISM, DEVICE, FAILURE, FLAGS, PLAN, SEED
 from ..protocol.failure_note import FailureNote
 from ..protocol.launch_token import take_token
 from ..schema.errors import HetflowError, PeerLostError
+from ..schema.options import speak
+from ..schema.requests import flag_of
 from .adapters.hook import install
 from .blame import explained, is_lost_peer, may_be_echo
 from .elastic.control import Control
@@ -44,6 +46,8 @@ class ScriptRun:
 def main(arguments: list[str]) -> None:
     """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` and leave with its exit code."""
     ScriptRun.active, code = True, ScriptRun.code
+    if os.environ.get(FLAGS):
+        speak(flag_of)
     signal.signal(signal.SIGINT, _interrupted)
     # Registered first, so it runs last: after all exit functions of the script.
     atexit.register(_leave, code, os.getpid())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..engines.lease_folder import WORK, read_json
 from ..schema.errors import FileError, ProblemError
+from ..schema.options import option
 from .store import FILE, Store, lock
 
 COPY = f"{FILE}.copy"
@@ -90,7 +91,9 @@ def recover(folder: Path) -> str:
     """
     path, copy = folder / FILE, folder / COPY
     if not copy.is_file():
-        raise ProblemError(f"{folder}: has no copy of a state", hint="name its folder with --state")
+        raise ProblemError(
+            f"{folder}: has no copy of a state", hint=f"name its folder with {option('state')}"
+        )
     with lock(folder):
         if path.is_file():
             with closing(sqlite3.connect(path)) as connection:

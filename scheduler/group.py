@@ -22,6 +22,7 @@ from typing import Any
 
 from ..engines.accounts import Account, account
 from ..schema.errors import FileError, HetflowError, ProblemError
+from ..schema.options import option
 from .store import FILE, Store
 
 SOCKET = "requests.sock"
@@ -62,7 +63,8 @@ def ask(folder: Path, text: str) -> Any:
     except (OSError, ValueError) as error:
         raise FileError(
             f"{folder}: its scheduler does not answer: {error}",
-            hint="ask the cluster's owner to start it (`hetflow cluster start --group NAME`)",
+            hint=f"ask the cluster's owner to start it (hetflow cluster start) with "
+            f"{option('group', 'NAME')}",
         ) from None
     if "error" in document:
         raise ProblemError(document["error"], hint=document.get("hint"))
@@ -214,7 +216,8 @@ class Group:
             owner = _name_of(os.geteuid())
             raise ProblemError(
                 f"this cluster runs jobs as {owner} alone",
-                hint="only a scheduler that root runs with --engine local runs each job as its "
+                hint=f"only a scheduler that root runs with {option('engine', 'local')} runs "
+                "each job as its "
                 "submitter",
             )
         return account(uid)

@@ -21,6 +21,7 @@ from ..protocol import environment
 from ..protocol.ended import have_all_left
 from ..schema import files
 from ..schema.errors import FileError, HetflowError, ProblemError
+from ..schema.options import option
 from ..schema.run import RunRecord
 from .plans import plan_on
 from .store import RUN, Store
@@ -318,7 +319,7 @@ def _checked(engine: Engine, uid: int) -> Account:
     if not (isinstance(engine, EngineForUsers) and engine.may_run_as(uid)):
         raise ProblemError(
             f"it is the job of user {uid}, and this scheduler cannot run it as that user",
-            hint="start the cluster as root with --engine local, and release the job",
+            hint=f"start the cluster as root with {option('engine', 'local')}, and release the job",
         )
     return account(uid)
 

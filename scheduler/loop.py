@@ -30,6 +30,7 @@ from ..mechanisms.rounds.state import RoundState
 from ..mechanisms.rounds.stored import resumed, stored
 from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.files import Plan
+from ..schema.options import option
 from . import leases, resizes
 from .known_jobs import KnownJobs
 from .leases import Ended, Lease
@@ -87,7 +88,7 @@ class Scheduler:
             raise ProblemError(
                 f"{store.folder}: its jobs are scheduled on other devices than "
                 f"{', '.join(names)[:200]}",
-                hint="start with the devices it was started with, or with a new --state",
+                hint=f"start with the devices it was started with, or with a new {option('state')}",
             )
         self._known = KnownJobs(store, self._places.num_devices, settings.dollars_per_hour)
         self._ledger = Ledger(store, self._places, self._known)
@@ -190,7 +191,7 @@ class Scheduler:
             _log.warning(
                 f"a launch took {start_seconds:.0f} s to its first step, and a round lasts "
                 f"{seconds:g} s: where jobs take turns they start more than they train; take "
-                f"--round {math.ceil(10.0 * start_seconds)}"
+                f"{option('round', math.ceil(10.0 * start_seconds))}"
             )
 
     def stop(self, now: float) -> bool:

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 from ..mechanisms.cluster.pool import Pool
 from ..planning.even_split import even_split, rate_of
 from ..planning.inputs import profiles_of
-from ..planning.request import PipelineOptions, SolveRequest, SplitOptions, Strategy
+from ..planning.request import question_of
 from ..planning.solve import solve
 from ..protocol.lower import lower
+from ..schema.choices import Strategy
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.files import Plan, to_plain
 from ..schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from ..schema.profile import Profile
+from ..schema.requests.solve import SolveRequest
 from .submission import Submission
 
 Rate = ModelThroughput | MixThroughput
@@ -118,15 +120,16 @@ def _kind(asked: Submission) -> _Kind:
 @lru_cache(maxsize=4096)
 def _plan(kind: _Kind, gpus: str) -> Plan:
     plan = solve(
-        SolveRequest(
-            profiles=_profiles(kind.profiles, kind.model),
-            pool=Cluster.parse(gpus),
-            pool_name=gpus,
-            batch_size=kind.batch_size,
-            strategy=kind.strategy,
-            split=SplitOptions(virtual_nodes=kind.virtual_nodes),
-            pipeline=PipelineOptions(microbatch_size=kind.microbatch_size),
-            fastest=kind.strategy != "parallel",  # a parallel plan always is
+        question_of(
+            SolveRequest(
+                _profiles(kind.profiles, kind.model),
+                gpus,
+                batch_size=kind.batch_size,
+                strategy=kind.strategy,
+                virtual_nodes=kind.virtual_nodes,
+                microbatch_size=kind.microbatch_size,
+                fastest=kind.strategy != "parallel",  # a parallel plan always is
+            )
         )
     )
     lower(plan)  # here, and not in its launch, a plan is refused that cannot be launched

@@ -21,6 +21,7 @@ from ..mechanisms.rounds.assign import next_round
 from ..mechanisms.rounds.state import RoundState
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.jobs import Job, ModelThroughput
+from ..schema.options import option
 from .known_jobs import KnownJobs
 from .occupancy import Occupancy
 from .places import Places
@@ -144,7 +145,8 @@ class RoundSharing:
             return None
         return (
             f"it asks for {num_devices} devices, and {self._settings.policy} gives a job {most} at "
-            f"most: submit it with --devices {most}, or start the cluster with another --policy"
+            f"most: submit it with {option('devices', most)}, or start the cluster "
+            f"with another {option('policy')}"
         )
 
     def next_devices(

@@ -18,6 +18,7 @@ from typing import IO, Any
 from ..engines.lease_folder import private
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import made_folder
+from ..schema.options import option
 
 FILE = "state.sqlite"
 RUN = "run"
@@ -315,7 +316,8 @@ def _refuse_strangers(folder: Path) -> None:
     if not is_there:
         raise FileError(
             f"{folder}: no cluster was started there",
-            hint="name its folder with --state, or start one with `hetflow cluster start`",
+            hint=f"name its folder with {option('state')}, or start one with `hetflow "
+            "cluster start`",
         )
 
 
@@ -381,6 +383,6 @@ def lock(folder: Path) -> IO[str]:
         stream.close()
         raise ProblemError(
             f"{folder}: a scheduler runs on this state already",
-            hint="stop it (`hetflow cluster stop`), or take another --state",
+            hint=f"stop it (`hetflow cluster stop`), or take another {option('state')}",
         ) from None
     return stream

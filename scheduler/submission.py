@@ -16,13 +16,14 @@ from pydantic import Field
 from ..engines.accounts import Account
 from ..planning.even_split import entry_with
 from ..planning.inputs import model_of, profiles_of
-from ..planning.request import Strategy
 from ..protocol.lower import check_pipeline_level
+from ..schema.choices import Strategy
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, InfeasibleError, ProblemError
 from ..schema.files import from_json, read, to_json, to_plain
 from ..schema.jobs import Entity, Jobs, ModelThroughput, Throughputs
 from ..schema.launch import Determinism
+from ..schema.options import option, options
 from ..schema.records import Count, Index, Name, Positive, PositiveSeconds, record, register_keys
 from ..schema.spelling import nearest
 from .store import Store
@@ -379,13 +380,14 @@ def _check_profiles(asked: Submission, name: str, microbatch_size: int) -> None:
         raise ProblemError(
             f"{name}: strategy {asked.strategy} needs layers, which no profile of "
             f"{found[0].model} in {asked.profiles} has",
-            hint="profile with --layers, or take strategy split",
+            hint=f"profile with {option('layers', True)}, or take strategy split",
         )
     if microbatch_size not in sizes:
         raise ProblemError(
             f"{name}: microbatch_size {microbatch_size} was not profiled, only "
             f"{', '.join(map(str, sorted(sizes)))}",
-            hint=f"take one of these, or profile with --layers --microbatch-size {microbatch_size}",
+            hint="take one of these, or profile with "
+            f"{options(layers=True, microbatch_size=microbatch_size)}",
         )
     obstacles = [None if table.trace is None else table.trace.obstacle for table in tables]
     if asked.strategy == "pipeline" and all(obstacles):
@@ -520,5 +522,5 @@ def _check_entity(store: Store, asked: Submission, member: Account | None) -> No
                 f"entity {asked.entity!r}: the cluster has none of that name",
                 hint=f"did you mean {guess!r}?" if guess
                 else f"it has {', '.join(names)[:200]}" if names
-                else "start it with --entities FILE",
+                else f"start it with {option('entities', 'FILE')}",
             )  # fmt: skip

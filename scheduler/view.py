@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..engines.accounts import Account
 from ..engines.protocol import OUTPUT
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from ..schema.spelling import whole_number
 from .store import RUN, SHOWN_STATE, STARTS, Store
 
@@ -243,7 +244,7 @@ def finished_runs(
     if "profiles" not in asked:
         raise ProblemError(
             f"job {number} has throughputs, and no profiles to correct",
-            hint="name a job that was submitted with --profiles",
+            hint=f"name a job that was submitted with {option('profiles')}",
         )
     rows = store.rows(
         "SELECT jobs.number, leases.number AS lease FROM jobs JOIN leases "

@@ -4,3 +4,8 @@ from typing import Literal
 
 Placement = Literal["consolidated", "unconsolidated", "mixed"]
 OnFailure = Literal["stop", "shrink", "replace"]
+Strategy = Literal["auto", "split", "pipeline", "parallel"]
+Method = Literal["exact", "cbc", "highs"]
+AnyObjective = Literal["step_seconds", "waste", "bottleneck"]
+CostModelName = Literal["profiled", "closed-form", "measured"]
+StageCost = Literal["ring", "thesis", "published"]

@@ -8,6 +8,7 @@ from typing import Literal
 
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table, listed
+from .options import option
 from .records import (
     Count,
     Name,
@@ -249,8 +250,8 @@ class Cluster(Shown):
         )
 
     @classmethod
-    def parse(cls, text: str, *, flag: str = "--gpus") -> "Cluster":
-        """Parse a ``--gpus`` specification.
+    def parse(cls, text: str, *, field: str = "pool") -> "Cluster":
+        """Parse the text of a pool.
 
         ``2xV100,8xP100`` is a flat pool. ``2xV100`` may also be written ``V100:2``, or with the
         device's memory ``V100:2:16GB``. ``4x(4xV100)`` is four servers. A device name may contain
@@ -258,7 +259,7 @@ class Cluster(Shown):
 
         Args:
             text: The specification.
-            flag: The option that it was given by, for errors.
+            field: The option that it was given by, for errors.
 
         Raises:
             ProblemError: The text does not follow the grammar, or a count is zero.
@@ -268,7 +269,7 @@ class Cluster(Shown):
         types: dict[str, DeviceType] = {}
         flat: Counter[str] = Counter()
         servers: list[ServerGroup] = []
-        named = f"{flag} {text!r}"
+        named = option(field, repr(text))
         for part in _split_outside_brackets(text, named):
             match = _SERVERS.match(part)
             if match:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .errors import ProblemError
+from .options import option
 
 PORT = 29400
 """Of the rendezvous store on host 0, where the target does not choose one."""
@@ -69,7 +70,7 @@ class HostGroup:
             parts = ",".join(f"1x({number}x{name})" for name, number in self.devices.items())
             raise ProblemError(
                 f"{target} cannot ask for {self.offered} in one host",
-                hint=f"put each type on hosts of its own: --hosts '{parts}'",
+                hint=f"put each type on hosts of its own: {option('hosts', repr(parts))}",
             )
         return next(iter(self.devices.items()))
 
@@ -136,13 +137,13 @@ class Deployment:
         if not self.script or self.script == ("-m",):
             raise ProblemError(
                 "there is no script to start",
-                hint="put it last: hetflow export PLAN --to slurm -- train.py --epochs 3",
+                hint="put the script last, with its own arguments after it",
             )
         known = {name for group in self.groups for name in group.devices}
         for name in self.names:
             if name not in known:
                 raise ProblemError(
-                    f"--name {name}=...: the plan has no {name}",
+                    f"{option('names', f'{name}=...')}: the plan has no {name}",
                     hint=f"it has {', '.join(sorted(known))}",
                 )
 
@@ -182,7 +183,7 @@ class Deployment:
             raise ProblemError(
                 f"the plan's {device_type} is emulated: {target} has no such device",
                 hint="solve for devices that are there; or say what stands in for it on this "
-                f"cluster: --name {device_type}=NAME",
+                f"cluster: {option('names', f'{device_type}=NAME')}",
             )
         return device_type
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from .errors import FileError
+from .options import option
 from .records import adapter_of, faults_of, nearest
 
 if TYPE_CHECKING:
@@ -300,7 +301,9 @@ def _check_place(path: Path, *, force: bool) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise FileError(f"{path}: is no regular file", hint="name one, or write to stdout")
     if path.exists() and not force:
-        raise FileError(f"{path}: exists already", hint="give --force to overwrite it")
+        raise FileError(
+            f"{path}: exists already", hint=f"give {option('force', True)} to overwrite it"
+        )
     folder = path.parent
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder", hint="create it first")

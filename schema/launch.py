@@ -9,6 +9,7 @@ from .cluster import Cluster
 from .errors import ProblemError, TargetError
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
+from .options import option, options
 from .plan import EmulatedDevice
 from .records import Count, Index, Name, Seconds, record, register_keys
 from .schedule_traits import ScheduleTraits, traits
@@ -218,10 +219,13 @@ class Rendezvous:
 
     def __post_init__(self) -> None:
         if self.num_nodes < 2:
-            raise TargetError(f"several hosts means --nnodes of at least 2, got {self.num_nodes}")
+            raise TargetError(
+                f"several hosts means {option('nnodes')} of at least 2, got {self.num_nodes}"
+            )
         if not 0 <= self.node_rank < self.num_nodes:
             raise TargetError(
-                f"--node-rank must be 0 to {self.num_nodes - 1} with --nnodes {self.num_nodes}, "
+                f"{option('node_rank')} must be 0 to {self.num_nodes - 1} with "
+                f"{option('nnodes', self.num_nodes)}, "
                 f"got {self.node_rank}"
             )
 
@@ -236,13 +240,14 @@ class Rendezvous:
         """
         if node_rank is None or endpoint is None:
             raise TargetError(
-                "several hosts need --node-rank and --rdzv-endpoint",
-                hint="for example --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400",
+                f"several hosts need {option('node_rank')} and {option('rdzv_endpoint')}",
+                hint="for example "
+                f"{options(nnodes=2, node_rank=0, rdzv_endpoint='10.0.0.1:29400')}",
             )
         match = re.fullmatch(r"\[?([^\s\[\]]+?)\]?:(\d{1,5})", endpoint)
         if not match or not 0 < int(match[2]) < 65536:
-            raise TargetError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}")
-        offered = None if devices is None else Cluster.parse(devices, flag="--devices")
+            raise TargetError(f"{option('rdzv_endpoint')} must be HOST:PORT, got {endpoint!r}")
+        offered = None if devices is None else Cluster.parse(devices, field="devices")
         return cls(
             num_nodes=num_nodes,
             node_rank=node_rank,

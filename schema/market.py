@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .errors import ProblemError
+from .options import option
 from .records import (
     Count,
     Dollars,
@@ -194,7 +195,7 @@ class Market:
             guess = nearest(history.instance_type, [one.name for one in self.instance_types])
             raise ProblemError(
                 f"{history.title}: the market does not say what devices it has",
-                hint="import the prices again with --instance-types FILE"
+                hint=f"import the prices again with {option('instance_types', 'FILE')}"
                 + (f"; the nearest that the market describes is {guess!r}" if guess else ""),
             )
         return found

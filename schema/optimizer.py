@@ -1,6 +1,7 @@
 """The memory that an optimizer keeps besides the weights and their gradients."""
 
 from .errors import ProblemError
+from .options import option
 from .records import Name, Ratio, nearest, record, register_keys
 
 
@@ -50,9 +51,10 @@ def named_optimizer(name: str) -> OptimizerState:
     if name not in _STATE_TENSORS:
         guess = nearest(name, NAMES)
         raise ProblemError(
-            f"--optimizer {name!r}: must be one of {', '.join(NAMES)}",
+            f"{option('optimizer', repr(name))}: must be one of {', '.join(NAMES)}",
             hint=(f"did you mean {guess!r}? " if guess else "")
-            + "for another optimizer state its memory with --state-bytes-per-weight-byte",
+            + "for another optimizer state its memory with "
+            f"{option('state_bytes_per_weight_byte')}",
         )
     return OptimizerState(name=name, state_bytes_per_weight_byte=float(_STATE_TENSORS[name]))
 
@@ -65,7 +67,8 @@ def asked_optimizer(name: str | None, ratio: float | None) -> OptimizerState | N
     """
     if name is not None and ratio is not None:
         raise ProblemError(
-            "--optimizer and --state-bytes-per-weight-byte both say what the optimizer keeps",
+            f"{option('optimizer')} and {option('state_bytes_per_weight_byte')} both "
+            "say what the optimizer keeps",
             hint="give one of them",
         )
     if name is not None:

@@ -17,7 +17,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, get_args, get_origin
 
 _REFERENCE = re.compile(r"\{([a-z_]+)(?:=([^}]*))?\}")
-_PARTS = {"cluster": "pool", "state_bytes_per_weight_byte": "optimizer=OptimizerState(...)"}
+_PARTS = {
+    "cluster": "pool",
+    "quick": 'effort="quick"',
+    "state_bytes_per_weight_byte": "optimizer=OptimizerState(...)",
+    "thorough": 'effort="thorough"',
+}
 """Flags that the command line has beside a field's own -> what takes their place in Python."""
 
 
@@ -42,6 +47,7 @@ class Option:
         values: Values that others read than the rest.
         open_values: Values that ask for nothing, because they leave the choice to the planner.
         narrows: Whether only kinds of plans that read it are compared.
+        recorded: Whether a plan that it restricts states it.
     """
 
     help: str
@@ -58,6 +64,7 @@ class Option:
     values: Mapping[object, tuple[str, ...]] = field(default_factory=dict)
     open_values: tuple[object, ...] = ()
     narrows: bool = True
+    recorded: bool = False
 
     def flag_of(self, name: str) -> str:
         """The flag of the field ``name``."""
@@ -107,7 +114,7 @@ def _is_number(word: str) -> bool:
 
 
 Spelling = Callable[[str, str | bool | None], str]
-_spelling: list[Spelling] = [_in_python]  # one program has one caller, whatever threads it starts
+_doors: list[tuple[Spelling, str]] = [(_in_python, ", ")]  # the program's caller is the last one
 
 
 def option(name: str, value: object = None) -> str:
@@ -122,23 +129,50 @@ def option(name: str, value: object = None) -> str:
         ``--num-stages 3`` or ``num_stages=3``.
     """
     plain = value if value is None or isinstance(value, bool) else str(value)
-    return _spelling[-1](name, plain)
+    return _doors[-1][0](name, plain)
+
+
+def options(**values: object) -> str:
+    """Spell several options that go together: ``--repetitive --schedule 2bw``."""
+    return _doors[-1][1].join(option(name, value) for name, value in values.items())
+
+
+def command(verb: str, **values: object) -> str:
+    """Spell a call of a verb: ``hetflow profile --layers`` or ``hetflow.profile(layers=True)``."""
+    said = options(**values)
+    return f"hetflow {verb} {said}" if speaks_flags() else f"hetflow.{verb}({said})"
 
 
 def told(text: str) -> str:
     """Spell the options in a text: ``with {objective=waste}`` or ``leave {gap} out``."""
-    return _REFERENCE.sub(lambda found: option(found[1], _value(found[2])), text)
+    joined = text.replace("} {", "}" + _doors[-1][1] + "{")
+    return _REFERENCE.sub(lambda found: option(found[1], _value(found[2])), joined)
 
 
 def _value(text: str | None) -> str | bool | None:
     return {"True": True, "False": False}.get(text or "", text)
 
 
+def speaks_flags() -> bool:
+    """Whether the caller is the command line."""
+    return _doors[-1][1] == " "
+
+
+def speak(spelling: Spelling, between: str = " ") -> None:
+    """From now on, spell options by ``spelling``; see ``spelled_by``."""
+    _doors.append((spelling, between))
+
+
 @contextmanager
-def spelled_by(spelling: Spelling) -> Iterator[None]:
-    """While this context lasts, options are spelled by ``spelling`` instead of as in Python."""
-    _spelling.append(spelling)
+def spelled_by(spelling: Spelling, between: str = " ") -> Iterator[None]:
+    """While this context lasts, spell options by ``spelling`` instead of as in Python.
+
+    Args:
+        spelling: Returns an option's text, from its name and its value.
+        between: What stands between options that go together.
+    """
+    speak(spelling, between)
     try:
         yield
     finally:
-        _spelling.remove(spelling)
+        _doors.pop()

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from .choices import StageCost
 from .cluster import Cluster
 from .device_memory import MemoryReserve
 from .errors import ProblemError
@@ -10,6 +11,7 @@ from .estimate import Estimate
 from .frames import Rows, Shown, fields_table
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
+from .options import option
 from .plan import Prediction, Proof, plan_title
 from .records import (
     Bytes,
@@ -26,7 +28,6 @@ from .records import (
 from .restrictions import Restrictions
 from .schedule_traits import DEFAULT_SCHEDULE, ScheduleTraits, planned_schedules, traits
 
-StageCost = Literal["ring", "thesis", "published"]
 Solved = Literal["flat", "nested"]
 CutRule = Literal["edges", "released"]
 WorkerCount = Literal["at_most", "exactly"]
@@ -267,7 +268,7 @@ def _check_microbatches(number: int) -> None:
     if number > MAX_MICROBATCHES:
         raise ProblemError(
             f"{number} microbatches in a step; at most {MAX_MICROBATCHES}",
-            hint="take larger microbatches (--microbatch-size) or a smaller batch",
+            hint=f"take larger microbatches ({option('microbatch_size')}) or a smaller batch",
         )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from .errors import HetflowError
 from .frames import Rows, Shown, fields_table, frame_of, listed
+from .options import option
 from .records import (
     Count,
     Dollars,
@@ -171,7 +172,7 @@ class SimulationRun(Shown):
         if self.metrics.num_jobs and not self.jobs:
             raise HetflowError(
                 f"this run of {self.metrics.num_jobs} jobs was kept without them",
-                hint="simulate with -o FILE or --csv FILE (in Python: with_jobs=True)",
+                hint=f"simulate it again with its jobs ({option('csv', 'FILE')})",
             )
         return fields_table(self.jobs, JobOutcome, also=_DERIVED)
 

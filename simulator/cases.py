@@ -18,6 +18,7 @@ from ..mechanisms.easyscale import VARIANTS
 from ..schema.errors import BackendError, ProblemError
 from ..schema.jobs import Entity, Job, Throughputs, consolidated_devices
 from ..schema.market import utc_text
+from ..schema.options import option
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
 from ..solvers.market.offers import Prices
@@ -102,7 +103,7 @@ class Case:
         if (self.scheduler == MARKET) != (self.market is not None):
             raise ProblemError(
                 "a market is simulated by the scheduler market, which needs one",
-                hint="add --market FILE, and leave --scheduler out",
+                hint=f"add {option('market', 'FILE')}, and leave {option('scheduler')} out",
             )
         self._refuse_what_goes_unheard()
         if self.failures is None:
@@ -153,16 +154,18 @@ class Case:
         if self.market is not None and fails:
             raise ProblemError(
                 "machines of a market do not fail, they are taken away",
-                hint="give --preemption-hours instead of failures",
+                hint=f"give {option('preemption_hours')} instead of failures",
             )
         if self.resize_seconds is not None and self.scheduler in _NO_RESIZES:
             raise ProblemError(
-                f"--resize-seconds {self.resize_seconds:g}: {self.scheduler} resizes no job",
-                hint="leave it out; --restart-seconds is what a start there costs",
+                f"{option('resize_seconds', format(self.resize_seconds, 'g'))}: "
+                f"{self.scheduler} resizes no job",
+                hint=f"leave it out; {option('restart_seconds')} is what a start there costs",
             )
         if self.early_rounds and self.scheduler != "rounds":
             raise ProblemError(
-                f"--early-rounds is for the scheduler rounds, {self.scheduler} would ignore it; "
+                f"{option('early_rounds')} is for the scheduler rounds, {self.scheduler} "
+                "would ignore it; "
                 "leave it out"
             )
         if self.scheduler.endswith("rounds"):

@@ -386,6 +386,37 @@ def test_only_programs_write_to_the_terminal() -> None:
     assert written == programs
 
 
+_FLAG = re.compile(r"(?<![\w./-])--[a-z][a-z0-9-]*")
+WRITES_COMMANDS = {  # for other programs, or for hetflow's own on another host
+    "devices/doctor.py", "devices/report.py", "engines/local.py", "engines/ray.py",
+    "engines/slurm.py", "exporters/ray.py", "exporters/shell.py", "exporters/slurm.py",
+    "exporters/torchrun.py", "importers/sacct.py", "preload/client.py", "preload/server.py",
+    "scheduler/leases.py", "schema/options.py",
+}  # fmt: skip
+
+
+def test_only_the_command_line_speaks_of_flags() -> None:
+    """Others name the field of a request, by ``option``; each door spells it."""
+    found = []
+    for package in MAY_IMPORT.keys() - {"cli", "examples", "papers"}:
+        for path in modules(package):
+            name = str(path.relative_to(ROOT))
+            if name in WRITES_COMMANDS or name.startswith("schema/requests/"):
+                continue
+            words = {
+                id(node.value)
+                for node in nodes(path)
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            }
+            found += [
+                f"{name}:{node.lineno}: {node.value}"
+                for node in nodes(path)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                and id(node) not in words and _FLAG.search(node.value)
+            ]  # fmt: skip
+    assert found == []
+
+
 def test_nothing_names_this_machine_or_a_registry() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False

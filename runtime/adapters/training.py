@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 from ...devices.backend import Mark, backend_of
 from ...protocol.environment import Start, read_environment
 from ...schema.errors import TargetError
+from ...schema.options import option
 from .. import peers
 from ..agreement.watch import Watch
 from ..allocator import keep_freed_memory
@@ -421,7 +422,8 @@ class Training:
             raise TargetError(
                 f"the script trains on batches of {size} samples, and the plan's global batch has "
                 f"{self.global_batch_size}",
-                hint=f"solve with --batch-size {size}, or change the script's; hetflow cuts it "
+                hint=f"solve with {option('batch_size', size)}, or change the script's; "
+                "hetflow cuts it "
                 "into shares",
             )
         if len(self._nodes) > 1 and self._part_weight is None:
@@ -780,7 +782,7 @@ def _check_start(start: Start) -> None:
     if config.pipeline is not None:
         said, hint = "this plan is a pipeline", "hetflow solve; or train with hf.prepare"
     elif start.determinism != "none":
-        said = f"--determinism {start.determinism} needs sums in a fixed order"
+        said = f"{option('determinism', start.determinism)} needs sums in a fixed order"
     elif start.checkpoint_every or start.from_scratch:
         said, hint = "hetflow's checkpoints need hf.prepare", "use the library's own checkpoints"
     if said is not None:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ...devices.backend import DeviceBackend, initialized
 from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
+from ...schema.options import option
 
 _KERNEL = "scaled_dot_product"
 _SOFTMAX = ("softmax", "_softmax")
@@ -377,5 +378,6 @@ def _same_random_states() -> Iterator[None]:
 def _refusal(said: str) -> TargetError:
     return TargetError(
         f"the core of an attention {said}, so it cannot be recomputed",
-        hint="solve with --no-recompute, or compute the attention without in-place functions",
+        hint=f"solve with {option('recompute', False)}, or compute the attention "
+        "without in-place functions",
     )

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from ...schema.errors import TargetError
+from ...schema.options import option
 from ..tensor.roles import Sharing
 from ..tensor.sequence import spreads_tokens
 from .crossing import Holding, Holdings
@@ -169,7 +170,7 @@ def _assign(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> dict[fx.N
         said = f"has no layer {strange[0]!r}" if strange else f"has a layer {missing[0]!r} more"
         raise TargetError(
             f"the plan is for another model: this one {said}",
-            hint="profile this model with --layers and solve again",
+            hint=f"profile this model with {option('layers', True)} and solve again",
         )
     return {node: planned[layer.id] for layer in layered.layers for node in layer.nodes}
 

@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...schema.errors import TargetError
+from ...schema.options import option, told
 from .. import peers
 from ..telling import log
 from .ownership import Holders, Ownership, in_buckets
 
 BUCKET_BYTES = 25 << 20
 """Bytes of parameters that one collective sends; a larger parameter is sent alone."""
-_LEAVE_OUT = "or plan without --shard-optimizer"
+_LEAVE_OUT = "or plan without {shard_optimizer}"
 
 
 def keepers_of(ownership: Ownership, names: Sequence[str]) -> dict[str, Holders]:
@@ -87,7 +88,7 @@ def check_shardable(optimizer: Any, *, is_main: bool) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TargetError(
             f"the state of {name} cannot be sharded: it is no torch.optim.Optimizer",
-            hint=f"give prepare a torch.optim.Optimizer, {_LEAVE_OUT}",
+            hint=told(f"give prepare a torch.optim.Optimizer, {_LEAVE_OUT}"),
         )
     if is_main and not type(optimizer).__module__.startswith("torch.optim."):
         log.warning(
@@ -161,7 +162,7 @@ class ShardedUpdates:
                 raise TargetError(
                     f"{type(optimizer).__name__} has hooks on its steps, which would see only this "
                     "worker's share of the parameters",
-                    hint=f"do it before or after optimizer.step(), {_LEAVE_OUT}",
+                    hint=told(f"do it before or after optimizer.step(), {_LEAVE_OUT}"),
                 )
         whole = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -295,7 +296,8 @@ class OwnShare:
         if [group["params"] for group in whole["param_groups"]] != self._groups:
             raise TargetError(
                 "the checkpoint's optimizer has other groups of parameters",
-                hint="build the same optimizer, or start with an empty --checkpoint folder",
+                hint=f"build the same optimizer, or start with an empty {option('checkpoint')} "
+                "folder",
             )
         local = {index: number for number, index in enumerate(self._own)}
         self._optimizer.load_state_dict(

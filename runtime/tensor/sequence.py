@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...schema.errors import TargetError
+from ...schema.options import option
 from .layers import sharded_dropout
 from .operators import SpreadInput, TensorGroup, gather_tokens_from, scatter_tokens_to
 
@@ -57,7 +58,7 @@ def check_length(size: int, degree: int) -> None:
             f"a sequence of {size} tokens does not divide among the {degree} workers of a "
             "tensor-parallel group, as sequence parallelism needs",
             hint=f"give sequences whose length is a multiple of {degree}, or plan without "
-            "--sequence-parallel",
+            f"{option('sequence_parallel')}",
         )
 
 
@@ -108,7 +109,8 @@ def check_sequence(model: nn.Module, roles: Mapping[str, SequenceRole]) -> None:
         raise TargetError(
             f"it is not known where the sequences of {type(model).__name__} can be spread",
             hint="say it with hetflow.runtime.tensor_parallel(model, {...}): one module 'begin', "
-            "others 'norm' and 'residual'; or plan without --sequence-parallel",
+            "others 'norm' and 'residual'; or plan without "
+            f"{option('sequence_parallel')}",
         )
     for name, role in roles.items():
         module = model.get_submodule(name)
@@ -122,7 +124,7 @@ def check_sequence(model: nn.Module, roles: Mapping[str, SequenceRole]) -> None:
         raise TargetError(
             f"{type(model).__name__} normalises after each part: its tokens cannot be spread "
             "between tensor-parallel layers",
-            hint="plan without --sequence-parallel",
+            hint=f"plan without {option('sequence_parallel')}",
         )
     blocks = begins[0].rpartition(".")[0]
     for name, module in model.named_modules():
@@ -133,5 +135,6 @@ def check_sequence(model: nn.Module, roles: Mapping[str, SequenceRole]) -> None:
             raise TargetError(
                 f"it is not known whether {name} drops a worker's own tokens",
                 hint="give it the role 'residual' with hetflow.runtime.tensor_parallel if it "
-                "does, set its probability to 0, or plan without --sequence-parallel",
+                "does, set its probability to 0, or plan without "
+                f"{option('sequence_parallel')}",
             )

@@ -17,6 +17,21 @@ POLICIES = Option(
     "min_cost, min_cost_slo, min_cost_ratio, min_cost_ratio_slo, min_cost_per_job, "
     "min_cost_per_job_slo, min_dollars_slo or a plug-in's.",
 )
+POOL = Option(
+    help="The pool: 2xV100,8xP100, V100:2:16GB, 4x(4xV100).",
+    python='Also ``{"V100": 2, "P100": 8}``, a ``Cluster``, or the ``Path`` of a cluster\'s file.',
+)
+MARKET = Option(
+    rare=True,
+    help="Prices of the devices (hetflow.market/1, may be repeated); the cheapest of each type "
+    "counts.",
+    python="Also ``Market`` records.",
+)
+AT = Option(
+    rare=True,
+    help="Time of those prices, as 2020-03-07T00:00:00Z.",
+    default="the market's last prices",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +53,7 @@ class AllocateRequest:
             python="Also ``Throughputs``, or a DataFrame with the CSV file's columns.",
         ),
     ]
-    pool: Annotated[
-        "Pool",
-        Option(
-            help="The pool: 36xv100,36xp100.",
-            python='Also ``{"V100": 36, "P100": 36}``, a ``Cluster``, or the ``Path`` of a '
-            "cluster's file.",
-        ),
-    ]
+    pool: Annotated["Pool", POOL]
     _: KW_ONLY
     policy: Annotated[str, POLICIES] = "las"
     space_sharing: Annotated[bool, Option(help="Let pairs of jobs share devices.")] = False
@@ -69,15 +77,5 @@ class AllocateRequest:
             default="share it out",
         ),
     ] = True
-    market: Annotated[
-        "Markets | None",
-        Option(
-            help="Prices of the pool's devices (hetflow.market/1, may be repeated); the cheapest "
-            "of each type counts.",
-            python="Also ``Market`` records.",
-        ),
-    ] = None
-    at: Annotated[
-        str | None,
-        Option(help="When, as 2020-03-07T00:00:00Z.", default="the market's last prices"),
-    ] = None
+    market: Annotated["Markets | None", MARKET] = None
+    at: Annotated[str | None, AT] = None

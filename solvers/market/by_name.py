@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ...schema.errors import ProblemError
+from ...schema.options import told
 from ...schema.spelling import nearest
 
 Job = TypeVar("Job")
@@ -24,7 +25,7 @@ class PoliciesByName(Generic[Job, History, Policy]):
 
     plain: Mapping[str, Callable[[Job], Policy]]
     learned: Mapping[str, Callable[[Job, History], Policy]]
-    history_hint: str = "add --history FILE"
+    history_hint: str = "add {history=FILE}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,5 +51,5 @@ class PoliciesByName(Generic[Job, History, Policy]):
                 hint=f"did you mean {guess!r}?" if guess else None,
             )
         if history is None:
-            raise ProblemError(f"{name} learns from a history", hint=self.history_hint)
+            raise ProblemError(f"{name} learns from a history", hint=told(self.history_hint))
         return self.learned[name](job, history)

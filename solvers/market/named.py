@@ -13,6 +13,6 @@ POLICIES: PoliciesByName[DeadlineJob, Chain, Policy] = PoliciesByName(
         "uniform_progress": lambda _: rules.Anywhere(rules.uniform_progress),
     },
     learned={"dynamic_program": dynamic_program.solve},
-    history_hint="add --history FILE, or for zones --learn-until TIME",
+    history_hint="add {history=FILE}, or for zones {learn_until=TIME}",
 )
 NAMES, policy_of = POLICIES.names, POLICIES.policy_of

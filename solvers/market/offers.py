@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
 from ...schema.market import Market, utc_seconds, utc_text
+from ...schema.options import option
 from ...schema.spelling import nearest
 
 
@@ -374,7 +375,7 @@ def where_available(prices: Prices, markets: Sequence[Market]) -> tuple[Prices, 
                 raise ProblemError(
                     f"availability of {window.zone!r} does not say when it begins, so it cannot be "
                     "laid beside prices",
-                    hint="import it with --trace-start, or give it a start",
+                    hint=f"import it with {option('trace_start')}, or give it a start",
                 )
             if not any(
                 place == window.zone and window.instance_type in (None, name)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ...schema.errors import ProblemError
 from ...schema.market import Availability, Capacity, utc_seconds, utc_text
+from ...schema.options import option
 
 _MOST_TICKS = 5_000_000
 _MOST_PARTS = 60  # of a tick
@@ -108,7 +109,8 @@ def start_seconds(window: Availability) -> float:
     if window.start is None:
         raise ProblemError(
             f"zone {window.zone!r}: a window does not say when it begins",
-            hint="import it with --trace-start, or give the market's availability a start",
+            hint=f"import it with {option('trace_start')}, or give the market's "
+            "availability a start",
         )
     return utc_seconds(window.start, f"zone {window.zone!r}", "start")
 

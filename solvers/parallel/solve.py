@@ -12,6 +12,7 @@ from math import ceil, inf
 
 from ...costs.parallel_stage import bubble_fraction
 from ...schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
+from ...schema.options import option
 from ...schema.parallel import (
     ParallelPlan,
     ParallelPrediction,
@@ -295,7 +296,7 @@ def _sharding_hint(problem: ParallelProblem) -> str:
     optimizer = problem.optimizer
     if problem.shard_optimizer or optimizer is None or not optimizer.state_bytes_per_weight_byte:
         return ""
-    return ", or let replicas share the optimizer's state (--shard-optimizer)"
+    return f", or let replicas share the optimizer's state ({option('shard_optimizer')})"
 
 
 def _plan(problem: ParallelProblem, found: Found, bound: float) -> ParallelPlan:

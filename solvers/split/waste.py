@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ...costs.comm import exposed_seconds
 from ...costs.split import predict
 from ...schema.errors import InfeasibleError, ProblemError
+from ...schema.options import option
 from ...schema.plan import Alternative, DeviceGroup, EstEstimate, Proof, SplitPlan
 from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
 
@@ -69,7 +70,9 @@ def solve(problem: SplitProblem, top: int = 1) -> SplitPlan:
         InfeasibleError: No device type was profiled at B / maxP samples.
     """
     if problem.virtual_nodes is None:
-        raise ProblemError("the waste objective needs a number of ESTs", hint="add --virtual-nodes")
+        raise ProblemError(
+            "the waste objective needs a number of ESTs", hint=f"add {option('virtual_nodes')}"
+        )
     if top < 1:
         raise ProblemError(f"top must be at least 1, got {top}")
     ranked = []
@@ -109,7 +112,8 @@ def _ranked(problem: SplitProblem, max_p: int) -> Iterator[_Configuration]:
         raise InfeasibleError(
             f"{max_p} ESTs of a global batch of {problem.global_batch_size} hold {size} samples "
             "each, a size that was not profiled or does not fit",
-            hint=f"choose --virtual-nodes so that each holds one of {', '.join(map(str, sizes))}",
+            hint=f"choose {option('virtual_nodes')} so that each holds one of "
+            f"{', '.join(map(str, sizes))}",
         )
     apart = [
         _Configuration(max_p * one.seconds, [one], (1,))

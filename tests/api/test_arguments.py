@@ -8,9 +8,11 @@ from typing import Any, Literal
 import pytest
 
 import hetflow
-from hetflow.api.naming import flags_are_meant, names_arguments
+from hetflow.api.calls import checks
+from hetflow.cli.asking import flag_of
 from hetflow.schema.arguments import Arguments, fault_of
 from hetflow.schema.errors import FileError, HetflowError, ProblemError
+from hetflow.schema.options import spelled_by
 from hetflow.schema.records import Count, Fraction
 from hetflow.tests import handmade
 
@@ -102,7 +104,7 @@ def test_faults_that_were_silent_or_tracebacks(tmp_path: Path) -> None:
     assert refused(lambda: rent([], on_demand_dollars_per_hour=0.0, **offer)) == (
         "on_demand_dollars_per_hour must be > 0, got 0.0"
     )
-    with flags_are_meant():
+    with spelled_by(flag_of):
         assert refused(lambda: rent([], on_demand_dollars_per_hour=1e300, **offer)) == (
             "--on-demand must be <= 1e+09, got 1e+300"
         )
@@ -141,7 +143,7 @@ def test_an_option_that_there_is_not_is_no_longer_passed_over() -> None:
 def test_a_decorated_function_is_checked_before_it_runs() -> None:
     called = []
 
-    @names_arguments(gpus="pool")
+    @checks
     def verb(pool: str, names: Sequence[str] = ()) -> None:
         called.append(pool)
 

@@ -1,72 +1,61 @@
 """Errors name the argument in Python, and the flag on the command line."""
 
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
 
 import pytest
 
 import hetflow
-from hetflow.api.naming import flags_are_meant, names_arguments
+from hetflow.cli.asking import flag_of
 from hetflow.cli.main import run
-from hetflow.schema.errors import HetflowError, LaunchError, ProblemError
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.options import command, option, options, spelled_by, told
 
 
-class Options(TypedDict, total=False):
-    on_failure: str
+def said() -> list[str]:
+    """Each way to name options."""
+    return [
+        option("pool"),
+        option("pool", "2xV100"),
+        option("runs", "DIR"),
+        option("num_stages", 3),
+        option("batch_sizes", repr("8,x")),
+        option("method", "cbc|highs"),
+        option("replication", False),
+        option("state_bytes_per_weight_byte"),
+        options(repetitive=True, schedule="2bw"),
+        command("profile", layers=True),
+        told("leave {gap} out, or add {strategy=pipeline} {num_model_chunks=2}"),
+    ]
 
 
-@names_arguments(gpus="pool", state_bytes="optimizer=State(...)")
-def verb(
-    message: str,
-    hint: str | None = None,
-    *,
-    pool: str = "",
-    runs: str = "",
-    schedule: str = "",
-    kind: Literal["split", "pipeline"] = "split",
-    gap: float = 0,
-    num_stages: int = 1,
-    repetitive: bool = False,
-    **options: Unpack[Options],
-) -> None:
-    raise ProblemError(message, hint=hint)
-
-
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        ("give either --gpus or --runs", "give either pool or runs"),
-        ("for example --gpus 2xV100", 'for example pool="2xV100"'),
-        ("--gpus '2x': cannot read it", "pool='2x': cannot read it"),
-        ("--gap concerns pipelines", "gap concerns pipelines"),
-        ("add --runs DIR, or leave --gap out", "add runs=DIR, or leave gap out"),
-        ("add --repetitive --schedule 2bw", 'add repetitive=True, schedule="2bw"'),
-        ("--kind pipeline is needed", 'kind="pipeline" is needed'),
-        ("--num-stages 3: too many", "num_stages=3: too many"),
-        ("give --on-failure replace: start", 'give on_failure="replace": start'),
-        ("add --layers, or run `hetflow a --gap`", "add --layers, or run `hetflow a --gap`"),
-        ("my--gap.json and a/--gap stay", "my--gap.json and a/--gap stay"),
-        ("say --schedule a|b, or --state-bytes", "say schedule a|b, or optimizer=State(...)"),
-    ],
-)
-def test_flags_become_arguments_where_a_program_calls(written: str, said: str) -> None:
-    with pytest.raises(HetflowError) as caught:
-        verb(written, written)
-    assert [caught.value.message, caught.value.hint, str(caught.value)] == [said, said, said]
-    with flags_are_meant(), pytest.raises(HetflowError) as kept:
-        verb(written)
-    assert [kept.value.message, kept.value.hint] == [written, None]
-
-
-def test_what_a_script_says_of_its_own_flags_stays() -> None:
-    @names_arguments()
-    def launch(gap: float = 0) -> None:
-        raise LaunchError("worker 0 failed: no argument --gap 3", hint="leave --gap out")
-
-    with pytest.raises(LaunchError) as caught:
-        launch()
-    assert str(caught.value) == caught.value.message == "worker 0 failed: no argument --gap 3"
-    assert caught.value.hint == "leave gap out"
+def test_an_option_is_spelled_as_the_caller_knows_it() -> None:
+    assert said() == [
+        "pool",
+        'pool="2xV100"',
+        "runs=DIR",
+        "num_stages=3",
+        "batch_sizes='8,x'",
+        'method="cbc"|"highs"',
+        "replication=False",
+        "optimizer=OptimizerState(...)",
+        'repetitive=True, schedule="2bw"',
+        "hetflow.profile(layers=True)",
+        'leave gap out, or add strategy="pipeline", num_model_chunks=2',
+    ]
+    with spelled_by(flag_of):
+        assert said() == [
+            "--gpus",
+            "--gpus 2xV100",
+            "--runs DIR",
+            "--num-stages 3",
+            "--batch-sizes '8,x'",
+            "--method cbc|highs",
+            "--no-replication",
+            "--state-bytes-per-weight-byte",
+            "--repetitive --schedule 2bw",
+            "hetflow profile --layers",
+            "leave --gap out, or add --strategy pipeline --chunks-per-device 2",
+        ]
 
 
 def test_a_public_function_and_its_command_name_their_own_options(

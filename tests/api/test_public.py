@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import hetflow
-from hetflow.api.solve import SolveOptions
 from hetflow.cli.main import run
 from hetflow.schema import files
 from hetflow.schema.optimizer import named_optimizer
@@ -196,14 +195,3 @@ def test_a_dry_run_shows_any_plan_also_where_its_devices_are_not(
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == len(shown)
     assert "this machine has 0: shown as on a machine that has all of them" in captured.err
-
-
-def test_type_checkers_know_every_option_of_solve() -> None:
-    """The overloads, which give the kind of plan by the strategy, list the options once more."""
-    signature = inspect.signature(hetflow.solve).parameters
-    named = {"profiles", "pool", "batch_size", "strategy"}
-    listed = {name: p.annotation for name, p in signature.items() if name not in named}
-    assert SolveOptions.__annotations__.keys() == listed.keys()
-    for name, kind in listed.items():
-        told = SolveOptions.__annotations__[name]
-        assert getattr(told, "__forward_arg__", told) == kind

@@ -164,7 +164,7 @@ def test_values_resolve_flag_environment_file_default(
     monkeypatch.setenv("HETFLOW_SOLVE_GPUS", "1xV100")
     shown = hetflow("solve", "--profiles", profiles, "--show-config").stdout
     assert "batch_size = 64  (file" in shown
-    assert "gpus = '1xV100'  (environment)" in shown
+    assert "gpus = '1xV100'  (environment HETFLOW_SOLVE_GPUS)" in shown
     assert "strategy = 'auto'  (default)" in shown
     assert "(flag)" in shown
     plan = json.loads(hetflow("solve", "--profiles", profiles).stdout)

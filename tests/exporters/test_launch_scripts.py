@@ -182,7 +182,7 @@ def test_what_a_target_asks_for() -> None:
         with pytest.raises(ProblemError, match="cannot ask for 2xV100,1xP100 in one host") as error:
             render(target, replace(made, groups=both, image="x"))
         assert (
-            error.value.hint == "put each type on hosts of its own: --hosts '1x(2xV100),1x(1xP100)'"
+            error.value.hint == "put each type on hosts of its own: hosts='1x(2xV100),1x(1xP100)'"
         )
     alone = (HostGroup(num_hosts=1, devices={"cpu": 2}),)
     on_processors = replace(made, groups=alone, host_types=frozenset({"cpu"}), image="x")

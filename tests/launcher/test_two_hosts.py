@@ -97,7 +97,7 @@ def test_what_several_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
     assert replace(asked, checkpoint=tmp_path).policy == "replace"
     with pytest.raises(TargetError, match="several hosts cannot go on without a worker that dies"):
         replace(asked, on_failure="shrink", checkpoint=tmp_path)
-    with pytest.raises(ProblemError, match="--devices '2x': cannot read"):
+    with pytest.raises(ProblemError, match="devices='2x': cannot read"):
         Rendezvous.parse(2, 0, "127.0.0.1:29400", "2x")
     with pytest.raises(TargetError, match="several hosts starts again from a checkpoint, and has"):
         replace(asked, on_failure="replace")

@@ -118,7 +118,7 @@ def test_a_second_host_of_one_rank_is_told_so(
         meetings = [pool.submit(each.join, lambda: None) for each in (zero, one)]
         assert [len(meeting.result(timeout=60)[0]) for meeting in meetings] == [1, 1]
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    with pytest.raises(LaunchError, match="--node-rank 1 is taken by .*, process [0-9]+; this is"):
+    with pytest.raises(LaunchError, match="node_rank=1 is taken by .*, process [0-9]+; this is"):
         again.join(lambda: None)
     again.leave()
     one.leave()

@@ -1,22 +1,19 @@
 """Every option of a request has an effect on the plans that are said to read it, or is refused."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import pytest
 
 import hetflow
 from hetflow.planning.options import Planner, given
-from hetflow.planning.request import (
-    SolveRequest,
-)
+from hetflow.planning.request import question_of
 from hetflow.planning.solve import solve
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError, ProblemError
 from hetflow.schema.files import to_plain
 from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.options import asked_of
 from hetflow.schema.profile import (
     BatchPoint,
     LayerGraph,
@@ -25,30 +22,12 @@ from hetflow.schema.profile import (
     Profile,
     TensorLayers,
 )
+from hetflow.schema.requests.solve import SolveRequest
 from hetflow.tests.handmade import profile
 
 PLANNERS = get_args(Planner)
-GIVEN = {"profiles", "pool", "pool_name", "batch_size", "strategy", "corrected_by", "stated"}
-"""Fields of a request that are no options: what every plan is made from."""
-
-
-def leaves(record: Any = SolveRequest, path: str = "") -> Iterator[str]:
-    """The request's options as paths: ``pipeline.num_stages``."""
-    for entry in fields(record):
-        if is_dataclass(entry.type) and "read_by" not in entry.metadata:
-            if entry.name != "pool":
-                yield from leaves(entry.type, f"{path}{entry.name}.")
-        elif path or entry.name not in GIVEN:
-            yield path + entry.name
-
-
-def changed(record: Any, values: dict[str, Any]) -> Any:
-    """The record with the options at these paths set."""
-    for path, value in values.items():
-        head, _, rest = path.partition(".")
-        record = replace(record, **{head: changed(getattr(record, head), {rest: value}) if rest
-                                    else value})  # fmt: skip
-    return record
+OPTIONS = {each.name: each for each in asked_of(SolveRequest)}
+LIMITED = {name for name, each in OPTIONS.items() if each.option.read_by or each.option.values}
 
 
 def layered(size: int, degree: int, kept: int) -> LayerGraph:
@@ -91,14 +70,14 @@ class Case:
     batch_size: int = 64
 
 
-LINK = {"pipeline.link_bytes_per_second": 1e9}
+LINK = {"link_bytes_per_second": 1e9}
 BY = {
     "split": {"strategy": "split"},
-    "milp": {"strategy": "split", "split.method": "highs"},
-    "waste": {"strategy": "split", "objective": "waste", "split.virtual_nodes": 4},
+    "milp": {"strategy": "split", "method": "highs"},
+    "waste": {"strategy": "split", "objective": "waste", "virtual_nodes": 4},
     "pipeline": {"strategy": "pipeline", **LINK},
     "repetitive": {
-        "strategy": "pipeline", "pipeline.schedule": "2bw", "pipeline.repetitive": True, **LINK,
+        "strategy": "pipeline", "schedule": "2bw", "repetitive": True, **LINK,
     },
     "parallel": {"strategy": "parallel", **LINK},
 }  # fmt: skip
@@ -121,126 +100,115 @@ NOISY = replace(
         for size, seconds in ((16, 0.020), (32, 0.0404))
     ),
 )
-UNEVEN = Case(True, {"split.virtual_nodes": 4}, batch_size=48)
+UNEVEN = Case(True, {"virtual_nodes": 4}, batch_size=48)
 CASES: dict[str, dict[str, Case]] = {
     "objective": {"waste": Case("waste", {}), "pipeline": Case("bottleneck", {})},
     "top": {"waste": Case(3, {}), "parallel": Case(4, {})},
-    "split.method": {"milp": Case("highs", {})},
-    "split.virtual_nodes": dict.fromkeys(("split", "milp", "waste"), Case(2, {})),
-    "split.interpolate": dict.fromkeys(("split", "milp", "waste"), UNEVEN),
-    "pipeline.schedule": {"pipeline": Case("gpipe", {}), "repetitive": Case("2bw", {})},
-    "pipeline.stage_cost": {"pipeline": Case("thesis", {})},
-    "pipeline.num_stages": {"pipeline": Case(2, {})},
-    "pipeline.replication": {"pipeline": Case(False, {"pipeline.num_stages": 1})},
-    "pipeline.link_bytes_per_second": dict.fromkeys(
-        ("pipeline", "repetitive", "parallel"), Case(1e6, {})
-    ),
-    "pipeline.microbatch_size": dict.fromkeys(("pipeline", "repetitive", "parallel"), Case(8, {})),
-    "pipeline.num_model_chunks": {
-        "pipeline": Case(3, {"pipeline.schedule": "interleaved"}, gpus="2xV100"),
+    "method": {"milp": Case("highs", {})},
+    "virtual_nodes": dict.fromkeys(("split", "milp", "waste"), Case(2, {})),
+    "interpolate": dict.fromkeys(("split", "milp", "waste"), UNEVEN),
+    "schedule": {"pipeline": Case("gpipe", {}), "repetitive": Case("2bw", {})},
+    "stage_cost": {"pipeline": Case("thesis", {})},
+    "num_stages": {"pipeline": Case(2, {})},
+    "replication": {"pipeline": Case(False, {"num_stages": 1})},
+    "link_bytes_per_second": dict.fromkeys(("pipeline", "repetitive", "parallel"), Case(1e6, {})),
+    "microbatch_size": dict.fromkeys(("pipeline", "repetitive", "parallel"), Case(8, {})),
+    "num_model_chunks": {
+        "pipeline": Case(3, {"schedule": "interleaved"}, gpus="2xV100"),
         "parallel": Case(1, {}),
     },
-    "pipeline.repetitive": {"repetitive": Case(True, {})},
-    "pipeline.cost_model": {"repetitive": Case("closed-form", {})},
-    "pipeline.runs": {"repetitive": Case(Path("absent"), {"pipeline.cost_model": "measured"})},
-    "parallel.recompute": {"parallel": Case(False, {}, KEEPS, "1xV100")},
-    "parallel.sequence_parallel": {"parallel": Case(True, {})},
-    "parallel.shard_optimizer": {"parallel": Case(True, {})},
+    "repetitive": {"repetitive": Case(True, {})},
+    "cost_model": {"repetitive": Case("closed-form", {})},
+    "recompute": {"parallel": Case(False, {}, KEEPS, "1xV100")},
+    "sequence_parallel": {"parallel": Case(True, {})},
+    "shard_optimizer": {"parallel": Case(True, {})},
     "optimizer": dict.fromkeys(PLANNERS, Case(named_optimizer("adam"), {}, TIGHT)),
     "memory_reserve_bytes": dict.fromkeys(PLANNERS, Case(1 << 30, {})),
     "fastest": {
         "split": Case(True, {}, (NOISY,), "2xV100", 256),
         "pipeline": Case(True, {}, (NOISY,)),
     },
-    "limits.time_limit_seconds": dict.fromkeys(("milp", "pipeline", "parallel"), Case(1e-9, {})),
-    "limits.gap": dict.fromkeys(("pipeline", "parallel"), Case(0.9, {})),
+    "time_limit_seconds": dict.fromkeys(("milp", "pipeline", "parallel"), Case(1e-9, {})),
+    "gap": dict.fromkeys(("pipeline", "parallel"), Case(0.9, {})),
 }
 
 
-def unset_value(path: str) -> Any:
-    """What the option is where it was not given."""
-    head, _, rest = path.partition(".")
-    kinds = {entry.name: entry for entry in fields(SolveRequest)}
-    record = kinds[head].type if rest else SolveRequest
-    return next(entry.default for entry in fields(record) if entry.name == (rest or head))
-
-
-def outcome(request: SolveRequest) -> object:
+def outcome(asks: SolveRequest) -> object:
     """The plan, or why there is none."""
     try:
-        return to_plain(solve(request))
+        return to_plain(solve(question_of(asks)))
     except HetflowError as error:
         return str(error)
 
 
 def asked(planner: str, case: Case = Case(None, {})) -> SolveRequest:
-    request = SolveRequest(case.profiles, Cluster.parse(case.gpus), case.gpus, case.batch_size)
-    return changed(request, {**BY[planner], **case.beside})
+    request = SolveRequest(case.profiles, case.gpus, batch_size=case.batch_size)
+    return replace(request, **{**BY[planner], **case.beside})
 
 
 def test_every_option_has_a_case() -> None:
-    assert CASES.keys() == set(leaves())
+    assert CASES.keys() == LIMITED
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("path", CASES)
-def test_an_option_has_an_effect_or_is_refused(path: str, planner: Planner) -> None:
-    case = CASES[path].get(planner)
+@pytest.mark.parametrize("name", CASES)
+def test_an_option_has_an_effect_or_is_refused(name: str, planner: Planner) -> None:
+    case = CASES[name].get(planner)
     if case is not None:
         base = asked(planner, case)
-        unset = changed(base, {path: unset_value(path)})
-        assert outcome(changed(base, {path: case.value})) != outcome(unset)
+        unset = replace(base, **{name: OPTIONS[name].default})
+        assert outcome(replace(base, **{name: case.value})) != outcome(unset)
         return
     request = asked(planner)
-    case = next(iter(CASES[path].values()))
-    asks = changed(request, {path: case.value})
+    case = next(iter(CASES[name].values()))
+    asks = question_of(replace(request, **{name: case.value}))
     if planner in asks.planners.values():  # else the option itself chooses another planner
-        [option] = set(given(asks)) - set(given(request))
-        assert planner not in option.read_by
+        [more] = set(given(asks.asked)) - set(given(request))
+        assert planner not in more.read_by
         with pytest.raises(ProblemError, match="it has no effect on") as refused:
             solve(asks)
-        assert refused.value.message.startswith(f"{option.flag} is for ")
+        assert refused.value.message.startswith(f"{more} is for ")
         assert "leave it out, or " in (refused.value.hint or "")
 
 
-SPLIT_OR_SAID = [path for path in CASES if "split" not in CASES[path] and path != "objective"]
+SPLIT_OR_SAID = [name for name in CASES if "split" not in CASES[name] and name != "objective"]
 
 
-@pytest.mark.parametrize("path", SPLIT_OR_SAID)
-def test_profiles_without_layers_refuse_what_only_layers_can_use(path: str) -> None:
+@pytest.mark.parametrize("name", SPLIT_OR_SAID)
+def test_profiles_without_layers_refuse_what_only_layers_can_use(name: str) -> None:
     """The README's own example: options of pipelines had no effect, without a word."""
     flat = replace(typed("V100", 1.0), layers=None, more_layers=(), tensor_layers=())
-    request = SolveRequest((flat,), Cluster.parse("4xV100"), "4xV100", 64)
-    case = next(iter(CASES[path].values()))
-    asks = changed(request, {path: case.value})
+    request = SolveRequest((flat,), "4xV100", batch_size=64)
+    case = next(iter(CASES[name].values()))
+    asks = question_of(replace(request, **{name: case.value}))
     if "milp" in asks.planners.values():
         return
     with pytest.raises(ProblemError, match="is for .* it has no effect on") as refused:
         solve(asks)
-    if not {"split", "milp", "waste"} & CASES[path].keys():
+    if not {"split", "milp", "waste"} & CASES[name].keys():
         known = f"{refused.value.message} {refused.value.hint}"
-        assert "profiles hold no layers" in known or "--repetitive" in known
+        assert "profiles hold no layers" in known or "repetitive" in known
 
 
 def test_auto_compares_the_kinds_that_read_what_is_asked() -> None:
     def compared(values: dict[str, Any]) -> set[str]:
-        plan: Any = to_plain(solve(changed(base, values)))
+        plan: Any = to_plain(solve(question_of(replace(base, **values))))
         others = plan["provenance"].get("compared_with", [])
         return {plan["kind"], *(other["kind"] for other in others)}
 
-    base = changed(asked("split"), {"strategy": "auto"})
+    base = replace(asked("split"), strategy="auto")
     assert compared(LINK) == {"split", "pipeline", "parallel"}
-    assert compared({**LINK, "pipeline.num_stages": 2}) == {"pipeline"}
-    assert compared({"split.virtual_nodes": 8}) == {"split"}
-    assert compared({**LINK, "parallel.shard_optimizer": True}) == {"parallel"}
-    with pytest.raises(ProblemError, match="--virtual-nodes and --num-stages: no kind of plan"):
-        solve(changed(base, {"split.virtual_nodes": 8, "pipeline.num_stages": 2}))
+    assert compared({**LINK, "num_stages": 2}) == {"pipeline"}
+    assert compared({"virtual_nodes": 8}) == {"split"}
+    assert compared({**LINK, "shard_optimizer": True}) == {"parallel"}
+    with pytest.raises(ProblemError, match="virtual_nodes and num_stages: no kind of plan"):
+        solve(question_of(replace(base, virtual_nodes=8, num_stages=2)))
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schedule": "1f1b"}, "schedule 1f1b is for pipelines"),
+        ({"schedule": "1f1b"}, 'schedule="1f1b" is for pipelines'),
         ({"stage_cost": "ring"}, 'stage_cost="ring" is for pipelines'),
         ({"replication": True}, "replication is for pipelines"),
         ({"recompute": True}, "recompute is for parallel plans"),

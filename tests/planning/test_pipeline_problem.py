@@ -186,7 +186,7 @@ def test_what_was_measured_elsewhere_is_an_assumption() -> None:
     (inside,) = links_of(both[:1], Cluster.parse("2xV100"), None).measured
     assert inside == "links inside V100 servers: 1000 MB/s, as measured"
     (said,) = links_of(both[:1], Cluster.parse("2xV100"), 2e9).assumed
-    assert said == "links inside V100 servers: 2000 MB/s, by --link-bytes-per-second"
+    assert said == "links inside V100 servers: 2000 MB/s, by link_bytes_per_second"
     with pytest.raises(ProblemError, match="inside P100 servers is missing"):
         links_of(both, Cluster.parse("1xV100,2xP100"), None)
 

@@ -142,7 +142,7 @@ def test_a_job_of_more_devices_than_the_policy_gives_is_held(tmp_path: Path, ask
     cluster.submit(asked("large", devices=2, gpus="2xcpu:fast"), asked("a"), asked("b", devices=2))
     cluster.tick()
     assert cluster.states() == ["held", "running", "held"]
-    said = "it asks for 2 devices, and allox gives a job 1 at most: submit it with --devices 1"
+    said = "it asks for 2 devices, and allox gives a job 1 at most: submit it with devices=1"
     assert said in str(cluster.job(3)["reason"])
     cluster.want(3, "release")
     cluster.tick(1.0)

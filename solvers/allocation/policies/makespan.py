@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ....schema.errors import InfeasibleError, ProblemError
+from ....schema.options import option
 from ..goals import MaxMin, Total, total
 from ..instance import Instance
 from ..policy import Policy, inverse, register
@@ -21,7 +22,7 @@ def _within_budget(jobs: Instance) -> MaxMin:
     if jobs.budget_dollars is None:
         raise ProblemError(
             "makespan_budget needs a budget",
-            hint="give --budget DOLLARS (budget_dollars in Python)",
+            hint=f"give {option('budget_dollars', 'DOLLARS')}",
         )
     dollars = priced(jobs) / 3600.0
     least = _least_dollars(jobs, dollars)

@@ -23,6 +23,7 @@ from ....costs.pipeline import (
     worker_bytes,
 )
 from ....schema.errors import BackendError, InfeasibleError
+from ....schema.options import option
 from ....schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, StagePlan
 from ...effort import DEFAULT, Effort
 from ..assemble import finish, listed
@@ -124,7 +125,8 @@ def _fill_level(
             if effort.should_stop():
                 raise BackendError(
                     "the search was stopped, and nested levels have no plan before their end",
-                    hint="give it more time, or solve flat (leave --stage-cost published out)",
+                    hint=f"give it more time, or solve flat (leave {option('stage_cost')} "
+                    "published out)",
                 )
             found = table.best[: min(rows, last + 1), last]
             if problem.workers == "at_most":

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from ....schedules.registry import generate
 from ....schema.errors import InfeasibleError, ProblemError
+from ....schema.options import option, told
 from ....schema.pipeline import PipelineLayer, PipelinePlan, PipelineProblem
 from ..assemble import ORDERED, finish
 from ..cuts import cuts_of
@@ -68,7 +69,7 @@ def repetition(layers: tuple[PipelineLayer, ...]) -> Repetition:
     if best.num_blocks < 2:
         raise ProblemError(
             "the model's layers do not repeat",
-            hint="leave --repetitive out: the partition solver takes any layers",
+            hint=f"leave {option('repetitive')} out: the partition solver takes any layers",
         )
     return best
 
@@ -89,12 +90,12 @@ class Repetitive:
         if not self.any.traits.is_double_buffered:
             raise ProblemError(
                 f"the planner of repetitive models is for schedule 2bw, not {self.any.schedule}",
-                hint="add --schedule 2bw",
+                hint=told("add {schedule=2bw}"),
             )
         if len(self.any.pools) > 1:
             raise ProblemError(
                 "the planner of repetitive models takes one device type",
-                hint="leave --repetitive out: the partition solver takes several",
+                hint=f"leave {option('repetitive')} out: the partition solver takes several",
             )
         self.repetition = repetition(self.any.layers)
         self._options: dict[Configuration, Option] = {}
@@ -215,7 +216,7 @@ def solve(model: Repetitive, cost_model: CostModel | None = None) -> tuple[Pipel
     raise InfeasibleError(
         "no configuration that the cost model accepts fits the memory once optimizer state is "
         "counted",
-        hint="use more devices, smaller microbatches, or --cost-model profiled",
+        hint=f"use more devices, smaller microbatches, or {option('cost_model')} profiled",
     )
 
 
