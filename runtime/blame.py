@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ..schema.errors import PeerLostError, TargetError
 
@@ -39,7 +40,7 @@ def explained(error: BaseException) -> BaseException:
     if not isinstance(error, ValueError) or not str(error).startswith(_SINGLE_VALUE):
         return error
     norm, found = "a batch norm", error.__traceback__
-    modules = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(found)]
+    modules: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(found)]
     modules = [module for module in modules if hasattr(module, "named_modules")]
     if modules:
         named = ((name, m) for outer in modules for name, m in outer.named_modules() if name)

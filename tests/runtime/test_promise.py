@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,6 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
+from hetflow.runtime import late
+from hetflow.runtime.promise import graph
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import SplitPlan
@@ -219,6 +222,8 @@ import sys
 import torch
 from torch.utils.data import DataLoader
 from hetflow import runtime as hf
+from hetflow.runtime import late
+from hetflow.runtime.promise import graph
 from hetflow.tests.runtime import test_promise, losses
 model = test_promise.model_of()
 job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -285,7 +290,7 @@ def train_on_later_masks(
 ) -> tuple[int, str]:
     """Train on batches of which some are masked from the first on: (updates made, refusal)."""
     masked = torch.ones(8 * BATCH, dtype=torch.float64)
-    masked[first * BATCH :: 3] = 0
+    masked[first::3] = 0
     x, y = torch.randn(8 * BATCH, 5, dtype=torch.float64), torch.randint(3, (8 * BATCH,))
 
     def called(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
@@ -308,7 +313,7 @@ def test_a_mask_that_first_matters_in_a_later_batch_is_met_there(
     if planned:
         request.getfixturevalue("small_virtual_nodes")
     model = nn.Linear(5, 3).double()
-    updates, said = train_on_later_masks(jobs(model), model, MASKED[name], BATCH, first=4)
+    updates, said = train_on_later_masks(jobs(model), model, MASKED[name], BATCH, first=4 * BATCH)
     assert "so virtual nodes would train on another loss" in said
     assert updates == (7 if name == "opaque" else 4)  # no graph shows it: in step 8
 
@@ -318,7 +323,7 @@ def test_a_stated_weight_goes_on_where_masks_come_later(jobs: Callable[..., hf.J
         return hf.Weighted(masked_mean(each, y, mask), mask.sum())
 
     model = nn.Linear(5, 3).double()
-    assert train_on_later_masks(jobs(model), model, loss_of, BATCH, first=4) == (8, "")
+    assert train_on_later_masks(jobs(model), model, loss_of, BATCH, first=4 * BATCH) == (8, "")
 
 
 def test_samples_are_chosen_only_in_large_batches(jobs: Callable[..., hf.Job]) -> None:
@@ -381,3 +386,38 @@ def test_draws_inside_and_after_the_model_are_those_of_the_samples(
         return (model(x) * torch.rand(len(x), 1, dtype=x.dtype)).square().mean()
 
     step(jobs(model), loss_of, data())
+
+
+class Device:
+    """A device whose numbers have arrived a step later."""
+
+    is_host = False
+
+    def mark(self, _: torch.device) -> int:
+        return 0
+
+    def has_passed(self, _: int) -> bool:
+        return True
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "backend_of", lambda _: Device())
+    monkeypatch.setattr(late, "backend_of", lambda _: Device())
+    unpinned = partial(torch.empty, pin_memory=False)
+    monkeypatch.setattr(late.torch, "empty", lambda *sizes, **_: unpinned(*sizes).double())
+
+
+@pytest.mark.usefixtures("on_a_device")
+def test_on_a_device_a_later_mask_is_met_a_step_later_or_at_the_end() -> None:
+    model = nn.Linear(5, 3).double()
+    job = hf.prepare(model)
+    updates, said = train_on_later_masks(job, model, masked_mean, BATCH, first=4 * BATCH)
+    job.abandon()
+    assert "so virtual nodes would train on another loss" in said
+    assert updates == 5
+    job = hf.prepare(model)
+    assert train_on_later_masks(job, model, masked_mean, 20, first=120)[1] == ""
+    with pytest.raises(TargetError, match="so virtual nodes would train on another loss"):
+        job.finish()
+    job.abandon()
