@@ -6,7 +6,7 @@ a step that calls a function. A batch may have several rounds, as for a GAN's mo
 first counts as a step.
 
 Under all this the script's loop runs once. So a round cannot be repeated when another worker is
-lost, and a loss cannot be called on a few samples for a trial: its graph is looked at.
+lost, and a loss cannot be called on a few samples for a trial: see promise/loops.py.
 """
 
 from collections import Counter
@@ -24,16 +24,12 @@ from .agreement.agreement import Agreement
 from .data import Batch, Pass
 from .engine import Step
 from .losses import Weighted, loss_and_weight
-from .promise.graph import check_loss
+from .promise.loops import LoopLosses
 from .runner import Runner
 from .session import Session
 from .split_engine import SplitEngine
 
 _PARTS = "for x, y in job.parts(batch): job.backward(criterion(model(x), y))"
-_WEIGHT = (
-    "give job.backward(loss, weight=number of what it is the mean over); or "
-    "per_virtual_node=True, for a loss that is meant to be each virtual node's own"
-)
 
 
 @dataclass(slots=True)
@@ -83,7 +79,8 @@ class Rounds:
         tests: bool,
     ) -> None:
         self._session, self._split, self._runner = session, engine, runner
-        self._agreement, self._tests = agreement, tests
+        self._agreement = agreement
+        self._losses = LoopLosses(session.model) if tests else None
         self._open: _Round | None = None
 
     @property
@@ -106,8 +103,11 @@ class Rounds:
     def _each(self, batch: Batch) -> Iterator[Any]:
         held = self._begin(batch, is_whole=False)
         for item, inputs in self._passes_of(batch):
-            self._enter(held, item)
-            yield inputs
+            self._enter(held, item, inputs)
+            try:
+                yield inputs
+            finally:  # the loop may be left here
+                self._leave_losses()
             if held.runs:
                 raise TargetError(
                     "a part of job.parts(batch) has no loss: the other workers would wait for it",
@@ -128,7 +128,7 @@ class Rounds:
         self._runner.runs_passes(resizes=False)
         held = self._begin(batch, is_whole=True)
         item, inputs = next(self._passes_of(batch))
-        self._enter(held, item)
+        self._enter(held, item, inputs)
         return inputs
 
     def _passes_of(self, batch: Batch) -> Iterator[tuple[Pass | None, Any]]:
@@ -177,12 +177,14 @@ class Rounds:
             hint="give every part's loss: the other workers wait for it",
         )
 
-    def _enter(self, held: _Round, item: Pass | None) -> None:
+    def _enter(self, held: _Round, item: Pass | None, inputs: Any) -> None:
         engine = self._engine
         held.item, held.runs = item, True
         held.running.enter_context(
             engine.looping_idly() if item is None else engine.looping(held.step, item)
         )
+        if self._losses is not None:
+            self._losses.begin(inputs, item.num_samples if item is not None else 0)
 
     def backward(
         self,
@@ -202,6 +204,7 @@ class Rounds:
             )
         if weight is not None:
             answer = Weighted(answer, weight)
+        self._leave_losses()
         loss, stated = loss_and_weight(answer)
         engine, item = self._engine, held.item
         held.given, held.runs = held.given + 1, False
@@ -210,8 +213,9 @@ class Rounds:
             held.running.close()
             mean = loss.detach().double()
         else:
-            if self._tests and stated is None and not per_virtual_node:
-                check_loss(loss, _WEIGHT, (item.num_samples, held.step.batch.num_samples))
+            if self._losses is not None and not per_virtual_node:
+                sizes = (item.num_samples, held.step.batch.num_samples)
+                self._losses.check(loss, sizes, has_weight=stated is not None)
             with held.running.pop_all():
                 step = replace(held.step, scaler=scaler)
                 mean = engine.give(step, item, answer, last=is_last)
@@ -229,6 +233,10 @@ class Rounds:
             agreement.compare(self._session.num_steps)
         return loss
 
+    def _leave_losses(self) -> None:
+        if self._losses is not None:
+            self._losses.leave()
+
     def leave(self) -> None:
         """Leave a batch: drop the pass of one that was only looked at.
 
@@ -236,6 +244,7 @@ class Rounds:
             TargetError: Only some of its parts have losses.
         """
         held, self._open = self._open, None
+        self._leave_losses()
         if held is None:
             return
         if not held.is_whole:

@@ -18,7 +18,6 @@ A loss is known by the names in its graph, and each new one is tried.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,14 +27,12 @@ from ...schema.errors import TargetError
 from .. import peers
 from ..group import Place
 from ..promise.graph import chain, last_divisors_of, signature_of, targets_of
+from ..promise.recording import Recording, Replays, Slice, Verdict
 from ..sync_batch_norm import gathered
 from .divided import share_of
-from .recording import Recording, Slice, run_again, with_rows
 
 _ROWS = 32  # samples that are tried one by one
 _ROWS_OF_MODEL = 3
-_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_LOOSE = 2e-2  # of losses in 16 bits
 _HINT = (
     "compute a mean over samples; or train with hf.prepare, whose over_batch= takes losses that "
     "see the whole batch, and hf.Weighted other means"
@@ -265,25 +262,6 @@ class Losses:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What a worker has found of the loss of its share.
-
-    Attributes:
-        is_mean: Whether it is the mean of its samples' losses.
-        is_divided: Whether it is their mean weighted by the loss's divisor.
-        is_refuted: Whether both were tried, and it is neither.
-        figures: The loss, and those that it should be equal to.
-        best: The sample with the largest loss.
-    """
-
-    is_mean: bool
-    is_divided: bool
-    is_refuted: bool
-    figures: str
-    best: int
-
-
 class _Trial:
     """Runs the operators of a loss on other samples of its batch.
 
@@ -297,14 +275,10 @@ class _Trial:
         piece = training.piece
         assert piece is not None
         self._num_rows = max(piece.own_samples, 1)
-        ours = {
-            id(tensor) for tensor in (*training.models.parameters(), *training.models.buffers())
-        }
-        drawn = [t for operator in recorded.operators for t in operator.drawn or ()]
-        leaves = [leaf for leaf in recorded.leaves.values() if id(leaf) not in ours]
-        self._tensors = [tensor for tensor in (*leaves, *drawn) if tensor.dim()]
-        self._written = {n for operator in recorded.operators for n in operator.changed}
+        own = (*training.models.parameters(), *training.models.buffers())
+        self._tensors = recorded.tensors(own)
         self._dims: dict[int, int] = {}  # id of a tensor -> its dimension of samples
+        self._replays = Replays(recorded, self._num_rows, self._dims)
         self._others: dict[int, list[int]] = {}  # its dimensions of other unlike sizes
 
     @property
@@ -314,7 +288,7 @@ class _Trial:
 
     def form(self, loss: Tensor) -> _Form:
         """What a share's loss counts; call it on all workers."""
-        if any(getattr(o.function, "namespace", "").startswith("c10d") for o in self._operators):
+        if self._recorded.uses("c10d"):
             raise TargetError(
                 "the loss uses tensors of other workers, which have shares of unlike sizes",
                 hint=_HINT,
@@ -336,7 +310,7 @@ class _Trial:
                 hint="solve for a larger batch",
             )
         per_row = [value / number for value, number in zip(losses, rows, strict=True)]
-        is_scaled, close = _are_close(losses, self._close(loss)), self._close(loss)
+        is_scaled, close = _are_close(losses, self._replays.close(loss)), self._replays.close(loss)
         if is_scaled and all(are_divided):
             if self._recorded.divides_by_targets:
                 is_alone = self._recorded.divides_at_last
@@ -359,9 +333,10 @@ class _Trial:
             hint=_HINT,
         )
 
-    @property
-    def _operators(self) -> Sequence[Any]:
-        return self._recorded.operators
+    def verdict(self, loss: Tensor, num_rows: int) -> Verdict:
+        """Try the share's loss with so many of its samples; call it on all workers."""
+        self._find_samples()
+        return self._replays.verdict(loss, num_rows)
 
     def _check_sum(self) -> None:
         """Refuse a sum that is divided by a worker's batch size, which one process has not."""
@@ -378,58 +353,12 @@ class _Trial:
     def _place_of_divisor(self, loss: Tensor) -> int:
         number = self._recorded.divisor
         assert number is not None
-        value = self._run(range(self._num_rows), self._recorded.leaves, number)[1]
+        value = self._replays.of_rows(range(self._num_rows), self._recorded.leaves, number)[1]
         found = last_divisors_of(loss)
         for at, divisor in enumerate(found):
             if divisor.numel() == 1 and float(divisor) == value:
                 return at
         raise TargetError("what the loss is divided by is not kept in its graph", hint=_HINT)
-
-    def verdict(self, loss: Tensor, num_rows: int) -> _Verdict:
-        """Try the share's loss with so many of its samples; call it on all workers."""
-        self._find_samples()
-        rows = range(self._num_rows)
-        chosen = [rows[len(rows) * i // num_rows] for i in range(min(num_rows, len(rows)))]
-        if len(rows) <= num_rows:
-            chosen = list(rows)
-        placed = [chosen[row % len(chosen)] for row in rows]
-        counts = [placed.count(row) for row in chosen]
-        divisor = self._recorded.denominator
-        try:
-            leaves = self._with_holes()
-            whole, _ = self._run(placed, leaves, divisor)
-            found = [self._run([row] * len(rows), leaves, divisor) for row in chosen]
-        except Exception as error:  # an operator that cannot take these samples
-            said = f"it cannot be computed for other samples ({type(error).__name__})"
-            return _Verdict(False, False, is_refuted=False, figures=said, best=0)
-        close = self._close(loss)
-        mean = sum(c * value for c, (value, _) in zip(counts, found, strict=True)) / len(rows)
-        weights = [c * weight for c, (_, weight) in zip(counts, found, strict=True)]
-        divided = math.nan
-        if divisor is not None and sum(weights, 0.0):
-            parts = zip(weights, found, strict=True)
-            divided = sum((w * value for w, (value, _) in parts if w), 0.0) / sum(weights, 0.0)
-        least = max((abs(value) for value, _ in found if math.isfinite(value)), default=0.0)
-        is_mean, is_divided = (
-            math.isfinite(whole) and abs(whole - other) <= close * max(least, abs(whole))
-            for other in (mean, divided)
-        )
-        if divisor is not None and not any(weights):  # of samples that all count nothing
-            is_divided = is_divided or math.isnan(whole) or not whole
-        best = max(range(len(chosen)), key=lambda i: _size(found[i][0]))
-        return _Verdict(
-            is_mean,
-            is_divided,
-            is_refuted=not is_mean and not is_divided,
-            figures=f"{whole:.6g} against {mean:.6g}",
-            best=chosen[best],
-        )
-
-    def _close(self, loss: Tensor) -> float:
-        kinds = {kind for kind in self._recorded.dtypes if kind.is_floating_point} | {loss.dtype}
-        if loss.dtype not in _CLOSE:
-            return _LOOSE
-        return max(10 * _CLOSE[torch.float32] if k not in _CLOSE else _CLOSE[k] for k in kinds)
 
     def _find_samples(self) -> None:
         """Find each tensor's dimension of samples: it is as unlike as the workers' shares."""
@@ -452,47 +381,6 @@ class _Trial:
             self._others[id(tensor)] = [
                 d for d in unlike if are_unlike and d != self._dims.get(id(tensor))
             ]
-
-    def _with_holes(self) -> dict[int, Tensor]:
-        """The batch; what may be a mask, and hides nothing in it, hides half of a sample."""
-        leaves = dict(self._recorded.leaves)
-        for number, leaf in leaves.items():
-            dim = self._dims.get(id(leaf))
-            if dim is None or leaf.requires_grad or not bool((leaf == 1).all()):
-                continue
-            holed = leaf.detach().clone()
-            each = leaf.shape[dim] // self._num_rows
-            first = holed.narrow(dim, 0, each)
-            flat = first.reshape(-1).clone()
-            flat[len(flat) // 2 :] = 0
-            first.copy_(flat.view_as(first))
-            leaves[number] = holed
-            self._dims[id(holed)] = dim
-        return leaves
-
-    def _run(
-        self, rows: Sequence[int], leaves: dict[int, Tensor], divisor: int | None
-    ) -> tuple[float, float]:
-        """(loss, divisor) of a batch of these samples."""
-        return self._evaluated(partial(self._placed, rows=rows), leaves, divisor)
-
-    def _placed(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
-        dim = self._dims.get(id(tensor))
-        if dim is None:
-            return tensor.detach()
-        return with_rows(tensor, dim, rows, self._num_rows)
-
-    def _evaluated(
-        self, change: Any, leaves: dict[int, Tensor], divisor: int | None
-    ) -> tuple[float, float]:
-        given = {number: change(leaf) for number, leaf in leaves.items()}
-        for number in self._written & set(given):
-            given[number] = given[number].clone()
-        asked = [self._recorded.root, *([] if divisor is None else [divisor])]
-        device = self._training.place.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            found = run_again(self._recorded, given, change, asked)
-        return float(found[0]), float(found[1].sum()) if divisor is not None else math.nan
 
     def _same_sample(self, best: int) -> float:
         """The loss of a batch of the first worker's one sample, repeated; call it on all."""
@@ -519,7 +407,7 @@ class _Trial:
             return tensor.detach() if found is None else found.clone()
 
         try:
-            return self._evaluated(change, self._recorded.leaves, None)[0]
+            return self._replays.evaluated(change, self._recorded.leaves, None)[0]
         except Exception:
             return math.nan
 
@@ -528,10 +416,6 @@ def _of_all(training: Training, numbers: Sequence[int]) -> Tensor:
     """[workers, n] the whole numbers of every worker."""
     own = torch.tensor(numbers, dtype=torch.int64, device=training.place.device)
     return gathered(own, place=training.place)
-
-
-def _size(value: float) -> float:
-    return abs(value) if math.isfinite(value) else -1.0
 
 
 def _are_close(values: Sequence[float], close: float) -> bool:

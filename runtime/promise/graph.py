@@ -2,8 +2,7 @@
 
 The gradients of a share get the weight of its samples. That is right where the loss is a mean to
 which each sample counts alike. The last operations of its graph show what it divides by. Where this
-changes, a function is tested again, on the samples of that pass. A loss that a script's own loop
-computes cannot be called again; what its graph shows is checked.
+changes, a function is tested again, on the samples of that pass.
 """
 
 import math
@@ -16,17 +15,16 @@ from zlib import crc32
 from torch import Tensor
 
 from ...devices.backend import backend_of
-from ...schema.errors import TargetError
 
 _SINK = "_DDPSinkBackward"
-_FACTORS = {
+FACTORS = {
     "MulBackward0", "NegBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0",
     "AliasBackward0", _SINK,
 }  # fmt: skip
-_QUOTIENTS = {"DivBackward0", "DivBackward1"}
-_TERMS = {"AddBackward0", "SubBackward0"}
-_SUM, _MEAN = "SumBackward0", "MeanBackward0"
-_AVERAGED, _SUMMED = 1, 2  # torch's numbers of reduction="mean" and "sum"
+QUOTIENTS = {"DivBackward0", "DivBackward1"}
+TERMS = {"AddBackward0", "SubBackward0"}
+SUM, MEAN = "SumBackward0", "MeanBackward0"
+_AVERAGED, SUMMED = 1, 2  # torch's numbers of reduction="mean" and "sum"
 _NODES = 48  # of a loss's graph that are looked at
 _VIEWS = (
     "AccumulateGrad", "Alias", "AsStrided", "Clone", "Expand", "NoneType", "Permute", "Reshape",
@@ -92,15 +90,15 @@ def counts_of(loss: Tensor, num_samples: int) -> Counts:
     while waiting and seen < _NODES:
         node, seen = waiting.pop(), seen + 1
         name = type(node).__name__
-        is_quotient = name in _QUOTIENTS
+        is_quotient = name in QUOTIENTS
         if is_quotient or name == "MulBackward0":
-            other, summed = getattr(node, "_saved_other", None), _num_summed(_source(node))
+            other, summed = getattr(node, "_saved_other", None), num_summed(_source(node))
             number = None if other is None else _number(other)
             if number is not None and summed:
                 of_all.append(number / summed if is_quotient else number * summed)
             elif number is not None and is_quotient:
                 of_samples.append(number / num_samples)
-        elif name == _MEAN:
+        elif name == MEAN:
             sizes = getattr(_source(node), "_saved_self_sym_sizes", None)
             number = float(node._saved_self_sym_numel)
             if type(_source(node)).__name__.startswith("Index") and sizes is not None:
@@ -111,7 +109,7 @@ def counts_of(loss: Tensor, num_samples: int) -> Counts:
             number = _number(total)
             assert number is not None
             of_all.append(number / max(node._saved_target.numel(), 1))
-        if is_quotient or name in _FACTORS or name in _TERMS:
+        if is_quotient or name in FACTORS or name in TERMS:
             waiting += [following for following, _ in node.next_functions if following is not None]
     return Counts(tuple(of_all), tuple(of_samples))
 
@@ -148,7 +146,7 @@ def chain(loss: Tensor) -> Iterable[Any]:
         if name == _SINK:  # it passes all that a model returns
             following = following[output : output + 1]
         entries = [entry for entry in following if entry[0] is not None]
-        passes = name in _FACTORS | {"DivBackward0"} and len(entries) == 1
+        passes = name in FACTORS | {"DivBackward0"} and len(entries) == 1
         node, output = entries[0] if passes else (None, 0)
 
 
@@ -199,111 +197,11 @@ def divisors_of(loss: Tensor) -> list[Tensor]:
     return [divisor.detach() for divisor in found if divisor.numel() == 1]
 
 
-def check_loss(loss: Tensor, hint: str, sizes: tuple[int, int] | None = None) -> None:
-    """Check a loss before its backward pass.
-
-    Args:
-        loss: What the script computed.
-        hint: What to do where samples count unlike.
-        sizes: Samples that the loss is of, and of the global batch; None if that is not known.
-
-    Raises:
-        TargetError: It is a sum over samples, or a mean in which samples count unlike.
-
-    Example:
-        >>> import torch
-        >>> z = torch.ones(4, requires_grad=True)
-        >>> check_loss((z * z).sum() / 4, "", sizes=(4, 32))
-        >>> check_loss((z * z).sum() / 32, "", sizes=(4, 32))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        hetflow.schema.errors.TargetError: the loss of 4 samples is a sum divided by 32...
-    """
-    if loss.numel() != 1:
-        raise TargetError(
-            f"the loss has {loss.numel()} elements; a plan's shares need the mean over samples",
-            hint="call backward on the loss's mean()",
-        )
-    _Graph(hint, sizes).check(loss.grad_fn, is_whole=True)
-
-
-class _Graph:
-    """The last operations of a loss.
-
-    Args:
-        hint: As for ``check_loss``.
-        sizes: As for ``check_loss``.
-    """
-
-    def __init__(self, hint: str, sizes: tuple[int, int] | None) -> None:
-        self._hint, self._sizes = hint, sizes
-
-    def check(self, node: Any, *, is_whole: bool) -> None:
-        """Check the operations from a node on; it is the whole loss, or one of its terms.
-
-        A sum beside another term may be a penalty on parameters, equal on every worker.
-        """
-        if node is None:
-            return
-        name = type(node).__name__
-        if name in _FACTORS or name in _TERMS:
-            for following, _ in node.next_functions:
-                self.check(following, is_whole=is_whole and name in _FACTORS)
-        elif name in _QUOTIENTS:
-            divided = node.next_functions[0][0]
-            if not _is_sum(divided):
-                self.check(divided, is_whole=is_whole)
-            elif is_whole:
-                self._check_quotient(divided, node)
-        elif _is_sum(node) and (is_whole or name != _SUM):
-            raise TargetError(
-                "the loss is a sum over samples, and a plan's shares need their mean",
-                hint='use reduction="mean", or divide by the number of samples of the batch',
-            )
-        elif name == _MEAN and is_whole:
-            self._check_mean(node)
-        elif hasattr(node, "_saved_total_weight") and _counts_unlike(node):
-            raise TargetError(
-                "the cross entropy ignores some targets or weights classes: its mean over a share "
-                "counts samples unlike one process does",
-                hint=self._hint,
-            )
-
-    def _check_quotient(self, summed: Any, node: Any) -> None:
-        if self._sizes is None or node._saved_other is None:
-            return
-        (own, whole), divisor = self._sizes, float(node._saved_other)
-        is_fixed = divisor == whole != own
-        if divisor == _num_summed(summed) or not (divisor % own or is_fixed):
-            return
-        raise TargetError(
-            f"the loss of {own} samples is a sum divided by {divisor:g}",
-            hint=f"divide by the number of samples, {own} here; {self._hint}",
-        )
-
-    def _check_mean(self, node: Any) -> None:
-        number = node._saved_self_sym_numel
-        if self._sizes is not None and number % self._sizes[0]:
-            raise TargetError(
-                f"the loss of {self._sizes[0]} samples is a mean over {number} things",
-                hint=self._hint,
-            )
-
-
-def _is_sum(node: Any) -> bool:
-    return type(node).__name__ == _SUM or getattr(node, "_saved_reduction", None) == _SUMMED
-
-
-def _num_summed(node: Any) -> int | None:
+def num_summed(node: Any) -> int | None:
     """The entries that a sum is of; None for what is no sum."""
-    if type(node).__name__ == _SUM:
+    if type(node).__name__ == SUM:
         return int(math.prod(node._saved_self_sym_sizes))
-    if getattr(node, "_saved_reduction", None) != _SUMMED:
+    if getattr(node, "_saved_reduction", None) != SUMMED:
         return None
     target = getattr(node, "_saved_target", None)
     return None if target is None else int(target.numel())
-
-
-def _counts_unlike(node: Any) -> bool:
-    targets = node._saved_target
-    return bool(float(node._saved_total_weight) != targets.numel())

@@ -308,3 +308,104 @@ def test_a_resize_and_a_restart_change_no_bit_of_what_a_function_gives(
     assert code == 0, said
     assert awkward or "starting again from the last checkpoint" in said, said
     assert (tmp_path / "parts" / "digest").read_text() == expected
+
+
+F = nn.functional
+
+
+def contrast(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    a, b = F.normalize(model(x)), F.normalize(model(x.flip(1)))
+    return F.cross_entropy(a @ b.T / 0.2, torch.arange(len(x)))
+
+
+def each_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def ragged(x: torch.Tensor) -> torch.Tensor:
+    """[samples, 2] a mask of one entry a sample, but two of the first, none of the next."""
+    mask = torch.ones(len(x), 2).to(x)
+    mask[2:, 1] = 0
+    mask[1] = 0
+    return mask
+
+
+def masked(model: nn.Module, x: torch.Tensor, y: torch.Tensor, mask: Any = None) -> torch.Tensor:
+    mask = ragged(x) if mask is None else mask
+    return (each_of(model, x, y)[:, None] * mask).sum() / mask.sum()
+
+
+def standardised(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    gain = (x[:, 0] - x[:, 0].mean()) / x[:, 0].std()
+    return (each_of(model, x, y) * gain).mean()
+
+
+OF_OTHERS = {
+    "contrast": (contrast, "depends on others"),
+    "a root": (lambda m, x, y: each_of(m, x, y).mean().sqrt(), "depends on others"),
+    "the hardest": (lambda m, x, y: each_of(m, x, y).topk(len(x) // 2).values.mean(), "over 16"),
+    "a mask": (masked, "something else than samples"),
+    "standardised": (standardised, "depends on others"),
+}
+
+
+@pytest.mark.parametrize("case", OF_OTHERS)
+def test_a_loss_that_sees_other_samples_is_refused_before_an_update(case: str) -> None:
+    loss_of, said = OF_OTHERS[case]
+    model, _, job = started()
+    batch = next(iter(job.batches(looping.loader())))
+    for x, y in job.parts(batch):
+        loss = loss_of(model, x, y)
+        with pytest.raises(TargetError, match=said) as refused:
+            job.backward(loss)
+        assert refused.value.hint
+    job.abandon()
+    model, _, job = started()
+    for x, y in job.parts(next(iter(job.batches(looping.loader())))):
+        job.backward(loss_of(model, x, y), per_virtual_node=True)
+    job.abandon()
+
+
+def test_a_mask_that_hides_something_later_is_refused_there_unless_it_is_the_weight() -> None:
+    for weighted in (False, True):
+        model, _, job = started()
+        for number, batch in enumerate(job.batches(looping.loader())):
+            for x, y in job.parts(batch):
+                mask = torch.ones(len(x), 2).to(x) if number == 0 else ragged(x)
+                loss = masked(model, x, y, mask)
+                if weighted:
+                    job.backward(loss, weight=mask.sum())
+                elif number == 0:
+                    job.backward(loss)
+                else:
+                    with pytest.raises(TargetError, match="mean over 0.5 of what a part holds"):
+                        job.backward(loss)
+            model.zero_grad()
+            if number == 1:
+                break
+        job.abandon()
+
+
+MEANS = {
+    "augmented": lambda m, x, y: each_of(m, x + torch.randn_like(x), y).mean(),
+    "distilled": lambda m, x, y: F.kl_div(
+        F.log_softmax(m(x), 1), m(x.flip(1)).softmax(1).detach(), reduction="batchmean"
+    ),
+    "weighted samples": lambda m, x, y: (each_of(m, x, y) * x[:, 0].abs()).mean(),
+    "a penalty": lambda m, x, y: each_of(m, x, y).mean() + sum(p.norm() for p in m.parameters()),
+    "a constant of as many entries": lambda m, x, y: (
+        each_of(m, x, y).mean() * torch.arange(len(x)).to(x).std()
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEANS)
+def test_other_means_over_samples_are_taken(case: str) -> None:
+    model, _, job = started()
+    for x, y in job.batches(looping.loader()):
+        if len(x) > 1:
+            job.backward(MEANS[case](model, x, y))
+        else:
+            job.backward(each_of(model, x, y).mean())
+        model.zero_grad()
+    job.finish()

@@ -2,11 +2,16 @@
 
 A script's own loop is no function that could be called again. But its operators can: PyTorch's
 dispatcher shows each one to a mode. The shapes stay as they were, so numbers that the script has
-computed from them stay right; only the samples within the batch are replaced.
+computed from them stay right; only the samples within the batch are replaced. A loss must be the
+mean, over all samples, of what it is for a batch of this one sample repeated. That fails for a root
+of a mean, a contrast, a choice of hard samples, a mean over a mask.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_LOOSE = 2e-2  # of losses in 16 bits
 _SCALED = {torch.ops.aten.mul, torch.ops.aten.div}
 _CROSS_ENTROPIES = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 _KEEPING = {torch.ops.aten.clamp, torch.ops.aten.clamp_min}
@@ -40,6 +47,7 @@ class _Operator:
     arguments: Any  # (positional, by name), with numbers for tensors
     outputs: tuple[int | None, ...]  # of all leaves of what it returned; None is no tensor
     changed: tuple[int, ...]  # tensors that it writes to
+    touched: frozenset[int]  # those that share their memory
     drawn: tuple[Tensor, ...] | None  # its outputs, where it draws random numbers
 
 
@@ -51,16 +59,32 @@ class Slice:
         root: The loss's number.
         operators: In order.
         leaves: Number -> a tensor from outside, or one that was drawn.
+        answers: Numbers of those that models returned.
     """
 
     root: int
     operators: tuple[_Operator, ...]
     leaves: dict[int, Tensor]
+    answers: frozenset[int]
 
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The kinds of numbers that come from outside."""
-        return {leaf.dtype for leaf in self.leaves.values()}
+    def tensors(self, own: Iterable[Tensor]) -> list[Tensor]:
+        """The tensors from outside, and those that were drawn, that may hold samples.
+
+        Args:
+            own: Parameters and buffers, which hold none.
+        """
+        ours = {id(tensor) for tensor in own}
+        drawn = [tensor for operator in self.operators for tensor in operator.drawn or ()]
+        leaves = [leaf for leaf in self.leaves.values() if id(leaf) not in ours]
+        return [tensor for tensor in (*leaves, *drawn) if tensor.dim()]
+
+    def reads(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether some of these tensors come from outside."""
+        return not {id(p) for p in parameters}.isdisjoint(map(id, self.leaves.values()))
+
+    def uses(self, name: str) -> bool:
+        """Whether the name of an operator has this in it."""
+        return any(name in str(operator.function) for operator in self.operators)
 
     def _divisor(self) -> tuple[int | None, bool, bool]:
         """(number of the divisor, whether it is a cross entropy's, whether it divides at last)."""
@@ -134,6 +158,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers: Any = WeakTensorKeyDictionary()
         self._leaves: dict[int, Tensor] = {}
         self._ends: dict[int, int] = {}  # number -> operators recorded when a model returned it
+        self._sharing: dict[int, set[int]] = {}  # address of memory -> numbers of its tensors
         self._count = 0
 
     def __torch_dispatch__(
@@ -143,7 +168,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = named or {}
         changed = self._changed(function, arguments, named)
         noted = tree_map(self._noted, (tuple(arguments), dict(named)))
-        for number in changed:
+        touched = frozenset(
+            other for n in changed for held in self._sharing.values() if n in held for other in held
+        ).union(changed)
+        for number in touched:
             if number in self._leaves:  # the replay begins with what was there before
                 self._leaves[number] = self._leaves[number].clone()
         found = function(*arguments, **named)
@@ -153,7 +181,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
             kept = [leaf for leaf in tensors if leaf is not None]
             drawn = tuple(leaf.detach().clone() if changed else leaf.detach() for leaf in kept)
-        self._operators.append(_Operator(function, noted, outputs, changed, drawn))
+        self._operators.append(_Operator(function, noted, outputs, changed, touched, drawn))
         return found
 
     def _numbered(self, tensor: Tensor) -> int:
@@ -161,7 +189,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             number = self._numbers[tensor] = self._count
             self._count += 1
+            with suppress(RuntimeError, NotImplementedError):  # one without memory of its own
+                self._sharing.setdefault(tensor.untyped_storage().data_ptr(), set()).add(number)
         return number
+
+    def numbers_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """The numbers of those tensors that were met."""
+        return {self._numbers[tensor] for tensor in tensors if tensor in self._numbers}
 
     def _noted(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -207,7 +241,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         needed, found, made = {root}, [], set()
         for at, operator in reversed(list(enumerate(self._operators))):
             outputs = {number for number in operator.outputs if number is not None}
-            written = {n for n in outputs | set(operator.changed) if ends.get(n, 0) <= at}
+            written = {n for n in outputs | operator.touched if ends.get(n, 0) <= at}
             if not written & needed:
                 continue
             found.append(operator)
@@ -215,7 +249,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if operator.drawn is None or operator.changed:
                 needed |= _numbers_in(operator)
         leaves = {n: self._leaves[n] for n in sorted(needed - made) if n in self._leaves}
-        return Slice(root, tuple(reversed(found)), leaves)
+        return Slice(root, tuple(reversed(found)), leaves, frozenset(leaves.keys() & ends.keys()))
 
 
 def run_again(
@@ -272,3 +306,133 @@ def with_rows(tensor: Tensor, dim: int, rows: Sequence[int], num_rows: int) -> T
     index = torch.tensor(rows, device=tensor.device).repeat_interleave(each) * each
     index = index + torch.arange(each, device=tensor.device).repeat(num_rows)
     return torch.empty_like(tensor).copy_(tensor.detach().index_select(dim, index))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a worker has found of the loss of its samples.
+
+    Attributes:
+        is_mean: Whether it is the mean of its samples' losses.
+        is_divided: Whether it is their mean weighted by the loss's divisor.
+        is_refuted: Whether both were tried, and it is neither.
+        figures: The loss, and those that it should be equal to.
+        best: The sample with the largest loss.
+    """
+
+    is_mean: bool
+    is_divided: bool
+    is_refuted: bool
+    figures: str
+    best: int
+
+
+class Replays:
+    """Runs the operators of a loss on other samples of its batch.
+
+    Args:
+        recorded: The operators.
+        num_rows: Samples of the batch.
+        dims: Id of a tensor -> its dimension of samples; it may be filled later.
+    """
+
+    def __init__(self, recorded: Slice, num_rows: int, dims: dict[int, int]) -> None:
+        self._recorded, self._num_rows, self._dims = recorded, num_rows, dims
+        self._written = {n for operator in recorded.operators for n in operator.changed}
+
+    def verdict(self, loss: Tensor, num_rows: int) -> Verdict:
+        """Try the loss with so many of its samples."""
+        rows = range(self._num_rows)
+        chosen = [rows[len(rows) * i // num_rows] for i in range(min(num_rows, len(rows)))]
+        if len(rows) <= num_rows:
+            chosen = list(rows)
+        placed = [chosen[row % len(chosen)] for row in rows]
+        counts = [placed.count(row) for row in chosen]
+        divisor = self._recorded.denominator
+        try:
+            leaves = self._with_holes()
+            whole, _ = self.of_rows(placed, leaves, divisor)
+            found = [self.of_rows([row] * len(rows), leaves, divisor) for row in chosen]
+        except Exception as error:  # an operator that cannot take these samples
+            said = f"it cannot be computed for other samples ({type(error).__name__})"
+            return Verdict(False, False, is_refuted=False, figures=said, best=0)
+        close = self.close(loss)
+        mean = sum(c * value for c, (value, _) in zip(counts, found, strict=True)) / len(rows)
+        weights = [c * weight for c, (_, weight) in zip(counts, found, strict=True)]
+        divided = math.nan
+        if divisor is not None and sum(weights, 0.0):
+            parts = zip(weights, found, strict=True)
+            divided = sum((w * value for w, (value, _) in parts if w), 0.0) / sum(weights, 0.0)
+        least = max((abs(value) for value, _ in found if math.isfinite(value)), default=0.0)
+        is_mean, is_divided = (
+            math.isfinite(whole) and abs(whole - other) <= close * max(least, abs(whole))
+            for other in (mean, divided)
+        )
+        if divisor is not None and not any(weights):  # of samples that all count nothing
+            is_divided = is_divided or math.isnan(whole) or not whole
+        sizes = [abs(value) if math.isfinite(value) else -1.0 for value, _ in found]
+        return Verdict(
+            is_mean,
+            is_divided,
+            is_refuted=not is_mean and not is_divided,
+            figures=f"{whole:.6g} against {mean:.6g}",
+            best=chosen[sizes.index(max(sizes))],
+        )
+
+    def is_faithful(self, loss: Tensor) -> bool:
+        """Whether the operators give the loss again on its own samples."""
+        try:
+            value, _ = self.of_rows(range(self._num_rows), self._recorded.leaves, None)
+        except Exception:  # an operator that cannot be run again
+            return False
+        return math.isclose(value, float(loss.detach()), rel_tol=max(self.close(loss), 1e-6))
+
+    def close(self, loss: Tensor) -> float:
+        """The relative difference by rounding that a loss may have."""
+        found = {leaf.dtype for leaf in self._recorded.leaves.values()}
+        kinds = {kind for kind in found if kind.is_floating_point} | {loss.dtype}
+        if loss.dtype not in _CLOSE:
+            return _LOOSE
+        return max(10 * _CLOSE[torch.float32] if k not in _CLOSE else _CLOSE[k] for k in kinds)
+
+    def of_rows(
+        self, rows: Sequence[int], leaves: dict[int, Tensor], divisor: int | None
+    ) -> tuple[float, float]:
+        """(loss, divisor) of a batch of these samples."""
+        return self.evaluated(partial(self._placed, rows=rows), leaves, divisor)
+
+    def evaluated(
+        self, change: Any, leaves: dict[int, Tensor], divisor: int | None
+    ) -> tuple[float, float]:
+        """(loss, divisor) where each tensor from outside is changed by a function."""
+        given = {number: change(leaf) for number, leaf in leaves.items()}
+        for number in self._written & set(given):
+            given[number] = given[number].clone()
+        asked = [self._recorded.root, *([] if divisor is None else [divisor])]
+        device = next((leaf.device.type for leaf in leaves.values()), "cpu")
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            found = run_again(self._recorded, given, change, asked)
+        return float(found[0]), float(found[1].sum()) if divisor is not None else math.nan
+
+    def _placed(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+        dim = self._dims.get(id(tensor))
+        if dim is None:
+            return tensor.detach()
+        return with_rows(tensor, dim, rows, self._num_rows)
+
+    def _with_holes(self) -> dict[int, Tensor]:
+        """The batch; what may be a mask, and hides nothing in it, hides half of a sample."""
+        leaves = dict(self._recorded.leaves)
+        for number, leaf in leaves.items():
+            dim = self._dims.get(id(leaf))
+            if dim is None or leaf.requires_grad or not bool((leaf == 1).all()):
+                continue
+            holed = leaf.detach().clone()
+            each = leaf.shape[dim] // self._num_rows
+            first = holed.narrow(dim, 0, each)
+            flat = first.reshape(-1).clone()
+            flat[len(flat) // 2 :] = 0
+            first.copy_(flat.view_as(first))
+            leaves[number] = holed
+            self._dims[id(holed)] = dim
+        return leaves
