@@ -409,7 +409,7 @@ class Replays:
         for number in self._written & set(given):
             given[number] = given[number].clone()
         asked = [self._recorded.root, *([] if divisor is None else [divisor])]
-        device = next((leaf.device.type for leaf in leaves.values()), "cpu")
+        device = next(leaf.device.type for leaf in leaves.values())
         with torch.no_grad(), torch.autocast(device, enabled=False):
             found = run_again(self._recorded, given, change, asked)
         return float(found[0]), float(found[1].sum()) if divisor is not None else math.nan
