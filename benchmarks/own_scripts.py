@@ -28,6 +28,7 @@ from truth_parts.load import Load
 
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
+from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
 
 PARTS = Path(__file__).with_name("own_scripts_parts")
@@ -74,7 +75,7 @@ class Case:
                 "--batch-size", BATCH, "-o", plan, "--force")  # fmt: skip
         return files.read(plan, SplitPlan)
 
-    def run(self, contender, number, plan):
+    def run(self, contender, number):
         """Train; median seconds of a step, CPU seconds of a step over both workers, the loss."""
         out = self.folder / f"{contender}-{number}"
         arguments = ["--steps", self.steps, "--out", out]
@@ -85,16 +86,21 @@ class Case:
         else:
             environment |= {
                 "PYTHONPATH": str(PARTS / "site"),
-                "HELD_RANKS": json.dumps(self.held(plan)),
+                "HELD_RANKS": json.dumps(self.held()),
             }
             run([*LAUNCHERS[contender](), SCRIPT, *arguments, *even], environment)
         return measured_in(out)
 
-    def held(self, plan):
-        """By rank, the table that an emulated device's passes are held to."""
+    def held(self):
+        """By rank, the table that an emulated device's passes are held to.
+
+        Of the profiles: a plan may leave the slower device out, and even shares do not.
+        """
+        profiles = [files.read(p, Profile) for p in (self.folder / "profiles").glob("*.json")]
         tables = {
-            device.device_type: [[e.batch_size, e.step_seconds] for e in device.passes]
-            for device in plan.emulated
+            profile.device_type: [[e.batch_size, e.step_seconds] for e in profile.batch_curve]
+            for profile in profiles
+            if profile.emulation is not None
         }
         return {str(n): tables[name] for n, (name, _) in enumerate(self.types) if name in tables}
 
@@ -149,7 +155,7 @@ def compared(case, rounds):
     for number in range(rounds):
         for contender, runs in found.items():
             with Load() as load:
-                runs.append(case.run(contender, number, plan))
+                runs.append(case.run(contender, number))
             loads.append(load.figures)
     record = files.read(case.folder / "hetflow-0" / "run" / "run.json", RunRecord)
     row = {
@@ -164,6 +170,7 @@ def compared(case, rounds):
             key: statistics.median(run[key] for run in runs)
             for key in ("step_seconds", "cpu_seconds", "loss")
         }
+        row[name]["rounds_step_seconds"] = [run["step_seconds"] for run in runs]
         # Of one round: neighbours in time are alike.
         row[name]["over_hetflow"] = statistics.median(
             own["step_seconds"] / ours["step_seconds"]
@@ -179,8 +186,11 @@ def told(row):
     ]
     for name in ("hetflow", *LAUNCHERS):
         entry = row[name]
+        rounds = entry["rounds_step_seconds"]
         lines.append(
-            f"  {name:10} {1e3 * entry['step_seconds']:8.1f} ms a step, "
+            f"  {name:10} {1e3 * entry['step_seconds']:8.1f} ms a step (rounds "
+            f"{', '.join(f'{1e3 * seconds:.1f}' for seconds in rounds)}; spread "
+            f"{(max(rounds) - min(rounds)) / entry['step_seconds']:.1%}), "
             f"{1e3 * entry['cpu_seconds']:8.1f} ms of CPU, {entry['over_hetflow']:5.2f} times "
             f"hetflow's step, loss {entry['loss']:.4f}"
         )

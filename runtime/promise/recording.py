@@ -27,6 +27,7 @@ _CROSS_ENTROPIES = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_f
 _KEEPING = {torch.ops.aten.clamp, torch.ops.aten.clamp_min}
 _PASSED = _SCALED | {
     torch.ops.aten.alias,
+    torch.ops.aten.clone,  # by which DistributedDataParallel passes on what a model returns
     torch.ops.aten.neg,
     torch.ops.aten.squeeze,
     torch.ops.aten.view,
