@@ -5,8 +5,15 @@ import sys
 
 import lightning as L
 import torch
+from lightning.fabric import Fabric
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 from torchmetrics.classification import MulticlassF1Score
 
 from hetflow.schema.errors import TargetError
@@ -120,6 +127,39 @@ refused("no loss", NoLoss(), loader)
 refused("by hand", ByHand(), loader)
 refused("compiled", torch.compile(Plain()), loader)
 refused("uncut", Plain(), odd)
+
+
+class Stateful(DataLoader):
+    def load_state_dict(self, state):
+        pass
+
+
+class Bucketed(BatchSampler):
+    pass
+
+
+def looped(loader=loader, **options):
+    fabric = Fabric(**options)
+    model = nn.Linear(3, 2)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x, y in fabric.setup_dataloaders(loader):
+        fabric.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+
+
+def refused_loop(name, *values, **options):
+    try:
+        looped(*values, **options)
+        said[name] = "was trained"
+    except TargetError as error:
+        said[name] = str(error)
+
+
+refused("stateful", Plain(), Stateful(data, batch_size=32))
+refused_loop("fabric fsdp", strategy="fsdp")
+refused_loop("fabric stream", DataLoader(Stream(), batch_size=32))
+bucketed = Bucketed(SequentialSampler(data), 32, False)
+refused_loop("fabric batches", DataLoader(data, batch_sampler=bucketed))
 if torch.distributed.get_rank() == 0:
     with open(sys.argv[-1], "w") as stream:
         json.dump(said, stream)

@@ -10,6 +10,7 @@ from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 from transformers import Trainer, TrainingArguments
 
 from hetflow.schema.errors import TargetError
@@ -99,6 +100,18 @@ def rows_by_node():
         accelerator.backward(nn.functional.mse_loss(model(batch["x"]), batch["y"]))
 
 
+def unsampled():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    for x, y in DataLoader(data, batch_size=16):
+        nn.functional.mse_loss(model(x), y).backward()
+
+
+def divided_sum():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    for x, y in DataLoader(data, batch_size=16, sampler=DistributedSampler(data)):
+        (nn.functional.mse_loss(model(x), y, reduction="sum") / 16).backward()
+
+
 def stateful():
     accelerator.dataloader_config.use_stateful_dataloader = True
     prepared()
@@ -129,6 +142,8 @@ FAULTS = {
     "unlike": unlike_streams,
     "nodes": split_by_node,
     "rows by node": rows_by_node,
+    "unsampled": unsampled,
+    "divided sum": divided_sum,
     "stateful": stateful,
     "fsdp": fully_sharded,
     "compiled": lambda: trained(torch_compile=True),
