@@ -14,7 +14,9 @@ from ..schema.pipeline import (
     PipelineProblem,
     StagePlan,
 )
+from ..schema.restrictions import Restrictions
 from . import definitions
+from .chain_bound import is_proved
 from .pipeline_prediction import prediction_faults
 from .pipeline_recount import (
     crossing_bytes,
@@ -24,6 +26,7 @@ from .pipeline_recount import (
     stage_memory,
     timed_stage,
 )
+from .proofs import Verdict
 from .schedule import lists_of, step_seconds
 
 _TOLERANCE = 1e-6
@@ -40,7 +43,7 @@ _OF_STAGE = (
 )
 
 
-def check(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+def check(plan: PipelinePlan, problem: PipelineProblem) -> Verdict:
     """List every fault of a plan for a problem.
 
     Args:
@@ -48,13 +51,16 @@ def check(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         problem: The problem that it claims to answer.
 
     Returns:
-        One line per fault; empty if the plan is valid.
+        One line per fault, empty if the plan is valid; and how its bound is known.
     """
     faults = _header_faults(plan, problem) + _layer_faults(plan, problem)
-    if faults:
-        return faults
-    faults = _device_faults(plan, problem) or _memory_faults(plan, problem)
-    return faults or _schedule_faults(plan, problem) or _claim_faults(plan, problem)
+    faults = faults or _device_faults(plan, problem) or _memory_faults(plan, problem)
+    faults = faults or _schedule_faults(plan, problem) or _claim_faults(plan, problem)
+    bound, asked = plan.proof.lower_bound, plan.restrictions
+    if faults or bound is None:
+        return Verdict(faults)
+    proved = is_proved(problem, bound, asked or Restrictions())
+    return Verdict((), "recomputed" if proved else "stated")
 
 
 def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:

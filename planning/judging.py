@@ -73,7 +73,7 @@ def _faults_of_kind(
                 hint=f"add {option('profiles', 'DIR')}",
             )
         link = link_bytes_per_second or plan.link_bytes_per_second
-        return Verdict(_pipeline_faults(plan, profiles, pool, link, optimizer, free))
+        return _pipeline_faults(plan, profiles, pool, link, optimizer, free)
     if isinstance(plan, ParallelPlan):
         if profiles is None:
             raise ProblemError(
@@ -115,14 +115,14 @@ def _pipeline_faults(
     link: float | None,
     optimizer: OptimizerState | None,
     memory_reserve_bytes: int,
-) -> list[str]:
+) -> Verdict:
     from ..checks.pipeline import check
     from ..checks.profiled import pipeline_faults
 
     pool = judged_pool(plan, pool)
     problem = problem_of_plan(plan, profiles, pool, link, optimizer, memory_reserve_bytes)
     faults = pipeline_faults(problem, profiles, pool, memory_reserve_bytes)
-    return faults or check(plan, problem)
+    return Verdict(faults) if faults else check(plan, problem)
 
 
 def _parallel_faults(

@@ -12,11 +12,15 @@ from tests.checks.test_split_bound import drawn
 import hetflow
 from hetflow.checks import split_bound
 from hetflow.checks.batch_split import check
+from hetflow.checks.chain_bound import is_proved
 from hetflow.checks.split_bound import replay_faults
+from hetflow.planning.judging import pool_of_plan, problem_of_plan
 from hetflow.schema.files import from_json, to_json
+from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.plan import RefutedSplits, SplitCertificate, SplitPlan
 from hetflow.schema.problem import SplitProblem
 from hetflow.schema.profile import Sync
+from hetflow.schema.restrictions import Restrictions
 from hetflow.solvers.split.solve import solve
 
 
@@ -123,3 +127,23 @@ def test_check_says_optimal_only_where_it_saw_the_proof(
         said.append(capsys.readouterr().out)
     assert "valid (optimal)" in said[0]
     assert "the file holds no certificate, the judge found the bound by itself" in said[1]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "vertical sync", "pipedream", "2bw", "repetitive"])
+def test_a_chain_s_bound_is_found_again_and_no_higher_one(name: str) -> None:
+    answer = tampered.answer(name)
+    assert hetflow.check(answer.plan, answer.profiles, answer.pool).bound == "recomputed"
+    assert isinstance(answer.plan, PipelinePlan)
+    plan, pool = answer.plan, pool_of_plan(answer.plan)
+    link, optimizer = plan.link_bytes_per_second, plan.optimizer
+    problem = problem_of_plan(plan, answer.profiles, pool, link, optimizer)
+    asked, bound = plan.restrictions or Restrictions(), plan.proof.lower_bound or 0.0
+    assert is_proved(problem, bound, asked)
+    assert not is_proved(problem, bound * (1 + 1e-6), asked)
+
+
+@pytest.mark.parametrize("name", ["nested", "zero bubble", "parallel"])
+def test_a_bound_that_the_judge_cannot_show_is_only_stated(name: str) -> None:
+    answer = tampered.answer(name)
+    assert answer.plan.proof.termination == "optimal"
+    assert hetflow.check(answer.plan, answer.profiles, answer.pool).bound == "stated"

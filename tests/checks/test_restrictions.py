@@ -76,7 +76,7 @@ def test_check_says_among_which_plans_one_is_optimal(
     write(path, solved("1xA,1xB", num_stages=2))
     judged = ["check", str(path), "--profiles", str(tmp_path)]
     assert run(judged) == 0
-    assert "'optimal among plans with 2 stages' is what the file" in capsys.readouterr().out
+    assert "valid (optimal among plans with 2 stages; the file" in capsys.readouterr().out
     assert run([*judged, "--gpus", "2xA,1xB"]) == 0
     said = capsys.readouterr().out
     assert "unproved: 'optimal among plans with 2 stages, on 1xA, 1xB of 2xA, 1xB'" in said

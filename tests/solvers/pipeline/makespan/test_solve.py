@@ -17,11 +17,13 @@ from partition_cases import (
     same,
 )
 
+from hetflow.checks.chain_bound import is_proved
 from hetflow.checks.pipeline import check
 from hetflow.schedules.of_plan import schedule_of, times_of
 from hetflow.schedules.timing import time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
+from hetflow.schema.restrictions import Restrictions
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.profiles import examples
@@ -49,7 +51,9 @@ def least_step(problem: PipelineProblem) -> float | None:
     assert plan.predicted.step_seconds == pytest.approx(timed, rel=1e-12)
     # Instances this small are searched to the end.
     assert plan.proof.termination == "optimal"
-    return plan.proof.objective
+    step = plan.proof.objective
+    assert step == 0.0 or not is_proved(problem, step * (1 + 1e-6), Restrictions())
+    return step
 
 
 @FEW
