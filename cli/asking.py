@@ -57,11 +57,12 @@ class Reading:
     read: Callable[[Any], Any] = lambda value: value
 
 
+_CLAIM = "Plan | Allocation | Path | str"
 _NUMBERS = dict.fromkeys(("int", "Count", "Index"), Reading(int)) | dict.fromkeys(
     ("float", "Dollars", "Fraction", "PositiveRate", "PositiveSeconds"), Reading(float)
 )
 _PATHS = dict.fromkeys(
-    ("Path | str", "Profiles", "JobsTable", "ThroughputsTable"), Reading(Path)
+    ("Path | str", "Profiles", "JobsTable", "ThroughputsTable", _CLAIM), Reading(Path)
 ) | dict.fromkeys(("Markets", "Windows"), Reading(list[Path]))
 _READINGS: dict[str, Reading] = {
     **_NUMBERS,

@@ -1,80 +1,19 @@
 """``hetflow check``: judge a plan or an allocation from the definitions."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING
 
 from ..schema.errors import HetflowError
-from . import completing
-from .common import JsonFlag, asked_pool, asked_reserve, emit, emit_json, warn
+from ..schema.requests.check import CheckRequest
+from .asking import Asked, asks
+from .common import JsonFlag, emit, emit_json, warn
 
 if TYPE_CHECKING:
     from ..checks.proofs import Verdict
     from ..schema.jobs import Allocation as AllocationRecord
 
 
-def check(
-    plan: Annotated[Path, typer.Argument(help="A plan or an allocation file.")],
-    profiles: Annotated[
-        Path | None, typer.Option(help="Folder of profiles to check the plan against.")
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(autocompletion=completing.pools, help="The pool, e.g. 2xV100,8xP100."),
-    ] = None,
-    cluster: Annotated[Path | None, typer.Option(help="A file, or `nvidia-smi -L`.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The model, where profiles hold several.")
-    ] = None,
-    link_bytes_per_second: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0, help="Pipeline: links that the pool does not state [default: the plan's]."
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan: the optimizer that will train, such as adam [default: the plan's]."
-        ),
-    ] = None,
-    state_bytes_per_weight_byte: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Plan, instead: what it keeps for each byte of weights."),
-    ] = None,
-    memory_reserve: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan: memory of each device that must stay free, e.g. 2GiB [default: the plan's]."
-        ),
-    ] = None,
-    jobs: Annotated[Path | None, typer.Option(help="Allocation: the jobs it is for.")] = None,
-    throughputs: Annotated[
-        Path | None, typer.Option(help="Allocation: the throughputs it is for.")
-    ] = None,
-    space_sharing: Annotated[
-        bool | None,
-        typer.Option(
-            "--space-sharing/--no-space-sharing",
-            help="Allocation: made with space sharing [default: what it says].",
-        ),
-    ] = None,
-    placement: Annotated[
-        Literal["consolidated", "unconsolidated", "mixed"] | None,
-        typer.Option(help="Allocation: made with this placement [default: what it says]."),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Allocation: made under this budget [default: what it says]."),
-    ] = None,
-    market: Annotated[
-        list[Path] | None,
-        typer.Option(help="Allocation: the market whose prices it was made at; may be repeated."),
-    ] = None,
-    at: Annotated[str | None, typer.Option(help="Allocation: the time of those prices.")] = None,
-    json: JsonFlag = False,
-) -> None:
+@asks(CheckRequest)
+def check(asked: Asked, json: JsonFlag = False) -> None:
     """Verify a plan or an allocation, with equations that share nothing with the solvers.
 
     A plan's proof holds a certificate, which is replayed. Where there is none, or the judge has no
@@ -95,41 +34,22 @@ def check(
     from ..protocol.lower import obstacle_of
     from ..schema import files
     from ..schema.jobs import Allocation
-    from ..schema.optimizer import asked_optimizer
     from ..schema.plans import claim_of
 
+    plan = asked["claim"]
     found = files.read_any(plan)
-    pool = None if gpus is None and cluster is None else asked_pool(gpus, cluster)
+    if not isinstance(found, Allocation | files.Plan):
+        raise HetflowError(f"{plan}: a {found.schema} file holds nothing that can be checked")
+    faults = faults_of(**{**asked, "claim": found})
     obstacle = None
     if isinstance(found, Allocation):
-        faults = faults_of(
-            found,
-            pool=pool,
-            jobs=jobs,
-            throughputs=throughputs,
-            space_sharing=space_sharing,
-            placement=placement,
-            budget_dollars=budget,
-            market=market or None,
-            at=at,
-        )
         termination = _termination(found)
-    elif isinstance(found, files.Plan):
-        faults = faults_of(
-            found,
-            profiles,
-            pool,
-            model=model,
-            link_bytes_per_second=link_bytes_per_second,
-            optimizer=asked_optimizer(optimizer, state_bytes_per_weight_byte),
-            memory_reserve_bytes=asked_reserve(memory_reserve),
-        )
+    else:
+        pool = asked.get("pool")
         termination = claim_of(found, None if pool is None else pool_of(pool))
         if isinstance(faults, Verdict):
             termination = _proved(termination, faults)
         obstacle = obstacle_of(found)
-    else:
-        raise HetflowError(f"{plan}: a {found.schema} file holds nothing that can be checked")
     if json:
         answer = {"plan": str(plan), "valid": not faults, "faults": list(faults)}
         if isinstance(faults, Verdict):
