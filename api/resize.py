@@ -13,33 +13,17 @@ from ..schema.launch import LaunchConfig
 from ..schema.options import option, told
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
-from ..schema.records import WaitSeconds
 from ..schema.requests.kinds import Pool, Profiles
+from ..schema.requests.resize import ResizingRequest
 from ..schema.resize import ResizeAnswer
-from .calls import checks
+from .calls import takes
 
 _log = logging.getLogger("hetflow")
 
 
-@checks
-def resize(
-    run: Path | str,
-    pool: Pool | None = None,
-    *,
-    plan: SplitPlan | PipelinePlan | Path | str | None = None,
-    profiles: Profiles | None = None,
-    wait: bool = True,
-    timeout_seconds: WaitSeconds = 600.0,
-) -> ResizeAnswer | None:
+@takes(ResizingRequest)
+def resize(request: ResizingRequest) -> ResizeAnswer | None:
     """Change the devices of a running launch. Training continues and has the same result.
-
-    Args:
-        run: The folder of a running launch, or its name in ``hetflow-runs``.
-        pool: All devices that the launch has from now on.
-        plan: Instead of ``pool``: a plan of the same virtual nodes or microbatches, or its file.
-        profiles: With ``pool``: profiles to solve for the best mapping by. A pipeline needs them.
-        wait: Whether to wait until the change is done.
-        timeout_seconds: Most seconds to wait.
 
     Returns:
         The answer of the launch, with ``status`` ``done``, ``refused`` or ``failed``; None without
@@ -57,15 +41,15 @@ def resize(
     """
     from ..launcher.request import RUNS_FOLDER
 
-    folder = Path(run)
+    folder = Path(request.run)
     if not folder.is_dir() and (Path(RUNS_FOLDER) / folder).is_dir():
         folder = Path(RUNS_FOLDER) / folder
-    config = _mapping(folder, pool, plan, profiles)
-    request = control.ask(folder, config, wants_answer=wait)
-    if not wait:
+    config = _mapping(folder, request.pool, request.plan, request.profiles)
+    asked = control.ask(folder, config, wants_answer=request.wait)
+    if not request.wait:
         return None
     _log.info("waiting for the joining workers and the end of a step")
-    return control.wait_for(folder, request, timeout_seconds)
+    return control.wait_for(folder, asked, request.timeout_seconds)
 
 
 def _mapping(

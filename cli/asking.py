@@ -57,12 +57,13 @@ class Reading:
     read: Callable[[Any], Any] = lambda value: value
 
 
-_CLAIM = "Plan | Allocation | Path | str"
+_RECORDS = ("Plan | Allocation | Path | str", "SplitPlan | PipelinePlan | Path | str")
 _NUMBERS = dict.fromkeys(("int", "Count", "Index"), Reading(int)) | dict.fromkeys(
-    ("float", "Dollars", "Fraction", "PositiveRate", "PositiveSeconds"), Reading(float)
+    ("float", "Dollars", "Fraction", "PositiveRate", "PositiveSeconds", "WaitSeconds"),
+    Reading(float),
 )
 _PATHS = dict.fromkeys(
-    ("Path | str", "Profiles", "JobsTable", "ThroughputsTable", _CLAIM), Reading(Path)
+    ("Path | str", "Profiles", "JobsTable", "ThroughputsTable", *_RECORDS), Reading(Path)
 ) | dict.fromkeys(("Markets", "Windows"), Reading(list[Path]))
 _READINGS: dict[str, Reading] = {
     **_NUMBERS,

@@ -363,14 +363,6 @@ def _is_given(source: Any) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def if_given(**values: Any) -> dict[str, Any]:
-    """The values of the running command's options, None for those that nobody gave.
-
-    So an option is told apart from its default, also where it is given that value.
-    """
-    return {name: value if name in Settings.given else None for name, value in values.items()}
-
-
 def _most_characters() -> int | None:
     """Width of the terminal that tables are for, or as $COLUMNS says; None in a pipe or a file."""
     is_asked = "COLUMNS" in os.environ or getattr(sys.stdout, "isatty", bool)()

@@ -1,36 +1,12 @@
 """``hetflow resize``: change the devices of a running launch."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from . import completing
+from ..schema.requests.resize import ResizingRequest
+from .asking import Asked, asks
 from .common import JsonFlag, emit, emit_json
 
 
-def resize(
-    run: Annotated[Path, typer.Argument(help="The folder of a running launch, or its name.")],
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=completing.pools, help="All devices from now on: 2xV100,8xP100."
-        ),
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(help="A plan of the same virtual nodes or microbatches, instead of --gpus."),
-    ] = None,
-    profiles: Annotated[
-        Path | None,
-        typer.Option(help="Folder of profiles: solve for the best mapping on --gpus."),
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Wait until it is done, and say what happened.")
-    ] = True,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer.")] = 600,
-    json: JsonFlag = False,
-) -> None:
+@asks(ResizingRequest)
+def resize(asked: Asked, json: JsonFlag = False) -> None:
     """Change the devices of a running launch; it trains on, with the same result.
 
     New workers start beside the running ones. When they are ready, all go over between two steps:
@@ -45,7 +21,7 @@ def resize(
     from ..schema.errors import LaunchError
     from ..schema.files import to_plain
 
-    answer = change(run, gpus, plan=plan, profiles=profiles, wait=wait, timeout_seconds=timeout)
+    answer = change(**asked)
     if answer is None:
         _say({"status": "asked"}, "asked; run.json lists it when it is done", json)
         return

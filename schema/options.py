@@ -24,6 +24,7 @@ _PARTS = {
     "thorough": 'effort="thorough"',
 }
 """Flags that the command line has beside a field's own -> what takes their place in Python."""
+_MAPPINGS = ("names", "rates", "spot_dollars_per_hour")  # ``--rate V100=2`` is ``{"V100": 2}``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +105,16 @@ def _in_python(name: str, value: str | bool | None) -> str:
     name = _PARTS.get(name, name)
     if value is None or not name.isidentifier():
         return name
+    if name in _MAPPINGS and not isinstance(value, bool) and "=" in value:
+        key, _, each = value.partition("=")
+        return f'{name}={{"{key}": {_quoted(each)}}}'
     if isinstance(value, bool) or value[:1] in "'\"{[" or value.isupper() or _is_number(value):
         return f"{name}={value}"
-    return f"{name}=" + "|".join(f'"{each}"' for each in value.split("|"))
+    return f"{name}=" + "|".join(map(_quoted, value.split("|")))
+
+
+def _quoted(word: str) -> str:
+    return word if word.isupper() or word == "..." or _is_number(word) else f'"{word}"'
 
 
 def _is_number(word: str) -> bool:

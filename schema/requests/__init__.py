@@ -6,7 +6,7 @@ from importlib import import_module
 
 from ..options import asked_of
 
-_ROOMS = ("solve", "allocate", "check")
+_ROOMS = ("solve", "allocate", "check", "resize")
 _OTHER_FLAGS = {
     "deadline_seconds": "--deadline-hours",
     "devices": "--device",

@@ -14,6 +14,8 @@ from ..jobs import Allocation, Jobs, Throughputs
 from ..launch import Rendezvous
 from ..market import Availability, Market
 from ..optimizer import OptimizerState
+from ..pipeline import PipelinePlan
+from ..plan import SplitPlan
 from ..plans import Plan
 from ..profile import Profile
 from ..records import (
@@ -43,6 +45,7 @@ __all__ = [
     "Markets",
     "OnFailure",
     "OptimizerState",
+    "PipelinePlan",
     "Plan",
     "Pool",
     "PositiveRate",
@@ -51,6 +54,7 @@ __all__ = [
     "Record",
     "Rendezvous",
     "Sequence",
+    "SplitPlan",
     "ThroughputsTable",
     "WaitSeconds",
     "Windows",
