@@ -102,7 +102,9 @@ def asked_of(record: type) -> Iterator[Asked]:
 
 
 def _in_python(name: str, value: str | bool | None) -> str:
-    name = _PARTS.get(name, name)
+    part, name = name, _PARTS.get(name, name)
+    if value and "(...)" in name:
+        return name.replace("...", f"{part}={value}")
     if value is None or not name.isidentifier():
         return name
     if name in _MAPPINGS and not isinstance(value, bool) and "=" in value:

@@ -61,7 +61,7 @@ def test_who_cannot_meet_again_starts_from_the_checkpoint(
         else:
             assert found is not None
             assert (found.exit_code, found.sentence()) == (1, said)
-            assert "--checkpoint" in (found.as_error().hint or "")
+            assert "checkpoint" in (found.as_error().hint or "")
             assert processes.told == []
 
 

@@ -430,6 +430,6 @@ def test_a_launch_that_cannot_be_resized_says_what_can(tmp_path: Path) -> None:
     box = Inbox(tmp_path)
     with pytest.raises(TargetError, match="only launches on one host") as caught:
         control.current(tmp_path)
-    assert "--checkpoint" in caught.value.hint
+    assert "checkpoint" in caught.value.hint
     box.close()
     assert list(tmp_path.iterdir()) == []

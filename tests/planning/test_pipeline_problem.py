@@ -151,8 +151,8 @@ def test_synchronisation_never_becomes_a_link(sync: Sync) -> None:
     with pytest.raises(ProblemError, match="the bandwidth inside V100 servers is missing") as error:
         pipeline_problem([told], Cluster.parse("2xV100"), 8)
     assert error.value.hint is not None
-    assert "hetflow profile --links" in error.value.hint
-    assert "--link-bytes-per-second" in error.value.hint
+    assert "hetflow.profile(links=True)" in error.value.hint
+    assert "link_bytes_per_second" in error.value.hint
     measured = dataclasses.replace(told, links=links(1.1e9))
     problem = pipeline_problem([measured], Cluster.parse("2xV100"), 8)
     assert problem.pools[0].levels[0].bytes_per_second == 1.1e9

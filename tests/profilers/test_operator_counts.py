@@ -140,7 +140,7 @@ def test_a_model_from_a_deferred_block_is_counted_like_any_other(file: Path, nam
 def test_a_pass_that_depends_on_values_is_refused_in_words(file: Path) -> None:
     with pytest.raises(TargetError, match="cannot be counted without running it") as refused:
         count_model(targets.parse(f"{file}:unsteady"), (8,), (), "sgd")
-    assert "--from-profile" in (refused.value.hint or "")
+    assert "with from_profile" in (refused.value.hint or "")
 
 
 def test_counting_ends_where_it_is_enough(file: Path) -> None:

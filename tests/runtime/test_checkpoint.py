@@ -368,7 +368,7 @@ def test_a_folder_of_broken_ones_is_refused_until_asked_to_start_from_scratch(
         r"step-000000002: tensors\.bin has \d+ of \d+ bytes\)",
         caught.value.message,
     )
-    assert "--restart-from-scratch (HETFLOW_RESTART_FROM_SCRATCH=1)" in caught.value.hint
+    assert "from_scratch=True (HETFLOW_RESTART_FROM_SCRATCH=1)" in caught.value.hint
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == there
     monkeypatch.setenv("HETFLOW_RESTART_FROM_SCRATCH", "1")
     seen, found, _ = again(monkeypatch)

@@ -98,7 +98,7 @@ def test_who_is_still_on_the_way_is_told_once_and_waited_for_until_the_limit(
     )
     assert told == [
         f"still waiting for {both} to come to hf.prepare, where workers meet; up to 0.6 s "
-        "(--timeout)"
+        "(timeout_seconds)"
     ]
 
 
@@ -127,7 +127,7 @@ BOTH = (
     [
         ("nccl", "none", "NCCL of unlike versions cannot work together: "
          + BOTH.format("2.26.2", "2.27.5")),
-        ("gloo", "static", "--determinism static needs one release of torch on all hosts: "
+        ("gloo", "static", "determinism=\"static\" needs one release of torch on all hosts: "
          + BOTH.format("2.7.1", "2.9.1")),
     ],
 )  # fmt: skip

@@ -43,7 +43,7 @@ def test_more_than_the_plan_counted_is_said():
     said = warning_of([adam], named_optimizer("sgd-momentum"))
     assert said.startswith("warning: Adam keeps 2 bytes of state a byte of weights, the plan's")
     assert "sgd-momentum (1 bytes of state" in said
-    assert "--state-bytes-per-weight-byte 2" in said
+    assert "optimizer=OptimizerState(state_bytes_per_weight_byte=2)" in said
     measured = OptimizerState(name="Adam", state_bytes_per_weight_byte=2.0003)
     assert warning_of([adam], measured) is None
     assert warning_of([adam], None) is None

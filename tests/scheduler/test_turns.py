@@ -77,7 +77,7 @@ def test_no_lease_is_moved_before_its_first_step_and_a_round_counts_from_it(
             one.tick(ROUND / 10)
             assert set(one.engine.running) == first
     assert "a launch took 26 s to its first step, and a round lasts 10 s" in caplog.text
-    assert "--round 260" in caplog.text
+    assert "round=260" in caplog.text
     one.tick(ROUND / 10)
     one.tick()
     assert not first & set(one.engine.running)

@@ -48,7 +48,7 @@ def test_replicas_that_share_the_state_need_less_memory() -> None:
     problem = replace(problem, pools=(replace(pool, num_devices=2, memory_bytes=room),))
     with pytest.raises(InfeasibleError, match="every device lacks") as refused:
         solve(problem)
-    assert "--shard-optimizer" in (refused.value.hint or "")
+    assert "shard_optimizer" in (refused.value.hint or "")
     sharded = replace(problem, shard_optimizer=True)
     plan = solve(sharded)
     assert check(plan, sharded) == []
