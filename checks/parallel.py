@@ -219,9 +219,31 @@ def _device_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str
                 yield f"stage {number}: the pool has no {group.device_type}"
                 continue
             yield from _group_faults(plan, problem, number, group, pool)
+    for pool in problem.pools:
+        if pool.inside is not None and not _has_places(plan, problem, pool):
+            yield f"servers of {pool.device_type} do not hold the stages counted inside one"
     for name, count in used.items():
         if name in pools and count > pools[name].num_devices:
             yield f"{count} {name} in use, the pool has {pools[name].num_devices}"
+
+
+def _has_places(plan: ParallelPlan, problem: ParallelProblem, pool: ParallelPool) -> bool:
+    """Whether each stage inside a server, and each group of others, finds one with room."""
+    wanted: list[int] = []
+    for stage in plan.stages[: plan.num_positions]:
+        for group in stage.replicas:
+            if group.device_type == pool.device_type:
+                together = group.num_replicas * group.tensor_parallel_size
+                whole = _lies_in_a_server(problem, stage)
+                wanted += [together] if whole else [group.tensor_parallel_size] * group.num_replicas
+    full, rest = divmod(pool.num_devices, pool.devices_per_server)
+    room = [pool.devices_per_server] * full + [rest]
+    for size in sorted(wanted, reverse=True):
+        place = next((n for n, left in enumerate(room) if left >= size), None)
+        if place is None:
+            return False
+        room[place] -= size
+    return True
 
 
 def _group_faults(
@@ -461,6 +483,15 @@ def _message(
     return slowest + slowest if problem.boundary_rule == "blocking" else slowest
 
 
+def _lies_in_a_server(problem: ParallelProblem, stage: ParallelStage) -> bool:
+    """Whether all devices of a stage are of one kind, and equal parts of a server."""
+    if len(stage.replicas) > 1:
+        return False
+    group = stage.replicas[0]
+    width = _pool(problem, group).devices_per_server
+    return width in range(0, width + 1, group.num_replicas * group.tensor_parallel_size)
+
+
 def _curves_between(problem: ParallelProblem, types: set[str]) -> list[LinkCurve]:
     """The links between unlike types of a set, where the problem states any."""
     return [
@@ -496,6 +527,9 @@ def _ring(plan: ParallelPlan, problem: ParallelProblem, number: int, *, rounds: 
         next(x.curve for x in _pool(problem, group).links if x.tensor_parallel_size == 1)
         for group in stage.replicas
     ]
+    near = _pool(problem, stage.replicas[0]).inside
+    if near is not None and _lies_in_a_server(problem, stage):
+        curves = [near]
     curves += _curves_between(problem, {group.device_type for group in stage.replicas})
     return max(
         sum(

@@ -53,13 +53,15 @@ def stated_link(pool: Cluster, pair: Pair) -> Link | None:
 class PoolLinks:
     """The links of every device type and between types, the slowest of each kind.
 
-    ``between`` holds a link for every two types [(type, type)]. ``measured`` and ``assumed`` say, a
+    ``between`` holds a link for every two types [(type, type)], ``inside`` that between devices of
+    a type in one server, if there is one. ``measured`` and ``assumed`` say, a
     sentence a link, what the pool does not state: taken from where it was measured, or from
     somewhere else.
     """
 
     levels: dict[str, Levels]
     between: dict[tuple[str, str], float]
+    inside: dict[str, float]
     latency_seconds: float = 0.0
     measured: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
@@ -102,6 +104,11 @@ def links_of(
     return PoolLinks(
         levels=levels,
         between=between,
+        inside={
+            name: source.stated_inside(name) or own[0].bytes_per_second
+            for name, own in levels.items()
+            if source.stated_inside(name) or len(own) > 1
+        },
         latency_seconds=source.latency_seconds,
         measured=tuple(dict.fromkeys(source.measured)),
         assumed=tuple(dict.fromkeys(source.assumed)),
@@ -126,8 +133,8 @@ class Source:
     def link(self, pair: Pair) -> Link:
         """The link of a pair of devices.
 
-        The network's for two types of a server beside other servers, if neither the pool nor a
-        profile tells it.
+        Beside other servers, what neither the pool nor a profile tells of a server counts as the
+        network: two types, and one of which servers have unlike numbers.
 
         Raises:
             ProblemError: The link was neither stated nor measured.
@@ -139,7 +146,7 @@ class Source:
         one, other = (self._profile(name) for name in pair.types)
         if pair.level != "server":
             rate = self._between_servers()
-        elif one is other:
+        elif one is other and (one.links or self._said or _shape_of(self._pool, one.device_type)):
             rate = self._inside(one)
         elif self._pool.num_servers > 1 and measured_between(one, other) is None:
             rate = self._pool.inter_bytes_per_second or self._between_servers()
@@ -152,14 +159,11 @@ class Source:
         own = None if profile.links is None else profile.links.bytes_per_second
         return self._said or between or own or 1.0
 
-    def slowest_known_inside(self, profile: Profile) -> float:
-        """The slowest link between two devices of a type in any server; infinite if unknown."""
-        own, found = (profile.device_type, profile.device_type), [inf]
-        for pair in pairs_of(self._pool):
-            if pair.types == own and pair.level == "server":
-                stated = stated_link(self._pool, pair)
-                found += [] if stated is None else [stated.bytes_per_second]
-        return min(found)
+    def stated_inside(self, name: str) -> float | None:
+        """The slowest link that the pool states between two devices of a type in a server."""
+        own = [pair for pair in pairs_of(self._pool) if pair.types == (name, name)]
+        found = [stated_link(self._pool, pair) for pair in own if pair.level == "server"]
+        return min((link.bytes_per_second for link in found if link is not None), default=None)
 
     def _profile(self, name: str) -> Profile:
         return next(profile for profile in self._profiles if profile.device_type == name)
@@ -265,7 +269,7 @@ def _levels(
             rate = source.link(pair).bytes_per_second
             rates[pair.level] = min(rates.get(pair.level, inf), rate)
     if not shape:  # the network counts, and slower links inside servers as far as they are known
-        rates["server"] = source.slowest_known_inside(profile)
+        rates["server"] = source.stated_inside(name) or inf
         total = cluster.num_devices[name]
         return (TopologyLevel(num_components=total, bytes_per_second=min(rates.values())),)
     if not rates:

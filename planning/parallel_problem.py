@@ -24,7 +24,7 @@ from ..schema.parallel import (
 from ..schema.profile import LayerGraph, LayerNode, Profile
 from .links import Pair, PoolLinks, Source, links_of, measured_between
 from .pipeline_problem import layers_of_graph, optimizer_of, reserve_in_pipeline
-from .pool_parts import Key, Keys, width_of
+from .pool_parts import Key, Keys
 
 
 def parallel_problem(
@@ -201,16 +201,21 @@ def _pool(
         if microbatch_size in (None, table.microbatch_size)
     ]
     rate = min(level.bytes_per_second for level in links.levels[name])
+    outwards = [each for types, each in links.between.items() if name in types]
+    if cluster.num_devices[name] == 1 and outwards:
+        rate = max(outwards)  # no link of two of them is used
     curve = _curve(rate, [profile], (name, name), links)
+    near = links.inside.get(name, 0.0)
     degrees = sorted({1, *(degree for degree, _ in tables)})
     return ParallelPool(
         device_type=name,
         num_devices=cluster.num_devices[name],
-        devices_per_server=width_of(cluster, name),
+        devices_per_server=cluster.common_width(name),
         memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
         times=tuple(_times(profile, degree, table, names) for degree, table in tables),
         links=tuple(DegreeLink(tensor_parallel_size=d, curve=curve) for d in degrees),
         dollars_per_hour=cluster.device_types[name].dollars_per_hour,
+        inside=_curve(near, [profile], (name, name), links) if near > rate else None,
     )
 
 
@@ -248,6 +253,8 @@ def parallel_keys(
         one, other = sorted(pair.types)
         kind = ("own", one) if one == other else ("between", one, other)
         found: dict[Key, float] = {kind: link.bytes_per_second}
+        if one == other and pair.level == "server":
+            found["inside", one] = link.bytes_per_second
         if link.latency_seconds:
             found["latency",] = -link.latency_seconds
         return found

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, islice, product
-from math import gcd, inf, lcm
-from typing import TypeVar
+from math import inf, lcm
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
 from ..costs.pipeline import slowest_links
 from ..schema.cluster import Cluster, Link
@@ -40,8 +41,19 @@ MOST_SUBSETS = 4
 """Device types of a server of which all subsets are tried; of more, all and single ones are."""
 MOST_DEALS = 16
 """Ways to deal equal servers to two selections of their devices, at most."""
-MOST_THRESHOLDS = 512
-"""Combinations of thresholds on links, at most."""
+MOST_UNEVEN = 4
+"""Devices of a server of which every number is tried for stages inside one."""
+MOST_CANDIDATES = 150
+"""Candidates for parts that are looked at; those that leave out the fewest links come first."""
+MOST_PARTS = 16
+"""Parts that are planned, those of the least bounds; the bounds of others stay in the proof."""
+
+
+class Parts(NamedTuple):
+    """The pool and its parts; whether these are all that may have faster plans."""
+
+    pools: list[Cluster]
+    are_all: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +95,7 @@ def parts_of(
     *,
     degrees: Mapping[str, Collection[int]] | None = None,
     levels_of: Callable[[Cluster], Mapping[str, Levels]] | None = None,
-) -> list[Cluster]:
+) -> Parts:
     """The pool, and its parts on which plans may be faster than on it.
 
     Args:
@@ -93,7 +105,8 @@ def parts_of(
         degrees: Device type -> tensor-parallel degrees that were timed; None if only 1 is planned.
         levels_of: The levels of a part's types, where plans tell them apart.
     """
-    known, of_whole = degrees or {}, worst_of(pool, keys_of(pool))
+    of_whole = worst_of(pool, keys_of(pool))
+    known = _with_sizes_inside(pool, keys_of(pool), degrees or {})
 
     def part_of(part: Cluster) -> _Part:
         devices = part.num_devices
@@ -106,15 +119,13 @@ def parts_of(
             pool=part,
             devices=devices,
             rates=rates,
-            degrees={
-                name: frozenset(d for d in known.get(name, (1,)) if width_of(part, name) % d == 0)
-                for name in part.num_devices
-            },
+            degrees={name: _dividing(part.common_width(name), known.get(name)) for name in devices},
             levels=levels_of(part) if levels_of is not None else {},
         )
 
     found = [part_of(pool)]
-    for candidate in _candidates(pool, keys_of(pool), known, in_levels=levels_of is not None):
+    candidates = _candidates(pool, keys_of(pool), known, in_levels=levels_of is not None)
+    for candidate in islice(candidates, MOST_CANDIDATES):
         try:
             part = part_of(candidate)
         except ProblemError:
@@ -122,7 +133,7 @@ def parts_of(
         if any(other.is_at_least(part) for other in found):
             continue
         found = [found[0], *(other for other in found[1:] if not part.is_at_least(other)), part]
-    return [part.pool for part in found]
+    return Parts([part.pool for part in found], next(candidates, None) is None)
 
 
 def worst_of(part: Cluster, keys: Keys) -> dict[Key, float]:
@@ -138,6 +149,28 @@ def worst_of(part: Cluster, keys: Keys) -> dict[Key, float]:
     return rates
 
 
+def _dividing(width: int, sizes: Collection[int] | None) -> frozenset[int]:
+    return frozenset(size for size in sizes or (1,) if width % size == 0)
+
+
+def _with_sizes_inside(
+    pool: Cluster, keys: Keys, degrees: Mapping[str, Collection[int]]
+) -> dict[str, set[int]]:
+    """The degrees, and numbers of devices of a stage that is faster inside a server.
+
+    Beyond ``MOST_UNEVEN`` devices only powers of two.
+    """
+    found = {name: set(each) for name, each in degrees.items()}
+    rates = [entry for pair in pairs_of(pool) for entry in keys(pair).items()]
+    for name in pool.num_devices:
+        own = min((rate for key, rate in rates if key == ("own", name)), default=inf)
+        if max((rate for key, rate in rates if key == ("inside", name)), default=0.0) > own:
+            widest = max(group.devices.get(name, 0) for group in pool.servers)
+            sizes = {2**power for power in range(widest.bit_length())}
+            found[name] = found.get(name, {1}) | sizes | {*range(1, min(widest, MOST_UNEVEN) + 1)}
+    return found
+
+
 def _candidates(
     pool: Cluster, keys: Keys, degrees: Mapping[str, Collection[int]], *, in_levels: bool
 ) -> Iterator[Cluster]:
@@ -150,7 +183,9 @@ def _candidates(
             if key[0] != "between":  # with no such pair: parts of one type have none of those
                 values[key].add(inf)
     seen = set()
-    for thresholds in islice(product(*(sorted(v) for v in values.values())), MOST_THRESHOLDS):
+    ranked = [sorted(each) for each in values.values()]
+    for places in _fewest_first([len(each) for each in ranked]):
+        thresholds = [each[place] for each, place in zip(ranked, places, strict=True)]
         least = dict(zip(values, thresholds, strict=True))
         allowed = {
             pair for pair, each in pairs.items() if all(v >= least[key] for key, v in each.items())
@@ -160,6 +195,20 @@ def _candidates(
                 if kept not in seen:
                     seen.add(kept)
                     yield _part_with(pool, kept)
+
+
+def _fewest_first(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All combinations of places below these sizes, those of the least sum first."""
+    for total in range(sum(sizes) - len(sizes) + 1):
+        yield from _of_sum(tuple(sizes), total)
+
+
+def _of_sum(sizes: tuple[int, ...], total: int) -> Iterator[tuple[int, ...]]:
+    if not sizes:
+        yield from [()] * (total == 0)
+    for first in range(min(sizes[0] - 1, total) + 1 if sizes else 0):
+        if total - first <= sum(sizes[1:]) - len(sizes[1:]):
+            yield from ((first, *rest) for rest in _of_sum(sizes[1:], total - first))
 
 
 def _largest(pool: Cluster, allowed: Collection[Pair]) -> Iterator[Chosen]:
@@ -272,11 +321,6 @@ def links_among(pool: Cluster, names: Collection[str]) -> tuple[Link, ...]:
     return tuple(link for link in pool.links if set(link.between or ()) <= set(names))
 
 
-def width_of(pool: Cluster, device_type: str) -> int:
-    """Devices of a type per server that has it; the greatest common divisor if servers differ."""
-    return gcd(*(g.devices[device_type] for g in pool.servers if device_type in g.devices))
-
-
 def subsets(items: Sequence[_Item]) -> Iterator[tuple[_Item, ...]]:
     """All subsets that are not empty, the largest first; of many items, all and single ones."""
     few = len(items) <= MOST_SUBSETS
@@ -304,18 +348,18 @@ def is_part_of(part: Cluster, pool: Cluster) -> bool:
 
 
 def best_of_parts(
-    pools: Sequence[Cluster],
+    parts: Parts,
     clock: Clock,
     solve: Callable[[Cluster, Clock], _Plan],
-    least_seconds: Callable[[Cluster], float] = lambda pool: 0.0,
+    least_seconds: Callable[[Cluster], float] | None = None,
 ) -> tuple[Cluster, _Plan]:
     """The best plan of several parts, with the bound of all: (its part, the plan).
 
     Args:
-        pools: The parts; of equally good plans the first one's is taken.
+        parts: Of equally good plans the first one's is taken.
         clock: What all searches may take.
         solve: Finds the best plan of a part.
-        least_seconds: What no plan of a part is better than, in the unit of proofs; quick.
+        least_seconds: What no plan of a part is better than, in the unit of proofs; None plans all.
 
     Raises:
         InfeasibleError: No part has a plan; says what the first one lacks.
@@ -324,12 +368,20 @@ def best_of_parts(
     best: tuple[Cluster, _Plan] | None = None
     bounds: list[float | None] = []
     refused: InfeasibleError | TooLittleTimeError | None = None
-    whole_seconds = inf
-    for number, pool in enumerate(pools):
-        least = least_seconds(pool) if len(pools) > 1 else 0.0
+    whole_seconds, whole = inf, parts.pools[0]
+    leasts = [0.0] * len(parts.pools)
+    if least_seconds is not None and len(parts.pools) > 1:
+        leasts = [least_seconds(pool) for pool in parts.pools]
+    others = sorted(zip(leasts[1:], parts.pools[1:], strict=True), key=itemgetter(0))
+    pools = [(leasts[0], whole), *others]
+    most = len(pools) if least_seconds is None else MOST_PARTS
+    for number, (least, pool) in enumerate(pools):
         if best is not None and least >= best[1].proof.objective:
             continue
-        share = clock.part(len(pools) - number)
+        if number >= most:
+            bounds.append(least)
+            continue
+        share = clock.part(min(len(pools), most) - number)
         try:
             if best is not None and share.effort().should_stop():
                 raise TooLittleTimeError("no time is left for this part")
@@ -349,13 +401,15 @@ def best_of_parts(
     if best is None:
         assert refused is not None
         raise refused
+    if not parts.are_all:
+        bounds.append(leasts[0])
     pool, plan = best
-    if pool is not pools[0]:
+    if pool is not whole:
         step = plan.predicted.step_seconds
-        others = "no plan fits" if whole_seconds == inf else f"a step takes {whole_seconds:.4g} s"
+        over_all = "no plan fits" if whole_seconds == inf else f"a step takes {whole_seconds:.4g} s"
         _log.info(
             f"the plan is for {pool.title} of the pool, with a step of {step:.4g} s: over all its "
-            f"devices and links {others}"
+            f"devices and links {over_all}"
         )
         plan = replace(plan, cluster=pool)
     return pool, _among_parts(plan, bounds)

@@ -22,7 +22,7 @@ from .inputs import flat, types_of
 from .limits import Clock
 from .options import Kind, refuse_unread
 from .plan_dollars import with_dollars
-from .pool_parts import best_of_parts, parts_of
+from .pool_parts import Parts, best_of_parts, parts_of
 from .request import Question
 
 _log = logging.getLogger("hetflow")
@@ -273,7 +273,7 @@ def _why_refused(kind: str, reason: HetflowError) -> dict[str, Any]:
 def _split(question: Question, clock: Clock) -> SplitPlan:
     """The best split of the pool and of its parts without slow links, with the bound of all."""
     _warn_about_one_size(question)
-    pools = [question.pool]
+    pools = Parts([question.pool], are_all=True)
     if question.asked.objective == "step_seconds":
         from .split_problem import split_keys
 

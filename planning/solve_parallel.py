@@ -107,7 +107,7 @@ def _in_the_best_part(
         pools,
         clock,
         lambda part, share: solve(problem_of(part), effort=share.effort(), chunked=share.effort(2)),
-        lambda part: least_seconds(problem_of(part)),
+        lambda part: least_seconds(problem_of(question.pool), part.num_devices),
     )
     return pool, problem_of(pool), plan
 

@@ -7,7 +7,7 @@ from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork
 from ..schema.layer_trace import cannot_spread
 from ..schema.options import option
-from ..schema.parallel import ParallelPlan, ParallelStage
+from ..schema.parallel import ParallelPlan, ParallelStage, first_devices, is_inside
 from .limits import check_numbers
 from .lower_pipeline import check_trace, config_of, schedule_of
 
@@ -102,19 +102,34 @@ def _types_of(plan: ParallelPlan) -> list[str]:
 def _devices_of(plan: ParallelPlan) -> list[int]:
     """[ranks] index of each rank's device among those of its type.
 
-    No group is split over two servers: a degree divides a server's devices, and groups are placed
-    from the largest degree down, so each group begins at a multiple of its degree.
+    No group is split over two servers, nor is a stage whose devices divide a server's, which the
+    plan counts inside one. Sets of devices are placed from the largest down.
     """
-    degrees = [
-        (group.device_type, group.tensor_parallel_size)
-        for stage in plan.stages[: plan.num_positions]
-        for group in stage.replicas
-        for _ in range(group.num_devices)
-    ]
-    free: dict[str, int] = {}
-    found = [0] * len(degrees)
-    for rank in sorted(range(len(degrees)), key=lambda rank: -degrees[rank][1]):
-        device_type = degrees[rank][0]
-        found[rank] = free.get(device_type, 0)
-        free[device_type] = found[rank] + 1
+    groups: dict[str, list[tuple[range, int, bool]]] = {}
+    size = 0
+    for stage in plan.stages[: plan.num_positions]:
+        for group in stage.replicas:
+            ranks = range(size, size := size + group.num_devices)
+            alone = len(stage.replicas) == 1
+            known = groups.setdefault(group.device_type, [])
+            known.append((ranks, group.tensor_parallel_size, alone))
+    found = [0] * size
+    for name, each in groups.items():
+        number = width = sum(len(ranks) for ranks, *_ in each)
+        if plan.cluster is not None and name in plan.cluster.num_devices:
+            number, width = plan.cluster.num_devices[name], plan.cluster.common_width(name)
+        for whole in (True, False):  # else groups only, as in pools of one server
+            sets = [
+                ranks[start : start + step]
+                for ranks, degree, alone in each
+                for is_one in [whole and alone and is_inside(len(ranks), width)]
+                for step in [len(ranks) if is_one else degree]
+                for start in range(0, len(ranks), step)
+            ]
+            begins = first_devices([len(one) for one in sets], number, width if whole else number)
+            if begins is not None:
+                break
+        for one, begin in zip(sets, begins or [], strict=True):
+            for place, rank in enumerate(one):
+                found[rank] = begin + place
     return found

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import gcd
 from typing import Literal
 
 from .errors import ProblemError
@@ -161,6 +162,10 @@ class Cluster(Shown):
         """The price of a device of each type that has one."""
         prices = {name: kind.dollars_per_hour for name, kind in self.device_types.items()}
         return {name: dollars for name, dollars in prices.items() if dollars}
+
+    def common_width(self, device_type: str) -> int:
+        """Devices of a type per server that has it; the greatest common divisor if unlike."""
+        return gcd(*(g.devices[device_type] for g in self.servers if device_type in g.devices))
 
     def level(self, one: ServerGroup, other: ServerGroup) -> Level:
         """The smallest part of the pool that holds two servers, of these groups."""

@@ -1,5 +1,6 @@
 """Plans with pipeline, tensor and data parallelism on unlike devices (thesis chapter 4)."""
 
+from collections.abc import Sequence
 from math import log2
 from typing import Any, Literal
 
@@ -137,8 +138,9 @@ class ParallelPool:
     """Devices of one type, the model's times on them, and their links.
 
     A group of ``tensor_parallel_size`` devices lies within one server. Only degrees that divide
-    ``devices_per_server`` are planned, so that groups fill servers. ``dollars_per_hour`` is the
-    price of one device.
+    ``devices_per_server`` are planned, so that groups fill servers. ``inside`` is the link within a
+    server, where it is faster than ``links``; a stage whose replicas are within one reduces over it
+    (``is_inside``). ``dollars_per_hour`` is the price of one device.
     """
 
     device_type: Name
@@ -148,6 +150,7 @@ class ParallelPool:
     times: tuple[ShardTimes, ...]
     links: tuple[DegreeLink, ...]
     dollars_per_hour: NonNegative | None = None
+    inside: LinkCurve | None = None
 
     def link(self, tensor_parallel_size: int) -> LinkCurve:
         """Return the bandwidth curve of a group of that degree.
@@ -159,6 +162,38 @@ class ParallelPool:
             if link.tensor_parallel_size == tensor_parallel_size:
                 return link.curve
         raise ProblemError(f"{self.device_type}: no link for degree {tensor_parallel_size}")
+
+
+def is_inside(num_devices: int, devices_per_server: int) -> bool:
+    """Whether a stage on devices of one type is placed inside a server: its devices divide it."""
+    return devices_per_server % num_devices == 0
+
+
+def first_devices(
+    sizes: Sequence[int], num_devices: int, devices_per_server: int
+) -> list[int] | None:
+    """Where sets of devices that each lie inside a server begin: first fit, the largest first.
+
+    Args:
+        sizes: Devices of each set.
+        num_devices: Devices in order, server after server.
+        devices_per_server: Devices of a server; the last one may have fewer.
+
+    Returns:
+        The first device of each set; None where first fit finds no room.
+    """
+    found = [0] * len(sizes)
+    used = [0] * -(-num_devices // devices_per_server)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        for server, taken in enumerate(used):
+            begin = server * devices_per_server
+            room = min(devices_per_server, num_devices - begin)
+            if taken + sizes[number] <= room:
+                found[number], used[server] = begin + taken, taken + sizes[number]
+                break
+        else:
+            return None
+    return found
 
 
 @record

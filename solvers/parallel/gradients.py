@@ -1,13 +1,13 @@
 """The all-reduce of every stage that there might be, as tables over its first and last layer."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
 
-from ...schema.parallel import LinkCurve, ParallelProblem
+from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, is_inside
 from ..effort import DEFAULT, Effort
-from .space import Space
+from .space import Option, Space
 
 
 def reduce_seconds(
@@ -24,15 +24,27 @@ def reduce_seconds(
     shard = _gradients(problem, degree, [start, end])[:1, 1:]
     return max(
         float(_ring_seconds(shard, num_replicas, link, problem.bucket_bytes)[0, 0])
-        for link in _links(problem, [option.pool for option in options])
+        for link in _links(problem, options, num_replicas)
     )
 
 
-def _links(problem: ParallelProblem, pools: Iterable[int]) -> list[LinkCurve]:
-    """The links of a ring over devices of these pools: each type's own, and between two types."""
-    each = [problem.pools[pool] for pool in pools]
-    pairs = (problem.link_between(a.device_type, b.device_type) for a, b in combinations(each, 2))
-    return [*(pool.link(1) for pool in each), *(link for link in pairs if link is not None)]
+def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) -> LinkCurve:
+    """The slowest link of the ring of a stage on devices of one type."""
+    size = tensor_parallel_size * num_replicas
+    if pool.inside is not None and is_inside(size, pool.devices_per_server):
+        return pool.inside
+    return pool.link(1)
+
+
+def _links(
+    problem: ParallelProblem, options: Sequence[Option], num_replicas: int
+) -> list[LinkCurve]:
+    """The links of a ring: inside a server, or each type's own and those between types."""
+    pools = [problem.pools[option.pool] for option in options]
+    if len(options) == 1:
+        return [ring_link(pools[0], options[0].tensor_parallel_size, num_replicas)]
+    pairs = (problem.link_between(a.device_type, b.device_type) for a, b in combinations(pools, 2))
+    return [*(pool.link(1) for pool in pools), *(link for link in pairs if link is not None)]
 
 
 def reduce_tables(
@@ -72,7 +84,7 @@ def reduce_tables(
         np.max(
             [
                 seconds(link, min(options[i].tensor_parallel_size for i in mix))
-                for link in _links(problem, [options[o].pool for o in mix])
+                for link in _links(problem, [options[o] for o in mix], num_replicas)
             ],
             axis=0,
         )
@@ -81,7 +93,9 @@ def reduce_tables(
     by_option = [
         np.min(
             [
-                seconds(problem.pools[o.pool].link(1), degree)
+                seconds(
+                    ring_link(problem.pools[o.pool], o.tensor_parallel_size, num_replicas), degree
+                )
                 for degree in degrees
                 if degree <= o.tensor_parallel_size
             ],

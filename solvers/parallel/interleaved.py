@@ -24,6 +24,7 @@ from ...schema.errors import InfeasibleError
 from ...schema.parallel import ParallelProblem
 from ..effort import Effort, OutOfTimeError
 from .bound import stage_seconds
+from .gradients import ring_link
 from .space import ROOM, Option, Spaces
 
 _MOST_NODES = 50_000
@@ -256,7 +257,9 @@ def _least_seconds(problem: ParallelProblem, shape: Shape, slowest: float | None
 
 def _least_reduce(problem: ParallelProblem, shape: Shape) -> float:
     """What the fullest position's all-reduce takes at least: the mean's bytes, without latency."""
-    coefficients = problem.pools[shape.option.pool].link(1).coefficients
+    option = shape.option
+    link = ring_link(problem.pools[option.pool], option.tensor_parallel_size, shape.num_replicas)
+    coefficients = link.coefficients
     replicas = shape.num_replicas
     if len(coefficients) > 1:
         return 0.0  # a curve's rate may have any maximum
@@ -330,7 +333,7 @@ def _planned(
         bucketed_ring_seconds(
             float(gradients[end] - gradients[start]),
             shape.num_replicas,
-            pool.link(1),
+            ring_link(pool, option.tensor_parallel_size, shape.num_replicas),
             problem.bucket_bytes,
         )
         for start, end in pairwise(cuts)

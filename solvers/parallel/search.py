@@ -4,7 +4,7 @@
 searches' nodes in one heap.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, permutations, product
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ...costs.parallel_stage import gather_seconds, transfer_seconds
-from ...schema.parallel import ParallelProblem
+from ...schema.parallel import ParallelProblem, first_devices, is_inside
 from ..effort import DEFAULT, Effort
 from .bound import Completions, Coverage, Prices, device_prices, stage_seconds, time_prices
-from .counts import deal
+from .counts import Group, deal
 from .gradients import reduce_seconds, reduce_tables
 from .space import Space, fitting
 
@@ -553,13 +553,32 @@ class Search:
             for stage in stages
         ]
         counts = deal(groups, self.d, [pool.num_devices for pool in self.problem.pools])
-        if counts is None:
+        if counts is None or not self._has_places(groups, counts):
             return None
         dealt = tuple(
             replace(stage, replicas=replicas)
             for stage, replicas in zip(stages, counts, strict=True)
         )
         return Found(total, self.space, self.d, self.num_microbatches, dealt)
+
+    def _has_places(
+        self, groups: Sequence[Sequence[Group]], counts: Sequence[Sequence[int]]
+    ) -> bool:
+        """Whether servers hold the stages that are counted inside one, beside other groups."""
+        for number, pool in enumerate(self.problem.pools):
+            sizes: list[int] = []
+            for stage, dealt in zip(groups, counts, strict=True):
+                for (of_pool, degree), replicas in zip(stage, dealt, strict=True):
+                    if of_pool == number and pool.inside is not None:
+                        width, whole = pool.devices_per_server, degree * replicas
+                        as_one = len(stage) == 1 and is_inside(whole, width)
+                        sizes += [whole] if as_one else [degree] * replicas
+            different = sorted({pool.devices_per_server, *sizes}, reverse=True)
+            if all(large % small == 0 for large, small in pairwise(different)):
+                continue  # each fills what larger ones leave
+            if first_devices(sizes, pool.num_devices, pool.devices_per_server) is None:
+                return False
+        return True
 
     def _update(self, start: int, end: int, number: int) -> float:
         """The optimizer update of a stage on the mix of that number, with what it exchanges."""

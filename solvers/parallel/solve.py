@@ -5,10 +5,12 @@ exact over a stated space. The step is that of 1F1B with unlike stages (costs/pa
 equation 4.1 where stages are equal. Interleaved pipelines are searched apart (interleaved.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from itertools import count, pairwise
 from math import ceil, inf
+
+import numpy as np
 
 from ...costs.parallel_stage import bubble_fraction
 from ...schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
@@ -27,7 +29,7 @@ from . import interleaved
 from .interleaved import Interleaved
 from .search import Child, Found, Node, Search, StageChoice
 from .shortfall import missing_bytes, smallest_pools
-from .space import MOST_TYPES, Spaces, replica_counts
+from .space import MOST_TYPES, Spaces, microbatch_sizes, replica_counts
 
 WORK_OF_A_NODE = 7.5e3
 """What expanding a node takes of ``Effort.tree_work``: 2,000 nodes by default."""
@@ -95,20 +97,28 @@ def solve(
     raise interleaved.refusal(problem, spaces)
 
 
-def least_seconds(problem: ParallelProblem) -> float:
-    """Seconds that no plan's step is faster than, by what the pool can compute alone; quick."""
-    spaces = Spaces(problem)
-    devices = sum(pool.num_devices for pool in problem.pools)
-    return min(
-        (
-            -(-problem.global_batch_size // space.microbatch_size)
-            * space.least_worth
-            / space.worth_per_second
-            for space in spaces.alone
-            if space.options and devices
-        ),
-        default=inf,
-    )
+def least_seconds(problem: ParallelProblem, num_devices: Mapping[str, int]) -> float:
+    """Seconds that no plan's step on so many devices of each type is faster than; quick.
+
+    By what they can compute alone, as ``Space.least_worth`` of any degrees.
+    """
+    found = inf
+    for size in microbatch_sizes(problem):
+        offered, least = 0.0, np.full(len(problem.layers), inf)
+        for pool in problem.pools:
+            work = [
+                t.tensor_parallel_size * (np.array(t.forward_seconds) + t.backward_seconds)
+                for t in pool.times
+                if t.microbatch_size == size
+            ]
+            number = num_devices.get(pool.device_type, 0)
+            if work and number and (whole := float(np.min(work, axis=0).sum())) > 0:
+                offered += number / whole
+                least = np.minimum(least, np.min(work, axis=0) / whole)
+        if offered:
+            units = -(-problem.global_batch_size // size)
+            found = min(found, units * float(least.sum()) / offered)
+    return found
 
 
 def _search(
@@ -470,8 +480,17 @@ def _space_sentence(problem: ParallelProblem) -> str:
         f"of a stage of at most {MOST_TYPES} device types, a tensor degree a type and stage (of "
         f"{', '.join(map(str, degrees))}); recomputation by stage (of "
         f"{', '.join(problem.recompute)}); microbatches of the profiled sizes; equal shares of "
-        "the batch" + _sharded_sentence(problem) + _interleaved_sentence(problem)
+        "the batch"
+        + _placed_sentence(problem)
+        + _sharded_sentence(problem)
+        + _interleaved_sentence(problem)
     )
+
+
+def _placed_sentence(problem: ParallelProblem) -> str:
+    if all(pool.inside is None for pool in problem.pools):
+        return ""
+    return "; stages of one type whose devices divide a server's inside one, others anywhere"
 
 
 def _sharded_sentence(problem: ParallelProblem) -> str:

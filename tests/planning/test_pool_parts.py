@@ -1,19 +1,24 @@
 """More devices never make a proved plan slower, also behind slow links."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, product
-from math import inf
+from itertools import combinations, islice, product
+from math import gcd, inf
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hetflow
+from hetflow.planning.limits import Clock, Limits
 from hetflow.planning.parallel_problem import parallel_keys
-from hetflow.planning.pool_parts import is_part_of, parts_of
+from hetflow.planning.pool_parts import MOST_PARTS, Parts, best_of_parts, is_part_of, parts_of
+from hetflow.protocol.lower import lower
 from hetflow.schema.cluster import Cluster, DeviceType, Link, ServerGroup
 from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.parallel import ParallelPlan
+from hetflow.schema.plan import Proof
 from hetflow.schema.profile import (
     BatchPoint,
     LayerGraph,
@@ -148,7 +153,23 @@ def test_devices_behind_a_slow_link_are_left_alone() -> None:
 
 def test_equal_links_need_no_parts() -> None:
     pool = Cluster.parse("2x(2xA,2xB)")
-    assert parts_of(pool, partial(parallel_keys, PROFILES, 1e9)) == [pool]
+    assert parts_of(pool, partial(parallel_keys, PROFILES, 1e9)) == ([pool], True)
+
+
+def test_parts_that_are_not_planned_leave_their_bounds_in_the_proof() -> None:
+    pool = Cluster.parse("2xA")
+    plan = hetflow.solve(PROFILES, pool, batch_size=16, strategy="split")
+    half = plan.proof.objective / 2
+    pools = [replace(pool) for _ in range(MOST_PARTS)]
+
+    def proof_of(parts: Parts) -> Proof:
+        clock = Clock(Limits())
+        return best_of_parts(parts, clock, lambda *_: plan, lambda _: half)[1].proof
+
+    assert proof_of(Parts(pools, are_all=True)).termination == "optimal"
+    for parts in (Parts(pools, are_all=False), Parts([*pools, pool], are_all=True)):
+        proof = proof_of(parts)
+        assert (proof.termination, proof.lower_bound, proof.gap) == ("feasible", half, 0.5)
 
 
 def test_a_part_has_the_servers_and_the_links_of_its_pool() -> None:
@@ -221,6 +242,103 @@ def test_a_split_is_the_best_over_all_sets_of_devices(pools: tuple[Cluster, Clus
     plan = hetflow.solve(given, pool, batch_size=8, strategy="split")
     assert plan.predicted.step_seconds == pytest.approx(best_split(pool, 8))
     assert plan.proof.termination == "optimal"
+
+
+def best_of_three_dimensions(pool: Cluster, batch: int) -> float:
+    """The least step over all sets of devices, cuts, replicas and places; degree 1."""
+    each = [group for group in pool.servers for _ in range(group.count)]
+    slots = [(server, name, n) for server, g in enumerate(each) for name, n in g.devices.items()]
+    least = inf
+    for counts in product(*(range(n + 1) for *_, n in slots)):
+        kept = [
+            (at, name) for (at, name, _), n in zip(slots, counts, strict=True) for _ in range(n)
+        ]
+        if kept:
+            widths = {
+                name: [n for (_, own, _), n in zip(slots, counts, strict=True) if own == name and n]
+                for name in "AB"
+            }
+            least = min(least, best_on(pool, kept, widths, batch))
+    return least
+
+
+def best_on(
+    pool: Cluster, kept: list[tuple[int, str]], widths: dict[str, list[int]], batch: int
+) -> float:
+    """The same on these devices [(server, type)], all links of a kind as slow as the slowest."""
+    rates: dict[tuple[str, ...], float] = {}
+    late = 0.0
+    for one, other in combinations(kept, 2):
+        rate, latency = stated(pool, one, other)
+        late = max(late, latency)
+        key = tuple(sorted({one[1], other[1]}))
+        kinds = [key, ("near", *key)] if one[0] == other[0] else [key]
+        for kind in kinds:
+            rates[kind] = min(rates.get(kind, inf), rate)
+
+    def link(types: set[str]) -> float:
+        pairs = [("A",), ("B",), ("A", "B")]
+        return min((rates.get(pair, inf) for pair in pairs if set(pair) <= types), default=inf)
+
+    def reduce(types: set[str], layers: int, d: int) -> float:
+        rate = link(types)
+        if len(types) == 1 and gcd(*widths[min(types)]) % d == 0:
+            rate = max(rate, rates.get(("near", *types), 0.0))
+        return 2 * (d - 1) * (late + 4e6 * layers / d / rate) if d > 1 else 0.0
+
+    seconds, mixes = {"A": 0.04, "B": 0.1}, [{"A"}, {"B"}, {"A", "B"}]
+    least = inf
+    for d in range(1, len(kept) + 1):
+        m = -(-batch // (2 * d))
+        for cuts in ((3,), (1, 2), (2, 1), (1, 1, 1)):
+            for stages in product(mixes, repeat=len(cuts)):
+                if not holds(stages, d, {name: sum(widths[name]) for name in "AB"}):
+                    continue
+                own = [n * max(seconds[t] for t in ts) for n, ts in zip(cuts, stages, strict=True)]
+                for place in range(len(cuts) - 1):
+                    message = late + 40_000 / link(stages[place] | stages[place + 1])
+                    own[place] += message
+                    own[place + 1] += message
+                rings = [reduce(ts, n, d) for n, ts in zip(cuts, stages, strict=True)]
+                step = (m - 1) * max(own) + sum(own) + max(rings) + 0.001 * max(cuts) / 3
+                least = min(least, step)
+    return least
+
+
+def holds(stages: Sequence[set[str]], d: int, number: dict[str, int]) -> bool:
+    """Whether so many devices are enough for d replicas of each stage, of all its types."""
+    least = {t: sum(1 if len(ts) > 1 else d for ts in stages if t in ts) for t in "AB"}
+    free = sum(d - 2 for ts in stages if len(ts) > 1)
+    room = [number[t] - least[t] for t in "AB"]
+    return min(room) >= 0 and sum(room) >= free and (d > 1 or all(len(ts) == 1 for ts in stages))
+
+
+@settings(max_examples=examples(24))
+@given(grown())
+def test_a_parallel_plan_is_the_best_over_all_sets_of_devices(
+    pools: tuple[Cluster, Cluster],
+) -> None:
+    pool, _ = pools
+    assume(sum(pool.num_devices.values()) <= 6)
+    given = [replace(each, tensor_layers=()) for each in PROFILES]
+    plan = hetflow.solve(given, pool, batch_size=16, strategy="parallel", num_model_chunks=1)
+    assert plan.predicted.step_seconds == pytest.approx(best_of_three_dimensions(pool, 16))
+    assert plan.proof.termination == "optimal"
+    assert lowers_inside_servers(plan)
+
+
+def lowers_inside_servers(plan: ParallelPlan) -> bool:
+    """Whether a launch puts each stage that the plan's pool can hold in one server into one."""
+    assert plan.cluster is not None
+    workers = iter(lower(plan).workers)
+    for stage in plan.stages:
+        own = list(islice(workers, sum(group.num_devices for group in stage.replicas)))
+        (name, *others) = {worker.device_type for worker in own}
+        width = gcd(*(g.devices[name] for g in plan.cluster.servers if name in g.devices))
+        places = {worker.device // width for worker in own if worker.device is not None}
+        if not others and width % len(own) == 0 and len(places) > 1:
+            return False
+    return True
 
 
 def test_a_split_leaves_a_slow_network_alone() -> None:
