@@ -30,21 +30,21 @@ def devices(json: JsonFlag = False) -> None:
         local = [asdict(device) | {"num_devices": device.num_devices} for device in found]
         emit_json({"devices": local, "emulated": emulated})
         return
-    from tabulate import tabulate
+    from ..reports.grid import grid
 
     rows = [
         (
             device.device_type,
             device.num_devices,
             f"{device.memory_bytes / 2**30:.1f}",
-            device.compute_capability or "",
-            device.driver or "",
+            device.compute_capability or "-",
+            device.driver or "-",
             device.name,
         )
         for device in found
     ]
     headers = ("type", "number", "GiB each", "capability", "driver", "name")
-    emit(tabulate(rows, headers, tablefmt="plain", disable_numparse=True))
+    emit(grid(headers, rows))
     emit(f"\nall of them: --gpus {','.join(f'{d.num_devices}x{d.device_type}' for d in found)}")
     shown = ", ".join(
         f"{name} ({speed:g} of {DEVICE_TYPE})" for name, speed in DEFAULT_SPEEDS.items()

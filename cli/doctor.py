@@ -51,9 +51,9 @@ def doctor(
     if json:
         emit_json({"facts": asdict(facts), "findings": [asdict(f) for f in found]})
     else:
-        from tabulate import tabulate
+        from ..reports.grid import grid
 
-        emit(tabulate(facts.rows(), tablefmt="plain", disable_numparse=True))
+        emit(grid(("what", "found"), facts.rows()))
         emit("")
         for finding in found:
             emit(f"{finding.level}: {finding.text}")

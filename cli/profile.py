@@ -177,7 +177,7 @@ def profile(
     if json:
         emit_json([files.to_plain(measured) for measured in measured_all])
     else:
-        table = table_of if specs else _table
+        table = table_of if specs else measured_table
         emit("\n\n".join(table(measured) for measured in measured_all))
     for measured in measured_all[:1]:
         _say_how_found(measured)
@@ -288,8 +288,9 @@ def _left(seconds: float | None) -> str:
     return "" if seconds is None else f" (at most {seconds:.0f} s left)"
 
 
-def _table(measured: "Profile") -> str:
-    from tabulate import tabulate
+def measured_table(measured: "Profile") -> str:
+    """What was measured: the batch curve, and what a step costs beside it."""
+    from ..reports.grid import grid
 
     busy = measured.busy.batch_curve if measured.busy else ()
     of_busy = {point.batch_size: point for point in busy}
@@ -311,8 +312,7 @@ def _table(measured: "Profile") -> str:
     headers = ["batch size", "step ms", *parts, "samples/s", "peak MiB"]
     if measured.busy:
         headers.append(f"step ms, {measured.busy.num_devices} busy")
-    right = ("right",) * len(headers)
-    table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=right)
+    table = grid(headers, rows)
     ending = f"ended: {(measured.provenance or {}).get('curve_stopped', '')}"
     if measured.out_of_memory_batch_size:
         ending += f" at batch size {measured.out_of_memory_batch_size}"

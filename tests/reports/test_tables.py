@@ -3,6 +3,8 @@
 import re
 from dataclasses import replace
 
+from hetflow.cli.profile import measured_table
+from hetflow.reports.grid import fitted_to
 from hetflow.reports.plots import curves_image, split_image
 from hetflow.reports.tables import plan_table, profile_table, table_of
 from hetflow.schema.cluster import Cluster
@@ -14,7 +16,7 @@ from hetflow.schema.plan import (
     Proof,
     SplitPlan,
 )
-from hetflow.schema.profile import BatchPoint, Emulation, Profile
+from hetflow.schema.profile import BatchPoint, BusyHost, Emulation, Profile
 from hetflow.schema.run import RunEvent, RunRecord
 
 PROFILE = Profile(
@@ -115,6 +117,24 @@ def test_curves_have_plain_ticks_and_bars_of_their_errors() -> None:
     unsure = curves_image([replace(PROFILE, batch_curve=points)], "svg").decode()
     assert "mathdefault" not in exact  # as in 2^3
     assert unsure != exact
+
+
+def test_what_was_measured_fits_a_terminal() -> None:
+    parts = {"load_seconds": 0.01, "virtual_node_seconds": 0.001, "step_seconds_error": 0.123}
+    points = tuple(replace(point, **parts) for point in PROFILE.batch_curve)  # type: ignore[arg-type]
+    measured = replace(
+        PROFILE,
+        batch_curve=points,
+        fixed_seconds=0.001,
+        busy=BusyHost(num_devices=2, batch_curve=points, update_seconds=0.001),
+        provenance={"emulation": {"worst_error": 0.01}, "curve_stopped": "all were measured"},
+    )
+    with fitted_to(80):
+        lines = measured_table(measured).splitlines()
+    end = lines.index("ended: all were measured at batch size 96")
+    assert max(map(len, lines[1:end])) <= 80
+    assert "\n".join(lines[1:end]).count("+-12.3%") == 2 * len(points)
+    assert lines[0].startswith("digits on cpu:slow (emulated: 0.25 of cpu); update 1.00 ms")
 
 
 def ticks(picture: str) -> list[str]:

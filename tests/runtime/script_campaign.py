@@ -28,8 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
+from hetflow.reports.grid import grid
 from hetflow.schema import files
 from hetflow.tests import programs
 from hetflow.tests.runtime.conftest import _plan_of
@@ -753,7 +752,7 @@ def main() -> None:
     counts = Counter((entry["script"]["library"], entry["end"]) for entry in known)
     ends = ("equal", "refused", "fault", "fails alone")
     rows = [[name, *(counts[name, end] for end in ends)] for name in LIBRARIES]
-    sys.stdout.write(tabulate(rows, ["kind", *ends]) + "\n")
+    sys.stdout.write(grid(["kind", *ends], rows) + "\n")
     sys.exit(any(entry["faults"] for entry in known))
 
 
