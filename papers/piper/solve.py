@@ -25,6 +25,8 @@ _FIRST_TRY = 1.2  # times the bound
 _SHORTFALLS = (_NEAR, 3e-3, 1e-2, 3e-2, 0.1, 0.3)  # below the best plan, tried for a bound
 _METHOD = "search on the slowest stage; under a cap, devices and replicas by downset"
 
+_ORDERED = f"layers in the order of their numbers, as there are more than {_MOST_DOWNSETS} downsets"
+
 
 def solve(problem: SteadyProblem) -> SteadyPlan:
     """The plan whose slowest stage takes least.
@@ -32,7 +34,9 @@ def solve(problem: SteadyProblem) -> SteadyPlan:
     Stages are differences of downsets, so all orders of the layers' graph count. Which layers of a
     stage take their slower and smaller choice (recomputation) is a knapsack problem. It is solved
     greedily and bounded by its linear program, and exactly where the cap lies between the two. A
-    gap is left only where that takes too many partial choices. Deterministic.
+    gap is left only where that takes too many partial choices, or where a graph has too many
+    downsets: its layers are then cut in one order, that of their numbers where edges allow it, and
+    the bound, which holds for every order, is what all devices can compute. Deterministic.
 
     Args:
         problem: Layers, links and devices.
@@ -41,15 +45,16 @@ def solve(problem: SteadyProblem) -> SteadyPlan:
         A plan that ``checks.steady.check`` accepts for ``problem``.
 
     Raises:
-        InfeasibleError: No plan fits the memory and the devices.
-        ProblemError: The layers are no acyclic graph, or one with too many downsets.
+        InfeasibleError: No plan fits the memory and the devices, or none of the one order does.
+        ProblemError: The layers are no acyclic graph.
     """
     search = _Search(problem)
     low = search.least_seconds
     best = search.under(_FIRST_TRY * low) or search.under(search.most_seconds)
     if best is None:
         raise InfeasibleError(
-            f"no plan fits {problem.num_devices} devices of {problem.memory_bytes / 2**30:.3g} GiB",
+            f"no plan fits {problem.num_devices} devices of {problem.memory_bytes / 2**30:.3g} GiB"
+            + (f" ({_ORDERED})" if search.is_in_order else ""),
             hint="add devices or memory, or allow recomputation",
         )
     while low < best.seconds * (1 - _CLOSE):
@@ -61,8 +66,9 @@ def solve(problem: SteadyProblem) -> SteadyPlan:
             best = found
     while best.seconds > 0 and (found := search.under(best.seconds * (1 - _NEAR))) is not None:
         best = found
-    bound = search.least_seconds if search.is_inexact else best.seconds
-    for shortfall in _SHORTFALLS if search.is_inexact else ():
+    is_open = search.is_inexact or search.is_in_order
+    bound = search.least_seconds if is_open else best.seconds
+    for shortfall in _SHORTFALLS if is_open and not search.is_in_order else ():
         cap = best.seconds * (1 - shortfall)
         if search.under(cap, is_bound=True) is None:
             bound = max(bound, cap)
@@ -124,7 +130,7 @@ class _Search:
 
     def __init__(self, problem: SteadyProblem) -> None:
         self.problem = problem
-        self.downsets = _downsets(problem)
+        self.downsets, self.is_in_order = _downsets(problem)
         self.degrees = [_degree(problem, degree) for degree in problem.degrees]
         batch = problem.num_microbatches
         most = min(batch, problem.num_devices)
@@ -328,14 +334,24 @@ def _keep(labels: list[_Label], new: _Label) -> None:
     labels.append(new)
 
 
-def _downsets(problem: SteadyProblem) -> np.ndarray:
-    """Sets of layers that hold what their layers need [downsets, layers], the smallest first."""
+def _downsets(problem: SteadyProblem) -> tuple[np.ndarray, bool]:
+    """Sets of layers that hold what their layers need [downsets, layers], the smallest first.
+
+    Also whether they are only those of one order, because there are too many.
+    """
     size = len(problem.layers)
     needs = [0] * size
     for edge in problem.edges:
         needs[edge.target] |= 1 << edge.source
-    known, newest = [0], [0]
-    while newest:
+    known = [0]
+    for _ in range(size):
+        ready = (i for i in range(size) if not known[-1] >> i & 1 and not needs[i] & ~known[-1])
+        layer = next(ready, None)
+        if layer is None:
+            raise ProblemError("the layers' graph has a circle; a pipeline cannot order it")
+        known.append(known[-1] | 1 << layer)
+    in_order, known, newest = known, [0], [0]
+    while newest and len(known) <= _MOST_DOWNSETS:
         more = {
             downset | 1 << layer
             for downset in newest
@@ -344,14 +360,9 @@ def _downsets(problem: SteadyProblem) -> np.ndarray:
         }
         newest = sorted(more)
         known += newest
-        if len(known) > _MOST_DOWNSETS:
-            raise ProblemError(
-                f"the layers' graph has more than {_MOST_DOWNSETS} downsets",
-                hint="merge layers that run side by side",
-            )
-    if known[-1] != (1 << size) - 1:
-        raise ProblemError("the layers' graph has a circle; a pipeline cannot order it")
-    return np.array([[bool(downset >> i & 1) for i in range(size)] for downset in known])
+    is_in_order = len(known) > _MOST_DOWNSETS
+    chosen = in_order if is_in_order else known
+    return np.array([[bool(one >> i & 1) for i in range(size)] for one in chosen]), is_in_order
 
 
 def _degree(problem: SteadyProblem, degree: int) -> _Degree:
@@ -392,7 +403,7 @@ def _plan(problem: SteadyProblem, search: _Search, found: _Found, bound: float) 
             objective=slowest,
             lower_bound=bound,
             gap=(slowest - bound) / slowest if slowest else 0.0,
-            method=_METHOD,
+            method=f"{_METHOD}; {_ORDERED}" if search.is_in_order else _METHOD,
         ),
     )
 

@@ -199,6 +199,22 @@ def test_memory_forbids_what_devices_would_allow() -> None:
     assert solve(chain(1.0, 5.0, 3)).sample_seconds <= 1.0
 
 
+def test_a_graph_with_too_many_downsets_is_cut_in_one_order() -> None:
+    """13 layers that need nothing of each other have 8,192 downsets; they were refused."""
+    alone = chain(1.0, 1.0, 2)
+    layers = tuple(replace(alone.layers[0], name=f"l{i}") for i in range(13))
+    wide = replace(alone, layers=layers, edges=(), num_devices=2)
+    plan = solve(wide)
+    assert check(plan, wide) == []
+    assert [i for stage in plan.stages for i in stage.layers] == list(range(13))
+    assert plan.proof.lower_bound is not None
+    assert plan.proof.lower_bound <= plan.sample_seconds
+    assert "in the order of their numbers" in plan.proof.method
+    narrow = replace(wide, memory_bytes=1)
+    with pytest.raises(InfeasibleError, match="in the order of their numbers"):
+        solve(narrow)
+
+
 def test_graphs_that_no_pipeline_can_order() -> None:
     problem = chain(1.0, 1.0, 2)
     back = SteadyEdge(source=1, target=0, sent_bytes=0.0)
