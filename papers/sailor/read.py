@@ -30,7 +30,6 @@ _FLOAT_BYTES = 4
 _BYTES_PER_WEIGHT_BYTE = 6.0  # 24 bytes a parameter: Adam, master copy, gradient, DeepSpeed's two
 _RESERVED_BYTES = 5_060_000_000  # Sailor's memory check adds these for CUDA, NCCL and Megatron
 _BUCKET_BYTES = 500_000_000  # DeepSpeed's all-reduce bucket, as Sailor's simulator counts it
-_DEGREES = ("1", "2", "4")  # the numbers of GPUs for which bandwidths are given
 
 
 def read_problem(
@@ -79,7 +78,10 @@ def read_problem(
                     for times in _times(_of(profiles, device_type, "profiles_tmp.json"), names)
                 ),
                 links=_links(
-                    _of(links, device_type, "multizone_bandwidths_het.json"), zone, device_type
+                    _of(links, device_type, "multizone_bandwidths_het.json"),
+                    zone,
+                    device_type,
+                    {1, *(int(degree) for degree in info)},
                 ),
             )
         )
@@ -162,16 +164,22 @@ def _one_update(times: ShardTimes, info: Any, names: list[str]) -> ShardTimes:
     return replace(times, update_seconds=tuple(whole * own / sum(floats) for own in floats))
 
 
-def _links(table: Any, zone: str, device_type: str) -> tuple[DegreeLink, ...]:
-    """The bandwidth curve of each number of GPUs, between two ends of this device type."""
+def _links(table: Any, zone: str, device_type: str, degrees: set[int]) -> tuple[DegreeLink, ...]:
+    """The bandwidth curve of each number of GPUs, between two ends of this device type.
+
+    Numbers without a curve take that of the largest number below.
+    """
     found, where = [], "multizone_bandwidths_het.json"
-    for degree in _DEGREES:
-        ends = _of(_of(_of(table, degree, where), zone, where), device_type, where)
+    known = sorted(int(number) for number in table)
+    for degree in sorted(degrees):
+        nearest_below = max((k for k in known if k <= degree), default=known[0])
+        own = str(nearest_below)
+        ends = _of(_of(_of(table, own, where), zone, where), device_type, where)
         found.append(
             DegreeLink(
-                tensor_parallel_size=int(degree),
+                tensor_parallel_size=degree,
                 curve=LinkCurve(
-                    coefficients=tuple(1e9 * each for each in _of(ends, degree, where)[0])
+                    coefficients=tuple(1e9 * each for each in _of(ends, own, where)[0])
                 ),
             )
         )

@@ -105,3 +105,13 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "profiles_tmp.json").write_text("{")
     with pytest.raises(FileError, match="not JSON"):
         read_problem(tmp_path, "OPT-350", {"A100-40": 1}, global_batch_size=1)
+
+
+def test_degrees_without_a_curve_of_their_own_take_the_next_lower_one() -> None:
+    """Bandwidths are given for 1, 2 and 4 GPUs, and some types were profiled at degree 8."""
+    pool = {"A100-40": 8}
+    problem = read_problem(planners() / "sailor", "OPT-350", pool, global_batch_size=64)
+    known = {size.tensor_parallel_size for size in problem.sizes}
+    assert {link.tensor_parallel_size for link in problem.pools[0].links} == known
+    assert max(known) == 8
+    assert problem.pools[0].link(8) == problem.pools[0].link(4)
