@@ -4,9 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..schema.cluster import Cluster
+from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState, named_optimizer
+from ..schema.options import option
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
+from ..schema.schedule_traits import is_planned, planned_schedules
+from ..schema.spelling import nearest
 from .inputs import name_of, pool_of, profiles_of, under_todays_names
 from .limits import Limits
 from .options import Given, Kind, Planner, given
@@ -80,9 +84,16 @@ def question_of(asked: SolveRequest, pool: Cluster | None = None) -> Question:
         pool: The request's pool where it was read already, to have prices.
 
     Raises:
-        ProblemError: Profiles, pool and runs do not fit together.
+        ProblemError: No solver plans the schedule, or profiles, pool and runs do not fit together.
         FileError: A file is missing or has faults.
     """
+    if asked.schedule != "auto" and not is_planned(asked.schedule):
+        known = ("auto", *planned_schedules())
+        guess = nearest(asked.schedule, known)
+        raise ProblemError(
+            f"{option('schedule', repr(asked.schedule))}: is none of {', '.join(known)}"
+            + (f"; did you mean {guess!r}?" if guess else "")
+        )
     pool = pool or pool_of(asked.pool)
     profiles = under_todays_names(profiles_of(asked.profiles, asked.model), pool.num_devices)
     used: tuple[str, ...] = ()
