@@ -3,6 +3,7 @@
 from ..planning.allocate import allocate as allocate_problem
 from ..planning.allocate import allocation_problem
 from ..planning.inputs import pool_of
+from ..planning.limits import Clock, Limits
 from ..schema.jobs import Allocation
 from ..schema.requests.allocate import AllocateRequest
 from .calls import takes
@@ -36,6 +37,7 @@ def allocate(request: AllocateRequest) -> Allocation:
         >>> {job: round(row["V100"], 6) for job, row in shares.x.items()}
         {'a': 0.5, 'b': 0.5}
     """
+    clock = Clock(Limits(time_limit_seconds=request.time_limit_seconds))
     devices = pool_of(request.pool)
     if request.market is not None or request.at is not None:
         from ..planning.market_prices import priced_by
@@ -50,4 +52,4 @@ def allocate(request: AllocateRequest) -> Allocation:
         placement=request.placement,
         budget_dollars=request.budget_dollars,
     )
-    return allocate_problem(problem, request.policy, fills=request.fill)
+    return allocate_problem(problem, request.policy, fills=request.fill, clock=clock)

@@ -7,7 +7,7 @@ import typer
 
 from ..schema.requests.allocate import AllocateRequest
 from .asking import Asked, asks
-from .common import ForceFlag, JsonFlag, OutputOption, emit_file, note, price_text, warn
+from .common import ForceFlag, JsonFlag, OutputOption, emit_file, note, price_text, progress_line, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,7 +34,9 @@ def allocate(
 
     if output is not None:
         check_writable(output, force=force)
-    allocation = share(**asked)
+    with progress_line() as tell:
+        tell("sharing the pool among the jobs")
+        allocation = share(**asked)
     warn_of_left_out(allocation.left_out)
     emit_file(allocation, output, force=force, json=json)
     for line in _prices(asked):

@@ -106,6 +106,26 @@ def shows_progress() -> bool:
     return sys.stderr.isatty() and not Settings.quiet
 
 
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's stderr with the seconds so far and what is being done; else nothing.
+
+    Yields:
+        Says what is being done.
+    """
+    if not shows_progress():
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        # How much work there is turns out on the way, so the bar pulses.
+        task = bar.add_task("", total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
 def emit(text: str) -> bool:
     """Write the result to stdout; a reader that has gone has seen enough.
 

@@ -13,7 +13,7 @@ from ..schema.errors import ProblemError
 from ..schema.masking import mask
 from ..schema.precision import Precision
 from ..schema.spelling import whole_number
-from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, warn
+from .common import ForceFlag, JsonFlag, emit, emit_json, note, progress_line, warn
 
 if TYPE_CHECKING:
     from ..api.profile import Progress as Told
@@ -271,17 +271,8 @@ def _file_name(name: str) -> str:
 
 @contextmanager
 def _progress() -> Iterator["Told"]:
-    if not shows_progress():
-        yield lambda text, left: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        # How many sizes fit is what is being found out, so the bar pulses.
-        task = bar.add_task("", total=None)
-        yield lambda text, left: bar.update(task, description=text + _left(left))
+    with progress_line() as tell:
+        yield lambda text, left: tell(text + _left(left))
 
 
 def _left(seconds: float | None) -> str:

@@ -6,7 +6,7 @@ from typing import Literal
 from ..checks.allocation import check
 from ..schema.choices import Placement
 from ..schema.cluster import Cluster
-from ..schema.errors import BackendError
+from ..schema.errors import BackendError, ProblemError
 from ..schema.jobs import (
     Allocation,
     AllocationProblem,
@@ -14,7 +14,9 @@ from ..schema.jobs import (
     Throughputs,
     consolidated_devices,
 )
+from ..solvers.effort import OutOfTimeError, never
 from .inputs import spelled_as
+from .limits import Clock
 
 
 def allocation_problem(
@@ -62,31 +64,53 @@ def allocation_problem(
     )
 
 
-def allocate(problem: AllocationProblem, policy: str, *, fills: bool = True) -> Allocation:
+def allocate(
+    problem: AllocationProblem,
+    policy: str,
+    *,
+    fills: bool = True,
+    clock: Clock | None = None,
+) -> Allocation:
     """Share a pool among jobs according to a policy.
 
     Args:
         problem: Jobs, throughputs and devices.
         policy: Name of the policy (docs/policies.md).
         fills: Whether to share out the devices that a max-min policy's optimum leaves idle.
+        clock: The limit of time, if there is one; the check at the end is not counted.
 
     Returns:
         The allocation, which has passed its check; it records the options of the problem.
 
     Raises:
-        ProblemError: There is no such policy, or the problem lacks what it needs.
+        ProblemError: There is no such policy, the problem lacks what it needs, or the limit of
+            time came before there was an allocation.
         InfeasibleError: No allocation satisfies the policy's constraints.
         BackendError: The solver's allocation fails its check, which is a bug.
     """
     from ..solvers.allocation import allocate as solve
 
+    should_stop = never if clock is None else clock.effort().should_stop
+    try:
+        found = solve(problem, policy, fills=fills, should_stop=should_stop)
+    except OutOfTimeError:
+        raise _too_short(policy) from None
     allocation = replace(
-        solve(problem, policy, fills=fills),
+        found,
         space_sharing=problem.space_sharing,
         placement=problem.placement,
         budget_dollars=problem.budget_dollars,
     )
     faults = check(allocation, problem)
+    if faults and should_stop() and allocation.certificate.termination != "optimal":
+        raise _too_short(policy)
     if faults:
         raise BackendError(f"the solver's own allocation fails its check: {'; '.join(faults[:3])}")
     return allocation
+
+
+def _too_short(policy: str) -> ProblemError:
+    return ProblemError(
+        f"--time-limit ended before policy {policy} had an allocation that could be proved",
+        hint="allow more seconds, or leave --time-limit out",
+    )

@@ -7,7 +7,7 @@ from ..choices import Placement
 from ..options import Option
 
 if TYPE_CHECKING:
-    from .kinds import Dollars, JobsTable, Markets, Pool, ThroughputsTable
+    from .kinds import Dollars, JobsTable, Markets, Pool, PositiveSeconds, ThroughputsTable
 
 POLICIES = Option(
     names="policies",
@@ -77,5 +77,13 @@ class AllocateRequest:
             default="share it out",
         ),
     ] = True
+    time_limit_seconds: Annotated[
+        "PositiveSeconds | None",
+        Option(
+            flag="--time-limit",
+            help="Wall seconds, before the check: the best that is proved by then. What is not "
+            "optimal ends with exit code 4.",
+        ),
+    ] = None
     market: Annotated["Markets | None", MARKET] = None
     at: Annotated[str | None, AT] = None

@@ -1,7 +1,7 @@
 """From a problem to an allocation: the one entry point of the cluster policies."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from ...schema.jobs import (
     PairShare,
     RegionPrices,
 )
+from ..effort import never
 from .engine import Outcome
 from .idle import idle_devices
 from .instance import Instance, instance_of
@@ -25,7 +26,13 @@ from .program import Floats
 OPTIMAL_GAP = 1e-6
 
 
-def allocate(problem: AllocationProblem, policy: str, *, fills: bool = True) -> Allocation:
+def allocate(
+    problem: AllocationProblem,
+    policy: str,
+    *,
+    fills: bool = True,
+    should_stop: Callable[[], bool] = never,
+) -> Allocation:
     """Share the pool among the jobs as a policy asks, with a proof.
 
     Deterministic. Of several optima of a max-min policy: the one that goes on lexicographically
@@ -38,6 +45,7 @@ def allocate(problem: AllocationProblem, policy: str, *, fills: bool = True) -> 
             same policy with a flat throughput matrix.
         policy: A name of ``all_policies()``.
         fills: Whether to share out what a max-min policy's optimum leaves idle.
+        should_stop: Asked between pieces of work; True ends with the best that is proved by then.
 
     Returns:
         Time fractions that ``checks.allocation.check`` accepts for ``problem``; jobs that fit
@@ -46,12 +54,13 @@ def allocate(problem: AllocationProblem, policy: str, *, fills: bool = True) -> 
     Raises:
         InfeasibleError: SLOs or a budget cannot be met; says by how much. Or no job fits.
         ProblemError: No such policy, or it needs something that the problem lacks.
+        OutOfTimeError: The limit came before there was an allocation.
     """
     chosen = policy_named(policy)
     if not problem.jobs.jobs:
         return _empty(problem, chosen)
     fitting, left_out = _split(problem)
-    instance = instance_of(fitting)
+    instance = replace(instance_of(fitting), should_stop=should_stop)
     seen = instance.flat() if problem.heterogeneity == "agnostic" else instance
     outcome = solve(seen, chosen, fills=fills)
     idle, usable = idle_devices(seen, outcome)

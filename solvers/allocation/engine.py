@@ -1,12 +1,13 @@
 """From an instance and a program to time fractions of every job, feasible to the last bit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...schema.errors import BackendError
+from ..effort import never
+from . import simplex
 from .instance import Instance
-from .interior.solve import ACCEPTED_GAP
 from .interior.solve import solve as solve_interior
 from .program import (
     Floats,
@@ -22,14 +23,15 @@ from .program import (
 from .space_sharing.column_generation import (
     Pairing,
     PairTimes,
-    solve_by_simplex,
     throughput_with_pairs,
 )
 from .space_sharing.column_generation import solve as solve_with_pairs
 
 DUST = 1e-12
+# An interior point with a larger gap is none.
+ACCEPTED_GAP = 1e-7
 BROKE_DOWN = "because the interior point method broke down"
-"""What a solution's method says where simplex took over, which is many times slower."""
+"""What a solution's method says where simplex took over."""
 NO_PAIRS = PairTimes(
     a=np.zeros(0, np.int64), b=np.zeros(0, np.int64), column=np.zeros(0, np.int64), time=np.zeros(0)
 )
@@ -138,8 +140,8 @@ class MergedProgram:
     def solve(self, small: Program) -> tuple[Solution, PairTimes]:
         """Solve a program over the rows; without space sharing the pair times are empty."""
         if self.pairing is None:
-            return solve_alone(small), NO_PAIRS
-        return solve_with_pairs(small, self.pairing)
+            return solve_alone(small, self.instance.should_stop), NO_PAIRS
+        return solve_with_pairs(small, self.pairing, self.instance.should_stop)
 
     def outcome(self, found: Solution, totals: PairTimes) -> Outcome:
         """A solution over the rows as time fractions of every job, feasible to the last bit."""
@@ -181,17 +183,18 @@ def optimise(
     return merged.outcome(*merged.solve(merged.small))
 
 
-def solve_alone(program: Program, accepted_gap: float = ACCEPTED_GAP) -> Solution:
-    """Solve without pairs: interior point, or simplex where that breaks down.
+def solve_alone(program: Program, should_stop: Callable[[], bool] = never) -> Solution:
+    """Solve without pairs: interior point, or simplex from there where that breaks down.
 
     An interior point method may stop short on programs without an interior, such as those of
     jobs that must keep exactly what is the most they can have.
     """
-    try:
-        return solve_interior(program, accepted_gap)
-    except BackendError:
-        found = solve_by_simplex(program)
-        return replace(found, method=f"{found.method}, {BROKE_DOWN}")
+    near = solve_interior(program, should_stop=should_stop)
+    if near is not None and (near.gap < ACCEPTED_GAP or should_stop()):
+        return near
+    likely = None if near is None else simplex.likely_columns(program, near)
+    found = simplex.solve(program, likely, should_stop)
+    return replace(found, method=f"{found.method}, {BROKE_DOWN}")
 
 
 def rescored(program: Program, found: Solution, x: Floats) -> Solution:

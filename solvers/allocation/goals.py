@@ -195,7 +195,7 @@ def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:
         root = _root(goal, found.job_prices, found.bound, lower, guess)
         if root > lower or proof is None:
             lower, proof = max(lower, root), found
-        if best.objective - lower <= PRECISION * best.objective:
+        if best.objective - lower <= PRECISION * best.objective or instance.should_stop():
             break
         guess = lower * (1 + PRECISION / 4)
     assert best is not None
@@ -249,7 +249,7 @@ def ratio(instance: Instance, goal: Ratio) -> Outcome:
             ),
         )  # fmt: skip
         earned, spent = _earned_and_spent(instance, found, goal)
-        if earned / spent <= value * (1 + PRECISION):
+        if earned / spent <= value * (1 + PRECISION) or instance.should_stop():
             break
     # N <= q D + excess and D >= least for all x, so no ratio passes q + excess / least.
     least = -total(

@@ -30,8 +30,8 @@ def idle_devices(instance: Instance, outcome: Outcome) -> tuple[Floats, Floats]:
         room = np.where(instance.resources > 0, idle[:, None] / instance.resources, np.inf)
     movable = _movable(instance, outcome)
     each = np.minimum(instance.usage * movable, room.min(axis=0))  # units of columns
-    devices = np.einsum("kc,mc->kmc", instance.resources, each)[: instance.num_types]
-    wanted = devices.max(axis=2).sum(axis=1)
+    uses = instance.resources[: instance.num_types]
+    wanted = np.array([(row[row > 0] * each[:, row > 0]).max(axis=1).sum() for row in uses])
     idle = idle[: instance.num_types]
     return idle, np.minimum(idle, wanted)
 
@@ -49,8 +49,14 @@ def _used(instance: Instance, outcome: Outcome) -> Floats:
 def _movable(instance: Instance, outcome: Outcome) -> Floats:
     """The part of its time that a job would rather spend on a column [jobs, columns]."""
     rate, x = instance.rate, outcome.x
-    slower = (rate[:, :, None] > rate[:, None, :]) & (rate[:, :, None] > 0)
-    time: Floats = np.einsum("mcd,md->mc", slower, x)
+    order = np.argsort(rate, axis=1, kind="stable")
+    sorted_rate, before = np.take_along_axis(rate, order, 1), np.zeros_like(x)
+    before[:, 1:] = np.cumsum(np.take_along_axis(x, order, 1), axis=1)[:, :-1]
+    # Of equal columns none is slower than another: each counts what the first of them has below.
+    first = np.where(np.diff(sorted_rate, axis=1, prepend=-1.0) > 0, np.arange(x.shape[1]), 0)
+    below = np.take_along_axis(before, np.maximum.accumulate(first, axis=1), 1)
+    time = np.zeros_like(x)
+    np.put_along_axis(time, order, np.where(sorted_rate > 0, below, 0.0), 1)
     spent = x.sum(axis=1)
     if outcome.pairs is not None and instance.pair_rate is not None:
         p, kind = outcome.pairs, instance.kind

@@ -5,13 +5,14 @@ Columns are the places a job may spend time on: a device type, a device type unc
 use: devices of a type, and consolidated devices where these are limited.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ...schema.errors import ProblemError
 from ...schema.jobs import AllocationProblem, Entity, Job, PairThroughput
+from ..effort import never
 from .program import Floats, Ints, Program
 
 CONSOLIDATED = "/consolidated"
@@ -30,7 +31,8 @@ class Instance:
     ``dollars`` [columns] per hour and unit of usage, NaN where no price is known.
     ``kind`` [jobs] numbers the (model, scale factor); ``pair_rate`` [kinds, kinds, columns] is
     the rate of the first kind beside the second, 0 where they cannot share, None without space
-    sharing. ``entity`` [jobs] numbers ``entities``, -1 for jobs at the top.
+    sharing. ``entity`` [jobs] numbers ``entities``, -1 for jobs at the top. ``should_stop`` says
+    that the caller's limit of time has come: solvers then end with the best that they can prove.
     """
 
     ids: Sequence[str]
@@ -55,6 +57,7 @@ class Instance:
     entities: tuple[Entity, ...] = ()
     budget_dollars: float | None = None
     arrival: Floats = field(default_factory=lambda: np.zeros(0))
+    should_stop: Callable[[], bool] = never
 
     @property
     def num_jobs(self) -> int:

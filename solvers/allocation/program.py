@@ -197,3 +197,17 @@ def shortfall(program: Program, x: Floats, z: float) -> float:
 def resource_use(program: Program, x: Floats) -> Floats:
     """What ``x`` uses of each resource [resources]."""
     return program.resources @ (program.count @ (program.usage * x))
+
+
+def solution_of(
+    program: Program, x: Floats, job_prices: Floats, resource_prices: Floats, method: str
+) -> Solution:
+    """Time fractions and prices as a feasible solution with the bound that the prices prove."""
+    bound, y, price = dual_bound(program, job_prices, resource_prices)
+    x = fit(program, x)
+    z = level_of(program, x) if program.level_weight else 0.0
+    objective = program.objective(x, z)
+    return Solution(
+        x=x, z=z, objective=objective, bound=bound, job_prices=y, resource_prices=price,
+        gap=max(gap_between(program, objective, bound), shortfall(program, x, z)), method=method,
+    )  # fmt: skip

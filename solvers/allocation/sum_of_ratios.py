@@ -108,6 +108,8 @@ class _Search:
         nodes = 1
         most = max(_WORK // max(self._size(), 1), 40)
         while heap and not self._is_close(heap[0]) and nodes < most:
+            if self.instance.should_stop():
+                break
             node = heapq.heappop(heap)
             for is_at_most in (True, False):
                 cut = RegionCut(node.cut_job, node.cut_dollars, is_at_most)

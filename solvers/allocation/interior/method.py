@@ -17,11 +17,9 @@ from ..program import (
     Floats,
     Program,
     Solution,
-    dual_bound,
     fit,
-    gap_between,
     level_of,
-    shortfall,
+    solution_of,
 )
 
 MAX_ITERATIONS = 100
@@ -270,9 +268,12 @@ class _System:
         matrix = np.zeros((size + 1, size + 1))
         block = -(p.resources * over_rows(ds * p.usage * n)) @ p.resources.T
         block.reshape(-1)[:: size + 1] -= self.at.w / self.at.price
-        for row in range(size):
-            block[row] -= over_rows(self.q[row] * n * self.alpha_l)
-            block[row] += over_rows(self.k[row] * n * self.beta_l)
+        if size < SMALL:
+            for row in range(size):
+                block[row] -= over_rows(self.q[row] * n * self.alpha_l)
+                block[row] += over_rows(self.k[row] * n * self.beta_l)
+        else:  # rows x types^2: at hundreds of types only a matrix product is fast enough
+            block += (self.k * n) @ self.beta_l.T - (self.q * n) @ self.alpha_l.T
         matrix[:size, :size] = block
         if p.has_level:
             across = over_rows(self.k * (n * self.beta_z) - self.q * (n * self.alpha_z))
@@ -425,18 +426,6 @@ def is_near(p: Scaled, at: Point) -> bool:
 def read_back(program: Program, p: Scaled, at: Point, iteration: int) -> Solution:
     """A point as a feasible solution of the program as it was given, with its proof."""
     unit = p.level_unit if p.has_level else p.gain_unit
-    bound, y, price = dual_bound(program, at.y / p.row * unit, at.price / p.unit * unit)
-    x = fit(program, at.x.T)
-    z = level_of(program, x) if p.has_level else 0.0
-    broken = shortfall(program, x, z)
-    objective = program.objective(x, z)
-    return Solution(
-        x=x,
-        z=z,
-        objective=objective,
-        bound=bound,
-        gap=max(gap_between(program, objective, bound), broken),
-        job_prices=y,
-        resource_prices=price,
-        method=f"structured interior point, {iteration} iterations",
-    )
+    y, price = at.y / p.row * unit, at.price / p.unit * unit
+    method = f"structured interior point, {iteration} iterations"
+    return solution_of(program, at.x.T, y, price, method)

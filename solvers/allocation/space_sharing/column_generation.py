@@ -6,11 +6,13 @@ join until the groups' times suffice for each of their rows, pairs until none ea
 the program's prices (``pairs``). Then the times are dealt out to the rows.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from ....schema.errors import BackendError
+from ...effort import never
 from ..program import Floats, Ints, Program, Solution, dual_bound, gap_between
 from .groups import Groups, deal, each_apart, grouped
 from .master import TOLERANCE, Master, Prices
@@ -18,7 +20,7 @@ from .pairs import Pairing, PairTimes, Partners
 
 __all__ = [
     "PairProgram", "PairTimes", "Pairing", "bound_with_pairs", "no_pairing", "pair_time", "solve",
-    "solve_by_simplex", "spare_prices", "throughput_with_pairs",
+    "spare_prices", "throughput_with_pairs",
 ]  # fmt: skip
 
 MAX_ROUNDS = 500
@@ -27,17 +29,20 @@ MAX_ROUNDS = 500
 FULL_ROWS = 40
 
 
-def solve(program: Program, pairing: Pairing) -> tuple[Solution, PairTimes]:
+def solve(
+    program: Program, pairing: Pairing, should_stop: Callable[[], bool] = never
+) -> tuple[Solution, PairTimes]:
     """Maximise over singles and pairs; exact, a vertex of the groups' optimal face.
 
     Args:
         program: The program over rows alone.
         pairing: Who may share.
+        should_stop: Asked before pairs join; True ends with those at hand.
 
     Raises:
         BackendError: HiGHS finds no optimum.
     """
-    return PairProgram(program, pairing).solve(program)
+    return PairProgram(program, pairing, should_stop=should_stop).solve(program)
 
 
 class PairProgram:
@@ -49,6 +54,7 @@ class PairProgram:
         pairing: Pairing,
         seed: PairTimes | None = None,
         row: Floats | None = None,
+        should_stop: Callable[[], bool] = never,
     ) -> None:
         """Start with no pairs, or few.
 
@@ -58,7 +64,9 @@ class PairProgram:
             seed: Pairs of rows to start from, such as those of a similar program's answer.
             row: What demands are measured in [rows], best rates otherwise; given, every row is
                 a group of its own.
+            should_stop: Asked before pairs join; True ends with those at hand.
         """
+        self._should_stop = should_stop
         self._pairing, self._row = pairing, row
         self._partners = partners_of(program, pairing)
         rows = len(program.count)
@@ -105,7 +113,7 @@ class PairProgram:
             self._bounded()
             rounds += 1
             fresh = set() if self._whole else master.paying() - self._known
-            if not fresh or rounds >= MAX_ROUNDS:
+            if not fresh or rounds >= MAX_ROUNDS or self._should_stop():
                 return rounds
             self._known |= fresh
             master.add_pairs(fresh)
@@ -179,13 +187,6 @@ def no_pairing(program: Program) -> Pairing:
         worth=np.zeros_like(program.rate),
         charge=np.zeros(columns),
     )
-
-
-def solve_by_simplex(program: Program) -> Solution:
-    """Maximise without pairs, by the simplex method: for programs without an interior."""
-    row = np.maximum(program.rate.max(axis=1), 1e-300)
-    found, _ = PairProgram(program, no_pairing(program), row=row).solve(program)
-    return replace(found, time_prices=None, method="HiGHS simplex")
 
 
 def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u: Floats) -> Floats:

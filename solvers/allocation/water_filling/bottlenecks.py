@@ -5,18 +5,20 @@ throughput, and can rise as far as columns without a price carry it. With it row
 other's time, so the prices of throughput and time count too.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from ....schema.errors import BackendError
+from ...effort import never
+from .. import simplex
 from ..engine import NO_PAIRS, MergedProgram, solve_alone
 from ..program import Bools, Floats, Ints, Program, Solution, resource_use
 from ..space_sharing.column_generation import (
     PairProgram,
     PairTimes,
-    solve_by_simplex,
     spare_prices,
 )
 from .prices import least_cost, marginal_cost, rents
@@ -32,6 +34,10 @@ NOTHING = 1e-6
 AT_CAP = 1e-9
 # Resources with a smaller part of the whole price are free.
 FREE_PART = 1e-6
+# Rows are on more columns by the simplex method: an interior point iteration costs columns^2.
+MANY_COLUMNS = 50
+# What is left of a resource is rounding if it is a smaller part.
+LEFT_PART = 1e-12
 # Earlier prices are weighed up by this factor, while that refutes by more than a part more.
 MORE = 4.0
 ENOUGH = 1e-3
@@ -71,6 +77,7 @@ class Limits(Protocol[AnyCut]):
     stride: int
     precision: float
     best: Floats
+    should_stop: Callable[[], bool]
 
     def base(self, levels: Floats) -> Floats:
         """What programs start from, given levels that can be had [rows]."""
@@ -119,8 +126,8 @@ class LimitsAlone:
     down because rows that stopped leave no interior.
     """
 
-    def __init__(self, small: Program) -> None:
-        self.small = small
+    def __init__(self, small: Program, should_stop: Callable[[], bool] = never) -> None:
+        self.small, self.should_stop = small, should_stop
         self._open, self._rest = small.rate > 0, np.zeros(0, np.int64)
         self._fixed = np.zeros_like(small.rate)
         self._busy = np.zeros(len(small.count), dtype=bool)
@@ -130,6 +137,7 @@ class LimitsAlone:
         self.best = small.rate.max(axis=1) / small.level
         self.price, self.priced = np.zeros(len(small.capacity)), 0
         self._part = LeastCost(small, self.price, self.price), self._rest
+        self._likely: Bools | None = None  # columns that a vertex used
 
     def base(self, levels: Floats) -> Floats:
         """Start programs from zero levels."""
@@ -153,22 +161,34 @@ class LimitsAlone:
         vertex = at_prices(program, price)
         if vertex is not None and vertex.z >= 1.0 - self.precision:
             return vertex, NO_PAIRS
-        found = solve_alone(program)
+        found = self._solved(program)
         if vertex is not None and vertex.z >= 1.0 - NEARLY <= found.z:
             sharp = max((found, vertex), key=lambda each: self.cut(each).excess(end))
             found = replace(found, resource_prices=sharp.resource_prices)
         return found, NO_PAIRS
 
+    def _solved(self, program: Program) -> Solution:
+        """Solve for all rows: by the simplex method from the last vertex if types are many."""
+        if program.rate.shape[1] <= MANY_COLUMNS:
+            return solve_alone(program, self.should_stop)
+        found = simplex.solve(program, self._likely, self.should_stop)
+        self._likely = found.x > 0
+        return found
+
     def _solve_rest(self, program: Program, end: Floats) -> Solution:
         """Solve for the rows that have a choice left, beside what the others hold."""
         small, x = self.small, self._fixed.copy()
         left = small.capacity - resource_use(small, x)
-        rest = some_rows(program, self._rest, self._open, np.maximum(left, 0.0))
+        left = np.where(left > LEFT_PART * small.capacity, left, 0.0)
+        rest = some_rows(program, self._rest, self._open, left)
         stopped = ~self._rising[self._rest]
         for part in RELAXED:
             level = np.where(stopped, rest.level * (1.0 - part), rest.level)
-            found = solve_by_simplex(replace(rest, level=level))
+            likely = None if self._likely is None else self._likely[self._rest]
+            found = simplex.solve(replace(rest, level=level), likely, self.should_stop)
             x[self._rest] = found.x
+            if self._likely is not None:
+                self._likely |= x > 0
             used = resource_use(small, x)
             z = min(found.z, 1.0, float((small.capacity / np.maximum(used, small.capacity)).min()))
             if not 1.0 - NEARLY <= z < 1.0 - self.precision:
@@ -202,7 +222,7 @@ class LimitsAlone:
         """Prices without those that do not count, of a pool that is worth 1."""
         worth = price * self.small.capacity
         price = np.where(worth > FREE_PART * worth.sum(), price, 0.0)
-        counted: Floats = price / (self.small.capacity @ price)
+        counted: Floats = price / max(float(self.small.capacity @ price), 1e-300)
         return counted
 
     def cut(self, found: Solution) -> "LeastCost":
@@ -314,7 +334,7 @@ class LimitsWithPairs:
             keeps_basis: Whether each program goes on from the last one's basis.
         """
         assert merged.pairing is not None
-        self.keeps_basis = keeps_basis
+        self.keeps_basis, self.should_stop = keeps_basis, merged.instance.should_stop
         self.merged, self.pairing = merged, merged.pairing
         self.stride, self.precision = 1, 1e-9
         self.best = best_levels(merged)
@@ -336,7 +356,7 @@ class LimitsWithPairs:
             small, floor=small.level * start, level=small.level * rise, demands=end > 0
         )
         if self._open is None or not self.keeps_basis:
-            self._open = PairProgram(program, self.pairing)
+            self._open = PairProgram(program, self.pairing, should_stop=self.should_stop)
         try:
             found, pairs = self._open.solve(program)
         except BackendError:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ....schema.errors import BackendError
+from ...effort import OutOfTimeError
 from ..engine import Outcome
 from ..goals import LeastCurve, MaxMin
 from ..instance import Instance
@@ -41,6 +42,8 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
     )
     try:
         found = fill(instance, each)
+    except OutOfTimeError:
+        return replace(bare, unfilled="the time limit came before they were shared out")
     except BackendError as error:
         return replace(bare, unfilled=f"sharing them out broke down ({error.message})")
     value = _value(goal, found.throughput)

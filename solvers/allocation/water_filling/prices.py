@@ -11,6 +11,8 @@ from ..program import Floats, Program
 
 # Rates closer than this (relative) are one rate.
 SAME = 1e-11
+# A column below a line by a smaller part of what it costs is on it.
+LAST_BITS = 4e-16
 
 
 def rents(program: Program, prices: Floats) -> Floats:
@@ -20,25 +22,45 @@ def rents(program: Program, prices: Floats) -> Floats:
 
 
 def least_cost(rate: Floats, rent: Floats, throughput: Floats) -> Floats:
-    """The least cost of a throughput that the row can reach [rows]; O(rows x columns^2).
+    """The least cost of a throughput that the row can reach [rows]; infinite where it cannot.
+
+    The edge of the hull above the throughput is found as the simplex method would: the column
+    farthest below the line through a slower and a faster one takes the place of one of them, until
+    none is below. O(rows x columns) a step, with about log2(columns) steps.
 
     Args:
         rate: Steps per second [rows, columns]; 0 where the row does not run.
         rent: What all the time on a column costs [rows, columns].
         throughput: Steps per second asked for [rows].
     """
-    wanted = throughput[:, None]
-    slow = np.hstack((np.zeros_like(wanted), np.where(rate > 0, rate, np.inf)))
-    paid = np.hstack((np.zeros_like(wanted), rent))
-    fast = rate >= wanted * (1.0 - SAME)
     least = np.where(throughput > 0, np.inf, 0.0)
-    for c in range(rate.shape[1]):
-        reach = rate[:, c, None] - slow
-        below = fast[:, c, None] & (slow < wanted) & (reach > 0)
-        part = np.minimum((wanted - slow) / np.where(below, reach, 1.0), 1.0, where=below,
-                          out=np.zeros_like(slow))  # fmt: skip
-        cost = paid + part * (rent[:, c, None] - paid)
-        least = np.minimum(least, np.where(below, cost, np.inf).min(axis=1))
+    fast = (rate > 0) & (rate >= throughput[:, None] * (1.0 - SAME))
+    left = np.flatnonzero((throughput > 0) & fast.any(axis=1))
+    rate, wanted, fast = rate[left], throughput[left], fast[left]
+    rent = np.where(rate > 0, rent[left], np.inf)
+    rows = np.arange(len(left))
+    top = np.where(fast, rent / np.where(fast, rate, 1.0), np.inf).argmin(axis=1)
+    high, high_paid = rate[rows, top], rent[rows, top]
+    low, low_paid = np.zeros(len(left)), np.zeros(len(left))
+    for _ in range(2 * rate.shape[1] + 2):
+        part = (wanted - low) / (high - low)
+        cost = np.where(part < 1.0, low_paid + part * (high_paid - low_paid), high_paid)
+        least[left] = np.minimum(least[left], cost)
+        slope = (high_paid - low_paid) / (high - low)
+        lowest = (rent - slope[:, None] * rate).argmin(axis=1)
+        new, paid, over = rate[rows, lowest], rent[rows, lowest], fast[rows, lowest]
+        below = low_paid + slope * (new - low) - paid
+        go = np.flatnonzero(below > LAST_BITS * (paid + low_paid + slope * np.maximum(new, high)))
+        if not len(go):
+            break
+        high, high_paid = np.where(over, new, high), np.where(over, paid, high_paid)
+        low, low_paid = np.where(over, low, new), np.where(over, low_paid, paid)
+        if len(go) < len(left):
+            left, rate, rent, wanted, fast, high, high_paid, low, low_paid = (
+                each[go]
+                for each in (left, rate, rent, wanted, fast, high, high_paid, low, low_paid)
+            )
+            rows = np.arange(len(left))
     return least
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ....schema.errors import BackendError
+from ...effort import OutOfTimeError
 from ..engine import NO_PAIRS, MergedProgram
 from ..program import Floats, Program, Solution
 from ..space_sharing.column_generation import (
@@ -57,6 +58,7 @@ def rise(merged: MergedProgram, tree: Tree, best: Floats) -> RaisedLevels:
 
     Raises:
         BackendError: HiGHS finds no optimum of a program.
+        OutOfTimeError: The caller's limit came first.
     """
     small, stages = merged.small, list[Stage]()
     pairing = merged.pairing or no_pairing(small)
@@ -64,6 +66,8 @@ def rise(merged: MergedProgram, tree: Tree, best: Floats) -> RaisedLevels:
     found, pairs, held = None, NO_PAIRS, _Held(small, pairing, small.level * best)
     first: tuple[Program, Floats, Floats, Floats] | None = None
     while active.any():
+        if merged.instance.should_stop():
+            raise OutOfTimeError
         path = Path(tree, level, active, best * (1.0 + ABOVE))
         step = path.levels(path.times[1]) - level
         program = replace(

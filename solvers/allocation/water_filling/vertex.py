@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from ....schema.errors import BackendError
+from .. import simplex
 from ..program import Bools, Floats, Ints, Program, Solution
-from ..space_sharing.column_generation import solve_by_simplex
 from .prices import least_cost, marginal_cost, rents
 
 # Ways that cost the same but for this part of the row's cost are equal.
@@ -43,7 +43,7 @@ def at_prices(program: Program, prices: Floats) -> Solution | None:
         left = program.capacity - program.resources @ (program.count @ (program.usage * x))
         rest = some_rows(program, open_rows, kept, np.maximum(left, 0.0))
         try:
-            found = solve_by_simplex(rest)
+            found = simplex.solve(rest)
         except BackendError:
             return None
         x[open_rows], z = found.x, min(found.z, 1.0)

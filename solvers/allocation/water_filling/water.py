@@ -21,6 +21,7 @@ import numpy as np
 
 from ....schema.errors import BackendError
 from ....schema.jobs import Entity
+from ...effort import OutOfTimeError
 from ..engine import NO_PAIRS, MergedProgram, Outcome
 from ..instance import Instance
 from ..program import Floats, Ints, Program, Solution, dual_bound, gap_between
@@ -73,6 +74,7 @@ def fill(instance: Instance, goal: WaterFilling) -> Outcome:
 
     Raises:
         BackendError: A program broke down, in both ways to the answer.
+        OutOfTimeError: The caller's limit came before there was a proof.
     """
     merged = MergedProgram.of(instance, instance.program(level=goal.unit), _alike(goal))
     first = merged.first
@@ -89,6 +91,8 @@ def fill(instance: Instance, goal: WaterFilling) -> Outcome:
             return found
         if quick is None or (left, found.gap) < (loose, quick.gap):
             quick, loose = found, left
+    if quick is not None and instance.should_stop():
+        return quick
     try:
         slow, left = _outcome(merged, stepwise.rise(merged, tree, best_levels(merged)))
     except BackendError:
@@ -101,7 +105,9 @@ def fill(instance: Instance, goal: WaterFilling) -> Outcome:
 def _quick_ways(merged: MergedProgram) -> list[Callable[[Tree], RaisedLevels]]:
     """Ways along the path; the second try starts each program without the last one's basis."""
     if merged.pairing is None:
-        return [lambda tree: _rise(merged, tree, LimitsAlone(merged.small))]
+        return [
+            lambda tree: _rise(merged, tree, LimitsAlone(merged.small, merged.instance.should_stop))
+        ]
     return [
         lambda tree: _rise(merged, tree, LimitsWithPairs(merged)),
         lambda tree: _rise(merged, tree, LimitsWithPairs(merged, keeps_basis=False)),
@@ -181,6 +187,8 @@ def _highest(
     short = np.inf
     while True:
         start, end = limits.base(path.levels(low)), path.levels(time)
+        if limits.should_stop():
+            raise OutOfTimeError
         found, pairs = limits.solve(start, end, cut)
         steps += 1
         had = (start + found.z * (end - start)) * (1.0 + limits.precision)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.schema.errors import BackendError
+from hetflow.solvers.allocation.engine import ACCEPTED_GAP
 from hetflow.solvers.allocation.interior import method
 from hetflow.solvers.allocation.interior.solve import Walk, solve
 from hetflow.solvers.allocation.program import Program, Solution
@@ -41,10 +41,8 @@ def _program(seed: int, jobs: int, types: int, *, holes: float, idle: float) -> 
 
 
 def _solved(program: Program, walk: Walk) -> Solution | None:
-    try:
-        return solve(program, walk=walk)
-    except BackendError:
-        return None
+    found = solve(program, walk=walk)
+    return found if found is not None and found.gap < ACCEPTED_GAP else None
 
 
 @settings(max_examples=examples(60))

@@ -68,10 +68,7 @@ def test_the_simplex_method_fills_to_the_same_throughputs(seed, draw, monkeypatc
     problem = draw(seed, num_jobs=12)
     found = {policy: allocate(problem, policy) for policy in FILLED}
 
-    def broken(*_):
-        raise BackendError("no more numbers")
-
-    monkeypatch.setattr(engine, "solve_interior", broken)
+    monkeypatch.setattr(engine, "solve_interior", lambda *_, **__: None)
     for policy, usual in found.items():
         other = allocate(problem, policy)
         assert other.certificate.method.startswith(
