@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..schema.device_naming import GpuFacts, device_type_names
 from .accelerator import AcceleratorBackend
 from .backend import LocalDevice, device_backend
-from .naming import GpuFacts, device_type_names
 
 if TYPE_CHECKING:
     import torch

@@ -4,10 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..schema.device_naming import is_former_name
 from .backend import DEVICES, LocalDevice
 from .cpu import DEVICE_TYPE, cpu_device
 from .host import TORCH_DEVICE
-from .naming import is_former_name
 
 if TYPE_CHECKING:
     import torch

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..devices.naming import is_former_name
-from ..devices.pool_text import is_listing, listed_pool, pool_text
 from ..schema import files
 from ..schema.cluster import Cluster
+from ..schema.device_naming import is_former_name
 from ..schema.errors import ProblemError
 from ..schema.options import option
+from ..schema.pool_text import is_listing
 from ..schema.profile import Profile
 from ..schema.records import nearest
 from ..schema.requests.kinds import Pool, Profiles
@@ -41,7 +41,7 @@ def pool_of(given: Pool, *, field: str = "pool") -> Cluster:
     if isinstance(given, Path):
         text = files.read_text(given)
         if is_listing(text):
-            return Cluster.parse(listed_pool(text), field=field)
+            return Cluster.parse(text, field=field)
         return files.from_json(text, Cluster, name=str(given))
     if given.endswith(".json"):
         in_a_file = f"{option('cluster', 'FILE')} (from Python, a Path)"
@@ -49,7 +49,7 @@ def pool_of(given: Pool, *, field: str = "pool") -> Cluster:
             f"{option(field, repr(given))} is the name of a file, not of devices",
             hint=f"give {in_a_file if field == 'pool' else 'devices, such as 1x(2xV100)'}",
         )
-    return Cluster.parse(pool_text(given), field=field)
+    return Cluster.parse(given, field=field)
 
 
 def name_of(given: Pool) -> str:

@@ -10,6 +10,7 @@ from typing import Literal
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table, listed
 from .options import option
+from .pool_text import pool_text
 from .records import (
     Count,
     Name,
@@ -260,7 +261,9 @@ class Cluster(Shown):
 
         ``2xV100,8xP100`` is a flat pool. ``2xV100`` may also be written ``V100:2``, or with the
         device's memory ``V100:2:16GB``. ``4x(4xV100)`` is four servers. A device name may contain
-        one colon followed by a letter (``cpu:slow``).
+        one colon followed by a letter (``cpu:slow``). Entries may also be spelled as
+        Slurm and drivers do (``gpu:v100:2``, ``Tesla V100-SXM2-16GB:2``), and the text may be
+        what ``nvidia-smi -L`` printed.
 
         Args:
             text: The specification.
@@ -275,7 +278,7 @@ class Cluster(Shown):
         flat: Counter[str] = Counter()
         servers: list[ServerGroup] = []
         named = option(field, repr(text))
-        for part in _split_outside_brackets(text, named):
+        for part in _split_outside_brackets(pool_text(text), named):
             match = _SERVERS.match(part)
             if match:
                 inside: Counter[str] = Counter()

@@ -2,14 +2,14 @@
 
 import pytest
 
-from hetflow.devices.naming import (
+from hetflow.schema.cluster import Cluster
+from hetflow.schema.device_naming import (
     GpuFacts,
     device_type_name,
     device_type_names,
     former_name,
     is_former_name,
 )
-from hetflow.schema.cluster import Cluster
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ Slurm writes ``gpu:v100:2``, ``gres/gpu:v100=2`` or ``gpu:nvidia_a100-sxm4-80gb:
 import re
 from collections import Counter
 
-from ..schema.errors import ProblemError
-from .naming import device_type_name
+from .device_naming import device_type_name
+from .errors import ProblemError
 
 _LISTED = re.compile(r"^GPU \d+: (?P<name>.+?)(?: \(UUID: [^)]*\))?$", re.MULTILINE)
 _SLURM = re.compile(r"^(?:gres[/:])?gpu[:/](?P<rest>.*?)(?:\([^)]*\))?$")

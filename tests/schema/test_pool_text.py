@@ -35,7 +35,7 @@ GPU 2: NVIDIA H100 PCIe (UUID: GPU-4f4)
     ],
 )
 def test_a_pool_is_read_as_its_cluster_spells_it(text: str, plain: str) -> None:
-    assert pool_of(text) == Cluster.parse(plain)
+    assert pool_of(text) == Cluster.parse(text) == Cluster.parse(plain)
 
 
 @pytest.mark.parametrize(
