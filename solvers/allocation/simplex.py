@@ -104,7 +104,9 @@ class _Columns:
     def solve(self, should_stop: Callable[[], bool]) -> Solution:
         """Solve, with more columns until none would pay."""
         p, rows = self.program, len(self.program.count)
-        for _ in range(MAX_ROUNDS):
+        rounds = 0
+        while True:
+            rounds += 1
             answer = self.session.solve()
             if answer is None:
                 raise BackendError("HiGHS found no optimum of the allocation program")
@@ -116,7 +118,7 @@ class _Columns:
             pays = np.where(self.kept | (p.rate <= 0), 0.0, pays)
             joining = np.sort(pays, axis=1)[:, -JOINING:][:, :1]
             fresh = (pays > PAYS) & (pays >= joining)
-            if should_stop() or not fresh.any():
+            if should_stop() or not fresh.any() or rounds >= MAX_ROUNDS:
                 break
             self._add(fresh)
         x = np.zeros_like(p.rate)

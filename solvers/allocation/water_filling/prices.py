@@ -56,10 +56,8 @@ def least_cost(rate: Floats, rent: Floats, throughput: Floats) -> Floats:
         high, high_paid = np.where(over, new, high), np.where(over, paid, high_paid)
         low, low_paid = np.where(over, low, new), np.where(over, low_paid, paid)
         if len(go) < len(left):
-            left, rate, rent, wanted, fast, high, high_paid, low, low_paid = (
-                each[go]
-                for each in (left, rate, rent, wanted, fast, high, high_paid, low, low_paid)
-            )
+            left, wanted, rate, rent, fast = left[go], wanted[go], rate[go], rent[go], fast[go]
+            high, high_paid, low, low_paid = high[go], high_paid[go], low[go], low_paid[go]
             rows = np.arange(len(left))
     return least
 
