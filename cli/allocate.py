@@ -7,7 +7,16 @@ import typer
 
 from ..schema.requests.allocate import AllocateRequest
 from .asking import Asked, asks
-from .common import ForceFlag, JsonFlag, OutputOption, emit_file, note, price_text, progress_line, warn
+from .common import (
+    ForceFlag,
+    JsonFlag,
+    OutputOption,
+    emit_file,
+    note,
+    price_text,
+    progress_line,
+    warn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
