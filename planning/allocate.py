@@ -14,6 +14,7 @@ from ..schema.jobs import (
     Throughputs,
     consolidated_devices,
 )
+from ..schema.options import option
 from ..solvers.effort import OutOfTimeError, never
 from .inputs import spelled_as
 from .limits import Clock
@@ -111,6 +112,6 @@ def allocate(
 
 def _too_short(policy: str) -> ProblemError:
     return ProblemError(
-        f"--time-limit ended before policy {policy} had an allocation that could be proved",
-        hint="allow more seconds, or leave --time-limit out",
+        f"{option('time_limit_seconds')} ended before policy {policy} had an allocation that could be proved",
+        hint="allow more seconds, or leave it out",
     )
