@@ -112,6 +112,7 @@ def allocate(
 
 def _too_short(policy: str) -> ProblemError:
     return ProblemError(
-        f"{option('time_limit_seconds')} ended before policy {policy} had an allocation that could be proved",
+        f"{option('time_limit_seconds')} ended before policy {policy} had an "
+        "allocation that could be proved",
         hint="allow more seconds, or leave it out",
     )
