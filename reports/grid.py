@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from textwrap import TextWrapper
 
+from tabulate import tabulate
+
 _most_characters: ContextVar[int | None] = ContextVar("most_characters", default=None)
 _LEAST = 8  # characters of a column whose words are broken
 
@@ -37,13 +39,19 @@ def grid(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     within words only where nothing else helps.
     """
     cells = [[str(cell) for cell in row] for row in (headers, *rows)]
-    widths, gap = [max(len(name) + 2, *each) for name, each in _columns(cells)], "  "
-    most = most_characters()
-    if most is not None and sum(widths) + len(gap) * (len(widths) - 1) > most:
-        widths, gap = _fitting(cells, most)
+    widths, most = [max(len(name) + 2, *each) for name, each in _columns(cells)], most_characters()
+    if most is None or sum(widths) + 2 * (len(widths) - 1) <= most:
+        lines = tabulate(cells[1:], cells[0], disable_numparse=True).splitlines()
+        return "\n".join([lines[0], _rule(headers, widths, "  "), *lines[2:]])
+    widths, gap = _fitting(cells, most)
     head, *body = (_lines(row, widths, gap) for row in cells)
-    rule = gap.join(("-" if name else " ") * n for name, n in zip(headers, widths, strict=True))
-    return "\n".join([*head, rule.rstrip(), *(line for row in body for line in row)])
+    rule = _rule(headers, widths, gap)
+    return "\n".join([*head, rule, *(line for row in body for line in row)])
+
+
+def _rule(headers: Sequence[str], widths: Sequence[int], gap: str) -> str:
+    names = zip(headers, widths, strict=True)
+    return gap.join(("-" if name else " ") * width for name, width in names).rstrip()
 
 
 def _columns(cells: Cells) -> Iterator[tuple[str, list[int]]]:
