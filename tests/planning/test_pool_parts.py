@@ -63,17 +63,17 @@ RATES = (1e7, 1e9, 1e10)
 STRATEGIES = ("split", "pipeline", "parallel")
 
 
-def solved(pool: Cluster, strategy: str) -> float:
+def solved(pool: Cluster, strategy: str) -> tuple[float, bool]:
+    """The step of the best plan found, and whether it is proved."""
     given = PROFILES
     if strategy == "split":
         sync = Sync(num_devices=2, sync_seconds=0.01, latency_seconds=1e-5, bytes_per_second=1e10)
         given = tuple(replace(each, sync=sync) for each in PROFILES)
     schedule = {"schedule": "1f1b"} if strategy == "pipeline" else {}
     plan = hetflow.solve(given, pool, batch_size=16, strategy=strategy, **schedule)
-    assume(plan.proof.termination == "optimal")  # not where there are too many parts
     assert hetflow.check(plan, given) == []
     assert hetflow.check(plan, given, pool) == []
-    return plan.predicted.step_seconds
+    return plan.predicted.step_seconds, plan.proof.termination == "optimal"
 
 
 def cluster(*servers: ServerGroup, inter: float, links: tuple[Link, ...] = ()) -> Cluster:
@@ -138,7 +138,9 @@ def test_more_devices_and_faster_links_never_make_a_proved_plan_slower(
 ) -> None:
     before, after = pools
     assume(strategy != "pipeline" or sum(after.num_devices.values()) <= 4)  # dear ones
-    assert solved(after, strategy) <= solved(before, strategy) * (1 + 1e-9)
+    (sooner, is_proved), (later, _) = solved(after, strategy), solved(before, strategy)
+    assume(is_proved)  # not where a pool has too many parts
+    assert sooner <= later * (1 + 1e-9)
 
 
 def test_devices_behind_a_slow_link_are_left_alone() -> None:
@@ -148,7 +150,7 @@ def test_devices_behind_a_slow_link_are_left_alone() -> None:
     both = cluster(near, far, inter=1e5)
     plan = hetflow.solve(PROFILES, both, batch_size=16, strategy="parallel")
     assert plan.devices_by_type == {"A": 4}
-    assert plan.predicted.step_seconds == pytest.approx(solved(alone, "parallel"))
+    assert plan.predicted.step_seconds == pytest.approx(solved(alone, "parallel")[0])
 
 
 def test_equal_links_need_no_parts() -> None:
