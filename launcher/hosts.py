@@ -48,6 +48,8 @@ ENDED_SECONDS = 30.0  # in which every host has seen a failure and ended its wor
 SILENCE_SECONDS = 15.0  # after which a host counts as lost
 # The same where a worker of this host has lost one of another: that is a second sign.
 SILENCE_AFTER_A_LOSS_SECONDS = 8.0
+# The same once the launch ends: little is lost by leaving a host that shows no sign of life.
+SILENCE_AT_THE_END_SECONDS = 4.0
 # How long a host whose worker only lost another waits for the cause: a lost host is known by then.
 CAUSE_SECONDS = SILENCE_SECONDS + 5.0
 FAREWELL_SECONDS = 10.0
@@ -397,18 +399,32 @@ class Together:
         Raises:
             Unreachable: The host that is lost holds the store.
         """
-        now = time.monotonic()
         for node in range(1, self._place.num_nodes) if self.is_first else ():
-            if not self._store.check([f"beat/{node}"]):
-                continue
-            if any(self._store.check([f"{end}/{node}"]) for end in ("done", "left")):
-                continue
-            beat = self._store.get(f"beat/{node}")
-            if self._heard.get(node, (b"", 0.0))[0] != beat:
-                self._heard[node] = (beat, now)
-            elif (silent := now - self._heard[node][1]) > silence_seconds:
+            if (silent := self._silent_seconds(node)) > silence_seconds:
                 return self._lost(node, f"its launcher gave no sign of life for {silent:.0f} s")
         return None
+
+    def _silent_seconds(self, node: int) -> float:
+        """For how long node 0 has seen no sign of life of a host that has not ended."""
+        now, beat = time.monotonic(), f"beat/{node}"
+        ends = (f"done/{node}", f"left/{node}")
+        if not self._store.check([beat]) or any(self._store.check([end]) for end in ends):
+            return 0.0
+        seen = self._store.get(beat)
+        if self._heard.get(node, (b"", 0.0))[0] != seen:
+            self._heard[node] = (seen, now)
+        return now - self._heard[node][1]
+
+    def _wait_for_living(self, ends: Sequence[str], goes_on: Callable[[], bool]) -> None:
+        """Node 0 waits until each host that shows signs of life has come to one of these ends."""
+        others = range(1, self._place.num_nodes) if self.is_first else ()
+        waiting = {node for node in others if self._store.check([f"rank/{node}"])}
+        while waiting and goes_on():
+            for node in list(waiting):
+                has_ended = any(self._store.check([f"{end}/{node}"]) for end in ends)
+                if has_ended or self._silent_seconds(node) > SILENCE_AT_THE_END_SECONDS:
+                    waiting.remove(node)
+            time.sleep(0.05 if waiting else 0.0)
 
     def _lost(self, node: int, how: str) -> Failure:
         """The failure of a whole host."""
@@ -452,11 +468,10 @@ class Together:
         """
         with contextlib.suppress(Unreachable):
             self._store.set(f"saved/{self._place.node_rank}", "1")
-            waiting = [f"saved/{node}" for node in range(self._place.num_nodes)]
-            while self.is_first and goes_on() and not self._store.check(waiting):
-                if time.monotonic() > until + 2 * BEAT_SECONDS:
-                    return
-                time.sleep(0.05)
+            latest = until + 2 * BEAT_SECONDS
+            self._wait_for_living(
+                ("saved", "left"), lambda: goes_on() and time.monotonic() <= latest
+            )
 
     @property
     def _failure(self) -> str:
@@ -574,14 +589,8 @@ class Together:
             if self.is_first:
                 self._store.set(self._again, "no")
             self._store.set(f"left/{self._place.node_rank}", "1")
-            nodes = range(self._place.num_nodes) if self.is_first else ()
-            others = [f"left/{node}" for node in nodes if self._store.check([f"rank/{node}"])]
             deadline = time.monotonic() + FAREWELL_SECONDS
-            while self.is_first and not self._store.check(others):
-                is_lost = self.lost_host(SILENCE_AFTER_A_LOSS_SECONDS) is not None
-                if is_lost or time.monotonic() > deadline:
-                    return
-                time.sleep(0.05)
+            self._wait_for_living(("left",), lambda: time.monotonic() <= deadline)
 
     def reports(self, last: LastGeneration, *, wait: bool) -> list[WorkerReport]:
         """What the workers of the last generation measured; for node 0."""

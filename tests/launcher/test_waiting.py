@@ -125,6 +125,26 @@ def test_a_second_host_of_one_rank_is_told_so(
     zero.leave()
 
 
+def test_the_end_of_a_launch_does_not_wait_for_a_host_that_has_gone(
+    host: Callable[..., Together], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that was killed cannot say that it has saved or left; nor does it show life."""
+    monkeypatch.setattr(hosts, "BEAT_SECONDS", 1e9)  # after its first beat a host is silent
+    monkeypatch.setattr(hosts, "SILENCE_AT_THE_END_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "SILENCE_AFTER_A_LOSS_SECONDS", 60.0)
+    monkeypatch.setattr(hosts, "FAREWELL_SECONDS", 60.0)
+    port, limit = free_port(), time.monotonic() + 60.0
+    offered = ({"cpu:fast": 1}, {"cpu:slow": 1})
+    zero, one = (host(place(rank, port, devices=offered[rank]), 60.0) for rank in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        for meeting in [pool.submit(each.join, lambda: None) for each in (zero, one)]:
+            meeting.result(timeout=60)
+    zero.wait_until_saved(lambda: time.monotonic() < limit, limit)
+    zero.leave()
+    assert time.monotonic() < limit
+    one.leave()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_host_that_waits_stops_at_the_first_signal(tmp_path: Path, number: int) -> None:
