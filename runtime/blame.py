@@ -40,7 +40,8 @@ def explained(error: BaseException) -> BaseException:
     if not isinstance(error, ValueError) or not str(error).startswith(_SINGLE_VALUE):
         return error
     norm, found = "a batch norm", error.__traceback__
-    modules: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(found)]
+    frames = (frame.f_locals for frame, _ in traceback.walk_tb(found))
+    modules: list[Any] = [each["self"] for each in frames if "self" in each]
     modules = [module for module in modules if hasattr(module, "named_modules")]
     if modules:
         named = ((name, m) for outer in modules for name, m in outer.named_modules() if name)
