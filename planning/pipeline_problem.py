@@ -141,11 +141,11 @@ def pipeline_keys(
         pool: The devices.
 
     Raises:
-        ProblemError: A type has no profile.
+        ProblemError: A type has no profile, or one without layers.
     """
     chosen = {name: _profile_of(name, profiles) for name in pool.num_devices}
+    graphs = [_graph_of(profile, None) for profile in chosen.values()]
     source = Source(list(chosen.values()), pool, link_bytes_per_second)
-    graphs = [profile.layers for profile in chosen.values() if profile.layers is not None]
     ties = any(node.shared_with for graph in graphs for node in graph.nodes)
 
     def keys(pair: Pair) -> dict[Key, float]:

@@ -372,8 +372,8 @@ def best_of_parts(
     leasts = [0.0] * len(parts.pools)
     if least_seconds is not None and len(parts.pools) > 1:
         leasts = [least_seconds(pool) for pool in parts.pools]
-    others = sorted(zip(leasts[1:], parts.pools[1:], strict=True), key=itemgetter(0))
-    pools = [(leasts[0], whole), *others]
+    others = list(zip(leasts[1:], parts.pools[1:], strict=True))
+    pools = [(leasts[0], whole), *sorted(others, key=itemgetter(0))]
     most = len(pools) if least_seconds is None else MOST_PARTS
     for number, (least, pool) in enumerate(pools):
         if best is not None and least >= best[1].proof.objective:

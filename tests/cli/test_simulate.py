@@ -103,7 +103,7 @@ def test_bad_traces_write_nothing(
 @pytest.mark.parametrize(
     ("trace", "more", "words"),
     [
-        ("continuous-single", (), "needs --loads"),
+        ("continuous-single", (), "needs jobs_per_hour"),
         ("continuous-single", ("--loads", "a"), "--loads a"),
         ("static-single", ("--window", "9:3"), "--window 9:3"),
         ("static-single", ("--policy", "lass"), "did you mean 'las'"),

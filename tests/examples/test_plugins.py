@@ -313,7 +313,7 @@ def test_a_plan_needs_the_plug_in_of_its_schedule(
     assert len(hint) <= 1
     code, _, errors = solve(hetflow, profiles, "eager-1f1b", tmp_path / "other.json")
     assert code == 2
-    assert "'eager-1f1b' is not one of 'auto', 'gpipe'" in errors
+    assert "--schedule must be one of auto, gpipe, 1f1b" in errors
 
 
 @pytest.fixture

@@ -93,6 +93,9 @@ class Held:
     def failures(self) -> list[Failure]:
         return self._failures
 
+    def left_early(self) -> None:
+        return None
+
     def running(self) -> list[Failure]:
         return self._running
 
@@ -153,6 +156,9 @@ class Processes:
 
     def is_stopped(self, name: str) -> bool:
         return False
+
+    def left_early(self) -> None:
+        return None
 
     def is_done(self, name: str) -> bool:
         return False

@@ -121,7 +121,7 @@ def test_estimated_and_measured_devices_take_two_commands() -> None:
         "H100-PCIE-80GB",
     ]
     assert specs_of(["cpu"]) == ()
-    with pytest.raises(ProblemError, match="spec:V100 is estimated and cpu is measured"):
+    with pytest.raises(ProblemError, match='devices="spec:V100" is estimated and cpu is measured'):
         specs_of(["spec:V100", "cpu"])
     with pytest.raises(ProblemError, match="A100 is asked for twice"):
         specs_of(["spec:A100", "spec:A100-SXM4-80GB"])

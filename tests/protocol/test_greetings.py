@@ -69,7 +69,7 @@ def test_a_host_of_another_version_is_named() -> None:
             {"script": "ff"},
             "host 1 (b) has another script than host 0 (a); copy the same file to all",
         ),
-        ({"policy": "replace"}, "give every host the same --on-failure and --checkpoint"),
+        ({"policy": "replace"}, "give every host the same on_failure and checkpoint"),
     ],
 )
 def test_hosts_that_were_not_started_alike_are_refused(
