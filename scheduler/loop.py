@@ -77,7 +77,13 @@ class Scheduler:
         self._round_ends: float | None = store.get("round_ends")
         self._round_began: float | None = store.get("round_began")
         self._has_news = True  # since the last decision
-        self._failed = dict[int, float]()  # jobs that failed in this round: until when they wait
+        self._failed = {  # jobs that failed: until when they wait
+            row["job"]: row["ended"] + _wait_seconds(row["failures"])
+            for row in store.rows(
+                "SELECT job, failures, max(leases.ended) AS ended FROM leases JOIN jobs "
+                "ON job = jobs.number WHERE failures AND jobs.state = 'queued' GROUP BY job"
+            )
+        }
         self._drained = set[str](store.get("drained") or ())  # as the last decision had it
         self._looked = -math.inf  # when devices were last asked for
         self._slowest_start = 0.0  # seconds that a launch took to its first step
@@ -157,7 +163,8 @@ class Scheduler:
             self._rests.forget_future(now)
             self._ledger.forget_future(now)
             self._set_round(now, self._round_began, self._round_ends)
-        self._failed.clear()
+        latest = now + LONGEST_SECONDS
+        self._failed = {job: min(until, latest) for job, until in self._failed.items()}
 
     def _set_round(self, now: float, began: float | None, ends: float | None) -> None:
         """Set when the round began and ends; neither is further off than it can be."""
@@ -301,8 +308,7 @@ class Scheduler:
         )  # fmt: skip
         [row] = store.rows("SELECT failures FROM jobs WHERE number = ?", lease.job)
         if row["failures"]:
-            seconds = min(FIRST_SECONDS * 2.0 ** (row["failures"] - 1), LONGEST_SECONDS)
-            self._failed[lease.job] = now + seconds
+            self._failed[lease.job] = now + _wait_seconds(row["failures"])
         if row["failures"] >= MOST_FAILURES or (row["failures"] and ended.exit_code == _USAGE):
             self._hold(lease.job, ended.reason or "it failed", now)
 
@@ -552,14 +558,13 @@ class Scheduler:
             occupied = occupancy(
                 open_, self._places, self._devices,
                 drained=self._drained, resting=self._rests.resting(now),
-                waiting=self._failed if only_idle else (),
+                waiting=[job for job, until in self._failed.items() if until > now],
                 only_idle=only_idle,
             )  # fmt: skip
             found = self._sharing.next_devices(self._state, self._known, occupied, now)
             self._plan_next(open_, {int(job): seat for job, seat in found.items() if seat}, now)
             self._has_news = False
             if not only_idle:
-                self._failed.clear()
                 self._set_round(now, now, math.inf)
             store.set("inventory", self._inventory())
             store.set(_SHARED_BY, self._settings.policy)
@@ -684,3 +689,8 @@ class Scheduler:
 
     def _save(self) -> None:
         self._store.set("rounds", stored(self._state))
+
+
+def _wait_seconds(failures: int) -> float:
+    """For how long a job that failed so often in a row is not tried again."""
+    return min(FIRST_SECONDS * 2.0 ** (failures - 1), LONGEST_SECONDS)

@@ -203,6 +203,10 @@ def test_a_job_that_ends_or_is_held_in_a_resize_frees_all_its_devices(
     decide(job2="s1")
     cluster.tick(0.1)
     cluster.tick(0.1)
+    assert cluster.states() == ["done", "queued", "held"]
+    assert held(cluster) == {}
+    cluster.tick(10.0)  # it failed, and waits that long
+    cluster.tick(0.1)
     assert cluster.states() == ["done", "running", "held"]
     assert held(cluster) == {2: "s1"}
     assert (engine.jobs()[2] / PLAN).is_file()  # a launch of its own

@@ -216,14 +216,15 @@ def test_a_device_that_comes_back_is_given_to_who_waits_within_the_round(
     assert not cluster.engine.stopping
 
 
-@pytest.mark.parametrize("policy", ["las_weighted", "fifo"])
+@pytest.mark.parametrize("policy", ["las_weighted", "fifo", "easyscale", "elastic"])
+@pytest.mark.parametrize("round_seconds", [5.0, 3600.0])
 def test_a_job_that_failed_is_tried_again_after_a_while_that_grows(
-    tmp_path: Path, asked: Asked, policy: str
+    tmp_path: Path, asked: Asked, policy: str, round_seconds: float
 ) -> None:
-    """Its launch was killed. It waited by idle devices for the next round, in six minutes."""
+    """Its launch was killed. Neither a round nor a scheduler that begins ends its wait, or adds."""
     cluster = Cluster(tmp_path / "state", FakeEngine(1, kinds=("cpu:fast",)), policy)
     cluster.settings = replace(
-        cluster.settings, rules=replace(cluster.settings.rules, round_seconds=3600.0)
+        cluster.settings, rules=replace(cluster.settings.rules, round_seconds=round_seconds)
     )
     cluster.restart()
     cluster.submit(asked("a"))
@@ -231,7 +232,9 @@ def test_a_job_that_failed_is_tried_again_after_a_while_that_grows(
     for seconds in (10.0, 20.0, 40.0):
         cluster.engine.end(cluster.engine.jobs()[1], 137)
         cluster.tick(0.1)
-        cluster.tick(seconds - 0.1)
+        cluster.tick(seconds / 2)
+        cluster.restart()
+        cluster.tick(seconds / 2 - 0.1)
         assert cluster.states() == ["queued"]
         cluster.tick(0.2)
         assert cluster.states() == ["running"]
@@ -309,5 +312,6 @@ def test_a_job_whose_launch_was_killed_before_it_could_write_its_record_is_done(
             (logs / f"rank{rank}.left").touch()
         one.engine.end(folder, 137)
     one.tick(1.0)
+    one.tick(10.0)  # a job that failed waits that long
     found = {job.number: (job.state, job.leases) for job in queue(one.store)}
     assert found == {1: ("done", 1), 2: ("running", 2)}
