@@ -7,23 +7,29 @@ optimum itself, so the policy's objective stays.
 """
 
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
 from ....schema.errors import BackendError
-from ...effort import OutOfTimeError
+from ...effort import OutOfTimeError, never
 from ..engine import Outcome
 from ..goals import LeastCurve, MaxMin
 from ..instance import Instance
-from ..program import Floats
+from ..program import Floats, equal_rows
 from .water import WaterFilling, fill
 
 # A filled allocation may lose this part of the objective to rounding.
 KEPT = 1e-9
+# Entries (rows x columns) of all programs together that are looked at without a time limit: half
+# a minute of work, some six times that of the optimum where that ends the filling.
+MOST_WORK = 2e8
 
 
 def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outcome:
     """Share out what an optimum leaves idle; unique throughputs, with a proof of every level.
+
+    Without a limit of the caller's it ends after a fixed amount of work.
 
     Args:
         instance: The jobs and the pool.
@@ -32,7 +38,7 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
 
     Returns:
         The filled outcome under the optimum's bound and prices; ``bare`` again, saying why,
-        where water filling finds no proof.
+        where water filling finds no proof, or not in time.
     """
     asked = _asked(goal, bare.objective)
     if isinstance(goal, MaxMin) and goal.allowed is not None:
@@ -40,17 +46,27 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
     each = WaterFilling(
         unit=asked, weight=np.ones(len(asked)), entity=np.full(len(asked), -1, dtype=np.int64)
     )
+    should_stop, late = instance.should_stop, "the time limit came before they were shared out"
+    if should_stop is never:
+        rows = int(equal_rows(np.column_stack((instance.rate, asked))).max()) + 1
+        pieces, done = int(MOST_WORK / (rows * instance.rate.shape[1])), count()
+
+        def should_stop() -> bool:
+            return next(done) >= pieces
+
+        late = "sharing them out takes more work than is done without a time limit"
     try:
-        found = fill(instance, each)
+        found = fill(replace(instance, should_stop=should_stop), each)
     except OutOfTimeError:
-        return replace(bare, unfilled="the time limit came before they were shared out")
+        return replace(bare, unfilled=late)
     except BackendError as error:
         return replace(bare, unfilled=f"sharing them out broke down ({error.message})")
     value = _value(goal, found.throughput)
     bound = bare.bound if np.isfinite(bare.bound) else value
     lost = (bare.objective - value) * (1.0 if isinstance(goal, MaxMin) else -1.0)
     if lost > KEPT * abs(bare.objective) or found.num_unproved:
-        return replace(bare, unfilled="no way of sharing them out could be proved")
+        unproved = "no way of sharing them out could be proved"
+        return replace(bare, unfilled=late if should_stop() else unproved)
     return replace(
         found,
         objective=value,

@@ -187,9 +187,9 @@ def _highest(
     short = np.inf
     while True:
         start, end = limits.base(path.levels(low)), path.levels(time)
-        if limits.should_stop():
-            raise OutOfTimeError
         found, pairs = limits.solve(start, end, cut)
+        if limits.should_stop():  # perhaps amidst a program, whose prices then refute nothing
+            raise OutOfTimeError
         steps += 1
         had = (start + found.z * (end - start)) * (1.0 + limits.precision)
         if not (had >= end).all():
