@@ -6,7 +6,7 @@ them. If the whole batch is among the sums for a time below the bound, the bound
 among those of no set of splits, and the sets hold all splits, the bound is proved.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from math import gcd, inf
 
@@ -37,7 +37,14 @@ def faster(problem: SplitProblem, seconds: float) -> str | None:
     in_all = [
         used for number in range(1, len(options) + 1) for used in combinations(options, number)
     ]
-    plans = [(used, _amounts(used, limit, total, batch, share)) for used in in_all]
+    worst = {
+        option.device_type: max(
+            (definitions.split_sync_seconds(option, number) for number in range(2, total + 1)),
+            default=0.0,
+        )
+        for option in options
+    }
+    plans = [(used, _amounts(used, limit, worst, batch, share)) for used in in_all]
     steps = sum(
         option.num_devices * len(one)
         for used, amounts in plans
@@ -52,17 +59,17 @@ def faster(problem: SplitProblem, seconds: float) -> str | None:
 
 
 def _amounts(
-    used: tuple[DeviceOption, ...], limit: float, total: int, batch: int, share: int | None
+    used: tuple[DeviceOption, ...],
+    limit: float,
+    worst: Mapping[str, float],
+    batch: int,
+    share: int | None,
 ) -> list[list[int]]:
     """[types] numbers of samples that one device can do, if all types in use end by ``limit``.
 
-    Synchronisation counts as for the worst number of devices, and the slowest update.
+    Synchronisation counts as for the ``worst`` number of devices by type, and the slowest update.
     """
-    sync = max(
-        definitions.split_sync_seconds(option, number)
-        for option in used
-        for number in range(2, total + 1)
-    ) if total > 1 else 0.0  # fmt: skip
+    sync = max(worst[option.device_type] for option in used)
     left = limit - sync - max(option.update_seconds + option.fixed_seconds for option in used)
     found = []
     for option in used:

@@ -372,7 +372,7 @@ def best_of_parts(
     leasts = [0.0] * len(parts.pools)
     if least_seconds is not None and len(parts.pools) > 1:
         leasts = [least_seconds(pool) for pool in parts.pools]
-    others = list(zip(leasts[1:], parts.pools[1:], strict=True))
+    others: list[tuple[float, Cluster]] = list(zip(leasts[1:], parts.pools[1:], strict=True))
     pools = [(leasts[0], whole), *sorted(others, key=itemgetter(0))]
     most = len(pools) if least_seconds is None else MOST_PARTS
     for number, (least, pool) in enumerate(pools):

@@ -41,13 +41,11 @@ def ringed(seed: int) -> SplitProblem:
     return replace(problem, devices=devices, global_batch_size=5 * problem.global_batch_size)
 
 
-@pytest.mark.parametrize("seed", range(30))
+# Of the first seeds, those whose batch some split does.
+@pytest.mark.parametrize("seed", sorted({*range(33)} - {3, 4, 18}))
 def test_a_split_is_proved_by_its_certificate_and_no_more(seed: int) -> None:
     problem = ringed(seed)
-    try:
-        plan = solve(problem, fastest=True)
-    except hetflow.InfeasibleError:
-        pytest.skip("no split does this batch")
+    plan = solve(problem, fastest=True)
     verdict = check(plan, problem)
     assert (verdict, verdict.bound) == ([], "replayed")
     certificate = plan.proof.certificate
