@@ -91,8 +91,8 @@ def question_of(asked: SolveRequest, pool: Cluster | None = None) -> Question:
         known = ("auto", *planned_schedules())
         guess = nearest(asked.schedule, known)
         raise ProblemError(
-            f"{option('schedule')} must be one of {', '.join(known)}, got {asked.schedule!r}",
-            hint=f"did you mean {guess!r}?" if guess else None,
+            f"{option('schedule')} must be one of {', '.join(known)}, got {asked.schedule!r}"
+            + (f"; did you mean {guess!r}?" if guess else "")
         )
     pool = pool or pool_of(asked.pool)
     profiles = under_todays_names(profiles_of(asked.profiles, asked.model), pool.num_devices)
