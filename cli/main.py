@@ -1,7 +1,8 @@
 """The command line: one app, one place that maps errors to exit codes.
 
-Exit codes: 0 done; 1 a bug; 2 bad usage or input; 3 no feasible plan; 4 a usable plan that is
-not proved optimal; ``launch`` passes on the failing worker's code; 130 and 143 interrupted.
+Exit codes: 0 done; 1 a bug; 2 bad usage or input; 3 no feasible plan, or none in the time limit;
+4 a usable plan that is not proved optimal; ``launch`` passes on the failing worker's code; 130 and
+143 interrupted.
 """
 
 import os

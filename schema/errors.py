@@ -57,6 +57,8 @@ class BackendError(HetflowError):
 class TooLittleTimeError(BackendError):
     """A limit of time came before a search had a plan."""
 
+    exit_code = 3
+
 
 class PeerLostError(HetflowError):
     """Another worker was lost: communication between workers failed.

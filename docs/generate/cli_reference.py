@@ -28,9 +28,9 @@ A flag counts before the environment, and the environment before the file; `--sh
 each value and where it comes from, a variable by its name. `[solve]` counts for `solve split`,
 `solve pipeline` and `solve parallel` too.
 
-Exit codes: 0 done; 1 a bug; 2 bad usage or input; 3 no feasible plan; 4 a usable plan that is not
-proved within the `--gap` or by the `--time-limit` asked for; `launch` passes on the failing
-worker's code; 130 and 143 interrupted.
+Exit codes: 0 done; 1 a bug; 2 bad usage or input; 3 no feasible plan, or none in the time limit;
+4 a usable plan that is not proved within the `--gap` or by the `--time-limit` asked for; `launch`
+passes on the failing worker's code; 130 and 143 interrupted.
 """
 EXAMPLE = "\b\n"  # how a docstring marks a paragraph that must keep its lines
 UNSHOWN = {"help", "show_config"}
