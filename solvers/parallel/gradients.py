@@ -1,6 +1,5 @@
 """The all-reduce of every stage that there might be, as tables over its first and last layer."""
 
-from collections.abc import Iterable
 from itertools import combinations
 
 import numpy as np
@@ -10,91 +9,56 @@ from ..effort import DEFAULT, Effort
 from .space import Space
 
 
-def reduce_seconds(
-    problem: ParallelProblem,
-    space: Space,
-    num_replicas: int,
-    mix: tuple[int, ...],
-    start: int,
-    end: int,
-) -> float:
-    """Seconds of the all-reduce of one stage, an element of the first of ``reduce_tables``."""
-    options = [space.options[o] for o in mix]
-    degree = min(option.tensor_parallel_size for option in options)
-    shard = _gradients(problem, degree, [start, end])[:1, 1:]
-    return max(
-        float(_ring_seconds(shard, num_replicas, link, problem.bucket_bytes)[0, 0])
-        for link in _links(problem, [option.pool for option in options])
-    )
-
-
-def _links(problem: ParallelProblem, pools: Iterable[int]) -> list[LinkCurve]:
-    """The links of a ring over devices of these pools: each type's own, and between two types."""
-    each = [problem.pools[pool] for pool in pools]
-    pairs = (problem.link_between(a.device_type, b.device_type) for a, b in combinations(each, 2))
-    return [*(pool.link(1) for pool in each), *(link for link in pairs if link is not None)]
-
-
-def reduce_tables(
-    problem: ParallelProblem, space: Space, num_replicas: int, effort: Effort = DEFAULT
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each stage's all-reduce, by mix and at least by option.
+class Rings:
+    """Rings of one number of replicas, by device type and by the degree whose shards they reduce.
 
     A mix reduces the shard of its least degree, over the slowest of its links. So an option
     of a mix takes at least what the shards of any degree up to its own take over its own link.
 
     Args:
         problem: Whose weights and links.
-        space: The options, and the mixes of them.
         num_replicas: d, of every stage.
-        effort: Says when to stop.
-
-    Returns:
-        By mix [mixes, layers + 1, layers + 1] and by option [options, layers + 1, layers + 1];
-        the first layer, then the one behind the last.
-
-    Raises:
-        OutOfTimeError: The effort's limit came first.
+        effort: Says when to stop; tables then raise OutOfTimeError.
     """
-    known: dict[tuple[LinkCurve, int], np.ndarray] = {}
 
-    def seconds(link: LinkCurve, degree: int) -> np.ndarray:
-        if (link, degree) not in known:
-            effort.check()
-            known[link, degree] = _ring_seconds(
-                _gradients(problem, degree), num_replicas, link, problem.bucket_bytes
-            )
-        return known[link, degree]
+    def __init__(
+        self, problem: ParallelProblem, num_replicas: int, effort: Effort = DEFAULT
+    ) -> None:
+        self._problem, self._d, self._effort = problem, num_replicas, effort
+        self._tables: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
 
-    options = space.options
-    degrees = {option.tensor_parallel_size for option in options}
-    by_mix = [
-        np.max(
-            [
-                seconds(link, min(options[i].tensor_parallel_size for i in mix))
-                for link in _links(problem, [options[o].pool for o in mix])
-            ],
-            axis=0,
+    def table(self, pools: tuple[int, ...], degree: int) -> np.ndarray:
+        """Seconds of the all-reduce of stages on devices of these pools [starts, ends]."""
+        if (pools, degree) not in self._tables:
+            self._effort.check()
+            self._tables[pools, degree] = self._seconds(pools, degree, slice(None))
+        return self._tables[pools, degree]
+
+    def of_mix(self, space: Space, mix: tuple[int, ...], start: int, end: int) -> float:
+        """Seconds of the all-reduce of one stage."""
+        options = [space.options[o] for o in mix]
+        degree = min(option.tensor_parallel_size for option in options)
+        pools = tuple(option.pool for option in options)
+        return float(self._seconds(pools, degree, [start, end])[0, 1])
+
+    def _seconds(
+        self, pools: tuple[int, ...], degree: int, places: "list[int] | slice"
+    ) -> np.ndarray:
+        """Over each type's own link, and that between two types."""
+        problem = self._problem
+        each = [problem.pools[pool] for pool in pools]
+        links = [pool.link(1) for pool in each]
+        for one, other in combinations(each, 2):
+            between = problem.link_between(one.device_type, other.device_type)
+            links += [] if between is None else [between]
+        shard, bucket = _gradients(problem, degree, places), problem.bucket_bytes
+        slowest: np.ndarray = np.max(
+            [_ring_seconds(shard, self._d, link, bucket) for link in links], axis=0
         )
-        for mix in space.mixes
-    ]
-    by_option = [
-        np.min(
-            [
-                seconds(problem.pools[o.pool].link(1), degree)
-                for degree in degrees
-                if degree <= o.tensor_parallel_size
-            ],
-            axis=0,
-        )
-        for o in options
-    ]
-    return np.array(by_mix), np.array(by_option)
+        return slowest
 
 
-def _gradients(
-    problem: ParallelProblem, degree: int, places: "list[int] | slice" = slice(None)
-) -> np.ndarray:
+def _gradients(problem: ParallelProblem, degree: int, places: "list[int] | slice") -> np.ndarray:
     """Bytes that a device of a group of that degree reduces [starts, ends], at some places."""
     sizes = problem.sizes_of(1 if problem.cost_rule == "sailor" else degree)
     assert sizes is not None  # a problem has those of degree 1, an option those of its own

@@ -23,7 +23,7 @@ from ...schedules.closed_forms import interleaved_in_flight
 from ...schema.errors import InfeasibleError
 from ...schema.parallel import ParallelProblem
 from ..effort import Effort, OutOfTimeError
-from .bound import stage_seconds
+from .bound import stage_seconds as _table_of_seconds
 from .space import ROOM, Option, Spaces
 
 _MOST_NODES = 50_000
@@ -281,6 +281,12 @@ def _slowest_chunks(option: Option, num_chunks: int, effort: Effort) -> float:
         effort.check()
         _least_maxima(option, fewer)
     return float(_least_maxima(option, num_chunks)[-1])
+
+
+@lru_cache(maxsize=128)
+def stage_seconds(option: Option) -> np.ndarray:
+    """``bound.stage_seconds``, kept for each option."""
+    return _table_of_seconds(option)
 
 
 @lru_cache(maxsize=4096)
