@@ -4,9 +4,8 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import zip_longest
 from textwrap import TextWrapper
-
-from tabulate import tabulate
 
 _most_characters: ContextVar[int | None] = ContextVar("most_characters", default=None)
 _LEAST = 8  # characters of a column whose words are broken
@@ -38,20 +37,25 @@ def grid(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     If the table is too wide, cells go over several lines: at blanks and in dotted names, and
     within words only where nothing else helps.
     """
+    from tabulate import DataRow, TableFormat, tabulate  # not at the start of every command
+
     cells = [[str(cell) for cell in row] for row in (headers, *rows)]
-    widths, most = [max(len(name) + 2, *each) for name, each in _columns(cells)], most_characters()
-    if most is None or sum(widths) + 2 * (len(widths) - 1) <= most:
-        lines = tabulate(cells[1:], cells[0], disable_numparse=True).splitlines()
-        return "\n".join([lines[0], _rule(headers, widths, "  "), *lines[2:]])
-    widths, gap = _fitting(cells, most)
-    head, *body = (_lines(row, widths, gap) for row in cells)
-    rule = _rule(headers, widths, gap)
-    return "\n".join([*head, rule, *(line for row in body for line in row)])
-
-
-def _rule(headers: Sequence[str], widths: Sequence[int], gap: str) -> str:
-    names = zip(headers, widths, strict=True)
-    return gap.join(("-" if name else " ") * width for name, width in names).rstrip()
+    widths, gap = [max(len(name) + 2, *each) for name, each in _columns(cells)], "  "
+    most = most_characters()
+    if most is not None and sum(widths) + len(gap) * (len(widths) - 1) > most:
+        widths, gap = _fitting(cells, most)
+    head, *body = (_lines(row, widths) for row in cells)
+    rule = ["-" * width for width in widths]
+    line = DataRow("", gap, "")
+    text = tabulate(
+        [*head, rule, *(line for row in body for line in row)],
+        tablefmt=TableFormat(None, None, None, None, line, line, 0, None),
+        disable_numparse=True,
+    )
+    lines = text.split("\n")
+    named = zip(headers, rule, strict=True)
+    lines[len(head)] = gap.join(r if name else " " * len(r) for name, r in named).rstrip()
+    return "\n".join(lines)
 
 
 def _columns(cells: Cells) -> Iterator[tuple[str, list[int]]]:
@@ -78,18 +82,13 @@ def _fitting(cells: Cells, most: int) -> tuple[list[int], str]:
     return widths, gap
 
 
-def _lines(row: list[str], widths: list[int], gap: str) -> list[str]:
+def _lines(row: list[str], widths: list[int]) -> list[tuple[str, ...]]:
+    """[lines] the parts of cells that stand on each line of a row."""
     wrapped = [
         [cell] if len(cell) <= width else _Wrapped(width, break_on_hyphens=False).wrap(cell)
         for cell, width in zip(row, widths, strict=True)
     ]
-    return [
-        gap.join(
-            (lines[number] if number < len(lines) else "").ljust(width)
-            for lines, width in zip(wrapped, widths, strict=True)
-        ).rstrip()
-        for number in range(max(map(len, wrapped)))
-    ]
+    return list(zip_longest(*wrapped, fillvalue=""))
 
 
 class _Wrapped(TextWrapper):
