@@ -15,9 +15,6 @@ from ..schema.errors import BackendError
 
 Backend = Literal["cbc", "highs"]
 
-# Simplex iterations for each row and column, after which HiGHS is taken to go round in circles.
-MOST_ITERATIONS = 10
-
 
 @dataclass(frozen=True, slots=True)
 class Solved:
@@ -269,12 +266,9 @@ class LinearSession:
             strategy = self._primal if self._grown else self._dual
             self._highs.setOptionValue("simplex_strategy", strategy)
         self._grown = False
-        size = self._highs.getNumRow() + self._highs.getNumCol()
-        self._highs.setOptionValue("simplex_iteration_limit", MOST_ITERATIONS * size)
         self._highs.run()
         if self._highs.getModelStatus() != self._optimal:
             self._highs.clearSolver()  # the old basis may be what leads astray
-            self._highs.setOptionValue("simplex_strategy", self._dual)
             self._highs.run()
         if self._highs.getModelStatus() != self._optimal:
             return None
