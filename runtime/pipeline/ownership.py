@@ -31,17 +31,10 @@ from ..group import Place
 from ..initial_values import forget
 from ..manifest import shapes_of
 from ..telling import log
-from ..tensor.gradients import PartGradient, companions, plain, scale_companions
+from ..tensor.gradients import TAKE_NORMS, PartGradient, companions, plain, scale_companions
 from ..tensor.lanes import Lanes
 from .norms import NORMS, Table, ToldNorms
 
-_TAKE_NORMS = {
-    torch.linalg.vector_norm,
-    torch.linalg.norm,
-    torch.norm,
-    Tensor.norm,
-    torch._foreach_norm,
-}
 _NEED_ALL = {"abs", "max", "min", "amax", "amin", "mean", "median", "std", "var", "sort", "topk"}
 
 
@@ -77,7 +70,7 @@ class NormOnly(Tensor):
     ) -> Any:
         """Return norms; refuse functions that would need the gradient itself."""
         kwargs = kwargs or {}
-        if func in _TAKE_NORMS:
+        if func in TAKE_NORMS:
             order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else 2.0))
             given = companions(args[0])
             if isinstance(given, Tensor):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TAKE_NORMS = {
+TAKE_NORMS = {
     torch.linalg.vector_norm,
     torch.linalg.norm,
     torch.norm,
@@ -47,7 +47,7 @@ class PartGradient(Tensor):
     ) -> Any:
         """Take norms of the companion, scale both, and apply everything else to the part."""
         kwargs = kwargs or {}
-        if func in _TAKE_NORMS:
+        if func in TAKE_NORMS:
             return func(companions(args[0]), *args[1:], **kwargs)
         scale_companions(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
