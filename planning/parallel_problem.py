@@ -23,7 +23,13 @@ from ..schema.parallel import (
 )
 from ..schema.profile import LayerGraph, LayerNode, Profile
 from .links import Pair, PoolLinks, Source, links_of, measured_between
-from .pipeline_problem import layers_of_graph, optimizer_of, reserve_in_pipeline
+from .pipeline_problem import (
+    graph_of,
+    layers_of_graph,
+    optimizer_of,
+    profile_of,
+    reserve_in_pipeline,
+)
 from .pool_parts import Key, Keys
 
 
@@ -70,8 +76,8 @@ def parallel_problem(
         ProblemError: A device type has no profile or no layers, the layers differ between types,
             the microbatch size is not profiled, or a bandwidth or the optimizer is unknown.
     """
-    chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
-    graphs = [_first_graph(profile) for profile in chosen]
+    chosen = [profile_of(name, profiles) for name in cluster.num_devices]
+    graphs = [graph_of(profile) for profile in chosen]
     for profile, graph in zip(chosen, graphs, strict=True):
         if {n.id for n in graph.nodes} != {n.id for n in graphs[0].nodes}:
             raise ProblemError(
@@ -116,24 +122,6 @@ def _recomputations(profiles: Sequence[Profile]) -> tuple[Recompute, ...]:
     tables = [table for profile in profiles for _, table in _tables(profile)]
     knows_cores = all(any(node.core is not None for node in t.nodes) for t in tables)
     return ("none", "selective", "full") if knows_cores else ("none", "full")
-
-
-def _profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
-    for profile in profiles:
-        if profile.device_type == name:
-            return profile
-    raise ProblemError(
-        f"no profile of {name}", hint=f"run {command('profile', layers=True, devices=name)}"
-    )
-
-
-def _first_graph(profile: Profile) -> LayerGraph:
-    if profile.layers is None:
-        raise ProblemError(
-            f"the profile of {profile.model} on {profile.device_type} has no layers",
-            hint=f"profile it with {option('layers', True)}",
-        )
-    return profile.layers
 
 
 def _check_size(profiles: Sequence[Profile], microbatch_size: int | None) -> None:
@@ -245,7 +233,7 @@ def parallel_keys(
     Raises:
         ProblemError: A type has no profile.
     """
-    chosen = [_profile_of(name, profiles) for name in pool.num_devices]
+    chosen = [profile_of(name, profiles) for name in pool.num_devices]
     source = Source(chosen, pool, link_bytes_per_second)
 
     def keys(pair: Pair) -> dict[Key, float]:
@@ -269,7 +257,7 @@ def degrees_of(profiles: Sequence[Profile]) -> dict[str, set[int]]:
 
 def _times(profile: Profile, degree: int, table: LayerGraph, names: Sequence[str]) -> ShardTimes:
     node = {entry.id: entry for entry in table.nodes}
-    whole = sum(n.weight_bytes for n in _first_graph(profile).nodes)
+    whole = sum(n.weight_bytes for n in graph_of(profile).nodes)
     per_byte = profile.update_seconds / whole if whole else 0.0
     return ShardTimes(
         tensor_parallel_size=degree,

@@ -82,8 +82,8 @@ def pipeline_problem(
             a bandwidth or the optimizer is unknown, or the microbatch size does not divide the
             batch.
     """
-    chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
-    graphs = [_graph_of(profile, microbatch_size) for profile in chosen]
+    chosen = [profile_of(name, profiles) for name in cluster.num_devices]
+    graphs = [graph_of(profile, microbatch_size) for profile in chosen]
     _check_alike(chosen, graphs)
     size = graphs[0].microbatch_size
     if global_batch_size % size:
@@ -143,8 +143,8 @@ def pipeline_keys(
     Raises:
         ProblemError: A type has no profile, or one without layers.
     """
-    chosen = {name: _profile_of(name, profiles) for name in pool.num_devices}
-    graphs = [_graph_of(profile, None) for profile in chosen.values()]
+    chosen = {name: profile_of(name, profiles) for name in pool.num_devices}
+    graphs = [graph_of(profile) for profile in chosen.values()]
     source = Source(list(chosen.values()), pool, link_bytes_per_second)
     ties = any(node.shared_with for graph in graphs for node in graph.nodes)
 
@@ -273,7 +273,12 @@ def layers_of_graph(
     return layers, edges, tuple(order)
 
 
-def _profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
+def profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
+    """The profile of a device type.
+
+    Raises:
+        ProblemError: There is none.
+    """
     found = [profile for profile in profiles if profile.device_type == name]
     if not found:
         raise ProblemError(
@@ -282,7 +287,12 @@ def _profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
     return found[0]
 
 
-def _graph_of(profile: Profile, microbatch_size: int | None) -> LayerGraph:
+def graph_of(profile: Profile, microbatch_size: int | None = None) -> LayerGraph:
+    """The layers of a profile, those timed nearest to a microbatch size if one is given.
+
+    Raises:
+        ProblemError: The profile has none.
+    """
     if profile.layers is None:
         raise ProblemError(
             f"the profile of {profile.model} on {profile.device_type} has no layers",
