@@ -16,7 +16,7 @@ the one sample's answer is the same by itself. So a test takes 18 passes of a sa
 What matters only later (a mask, where padding comes first in a later batch) no first batch shows.
 So every loss is looked at: what it divides by, for each sample (graph.py). Where that is another
 number than before, the function is tested again on these very samples. Beside that it is tested
-again in its steps 2, 4, 8 and so on.
+again in its steps 2, 4, 8 and so on, in a pipeline in its microbatches 2, 4, 8.
 
 The calls have no gradients, run in evaluation mode (dropout and batch-norm are defined by virtual
 node), and leave nothing behind that Python can see: random streams, buffers, variables of the
@@ -100,8 +100,8 @@ class _Tests:
     """The tests of one function.
 
     Attributes:
-        steps: Steps in which it was used.
-        due: The step of its next test, from 1.
+        steps: Steps in which it was used; in a pipeline, microbatches.
+        due: The one of its next test, from 1.
         tries: Tests so far.
         samples: Samples in them.
         is_told: Whether their losses could tell.
