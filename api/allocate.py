@@ -22,6 +22,7 @@ def allocate(request: AllocateRequest) -> Allocation:
             no price in the market.
         InfeasibleError: No allocation satisfies the policy's constraints.
         FileError: A file is missing or has faults.
+        TooLittleTimeError: The limit of time came before there was an allocation.
         BackendError: The solver's allocation fails its check, which is a bug.
 
     Example:

@@ -6,7 +6,7 @@ from typing import Literal
 from ..checks.allocation import check
 from ..schema.choices import Placement
 from ..schema.cluster import Cluster
-from ..schema.errors import BackendError, ProblemError
+from ..schema.errors import BackendError, TooLittleTimeError
 from ..schema.jobs import (
     Allocation,
     AllocationProblem,
@@ -84,8 +84,8 @@ def allocate(
         The allocation, which has passed its check; it records the options of the problem.
 
     Raises:
-        ProblemError: There is no such policy, the problem lacks what it needs, or the limit of
-            time came before there was an allocation.
+        ProblemError: There is no such policy, or the problem lacks what it needs.
+        TooLittleTimeError: The limit of time came before there was an allocation.
         InfeasibleError: No allocation satisfies the policy's constraints.
         BackendError: The solver's allocation fails its check, which is a bug.
     """
@@ -110,8 +110,8 @@ def allocate(
     return allocation
 
 
-def _too_short(policy: str) -> ProblemError:
-    return ProblemError(
+def _too_short(policy: str) -> TooLittleTimeError:
+    return TooLittleTimeError(
         f"{option('time_limit_seconds')} ended before policy {policy} had an "
         "allocation that could be proved",
         hint="allow more seconds, or leave it out",

@@ -9,7 +9,7 @@ import hetflow
 from hetflow.checks.allocation import check
 from hetflow.planning.allocate import allocation_problem
 from hetflow.planning.inputs import pool_of
-from hetflow.schema.errors import ProblemError
+from hetflow.schema.errors import TooLittleTimeError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs
 from hetflow.solvers.allocation import allocate, simplex
 from hetflow.solvers.allocation.engine import solve_alone
@@ -124,7 +124,7 @@ def test_a_limit_ends_with_the_best_that_is_proved(policy, asked):
 
 def test_a_limit_that_is_too_short_is_said(capfd):
     jobs, rates = tables(20, 4)
-    with pytest.raises(ProblemError, match="time-limit|time_limit"):
+    with pytest.raises(TooLittleTimeError, match="time-limit|time_limit"):
         hetflow.allocate(
             jobs, rates, pool(4, 2), policy="las_water_filling", time_limit_seconds=1e-9
         )
