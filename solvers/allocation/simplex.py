@@ -13,7 +13,7 @@ import numpy as np
 from ...schema.errors import BackendError
 from ..effort import never
 from ..lp import LinearSession
-from .program import Bools, Program, Solution, solution_of
+from .program import Bools, Floats, Program, Solution, solution_of
 
 # Up to so many columns are cheaper all at once.
 FEW = 5_000
@@ -45,8 +45,7 @@ def solve(
     if runs.sum() <= FEW:
         return _Columns(program, runs).solve(should_stop)
     if likely is None or not likely.any():
-        fast = np.sort(program.rate, axis=1)[:, -JOINING:][:, :1]
-        likely = program.rate >= fast
+        likely = program.rate >= _of_the_best(program.rate)
     try:
         return _Columns(program, likely & runs).solve(should_stop)
     except BackendError:  # floors may be out of reach for these columns
@@ -63,6 +62,12 @@ def likely_columns(program: Program, near: Solution) -> Bools:
     used = near.x > USED * near.x.max(axis=1, keepdims=True)
     likely: Bools = used | (best[:, None] - profit <= LIKELY * scale[:, None])
     return likely
+
+
+def _of_the_best(values: Floats) -> Floats:
+    """[rows, 1] the least of the ``JOINING`` largest values of each row."""
+    best: Floats = np.sort(values, axis=1)[:, -JOINING:][:, :1]
+    return best
 
 
 class _Columns:
@@ -116,8 +121,7 @@ class _Columns:
             pays = p.gain / self.gain_unit + paid[:, None] * p.rate - time[:, None]
             pays -= p.usage * (price @ p.resources)
             pays = np.where(self.kept | (p.rate <= 0), 0.0, pays)
-            joining = np.sort(pays, axis=1)[:, -JOINING:][:, :1]
-            fresh = (pays > PAYS) & (pays >= joining)
+            fresh = (pays > PAYS) & (pays >= _of_the_best(pays))
             if should_stop() or not fresh.any() or rounds >= MAX_ROUNDS:
                 break
             self._add(fresh)
