@@ -17,25 +17,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...schema.errors import TargetError
 
 _KEPT: Any = WeakTensorKeyDictionary()  # a number -> what it was before, and the least it may be
-_LEAST = {"clamp": (1, "min"), "clamp_min": (1, "min"), "clip": (1, "min")}
+_LEAST = ("clamp", "clamp_min", "clip")  # each takes the least as ``min``, or second
 
 
 def adapt() -> None:
     """Change torch's functions in this process."""
     for kind in (torch, Tensor):
-        for name, (at, option) in _LEAST.items():
-            if hasattr(kind, name):
-                setattr(kind, name, _noting(getattr(kind, name), at, option))
+        for name in _LEAST:
+            setattr(kind, name, _noting(getattr(kind, name)))
 
 
-def _noting(original: Any, at: int, option: str) -> Any:
+def _noting(original: Any) -> Any:
     @functools.wraps(original)
     def method(*values: Any, **options: Any) -> Any:
         made = original(*values, **options)
         if torch.compiler.is_compiling() or not isinstance(made, Tensor) or made.dim():
             return made
         given = values[0] if values else None
-        least = values[at] if len(values) > at else options.get(option)
+        least = values[1] if len(values) > 1 else options.get("min")
         if isinstance(given, Tensor) and isinstance(least, int | float) and given.numel() == 1:
             _KEPT[made] = (given.detach(), float(least))
         return made
