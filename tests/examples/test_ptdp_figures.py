@@ -76,6 +76,7 @@ def test_4_17_recomputation_costs_up_to_a_third(figures: dict[str, Any]) -> None
     assert 0.2 < 1 - again[0] / once[0] < 0.33
 
 
+@pytest.mark.slow
 def test_the_planner_interleaves_where_the_batch_is_small(module: dict[str, Any]) -> None:
     """4.12, where the planner may choose all degrees itself: p, t and d are the figure's."""
     plan = module["solve"](module["problem_of"](module["GPT_3"], 96, 24))

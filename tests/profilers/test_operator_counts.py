@@ -121,14 +121,19 @@ def test_a_factory_that_needs_values_is_built_with_them(file: Path) -> None:
     assert len(found.tables[0].layers) == 3
 
 
-@pytest.mark.parametrize(("name", "plain"), [("augmented", "workload"), ("flipped", "huge")])
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [("augmented", "workload"), pytest.param("flipped", "huge", marks=pytest.mark.slow)],
+)
 def test_a_random_augmentation_runs_for_real(file: Path, name: str, plain: str) -> None:
     """It was refused, and the model blamed; the huge model still takes no memory."""
     found = count_model(targets.parse(f"{file}:{name}"), (2, 4), (2,), "adam")
     assert found == count_model(targets.parse(f"{file}:{plain}"), (2, 4), (2,), "adam")
 
 
-@pytest.mark.parametrize("name", ["workload", "scaled", "huge"])
+@pytest.mark.parametrize(
+    "name", ["workload", "scaled", pytest.param("huge", marks=pytest.mark.slow)]
+)
 def test_a_model_from_a_deferred_block_is_counted_like_any_other(file: Path, name: str) -> None:
     usual, deferred = (
         count_model(targets.parse(f"{file}:{factory}"), (2, 4), (2,), "adam")

@@ -228,7 +228,7 @@ def dies_at(
 
 
 @pytest.mark.parametrize(
-    "share", [pytest.param(16), pytest.param(SHARE, marks=pytest.mark.slow)], ids=["some", "many"]
+    "share", [pytest.param(48), pytest.param(SHARE, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_a_scheduler_that_dies_at_any_statement_loses_no_job_and_runs_none_twice(
     tmp_path: Path, asked: Asked, share: int
@@ -241,7 +241,7 @@ def test_a_scheduler_that_dies_at_any_statement_loses_no_job_and_runs_none_twice
 
 @pytest.mark.parametrize(
     "share",
-    [pytest.param(160), pytest.param(8 * SHARE, marks=pytest.mark.slow)],
+    [pytest.param(480), pytest.param(8 * SHARE, marks=pytest.mark.slow)],
     ids=["some", "many"],
 )
 def test_a_scheduler_that_dies_in_a_resize_adopts_what_the_launch_holds(

@@ -189,16 +189,10 @@ def published_windows(region: str, overhead: float):
     return read_availability(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "published",
-    [
-        pytest.param(
-            case,
-            marks=[] if (case["deadline_h"], case["overhead_h"]) == (70, 0.2) else pytest.mark.slow,
-            id=f"{case['deadline_h']}h-{case['overhead_h']}h",
-        )
-        for case in PUBLISHED
-    ],
+    [pytest.param(case, id=f"{case['deadline_h']}h-{case['overhead_h']}h") for case in PUBLISHED],
 )
 def test_cant_be_lates_table_to_the_cent(published: dict) -> None:
     one = DeadlineJob(

@@ -77,7 +77,8 @@ def test_what_does_not_fit_is_known_and_nothing_is_made_of_nothing():
     assert rates_of(filled)["m1", "m3"] == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("device", ["v100", pytest.param("k80", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["v100", "k80"])
 def test_a_third_of_gavels_pairs_tell_the_others_better_than_their_mean(device):
     throughputs = reference.folder() / "gavel" / "throughputs"
     whole = read_gavel_throughputs(throughputs / "simulation_throughputs.json")

@@ -105,6 +105,7 @@ def test_filling_and_drain_decide_where_microbatches_are_few():
     assert len(whole.stages) < len(steady.stages)
 
 
+@pytest.mark.slow
 def test_a_gap_is_stated_where_the_search_ends_early():
     draw = random.Random(0)
     times = [(draw.uniform(1, 10), draw.uniform(2, 20)) for _ in range(50)]
@@ -131,11 +132,12 @@ def test_a_problem_too_large_for_tables_has_a_plan_and_a_bound_that_hold(problem
     assert plan.proof.objective >= least * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "effort", "most_seconds"), [
     # 18 devices: the two tables of all cuts and runs that this affords find 4,424 s alone.
     ((24, 6), Effort(limits_work=5e5, coarse_work=3e6), 3600),
     # 36 devices, and 3,455 s.
-    pytest.param((40, 12), Effort(limits_work=1e7), 3200, marks=pytest.mark.slow),
+    ((40, 12), Effort(limits_work=1e7), 3200),
 ])  # fmt: skip
 def test_a_large_pool_is_searched_beyond_its_few_tables(shape, effort, most_seconds):
     large = unlike(*shape)
