@@ -74,14 +74,14 @@ def pytest_runtest_protocol(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One process of ``-n 2`` runs all that launches or measures; the other leaves it a core."""
+    """One process of ``-n 2`` runs all that measures, so that two never measure each other."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        if item.get_closest_marker("processes") is not None:
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        if item.get_closest_marker("measures") is not None:
+            item.add_marker(pytest.mark.xdist_group("measures"))
             if config.getoption("loadgroup", default=False):  # in a process of xdist's
-                _name_group(item, "processes")
+                _name_group(item, "measures")
 
 
 def _name_group(item: pytest.Item, group: str) -> None:

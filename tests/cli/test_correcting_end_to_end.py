@@ -11,7 +11,7 @@ from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.measures
 
 SCRIPT = """
 import torch

@@ -15,7 +15,7 @@ SCRIPT = Path(hetflow.examples.__file__).parent / "live_cluster" / "run.py"
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.measures
 def test_jobs_take_turns_and_end_with_the_bits_that_they_have_alone(tmp_path: Path) -> None:
     told = tmp_path / "jobs.json"
     done = subprocess.run(

@@ -9,7 +9,7 @@ import pytest
 
 import hetflow.examples
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.measures
 
 FOLDER = Path(hetflow.examples.__file__).parent / "pipeline_end_to_end"
 

@@ -68,7 +68,7 @@ def test_a_forecast_pays_for_what_it_holds(run: ModuleType, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.measures
 def test_a_training_moves_with_the_market_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     done = subprocess.run(

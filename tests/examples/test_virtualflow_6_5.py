@@ -18,7 +18,7 @@ from hetflow.schema.plan import DeviceGroup, SplitPlan
 from hetflow.schema.profile import Profile
 from hetflow.solvers.split.solve import solve
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.measures
 
 FOLDER = Path(hetflow.examples.__file__).parent / "virtualflow_6_5"
 BATCH = 8192

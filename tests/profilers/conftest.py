@@ -13,7 +13,7 @@ def forked_children(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """Tests that measure share the preloaded process of this pytest process."""
-    if request.node.get_closest_marker("processes") is None:
+    if request.node.get_closest_marker("measures") is None:
         yield
         return
     monkeypatch.setenv(programs.VARIABLE, programs.preloaded())

@@ -11,7 +11,7 @@ from hetflow.cli.main import run
 from hetflow.schema import files
 from hetflow.schema.profile import Emulation, Profile
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.measures
 
 SOURCE = """
 import pathlib

@@ -197,7 +197,7 @@ def test_all_reduces_end_at_the_model(weight_bytes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.measures
 def test_two_real_processes_send_messages_of_every_size() -> None:
     cpu = cpu_device()
     request = DeviceRequest(device_type="cpu", local=cpu, torch_device="cpu")

@@ -10,7 +10,7 @@ from hetflow.profilers.sync_in_loop import sizes_to_measure
 from hetflow.runtime.step_times import StepTimes
 from hetflow.schema.errors import TargetError
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.measures
 
 LOAD, OPEN, COLD, CLOSE, UPDATE, EMPTY = 0.001, 0.003, 0.002, 0.0005, 0.004, 0.0002
 FIRST = 0.02  # what the first step of a rehearsal takes longer

@@ -19,7 +19,7 @@ from hetflow.schema.errors import TargetError
 from hetflow.schema.profile import BatchPoint
 from hetflow.tests import programs
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.measures
 
 SOURCE = """
 import os

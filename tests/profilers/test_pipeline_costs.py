@@ -24,7 +24,7 @@ from hetflow.schema.profile import LayerGraph, LayerNode
 from hetflow.schema.step_costs import LinkPoint, Links, PipelineCosts
 from hetflow.tests.profiles import examples
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.measures
 
 SECONDS = st.floats(1e-4, 1e-2)
 COST = st.floats(0, 5e-3)

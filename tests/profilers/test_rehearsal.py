@@ -31,7 +31,7 @@ from hetflow.schema.launch import (
     WorkerSlot,
 )
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.measures
 
 
 class Normed(nn.Module):

@@ -161,7 +161,7 @@ def test_a_loader_that_is_trained_on_gives_all_samples_in_any_sizes_over_and_ove
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.measures
 def test_three_commands_train_a_trainer_script_on_unlike_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +213,7 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.measures
 @pytest.mark.parametrize(
     ("sizes", "arguments", "said"),
     [
@@ -272,7 +272,7 @@ def test_what_a_script_cannot_have_is_refused_before_it_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.measures
 def test_a_script_that_trains_at_one_size_only_is_profiled_at_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +285,7 @@ def test_a_script_that_trains_at_one_size_only_is_profiled_at_that(
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.measures
 def test_a_script_with_an_accelerator_is_profiled_alone_and_beside_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,7 +305,7 @@ def test_a_script_with_an_accelerator_is_profiled_alone_and_beside_others(
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.measures
 def test_scripts_of_lightning_are_profiled_in_their_loops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
