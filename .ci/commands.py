@@ -52,8 +52,8 @@ OTHERS = (
     "throughputs flat --batch-size 64",
     "export layered/v100.json -o graph.txt",
     f"rent window.json --history window.json {RENT}",
-    f"rent zones zones.json --learn-until 2024-01-01T04:00:00Z {RENT}",
-    "rent fleet counts.json --history counts.json --machines 2 --work-hours 4 --deadline-hours 4 "
+    f"rent zones.json --between-zones --learn-until 2024-01-01T04:00:00Z {RENT}",
+    "rent counts.json --history counts.json --machines 2 --work-hours 4 --deadline-hours 4 "
     "--on-demand 3 --spot 1",
     "rent odds zones.json",
     "rent machines prices.json --profiles flat --batch-size 64 --steps 1000 --most-devices 2",

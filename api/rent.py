@@ -1,56 +1,40 @@
-"""``hetflow.rent.deadline``."""
+"""``hetflow.rent.deadline``, and two older names for its jobs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ..importers.availability import read_availability
-from ..schema.errors import ProblemError
-from ..schema.market import Availability, RentReport
-from ..schema.records import PositiveSeconds, RentDollars, SpotDollars
+from ..importers.availability import read_windows
+from ..importers.registry import TraceOptions
+from ..schema import files
+from ..schema.arguments import Arguments
+from ..schema.errors import FileError, ProblemError
+from ..schema.market import Availability, Capacity, RentAdvice, RentReport, RentState, utc_seconds
+from ..schema.options import option
+from ..schema.requests.kinds import Offers
+from ..schema.requests.rent import RentRequest
+from ..schema.spelling import nearest
+from ..simulator.market.advise import advise
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
-from ..solvers.market.windows import fewest_parts, shorter_ticks
-from .calls import checks
-
-Windows = Sequence[Availability | Path | str]
+from ..solvers.market.windows import Traces, apart, fewest_parts, traces_of
+from .calls import takes
 
 
-@checks
-def rent(
-    windows: Windows,
-    *,
-    work_seconds: PositiveSeconds,
-    deadline_seconds: PositiveSeconds,
-    on_demand_dollars_per_hour: RentDollars,
-    spot_dollars_per_hour: SpotDollars,
-    restart_seconds: float = 300.0,
-    history: Windows = (),
-    policies: Sequence[str] | None = None,
-) -> RentReport:
-    """Compare policies for renting one machine for a job with a deadline: spot, on demand, or both.
+@takes(RentRequest)
+def rent(request: RentRequest) -> RentReport:
+    """Compare policies for renting machines for a job with a deadline: spot, on demand, or both.
 
-    Policies are replayed on windows of availability. Their costs are compared with the least
-    possible cost of each window, which needs to know the window in advance.
-
-    Args:
-        windows: Availability to replay on: records, files, or folders of files. One that is
-            several deadlines long counts as so many windows.
-        work_seconds: Duration of the job on a machine that is never preempted.
-        deadline_seconds: Time from the start by which the job must be done.
-        on_demand_dollars_per_hour: Price of an on-demand machine.
-        spot_dollars_per_hour: Price of a spot machine.
-        restart_seconds: Time from a launch until work continues from the last checkpoint.
-        history: Availability from which ``dynamic_program`` learns how machines come and go. It
-            should not contain any of ``windows``.
-        policies: Out of ``on_demand``, ``greedy``, ``time_sliced``, ``uniform_progress`` and
-            ``dynamic_program``; None takes all that can be used.
+    Policies are replayed on windows of availability that are as long as the deadline. Their costs
+    are compared with the least possible cost of each window, which needs to know it in advance. A
+    job that uses several machines goes on with what is left when spot machines are taken away.
 
     Returns:
         The cost of each policy on each window, and the cheapest policy that missed no deadline.
 
     Raises:
-        ProblemError: A number, a window or a policy's name cannot be used.
-        InfeasibleError: The work cannot end in time on any machine.
+        ProblemError: A number, a window, a zone or a policy's name cannot be used.
+        InfeasibleError: The work cannot end in time on any machines.
         FileError: A file is missing or has faults.
 
     Example:
@@ -64,25 +48,159 @@ def rent(
         >>> report.choice, report.bound_dollars
         ('greedy', (0.5,))
     """
-    read = _read(windows)
-    if not read:
+    job, traces, history = asked_job(request)
+    return compare(
+        job,
+        traces,
+        history=history,
+        policies=request.policies or None,
+        every_seconds=request.every_seconds,
+    )
+
+
+def advice(state: RentState | Path | str, offers: Offers, **asked: Any) -> RentAdvice:
+    """Say what a running job should hold now, and why: a policy, asked for one decision.
+
+    Args:
+        state: What the job holds and sees now, or its file.
+        offers: As for ``deadline``. Nothing is replayed: without a history, ``dynamic_program``
+            learns from these.
+        **asked: All other arguments of ``deadline``. The first of ``policies`` decides.
+
+    Returns:
+        What to hold until the next tick, and what other policies would hold.
+
+    Raises:
+        ProblemError: A number, the state, a window or a policy's name cannot be used.
+        InfeasibleError: The work cannot end in time on any machines.
+        FileError: A file is missing or has faults.
+    """
+    request = RentRequest(**Arguments(RentRequest, "advice").checked((offers,), asked))
+    job, traces, history = asked_job(request)
+    now = state if isinstance(state, RentState) else files.read(Path(state), RentState)
+    return advise(
+        job,
+        traces[0].zones,
+        now,
+        history=history or traces,
+        policies=request.policies or None,
+    )
+
+
+def zones(windows: Offers, **asked: Any) -> RentReport:
+    """An older name of ``deadline`` with ``between_zones``."""
+    return rent(windows, between_zones=True, **asked)
+
+
+def fleet(traces: Offers, *, resize_seconds: float = 60.0, **asked: Any) -> RentReport:
+    """An older name of ``deadline`` with ``num_machines`` or ``speeds``."""
+    return rent(traces, restart_seconds=resize_seconds, **asked)
+
+
+def asked_job(request: RentRequest) -> tuple[DeadlineJob, list[Traces], list[Traces]]:
+    """The job that a request has, what to replay on, and what to learn from."""
+    speeds = _speeds(request)
+    traces, history = (
+        _traces(given, several=len(speeds) > 2, between_zones=request.between_zones)
+        for given in (request.offers, request.history)
+    )
+    if not traces:
         raise ProblemError("there is no window of availability to replay on")
     # A job whose end falls between two looks at the market is in time all the same.
-    parts = fewest_parts(read[0].tick_seconds, work_seconds + restart_seconds, deadline_seconds)
-    read, learned = shorter_ticks(read, parts), shorter_ticks(_read(history), parts)
+    parts, fastest = 1, max(speeds, default=0.0)
+    if fastest > 0:
+        needed = request.work_seconds / fastest + request.restart_seconds
+        parts = fewest_parts(traces[0].tick_seconds, needed, request.deadline_seconds)
+    traces, history = ([one.in_parts(parts) for one in each] for each in (traces, history))
+    if request.learn_until is not None:
+        traces, history = _split(traces, history, request.learn_until)
     job = DeadlineJob(
-        work_seconds=work_seconds,
-        deadline_seconds=deadline_seconds,
-        restart_seconds=restart_seconds,
-        tick_seconds=read[0].tick_seconds,
-        on_demand_dollars_per_hour=on_demand_dollars_per_hour,
-        spot_dollars_per_hour=(spot_dollars_per_hour,),
+        work_seconds=request.work_seconds,
+        deadline_seconds=request.deadline_seconds,
+        restart_seconds=request.restart_seconds,
+        tick_seconds=traces[0].tick_seconds,
+        on_demand_dollars_per_hour=request.on_demand_dollars_per_hour,
+        spot_dollars_per_hour=_prices(request.spot_dollars_per_hour, traces[0].zones),
+        move_dollars=request.move_dollars,
+        speeds=speeds,
     )
-    return compare(job, read, history=learned, policies=policies)
+    return job, traces, history
 
 
-def _read(windows: Windows) -> list[Availability]:
-    found: list[Availability] = []
-    for window in windows:
-        found += [window] if isinstance(window, Availability) else read_availability(Path(window))
+def _speeds(request: RentRequest) -> tuple[float, ...]:
+    number, speeds = request.num_machines, request.speeds
+    if speeds is None:
+        number = 1 if number is None else number
+        if number > 64:
+            raise ProblemError(f"{option('num_machines')} must be 1 to 64, got {number}")
+        return tuple(map(float, range(number + 1)))
+    if number is not None:
+        raise ProblemError(
+            f"say how fast the job is: give {option('num_machines')} or {option('speeds')}, not "
+            "both"
+        )
+    return tuple(speeds)
+
+
+def _traces(given: Offers, *, several: bool, between_zones: bool) -> list[Traces]:
+    read: list[Availability | Capacity] = []
+    for one in given:
+        read += [one] if isinstance(one, Availability | Capacity) else _read(Path(one), several)
+    return [traces_of(read)] if read and between_zones else apart(read)
+
+
+def _read(path: Path, several: bool) -> Sequence[Availability | Capacity]:
+    """What a file has: for several machines counts; for one whether there was one, else counts."""
+    market = read_windows(path, TraceOptions())
+    found = market.capacity if several else market.availability or market.capacity
+    if not found:
+        what = "capacity: holds no counts of spot machines" if several else "availability: holds "
+        raise FileError(
+            f"{path}: $.{what}" + ("" if several else "no windows"),
+            hint="import them in the format bamboo-trace or parcae-trace (hetflow import)"
+            if several
+            else None,
+        )
     return found
+
+
+def _split(
+    traces: list[Traces], history: list[Traces], time: str
+) -> tuple[list[Traces], list[Traces]]:
+    """What is after a time, and what is before it."""
+    if history:
+        raise ProblemError(
+            f"say what to learn from: give {option('history')} or {option('learn_until')}, not both"
+        )
+    when = utc_seconds(time, option("learn_until"), "time")
+    halves = [one.split(when) for one in traces]
+    before, after = ([half[side] for half in halves if half[side].ticks[0]] for side in (0, 1))
+    if not before or not after:
+        raise ProblemError(
+            f"{option('learn_until', time)} leaves nothing to "
+            + ("replay on" if before else "learn from"),
+            hint="name a time within the windows",
+        )
+    return after, before
+
+
+def _prices(given: float | Mapping[str, float], zones: tuple[str, ...]) -> tuple[float, ...]:
+    """The spot price of each zone."""
+    if not isinstance(given, Mapping):
+        return (given,) * len(zones)
+    for name in given:
+        if name not in zones:
+            guess = nearest(name, zones)
+            raise ProblemError(
+                f"{option('spot_dollars_per_hour')} names zone {name!r}; the windows are of "
+                f"{', '.join(zones)}",
+                hint=f"did you mean {guess!r}?" if guess else None,
+            )
+    missing = [zone for zone in zones if zone not in given]
+    if missing:
+        raise ProblemError(
+            f"there is no spot price of zone {missing[0]!r}",
+            hint=f"add {option('spot_dollars_per_hour', f'{missing[0]}=DOLLARS')}, or give one "
+            "price for all",
+        )
+    return tuple(given[zone] for zone in zones)

@@ -9,21 +9,21 @@ from ..schema.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .odds import odds
+    from .rent import advice, fleet, zones
     from .rent import rent as deadline
-    from .rent_fleet import rent_fleet as fleet
     from .rent_machines import rent_machines as machines
     from .rent_prices import rent_prices as prices
-    from .rent_zones import rent_zones as zones
 
 _WHERE = {
+    "advice": ".rent",
     "deadline": ".rent:rent",
-    "fleet": ".rent_fleet:rent_fleet",
+    "fleet": ".rent",
     "machines": ".rent_machines:rent_machines",
     "odds": ".odds",
     "prices": ".rent_prices:rent_prices",
-    "zones": ".rent_zones:rent_zones",
+    "zones": ".rent",
 }
 
-__all__ = ["deadline", "fleet", "machines", "odds", "prices", "zones"]
+__all__ = ["advice", "deadline", "fleet", "machines", "odds", "prices", "zones"]
 
 __getattr__, __dir__ = lazy_names(globals(), _WHERE)

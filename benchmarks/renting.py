@@ -17,6 +17,7 @@ from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
 from hetflow.solvers.market.deadline import DeadlineJob
 from hetflow.solvers.market.offline import least_dollars
+from hetflow.solvers.market.windows import apart
 from hetflow.tests.data import reference
 
 ZONES = ("us-west-2a_v100_1", "us-west-2b_v100_1")
@@ -42,7 +43,7 @@ def measure(zone: str, deadline_hours: float, overhead_hours: float) -> dict[str
     windows = windows_of(zone, overhead_hours)
     (other,) = (name for name in ZONES if name != zone)
     history = windows_of(other, overhead_hours)
-    report = compare(job, windows, history=history)
+    report = compare(job, apart(windows), history=apart(history))
     started = time.process_time()
     for window in windows:
         least_dollars(job, [window.available])  # type: ignore[arg-type]

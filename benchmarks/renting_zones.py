@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetflow.importers.availability import read_availability
-from hetflow.simulator.market.compare import Traces, compare_zones, traces_of
+from hetflow.simulator.market.compare import compare
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
 from hetflow.solvers.market.deadline import DeadlineJob
 from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.price_statistics import availability_correlation
-from hetflow.solvers.market.windows import joined
+from hetflow.solvers.market.windows import Traces, joined, traces_of
 from hetflow.tests.data import reference
 
 ZONES = ("us-west-2a_v100_1", "us-west-2b_v100_1")
@@ -65,14 +65,14 @@ def measure(
 ) -> dict[str, object]:
     """One half and deadline: every policy, and the dynamic program in each zone alone."""
     job = job_of(deadline_hours, restart_hours, len(ZONES))
-    report = compare_zones(job, traces, history=history, every_seconds=3 * 3600.0)
+    report = compare(job, [traces], history=[history], every_seconds=3 * 3600.0)
     alone = {}
     for place, zone in enumerate(ZONES):
         only, learned = (
             replace(each, zones=(zone,), ticks=(each.ticks[place],)) for each in (traces, history)
         )
-        one = compare_zones(
-            job_of(deadline_hours, restart_hours, 1), only, history=learned,
+        one = compare(
+            job_of(deadline_hours, restart_hours, 1), [only], history=[learned],
             policies=["dynamic_program"], every_seconds=3 * 3600.0,
         )  # fmt: skip
         alone[zone] = one.policies[0].mean_dollars
@@ -98,7 +98,7 @@ def measure(
                 "mean_dollars": entry.mean_dollars,
                 "mean_over_least": entry.mean_over_bound,
                 "missed_deadlines": entry.missed_deadlines,
-                "mean_moves": report.mean_moves[entry.policy],
+                "mean_moves": entry.mean_moves,
             }
             for entry in report.policies
         },

@@ -19,7 +19,7 @@ import typer
 from ..schema import options, requests
 from ..schema.options import asked_of, told
 from . import completing
-from .common import RARE, Settings, asked_pool, asked_reserve, rates_of
+from .common import RARE, Settings, asked_pool, asked_reserve, rates_of, spot_prices
 
 Asked = dict[str, Any]
 Values = Mapping[str, Any]
@@ -59,12 +59,20 @@ class Reading:
 
 _RECORDS = ("Plan | Allocation | Path | str", "SplitPlan | PipelinePlan | Path | str")
 _NUMBERS = dict.fromkeys(("int", "Count", "Index"), Reading(int)) | dict.fromkeys(
-    ("float", "Dollars", "Fraction", "PositiveRate", "PositiveSeconds", "WaitSeconds"),
+    (
+        "float",
+        "Dollars",
+        "Fraction",
+        "PositiveRate",
+        "PositiveSeconds",
+        "RentDollars",
+        "WaitSeconds",
+    ),
     Reading(float),
 )
 _PATHS = dict.fromkeys(
     ("Path | str", "Profiles", "JobsTable", "ThroughputsTable", *_RECORDS), Reading(Path)
-) | dict.fromkeys(("Markets", "Windows"), Reading(list[Path]))
+) | dict.fromkeys(("Markets", "Windows", "Offers"), Reading(list[Path]))
 _READINGS: dict[str, Reading] = {
     **_NUMBERS,
     **_PATHS,
@@ -74,6 +82,8 @@ _READINGS: dict[str, Reading] = {
     "Sequence[str]": Reading(list[str]),
     "Sequence[Path | str]": Reading(list[Path]),
     "Mapping[str, float]": Reading(list[str], rates_of),
+    "Speeds": Reading(list[float], lambda speeds: (0.0, *speeds)),
+    "SpotPrices": Reading(list[str], spot_prices),
 }
 
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -184,6 +184,22 @@ def rates_of(given: Iterable[str]) -> dict[str, float]:
         except ValueError:
             raise ProblemError(f"--rate must be such as V100=9.6, got {text[:60]!r}") from None
     return found
+
+
+def spot_prices(given: Sequence[str]) -> float | dict[str, float]:
+    """One price for all zones, or that of each, by ``--spot [ZONE=]DOLLARS``."""
+    found: dict[str, float] = {}
+    for text in given:
+        name, _, value = text.rpartition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise ProblemError(
+                f"--spot must be a price or such as us-west-2a=0.97, got {text[:60]!r}"
+            ) from None
+    if "" in found and len(given) > 1:
+        raise ProblemError("--spot must be one price for all zones, or ZONE=DOLLARS of each")
+    return found.get("", found)
 
 
 def check_outputs(*paths: Path | None, force: bool) -> None:

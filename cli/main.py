@@ -66,11 +66,9 @@ GROUPS = {
     "Rent machines": {
         "rent": Listed("rent.rent", "Choose spot or on-demand machines under a deadline."),
         "rent fleet": Listed(
-            "rent_fleet.rent_fleet", "Choose machines for an elastic job under a deadline."
+            "rent.rent_fleet", "Old name of rent --machines N --restart-seconds S."
         ),
-        "rent zones": Listed(
-            "rent_zones.rent_zones", "Choose zones and machines under a deadline."
-        ),
+        "rent zones": Listed("rent.rent_zones", "Old name of rent --between-zones."),
         "rent prices": Listed("rent_prices.rent_prices", "Choose machines at changing prices."),
         "rent machines": Listed(
             "rent_machines.rent_machines", "Choose machines that train for the fewest dollars."

@@ -1,40 +1,29 @@
-"""``hetflow rent``: how to rent a machine for a job under a deadline."""
+"""``hetflow rent``: how to rent machines for a job under a deadline."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ..schema.requests.rent import RentRequest
+from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json
-from .rent_options import (
-    DeadlineHours,
-    OnDemand,
-    Output,
-    Policies,
-    RestartSeconds,
-    Spot,
-    WindowsHistory,
-    WorkHours,
-)
 
-if TYPE_CHECKING:
-    from ..schema.market import RentReport
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report here.")]
+Next = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="STATE",
+        help="Instead: say what a running job should hold now, and why. STATE is a "
+        "hetflow.rent_state/1 file; dynamic_program learns from the history, else from all.",
+    ),
+]
 
 
+@asks(RentRequest)
 def rent(
-    windows: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Windows of availability: hetflow.market/1, Can't Be Late's JSON, or folders."
-        ),
-    ],
-    work_hours: WorkHours,
-    deadline_hours: DeadlineHours,
-    on_demand: OnDemand,
-    spot: Spot,
-    restart_seconds: RestartSeconds = 300.0,
-    history: WindowsHistory = None,
-    policy: Policies = None,
+    asked: Asked,
+    next: Next = None,  # noqa: A002  # the option's name
     output: Output = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
@@ -46,33 +35,49 @@ def rent(
 
     \b
     hetflow rent windows/ --history older/ --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97
+    hetflow rent 2a.json 2b.json --between-zones --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97
+    hetflow rent p2.json --machines 16 --work-hours 90 --deadline-hours 8 --on-demand 0.9 --spot 0.27
+    hetflow rent windows/ --next state.json --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97
     """  # noqa: E501
-    from ..api.rent import rent as replay
-    from ..schema.files import check_writable
+    _rent(asked, output, next, force=force, json=json)
+
+
+@asks(RentRequest, between_zones=True)
+def rent_zones(
+    asked: Asked, output: Output = None, force: ForceFlag = False, json: JsonFlag = False
+) -> None:
+    """`hetflow rent --between-zones`, under its name until the next release."""
+    _rent(asked, output, force=force, json=json)
+
+
+@asks(RentRequest, between_zones=False, restart_seconds=60.0)
+def rent_fleet(
+    asked: Asked,
+    resize_seconds: Annotated[
+        float, typer.Option(min=0.0, help="Seconds without work whenever the machines change.")
+    ] = 60.0,
+    output: Output = None,
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """`hetflow rent --machines N --restart-seconds S`, under its name until the next release."""
+    _rent({**asked, "restart_seconds": resize_seconds}, output, force=force, json=json)
+
+
+def _rent(
+    asked: Asked, output: Path | None, state: Path | None = None, *, force: bool, json: bool
+) -> None:
+    from .. import rent as renting
+    from ..reports.market_tables import advice_text, rent_table
+    from ..schema.files import check_writable, to_plain
+    from ..schema.market import RentAdvice
 
     if output is not None:
         check_writable(output, force=force)
-    report = replay(
-        windows,
-        work_seconds=work_hours * 3600,
-        deadline_seconds=deadline_hours * 3600,
-        on_demand_dollars_per_hour=on_demand,
-        spot_dollars_per_hour=spot,
-        restart_seconds=restart_seconds,
-        history=history or (),
-        policies=policy or None,
-    )
+    found = renting.deadline(**asked) if state is None else renting.advice(state, **asked)
     if output is not None:
-        emit_file(report, output, force=force)
+        emit_file(found, output, force=force)
     if json:
-        from ..schema.files import to_plain
-
-        emit_json(to_plain(report))
+        emit_json(to_plain(found))
     else:
-        emit(_table(report))
-
-
-def _table(report: "RentReport") -> str:
-    from ..reports.market_tables import rent_table
-
-    return rent_table(report)
+        emit(advice_text(found) if isinstance(found, RentAdvice) else rent_table(found))

@@ -47,7 +47,10 @@ def read_availability(path: Path, *, trace_start: str | None = None) -> tuple[Av
         FileError: A file is missing, unreadable, of neither form, or does not say what its values
             mean; or the folder has none.
     """
-    return read_windows(path, TraceOptions(trace_start=trace_start)).availability
+    found = read_windows(path, TraceOptions(trace_start=trace_start)).availability
+    if not found:
+        raise FileError(f"{path}: $.availability: holds no windows")
+    return found
 
 
 def _files(path: Path) -> list[Path]:
@@ -66,10 +69,7 @@ def _read(path: Path, options: TraceOptions) -> Market:
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON: {error}") from None
     if isinstance(data, dict) and "schema" in data:
-        market = files.from_json(text, Market, name=str(path))
-        if not market.availability:
-            raise FileError(f"{path}: $.availability: holds no windows")
-        return market
+        return files.from_json(text, Market, name=str(path))
     return _published(data, path, options)
 
 

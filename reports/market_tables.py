@@ -4,36 +4,64 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ..schema.market import FleetReport, Market, PriceReport, RentReport, ZonesReport
+from ..schema.market import Market, PriceReport, RentAdvice, RentReport, RentState
 from ..schema.odds import OddsReport, PreemptionRate, Survivors, ZoneOdds
 from .grid import grid
 
 
 def rent_table(report: RentReport) -> str:
-    """The policies, cheapest first, and which one to use."""
-    bound = sum(report.bound_dollars) / len(report.bound_dollars)
-    rows: list[tuple[object, ...]] = [
-        (
+    """The policies, cheapest first, what can be known in advance, and which one to use."""
+    zones, machines = len(report.alone_dollars), len(report.speeds) - 1
+    known = {"(known in advance)": report.bound_dollars}
+    known |= {f"(only {zone})": dollars for zone, dollars in report.alone_dollars.items()}
+    heads = ["policy", "mean $", "least $", "most $", "/ least", "launches", "moves", "late"]
+    rows: list[list[object]] = [
+        [
             entry.policy,
-            f"{entry.mean_dollars:.2f}",
-            f"{min(entry.dollars):.2f}",
-            f"{max(entry.dollars):.2f}",
+            *_spread(entry.dollars),
             f"{entry.mean_over_bound:.3f}",
             f"{entry.mean_launches:.1f}",
+            f"{entry.mean_moves:.1f}",
             entry.missed_deadlines,
-        )
+        ]
         for entry in sorted(report.policies, key=lambda entry: entry.mean_dollars)
     ]
-    rows.append(("(known in advance)", f"{bound:.2f}", f"{min(report.bound_dollars):.2f}",
-                 f"{max(report.bound_dollars):.2f}", "1.000", "-", 0))  # fmt: skip
+    for title, dollars in known.items():
+        ratios = [
+            paid / least if least > 0 else 1.0
+            for paid, least in zip(dollars, report.bound_dollars, strict=True)
+        ]
+        rows.append([title, *_spread(dollars), f"{sum(ratios) / len(ratios):.3f}", "-", "-", 0])
+    if not zones:
+        rows, heads = [[*row[:-2], row[-1]] for row in rows], [*heads[:-2], heads[-1]]
+    left_out = f", {report.num_left_out} left out" if report.num_left_out else ""
     lines = [
-        f"{report.work_seconds / 3600:g} h of work within {report.deadline_seconds / 3600:g} h, "
-        f"{report.restart_seconds:g} s a restart, {len(report.windows)} windows",
-        grid(("policy", "mean $", "least $", "most $", "/ least", "launches", "late"), rows),
+        f"{report.work_seconds / 3600:g} {'h' if machines == 1 else 'machine hours'} of work "
+        f"within {report.deadline_seconds / 3600:g} h"
+        + (f" on at most {machines} machines" if machines > 1 else "")
+        + (f" in {zones} zones" if zones else "")
+        + f", {report.restart_seconds:g} s a restart"
+        + (f", {report.move_dollars:g} $ a move" if zones else "")
+        + f", {len(report.windows)} windows{left_out}",
+        grid(heads, rows),
     ]
     if report.choice is not None:
         lines.append(f"take {report.choice}: the cheapest that was never late")
-    lines += _expected(report)
+    if report.expected_dollars is not None:
+        line = f"dynamic_program expects {report.expected_dollars:.2f} $ from its history"
+        if report.expected_dollars_90 is not None:
+            low, high = report.expected_dollars_90
+            line += f", and 9 in 10 jobs to cost {low:.2f} to {high:.2f} $"
+        lines.append(line)
+    if report.decision_seconds is not None:
+        lines.append(
+            f"dynamic_program decides each {report.decision_seconds:g} s: its table of every tick "
+            "would be too large"
+        )
+    if report.most_zones_to_learn is not None:
+        lines.append(
+            f"dynamic_program was left out: it learns up to {report.most_zones_to_learn} zones"
+        )
     if report.unused_seconds:
         lines.append(
             f"{report.unused_seconds / 3600:.4g} h that were given are in no window: less than "
@@ -42,89 +70,33 @@ def rent_table(report: RentReport) -> str:
     return "\n".join(lines)
 
 
-def fleet_table(report: FleetReport) -> str:
-    """The policies of an elastic job, cheapest first, and which one to use."""
-    known = (("(best known)", report.plan_dollars), ("(no way is less)", report.bound_dollars))
-    least = sum(report.bound_dollars) / len(report.bound_dollars)
-    rows: list[tuple[object, ...]] = [
-        (
-            entry.policy,
-            *_spread(entry.dollars),
-            f"{entry.mean_over_bound:.3f}",
-            f"{entry.mean_launches:.1f}",
-            entry.missed_deadlines,
-        )
-        for entry in sorted(report.policies, key=lambda entry: entry.mean_dollars)
-    ]
-    for title, dollars in known:
-        ratio = sum(dollars) / len(dollars) / least if least > 0 else 1.0
-        rows.append((title, *_spread(dollars), f"{ratio:.3f}", "-", 0))
+def state_text(state: RentState) -> str:
+    """What a running job holds and sees."""
+    held = _held(state.num_spot, state.num_on_demand, state.zone)
+    return (
+        f"after {state.elapsed_seconds / 3600:.4g} h: holds {held}, "
+        f"{state.work_left_seconds / 3600:.4g} h of work left\n"
+        + grid(("zone", "spot machines"), tuple(state.available.items()))
+    )
+
+
+def _held(num_spot: int, num_on_demand: int, zone: str | None) -> str:
+    kinds = ((num_spot, "spot"), (num_on_demand, "on demand"))
+    words = " and ".join(f"{number} {kind}" for number, kind in kinds if number)
+    return f"{words} in {zone}" if words else "nothing"
+
+
+def advice_text(advice: RentAdvice) -> str:
+    """What to hold now and why, and what other policies would hold."""
+    what = _held(advice.num_spot, advice.num_on_demand, advice.zone)
     lines = [
-        f"{report.work_seconds / 3600:g} machine hours within {report.deadline_seconds / 3600:g} h "
-        f"on at most {len(report.speeds) - 1} machines, {report.resize_seconds:g} s a change, "
-        f"{len(report.windows)} windows",
-        grid(("policy", "mean $", "least $", "most $", "/ bound", "changes", "late"), rows),
+        f"{'now hold' if advice.is_change else 'keep'} {what}, {advice.dollars_per_hour:.4g} $/h "
+        f"({advice.choice}): {advice.reason}",
+        f"all on demand would do in {advice.spare_seconds / 3600:.3g} h; ask again in "
+        f"{advice.decide_again_seconds:g} s, or when machines come or go",
+        *(f"{name} would hold {held}" for name, held in advice.others.items()),
     ]
-    if report.choice is not None:
-        lines.append(f"take {report.choice}: the cheapest that was never late")
-    lines += _expected(report)
     return "\n".join(lines)
-
-
-def zones_table(report: ZonesReport) -> str:
-    """The policies over several zones, cheapest first, and what each zone alone would allow."""
-    rows: list[tuple[object, ...]] = [
-        (
-            entry.policy,
-            *_spread(entry.dollars),
-            f"{entry.mean_over_bound:.3f}",
-            f"{entry.mean_launches:.1f}",
-            f"{report.mean_moves[entry.policy]:.1f}",
-            entry.missed_deadlines,
-        )
-        for entry in sorted(report.policies, key=lambda entry: entry.mean_dollars)
-    ]
-    known = {"(known in advance)": report.bound_dollars}
-    known |= {f"(only {zone})": dollars for zone, dollars in report.alone_dollars.items()}
-    for title, dollars in known.items():
-        ratios = [
-            paid / least if least > 0 else 1.0
-            for paid, least in zip(dollars, report.bound_dollars, strict=True)
-        ]
-        rows.append((title, *_spread(dollars), f"{sum(ratios) / len(ratios):.3f}", "-", "-", 0))
-    left_out = f", {report.num_left_out} left out" if report.num_left_out else ""
-    lines = [
-        f"{report.work_seconds / 3600:g} h of work within {report.deadline_seconds / 3600:g} h in "
-        f"{len(report.alone_dollars)} zones, {report.restart_seconds:g} s a restart, "
-        f"{report.move_dollars:g} $ a move, {len(report.windows)} windows{left_out}",
-        grid(
-            ("policy", "mean $", "least $", "most $", "/ least", "launches", "moves", "late"), rows
-        ),
-    ]
-    if report.choice is not None:
-        lines.append(f"take {report.choice}: the cheapest that was never late")
-    lines += _expected(report)
-    if report.most_zones_to_learn is not None:
-        lines.append(
-            f"dynamic_program was left out: it learns up to {report.most_zones_to_learn} zones"
-        )
-    return "\n".join(lines)
-
-
-def _expected(report: RentReport | FleetReport | ZonesReport) -> list[str]:
-    if report.expected_dollars is None:
-        return []
-    line = f"dynamic_program expects {report.expected_dollars:.2f} $ from its history"
-    if report.expected_dollars_90 is not None:
-        low, high = report.expected_dollars_90
-        line += f", and 9 in 10 jobs to cost {low:.2f} to {high:.2f} $"
-    lines = [line]
-    if report.decision_seconds is not None:
-        lines.append(
-            f"dynamic_program decides each {report.decision_seconds:g} s: its table of every tick "
-            "would be too large"
-        )
-    return lines
 
 
 def _spread(dollars: Sequence[float]) -> tuple[str, ...]:

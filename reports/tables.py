@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from ..schema.cluster import Cluster
 from ..schema.launch import LaunchConfig
-from ..schema.market import FleetReport, Market, PriceReport, RentReport, ZonesReport
+from ..schema.market import Market, PriceReport, RentAdvice, RentReport, RentState
 from ..schema.odds import OddsReport
 from ..schema.options import option
 from ..schema.parallel import ParallelPlan
@@ -16,12 +16,12 @@ from ..schema.run import RunRecord
 from . import cluster_tables
 from .grid import grid, layers_text, mebibytes, milliseconds
 from .market_tables import (
-    fleet_table,
+    advice_text,
     market_table,
     odds_table,
     rent_table,
+    state_text,
     strategies_table,
-    zones_table,
 )
 from .parallel_tables import dollars_text, parallel_table
 from .terms import terms_table
@@ -48,10 +48,10 @@ def table_of(record: "Record") -> str:
         return market_table(record)
     if isinstance(record, RentReport):
         return rent_table(record)
-    if isinstance(record, FleetReport):
-        return fleet_table(record)
-    if isinstance(record, ZonesReport):
-        return zones_table(record)
+    if isinstance(record, RentState):
+        return state_text(record)
+    if isinstance(record, RentAdvice):
+        return advice_text(record)
     if isinstance(record, PriceReport):
         return strategies_table(record)
     if isinstance(record, OddsReport):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .jobs import Allocation, Jobs, Throughputs
     from .launch import LaunchConfig
-    from .market import FleetReport, Market, PriceReport, RentReport, ZonesReport
+    from .market import Market, PriceReport, RentAdvice, RentReport, RentState
     from .odds import OddsReport
     from .plans import Plan as Plan
     from .profile import Profile
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
         | SimulationRun
         | Market
         | RentReport
-        | FleetReport
-        | ZonesReport
+        | RentState
+        | RentAdvice
         | PriceReport
         | OddsReport
     )
@@ -73,8 +73,8 @@ RECORDS: dict[str, dict[str | None, tuple[str, str]]] = {
     "hetflow.simulation/1": {None: ("simulation", "SimulationRun")},
     "hetflow.market/1": {None: ("market", "Market")},
     "hetflow.rent/1": {None: ("market", "RentReport")},
-    "hetflow.rent_fleet/1": {None: ("market", "FleetReport")},
-    "hetflow.rent_zones/1": {None: ("market", "ZonesReport")},
+    "hetflow.rent_state/1": {None: ("market", "RentState")},
+    "hetflow.rent_advice/1": {None: ("market", "RentAdvice")},
     "hetflow.rent_prices/1": {None: ("market", "PriceReport")},
     "hetflow.odds/1": {None: ("odds", "OddsReport")},
 }

@@ -25,7 +25,7 @@ def lazy_names(
     Args:
         package: The package's ``globals()``, in which loaded names are stored.
         where: Name -> the module that has it, relative to the package (``.api.solve``), with the
-            name that it has there if that is another (``.api.rent_fleet:rent_fleet``), or with a
+            name that it has there if that is another (``.api.rent:rent``), or with a
             colon if the module itself is meant (``.plugins:``).
         also: Names that the package already has, for ``dir``.
 

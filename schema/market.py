@@ -214,7 +214,8 @@ class PolicyReplay:
     """The cost of a policy on each window.
 
     ``dollars``: [windows], in order. ``missed_deadlines`` is the number of windows in which the job
-    ended late. ``mean_over_bound`` is the mean over windows of dollars / least possible dollars.
+    ended late. ``mean_over_bound`` is the mean over windows of dollars / least possible dollars. A
+    launch is any change of the machines, also by loss; a move is one in another zone.
     """
 
     policy: Name
@@ -222,6 +223,7 @@ class PolicyReplay:
     mean_over_bound: float
     missed_deadlines: Annotated[int, Field(ge=0)]
     mean_launches: Annotated[float, Field(ge=0)]
+    mean_moves: Annotated[float, Field(ge=0)] = 0.0
     dollars: tuple[Dollars, ...]
 
 
@@ -229,92 +231,80 @@ class PolicyReplay:
 class RentReport:
     """Policies for one job with a deadline, replayed on windows of spot availability.
 
-    ``unused_seconds`` of the availability given are in no window: less than a deadline at the ends,
-    and stretches with unknown ticks.
-    ``bound_dollars``: [windows], the least that any policy could pay if it knew the window in
-    advance. ``choice`` is the cheapest policy that missed no deadline. ``expected_dollars`` is the
-    mean cost that the dynamic program expects from the history and the first tick of each window.
+    ``speeds``: [machines + 1] speed on 0, 1, ... machines, relative to work of ``work_seconds``.
+    ``spot_dollars_per_hour`` is by zone where there are several. ``unused_seconds`` of the
+    availability given are in no window: less than a deadline at the ends, and ``num_left_out``
+    windows with unknown ticks. ``bound_dollars``: [windows], the least that any policy could pay if
+    it knew the window in advance; ``alone_dollars`` likewise for a job that stays in one zone.
+    ``choice`` is the cheapest policy that missed no deadline. ``expected_dollars`` is the mean cost
+    that the dynamic program expects from the history and the first tick of each window.
     ``expected_dollars_90``: between which nine in ten jobs should cost under it, by its replays on
     windows of the history; beyond these, what a job can cost at all.
     ``decision_seconds`` is how often that program decides, where this is less often than each tick.
+    ``most_zones_to_learn`` is how many zones it can learn, where there are more and it was left
+    out.
     """
 
     schema: Literal["hetflow.rent/1"] = "hetflow.rent/1"
     work_seconds: PositiveSeconds
     deadline_seconds: PositiveSeconds
     restart_seconds: Annotated[float, Field(ge=0)]
+    move_dollars: Dollars = 0.0
+    speeds: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 1.0)
     on_demand_dollars_per_hour: PositiveDollars
-    spot_dollars_per_hour: Dollars
-    windows: tuple[Name, ...]
-    unused_seconds: Annotated[float, Field(ge=0)] = 0.0
-    bound_dollars: tuple[Dollars, ...]
-    policies: tuple[PolicyReplay, ...]
-    choice: Name | None = None
-    expected_dollars: Dollars | None = None
-    expected_dollars_90: tuple[Dollars, Dollars] | None = None
-    decision_seconds: PositiveSeconds | None = None
-
-
-@record
-class FleetReport:
-    """Policies for one elastic job with a deadline, replayed on windows of spot capacity.
-
-    ``speeds``: [machines + 1] speed on 0, 1, ... machines, relative to work of ``work_seconds``.
-    ``bound_dollars`` and ``plan_dollars``: [windows]. With the window known in advance, no way to
-    hold machines costs less than the bound, and one that ends in time costs as much as the plan:
-    the cheapest of a plan made for the window and of the policies that missed no deadline.
-    In ``policies``, a launch is any change of the machines, also by loss. ``choice`` and
-    the other keys of the dynamic program are as in a rent report.
-    """
-
-    schema: Literal["hetflow.rent_fleet/1"] = "hetflow.rent_fleet/1"
-    work_seconds: PositiveSeconds
-    speeds: tuple[Annotated[float, Field(ge=0)], ...]
-    deadline_seconds: PositiveSeconds
-    resize_seconds: Annotated[float, Field(ge=0)]
-    on_demand_dollars_per_hour: PositiveDollars
-    spot_dollars_per_hour: Dollars
-    windows: tuple[Name, ...]
-    bound_dollars: tuple[Dollars, ...]
-    plan_dollars: tuple[Dollars, ...]
-    policies: tuple[PolicyReplay, ...]
-    choice: Name | None = None
-    expected_dollars: Dollars | None = None
-    expected_dollars_90: tuple[Dollars, Dollars] | None = None
-    decision_seconds: PositiveSeconds | None = None
-
-
-@record
-class ZonesReport:
-    """Policies for one job with a deadline that may move between zones.
-
-    ``spot_dollars_per_hour`` is by zone. ``windows`` are the UTC times at which they begin; in
-    ``num_left_out`` more a zone was unknown. ``bound_dollars``: [windows], the least that any
-    policy could pay if it knew all zones' windows in advance; ``alone_dollars`` likewise for a job
-    that stays in one zone. ``mean_moves``: launches in another zone than the last one, by policy.
-    ``choice`` and the other keys of the dynamic program are as in a rent report.
-    ``most_zones_to_learn`` is how many zones ``dynamic_program`` can learn, where there are more
-    and it was left out.
-    """
-
-    schema: Literal["hetflow.rent_zones/1"] = "hetflow.rent_zones/1"
-    work_seconds: PositiveSeconds
-    deadline_seconds: PositiveSeconds
-    restart_seconds: Annotated[float, Field(ge=0)]
-    move_dollars: Dollars
-    on_demand_dollars_per_hour: PositiveDollars
-    spot_dollars_per_hour: dict[str, Dollars]
+    spot_dollars_per_hour: Dollars | dict[str, Dollars]
     windows: tuple[Name, ...]
     num_left_out: Annotated[int, Field(ge=0)] = 0
+    unused_seconds: Annotated[float, Field(ge=0)] = 0.0
     bound_dollars: tuple[Dollars, ...]
-    alone_dollars: dict[str, tuple[Dollars, ...]]
+    alone_dollars: dict[str, tuple[Dollars, ...]] = Field(default_factory=dict)
     policies: tuple[PolicyReplay, ...]
-    mean_moves: dict[str, Annotated[float, Field(ge=0)]]
     choice: Name | None = None
     expected_dollars: Dollars | None = None
     expected_dollars_90: tuple[Dollars, Dollars] | None = None
     decision_seconds: PositiveSeconds | None = None
     most_zones_to_learn: Count | None = None
+
+
+@record
+class RentState:
+    """What a running job holds, has still to do, and can rent now.
+
+    ``elapsed_seconds`` since its start. ``zone`` is that of its last launch, None before the first.
+    ``pending_seconds`` of its restart are still to come. ``available`` is how many spot machines
+    each zone has; ``unchanged_seconds`` for how long that has been so, None: not for long.
+    """
+
+    schema: Literal["hetflow.rent_state/1"] = "hetflow.rent_state/1"
+    elapsed_seconds: Annotated[float, Field(ge=0)]
+    work_left_seconds: PositiveSeconds
+    num_spot: Index = 0
+    num_on_demand: Index = 0
+    zone: Name | None = None
+    pending_seconds: Annotated[float, Field(ge=0)] = 0.0
+    available: dict[str, Index]
+    unchanged_seconds: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+
+
+@record
+class RentAdvice:
+    """What a running job should hold now: the ``choice``'s machines in its zone.
+
+    ``spare_seconds``: how long it could still do nothing and end in time, all on demand.
+    ``others``: what other policies would hold, as text.
+    """
+
+    schema: Literal["hetflow.rent_advice/1"] = "hetflow.rent_advice/1"
+    choice: Name
+    num_spot: Index
+    num_on_demand: Index
+    zone: Name | None = None
+    is_change: bool
+    dollars_per_hour: Dollars
+    spare_seconds: float
+    decide_again_seconds: PositiveSeconds
+    reason: str
+    others: dict[str, str] = Field(default_factory=dict)
 
 
 @record
@@ -414,8 +404,8 @@ register_keys(
     Market,
     PolicyReplay,
     RentReport,
-    FleetReport,
-    ZonesReport,
+    RentState,
+    RentAdvice,
     HeldOffer,
     StrategyReplay,
     PriceReport,

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from ..options import asked_of
 
-_ROOMS = ("solve", "allocate", "check", "resize")
+_ROOMS = ("solve", "allocate", "check", "resize", "rent")
 _OTHER_FLAGS = {
     "deadline_seconds": "--deadline-hours",
     "devices": "--device",
@@ -17,13 +17,8 @@ _OTHER_FLAGS = {
     "grace_seconds": "--grace",
     "jobs_per_hour": "--loads",
     "names": "--name",
-    "num_machines": "--machines",
-    "on_demand_dollars_per_hour": "--on-demand",
-    "policies": "--policy",
     "rates": "--rate",
     "rendezvous": "--nnodes",
-    "speeds": "--speed",
-    "spot_dollars_per_hour": "--spot",
     "target": "--to",
     "timeout_seconds": "--timeout",
     "work_seconds": "--work-hours",

@@ -12,7 +12,7 @@ from ..cluster import Cluster
 from ..foreign import Table
 from ..jobs import Allocation, Jobs, Throughputs
 from ..launch import Rendezvous
-from ..market import Availability, Market
+from ..market import Availability, Capacity, Market
 from ..optimizer import OptimizerState
 from ..pipeline import PipelinePlan
 from ..plan import SplitPlan
@@ -26,6 +26,8 @@ from ..records import (
     Index,
     PositiveRate,
     PositiveSeconds,
+    RentDollars,
+    SpotDollars,
     WaitSeconds,
 )
 
@@ -43,6 +45,7 @@ __all__ = [
     "JobsTable",
     "Mapping",
     "Markets",
+    "Offers",
     "OnFailure",
     "OptimizerState",
     "PipelinePlan",
@@ -53,8 +56,11 @@ __all__ = [
     "Profiles",
     "Record",
     "Rendezvous",
+    "RentDollars",
     "Sequence",
+    "Speeds",
     "SplitPlan",
+    "SpotPrices",
     "ThroughputsTable",
     "WaitSeconds",
     "Windows",
@@ -69,6 +75,12 @@ Markets = Market | Path | str | Sequence[Market | Path | str]
 """Markets, or their files."""
 Windows = Sequence[Availability | Path | str]
 """Windows of availability, or their files and folders."""
+Offers = Sequence[Availability | Capacity | Path | str]
+"""When spot machines were there, and how many; or their files and folders."""
+Speeds = Sequence[float]
+"""The speed of a job on 0, 1, ... machines."""
+SpotPrices = SpotDollars | Mapping[str, SpotDollars]
+"""Dollars per hour of a spot machine, or of one in each zone."""
 JobsTable = Jobs | Table | Path | str
 """Jobs; a DataFrame with the columns of a CSV file of jobs; or the file of jobs."""
 ThroughputsTable = Throughputs | Table | Path | str

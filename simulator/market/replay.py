@@ -4,14 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...schema.errors import ProblemError
-from ...solvers.market.deadline import DeadlineJob, Held, Hold, Moment, Policy
+from ...solvers.market.deadline import DeadlineJob, Held, Moment, Policy
 
 _DONE_SECONDS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a job: ``held`` [ticks] until it ended or its deadline passed."""
+    """What became of a job: ``held`` [ticks] until it ended or its deadline passed.
+
+    A launch is any change to other machines, also by loss, and costs a restart; a move is one in
+    another zone.
+    """
 
     dollars: float
     is_late: bool
@@ -26,13 +30,12 @@ def replay(job: DeadlineJob, policy: Policy, available: Sequence[Sequence[int]])
     Args:
         job: The job.
         policy: Who decides.
-        available: [zones][ticks] 1 there, 0 gone; as long as the job runs.
+        available: [zones][ticks] spot machines that can be held; as long as the job runs.
 
     Raises:
-        ProblemError: A window is too short, or the policy asks for a spot machine where there is
-            none.
+        ProblemError: A window is too short, or the policy asks for what there is not.
     """
-    held, pending = Hold.NOTHING, 0.0
+    held, pending = Held(0, 0), 0.0
     place: int | None = None
     left, dollars = job.work_seconds, 0.0
     history: list[Held] = []
@@ -42,38 +45,45 @@ def replay(job: DeadlineJob, policy: Policy, available: Sequence[Sequence[int]])
         tick = len(history)
         if tick >= min(map(len, available)):
             raise ProblemError(f"a window ends after {tick} ticks, while the job runs")
-        there = tuple(bool(window[tick]) for window in available)
+        there = tuple(window[tick] for window in available)
         lengths = [
             length + 1 if tick and window[tick] == window[tick - 1] else 1
             for length, window in zip(lengths, available, strict=True)
         ]
-        if held is Hold.SPOT and place is not None and not there[place]:
-            held = Hold.NOTHING
+        lost = held.num_spot > there[held.zone]
+        if lost:
+            held = held._replace(num_spot=there[held.zone])
+            pending = job.restart_seconds if held.num_machines else 0.0
         now = Moment(
             tick=tick,
             work_left_seconds=left,
-            hold=held,
+            held=held,
             zone=place,
             pending_seconds=pending,
-            has_spot=there,
+            available=there,
             run_lengths=tuple(lengths),
         )
-        asked, zone = policy.choose(job, now)
-        if asked is Hold.SPOT and not there[zone]:
+        asked = policy(job, now)
+        num_spot, num_on_demand, zone = asked
+        most = there[zone]
+        if num_spot > most or asked.num_machines > job.num_machines or min(asked) < 0:
             raise ProblemError(
-                f"tick {tick}: the policy asks for spot in zone {zone}, and there is none"
+                f"tick {tick}: the policy asks for {num_spot} spot and {num_on_demand} on-demand "
+                f"machines in zone {zone}; {most} spot machines are there, and the job can use "
+                f"{job.num_machines}"
             )
-        if asked is not Hold.NOTHING and (asked, zone) != (held, place):
-            pending = job.restart_seconds
+        if asked.num_machines and (lost or asked != held):
+            if asked != held:
+                pending = job.restart_seconds
             dollars += job.moving_dollars(place, zone)
             moves += place is not None and place != zone
             launches += 1
             place = zone
         held = asked
-        history.append(Held(asked, zone))
-        if held is not Hold.NOTHING:
-            dollars += job.tick_dollars(history[-1])
-            left -= min(max(job.tick_seconds - pending, 0.0), left)
+        history.append(held)
+        if held.num_machines:
+            dollars += job.tick_dollars(held)
+            left -= min(job.worked(held.num_machines, pending), left)
             pending = max(pending - job.tick_seconds, 0.0)
     return Outcome(
         dollars=dollars,

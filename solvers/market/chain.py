@@ -1,9 +1,13 @@
 """How spot machines come and go in some zones, as a Markov chain learned from history.
 
-A zone's state says whether spot machines can be had ("there") or not ("gone"), and the class of the
-number of ticks since that last changed. Run lengths of real traces have heavy tails: the longer a
-state has lasted, the longer it is likely to last. Transitions are counted in windows of history; a
-weak prior covers states that the history never shows.
+For a job of one machine, a zone's state says whether spot machines can be had ("there") or not
+("gone"), and the class of the number of ticks since that last changed. Run lengths of real traces
+have heavy tails: the longer a state has lasted, the longer it is likely to last. Transitions are
+counted in windows of history; a weak prior covers states that the history never shows.
+
+For a job of several, a zone's state is how many there are. A count that the history shows seldom or
+never changes as counts do on average: of the changes seen anywhere, those that stay between none
+and all.
 
 A state of several zones is one of each, so there are as many as the product of theirs: the more
 zones, the fewer classes each has. Their transitions are counted in ticks in which all zones are
@@ -11,7 +15,7 @@ known. Beside the counts stands what the zones' own chains would give if zones h
 with each other; it decides where the counts are few.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,99 +24,138 @@ from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
 
-MOST_ZONES = 6
-_MOST_STATES = 64
+_MOST_ZONES = 6
+_MOST_STATES, _MOST_COUNTS = 64, 144
 _CLASSES = ((1, 2, 4, 7, 13, 25, 49), (1, 3, 7, 25), (1, 7), (1,))
 """The least run length, in ticks, of each class; for one zone, two, and more."""
 _PRIOR_STAYS, _PRIOR_FLIPS = 0.9, 0.1
 _APART_TICKS = 12.0  # weight of zones that have nothing to do with each other, in ticks of history
+_POOLED_TICKS = 12.0  # weight of the average change, in ticks of history at one count
+_ANY_CHANGE = 0.01  # chance of a change that the history does not show
+
+Ticks = Sequence[int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Transitions [states, states] of zones together; ``classes`` are those of each zone's runs."""
+    """Transitions [states, states] of zones together, for a job of so many machines.
+
+    ``classes`` are those of each zone's runs; there are none where a state is a count.
+    """
 
     transitions: NDArray[np.float64]
-    classes: tuple[int, ...]
     num_zones: int
+    num_machines: int
 
     @property
-    def has_spot(self) -> NDArray[np.bool_]:
-        """[zones, states] whether a zone has spot machines."""
-        states = np.arange(len(self.transitions))
-        base = 2 * len(self.classes)
-        powers = base ** np.arange(self.num_zones - 1, -1, -1)
-        return np.asarray((states // powers[:, None]) % base < len(self.classes))
+    def classes(self) -> tuple[int, ...]:
+        """The least run length of each class."""
+        return _classes(self.num_zones, self.num_machines)
 
-    def state_of(self, has_spot: Sequence[bool], run_lengths: Sequence[int]) -> int:
+    @property
+    def available(self) -> NDArray[np.int64]:
+        """[zones, states] spot machines that a zone has, as far as the job has use for them."""
+        base = _base(self.num_zones, self.num_machines)
+        powers = base ** np.arange(self.num_zones - 1, -1, -1)
+        each = np.arange(len(self.transitions)) // powers[:, None] % base
+        return np.asarray(each < len(self.classes), np.int64) if self.classes else each
+
+    def state_of(self, available: Sequence[int], run_lengths: Sequence[int]) -> int:
         """The state of the zones' runs so far."""
         states = [
-            _state_of(there, length, self.classes)
-            for there, length in zip(has_spot, run_lengths, strict=True)
+            _state_of(there, length, self.num_machines, self.classes)
+            for there, length in zip(available, run_lengths, strict=True)
         ]
-        return _together(states, 2 * len(self.classes))
+        return _together(states, _base(self.num_zones, self.num_machines))
 
 
-def num_states(num_zones: int) -> int:
-    """States of a chain of so many zones, 1 to ``MOST_ZONES``."""
-    return int((2 * len(_classes(num_zones))) ** num_zones)
+def most_zones(num_machines: int) -> int:
+    """How many zones a chain takes for a job of so many machines."""
+    if num_machines == 1:
+        return _MOST_ZONES
+    return next(zones for zones in range(5, 0, -1)
+                if zones == 1 or (num_machines + 1) ** zones <= _MOST_COUNTS)  # fmt: skip
 
 
-def chain_of(traces: Sequence[Sequence[Sequence[int | None]]]) -> Chain:
+def num_states(num_zones: int, num_machines: int = 1) -> int:
+    """States of a chain of so many zones, 1 to ``most_zones``."""
+    return int(_base(num_zones, num_machines) ** num_zones)
+
+
+def chain_of(traces: Sequence[Sequence[Ticks]], num_machines: int = 1) -> Chain:
     """Count the transitions of zones together.
 
     Args:
-        traces: [traces][zones][ticks] 1 there, 0 gone, None unknown; the ticks of a trace's zones
+        traces: [traces][zones][ticks] spot machines, None unknown; the ticks of a trace's zones
             are of the same times. Nothing is counted across what is unknown.
+        num_machines: What the job can use; more count as so many.
 
     Raises:
         ProblemError: There are too many zones, or no two neighbouring ticks in which all are known.
     """
-    num_zones = len(traces[0]) if traces else 0
-    if not 1 <= num_zones <= MOST_ZONES:
+    num_zones, most = len(traces[0]) if traces else 0, most_zones(num_machines)
+    if not 1 <= num_zones <= most:
         raise ProblemError(
-            f"a chain of {num_zones} zones is not possible; it takes 1 to {MOST_ZONES}",
+            f"a chain of {num_zones} zones is not possible; it takes 1 to {most}",
             hint="leave out the zones that are seldom there",
         )
-    classes = _classes(num_zones)
-    alone = [_alone([trace[zone] for trace in traces], classes) for zone in range(num_zones)]
-    counts = alone[0] if num_zones == 1 else _counted_together(traces, alone, classes)
-    return Chain(
-        transitions=counts / counts.sum(axis=1, keepdims=True), classes=classes, num_zones=num_zones
-    )
+    classes = _classes(num_zones, num_machines)
+    states = [[list(_states_of(zone, num_machines, classes)) for zone in trace] for trace in traces]
+    base = _base(num_zones, num_machines)
+    alone = [_alone([trace[zone] for trace in states], base) for zone in range(num_zones)]
+    alone = [_with_runs(each) if classes else _with_counts(each) for each in alone]
+    counts = alone[0] if num_zones == 1 else _counted_together(states, alone, base)
+    return Chain(counts / counts.sum(axis=1, keepdims=True), num_zones, num_machines)
 
 
-def _classes(num_zones: int) -> tuple[int, ...]:
+def _classes(num_zones: int, num_machines: int) -> tuple[int, ...]:
+    if num_machines > 1:
+        return ()
     return next(each for each in _CLASSES if (2 * len(each)) ** num_zones <= _MOST_STATES)
 
 
-def _alone(
-    windows: Iterable[Sequence[int | None]], classes: tuple[int, ...]
-) -> NDArray[np.float64]:
-    """Transitions of one zone, counted [states, states]: those of "there", then of "gone"."""
-    half = len(classes)
-    counts = np.zeros((2 * half, 2 * half))
-    for window in windows:
-        for before, after in pairwise(_states_of(window, classes)):
+def _base(num_zones: int, num_machines: int) -> int:
+    """States of one zone."""
+    return 2 * len(_classes(num_zones, num_machines)) or num_machines + 1
+
+
+def _alone(traces: Sequence[Ticks], base: int) -> NDArray[np.float64]:
+    """Transitions of one zone's states, counted [states, states]."""
+    counts = np.zeros((base, base))
+    for states in traces:
+        for before, after in pairwise(states):
             if before is not None and after is not None:
                 counts[before, after] += 1
     if not counts.any():
         raise ProblemError("the history has no two neighbouring ticks that are known")
+    return counts
+
+
+def _with_runs(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """With the prior of "there" and then "gone"; what the history never shows hardly changes."""
+    half = len(counts) // 2
     for state in range(2 * half):
         counts[state, state] += _PRIOR_STAYS
         counts[state, half if state < half else 0] += _PRIOR_FLIPS
     return counts
 
 
+def _with_counts(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """With the average change of a count."""
+    most = len(counts) - 1
+    places = np.arange(most + 1)
+    change = places[None, :] - places[:, None]
+    seen = np.array([counts[change == step].sum() for step in range(-most, most + 1)])
+    pooled = (seen / seen.sum())[change + most] + _ANY_CHANGE / (most + 1)
+    pooled /= pooled.sum(axis=1, keepdims=True)
+    return np.asarray(counts + _POOLED_TICKS * pooled)
+
+
 def _counted_together(
-    traces: Sequence[Sequence[Sequence[int | None]]],
-    alone: Sequence[NDArray[np.float64]],
-    classes: tuple[int, ...],
+    traces: Sequence[Sequence[Ticks]], alone: Sequence[NDArray[np.float64]], base: int
 ) -> NDArray[np.float64]:
-    base = 2 * len(classes)
     counts = np.zeros((base ** len(alone), base ** len(alone)))
-    for trace in traces:
-        states = [list(_states_of(zone, classes)) for zone in trace]
+    for states in traces:
         for before, after in pairwise(zip(*states, strict=True)):
             if None not in before and None not in after:
                 counts[_together(before, base), _together(after, base)] += 1
@@ -124,12 +167,14 @@ def _counted_together(
     return np.asarray(counts + _APART_TICKS * apart)
 
 
-def _state_of(has_spot: bool, run_length: int, classes: Sequence[int]) -> int:
+def _state_of(there: int, run_length: int, num_machines: int, classes: Sequence[int]) -> int:
+    if not classes:
+        return min(there, num_machines)
     index = sum(run_length >= least for least in classes) - 1
-    return index if has_spot else len(classes) + index
+    return index if there else len(classes) + index
 
 
-def _states_of(window: Sequence[int | None], classes: Sequence[int]) -> Iterator[int | None]:
+def _states_of(window: Ticks, num_machines: int, classes: Sequence[int]) -> Iterator[int | None]:
     """The state in each tick of a window; None where it is unknown.
 
     The run before the window, or before what is unknown, counts for nothing.
@@ -138,7 +183,7 @@ def _states_of(window: Sequence[int | None], classes: Sequence[int]) -> Iterator
     for tick in window:
         length = length + 1 if tick == last else 1
         last = tick
-        yield None if tick is None else _state_of(bool(tick), length, classes)
+        yield None if tick is None else _state_of(tick, length, num_machines, classes)
 
 
 def _together(states: Sequence[int | None], base: int) -> int:

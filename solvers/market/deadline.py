@@ -1,16 +1,17 @@
-"""A job under a deadline, on spot machines that come and go or on one on demand, in some zones.
+"""A job under a deadline, on spot machines that come and go or on some on demand, in some zones.
 
-The model of Can't Be Late (NSDI 2024), for one zone or several: time runs in ticks. At the start of
-a tick the policy sees in which zones spot machines can be had; one that is held where there are
-none any more is lost. The policy then chooses what to hold in this tick, and pays for the whole
-tick. After each launch no work is done for ``restart_seconds``, which may take several ticks. A
-launch in another zone than the last one also costs ``move_dollars``, the egress of the checkpoint.
-A job that ends after its deadline has failed.
+The model of Can't Be Late (NSDI 2024), for one machine or several, in one zone or several: time
+runs in ticks. At the start of a tick the policy sees how many spot machines each zone has; a job
+that holds more than there are loses the rest, and keeps what is left. The policy then chooses what
+to hold in this tick, in one zone, and pays for the whole tick. Whenever the machines change, by
+choice or by loss, no work is done for ``restart_seconds``, which may take several ticks. A launch
+in another zone than the last one also costs ``move_dollars``, the egress of the checkpoint. A job
+that ends after its deadline has failed.
 """
 
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from math import ceil, floor
+from itertools import pairwise
+from math import ceil, floor, inf
 from typing import NamedTuple, Protocol
 
 from ...schema.errors import InfeasibleError, ProblemError
@@ -18,46 +19,37 @@ from ...schema.errors import InfeasibleError, ProblemError
 _MOST_TICKS = 1_000_000
 
 
-def check_ticks(deadline_seconds: float, tick_seconds: float) -> None:
-    """Refuse a deadline of more ticks than any program could count.
-
-    Raises:
-        ProblemError: There are more than a million.
-    """
-    if not deadline_seconds / tick_seconds <= _MOST_TICKS:
-        raise ProblemError(
-            f"the deadline of {deadline_seconds:g} s is more than {_MOST_TICKS} ticks of "
-            f"{tick_seconds:g} s",
-            hint="give longer ticks, or an earlier deadline",
-        )
-
-
-class Hold(IntEnum):
-    """What is held during a tick."""
-
-    NOTHING = 0
-    SPOT = 1
-    ON_DEMAND = 2
-
-
 class Held(NamedTuple):
-    """What is held during a tick, and in which zone; the zone of nothing has no meaning."""
+    """Machines held during a tick, and their zone; the zone of none has no meaning."""
 
-    hold: Hold
+    num_spot: int
+    num_on_demand: int
     zone: int = 0
+
+    @property
+    def num_machines(self) -> int:
+        """Of both kinds."""
+        return self.num_spot + self.num_on_demand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineJob:
-    """Work to do before a deadline, and what machines cost.
+    """Work to do before a deadline, how it speeds up with machines, and what they cost.
 
     Attributes:
-        spot_dollars_per_hour: [zones].
+        work_seconds: The work, in seconds of one machine.
+        deadline_seconds: From the start.
+        restart_seconds: No work is done for so long whenever the machines change.
+        tick_seconds: Length of a tick.
+        on_demand_dollars_per_hour: Of one machine, in every zone.
+        spot_dollars_per_hour: [zones] of one machine.
         move_dollars: Of a launch in another zone than the last one.
+        speeds: [machines + 1] speed on 0, 1, ... machines, in work seconds per second. It never
+            falls, and the last one is of all that the job can use.
 
     Raises:
         ProblemError: A number is out of range.
-        InfeasibleError: Not even an on-demand machine from the start ends in time.
+        InfeasibleError: Not even all machines on demand from the start end in time.
     """
 
     work_seconds: float
@@ -67,10 +59,11 @@ class DeadlineJob:
     on_demand_dollars_per_hour: float
     spot_dollars_per_hour: tuple[float, ...]
     move_dollars: float = 0.0
+    speeds: tuple[float, ...] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
         for name in ("work_seconds", "deadline_seconds", "tick_seconds"):
-            if not 0 < getattr(self, name) < float("inf"):
+            if not 0 < getattr(self, name) < inf:
                 raise ProblemError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
         if not self.spot_dollars_per_hour:
             raise ProblemError("there is no zone; give a spot price for each")
@@ -78,17 +71,41 @@ class DeadlineJob:
         for name in ("restart_seconds", "on_demand_dollars_per_hour", "move_dollars"):
             prices.append((name, getattr(self, name)))
         for name, price in prices:
-            if not 0 <= price < float("inf"):
+            if not 0 <= price < inf:
                 raise ProblemError(f"{name} must be >= 0 and finite, got {price}")
-        check_ticks(self.deadline_seconds, self.tick_seconds)
-        if self.ticks_for(self.work_seconds) > self.num_ticks:
-            soonest = self.work_seconds + self.restart_seconds
-            dollars = self.tick_dollars(Held(Hold.ON_DEMAND)) * self.ticks_for(self.work_seconds)
+        if not self.deadline_seconds / self.tick_seconds <= _MOST_TICKS:
+            raise ProblemError(
+                f"the deadline of {self.deadline_seconds:g} s is more than {_MOST_TICKS} ticks of "
+                f"{self.tick_seconds:g} s",
+                hint="give longer ticks, or an earlier deadline",
+            )
+        self._check_speeds()
+        needed = self.ticks_for(self.work_seconds)
+        if needed > self.num_ticks:
+            many = self.num_machines > 1
+            soonest = self.work_seconds / self.speeds[-1] + self.restart_seconds
+            dollars = needed * self.tick_dollars(Held(0, self.num_machines))
             raise InfeasibleError(
-                f"{self.work_seconds / 3600:.4g} h of work cannot end within "
-                f"{self.deadline_seconds / 3600:.4g} h, even on demand from the start",
+                f"{self.work_seconds / 3600:.4g} {'machine hours' if many else 'h'} of work cannot "
+                f"end within {self.deadline_seconds / 3600:.4g} h, even "
+                + (f"with {self.num_machines} machines " if many else "")
+                + "on demand from the start",
                 hint=f"the soonest is {soonest / 3600:.4g} h, for {dollars:.2f} dollars",
             )
+
+    def _check_speeds(self) -> None:
+        speeds = self.speeds
+        if len(speeds) < 2 or speeds[0] != 0 or not 0 < speeds[1] < inf:
+            raise ProblemError(
+                "speeds must be those on 0, 1, ... machines: 0 first, then one > 0 and finite, "
+                f"got {list(speeds)[:3]}"
+            )
+        for number, (less, more) in enumerate(pairwise(speeds), start=1):
+            if not less <= more < inf:
+                raise ProblemError(
+                    f"speeds must not fall, but {number} machines have {more} and "
+                    f"{number - 1} have {less}"
+                )
 
     @property
     def num_zones(self) -> int:
@@ -96,21 +113,29 @@ class DeadlineJob:
         return len(self.spot_dollars_per_hour)
 
     @property
+    def num_machines(self) -> int:
+        """How many it can use at most."""
+        return len(self.speeds) - 1
+
+    @property
     def num_ticks(self) -> int:
         """Whole ticks until the deadline."""
         return floor(self.deadline_seconds / self.tick_seconds + 1e-9)
 
-    def ticks_for(self, work_seconds: float) -> int:
-        """Ticks that a machine launched now needs for so much work."""
-        return ceil((work_seconds + self.restart_seconds) / self.tick_seconds - 1e-9)
+    def ticks_for(self, work_seconds: float, num_machines: int | None = None) -> int:
+        """Ticks that machines launched now need for so much work; None: all of them."""
+        speed = self.speeds[-1 if num_machines is None else num_machines]
+        seconds = work_seconds / speed + self.restart_seconds
+        return ceil(seconds / self.tick_seconds - 1e-9)
+
+    def worked(self, num_machines: int, pending_seconds: float) -> float:
+        """Work done in a tick that begins with so much of a restart still to come."""
+        return self.speeds[num_machines] * max(self.tick_seconds - pending_seconds, 0.0)
 
     def tick_dollars(self, held: Held) -> float:
         """Dollars for one tick of holding, without a move."""
-        rate = {
-            Hold.NOTHING: 0.0,
-            Hold.SPOT: self.spot_dollars_per_hour[held.zone],
-            Hold.ON_DEMAND: self.on_demand_dollars_per_hour,
-        }[held.hold]
+        rate = held.num_spot * self.spot_dollars_per_hour[held.zone]
+        rate += held.num_on_demand * self.on_demand_dollars_per_hour
         return rate * self.tick_seconds / 3600
 
     def moving_dollars(self, before: int | None, zone: int) -> float:
@@ -123,16 +148,22 @@ class DeadlineJob:
 
     @property
     def least_dollars(self) -> float:
-        """What no way to hold machines costs less than: one without a break, at the least price."""
-        cheapest = min(*self.spot_dollars_per_hour, self.on_demand_dollars_per_hour)
-        return self.ticks_for(self.work_seconds) * cheapest * self.tick_seconds / 3600
+        """What no way to hold machines costs less than: the work at the best speed a dollar.
+
+        One machine works without a break at best, in whole ticks.
+        """
+        cheapest = min(*self.spot_dollars_per_hour, self.on_demand_dollars_per_hour) / 3600
+        if self.num_machines == 1:
+            return self.ticks_for(self.work_seconds) * cheapest * self.tick_seconds
+        best = max(speed / number for number, speed in enumerate(self.speeds) if number)
+        return self.work_seconds / best * cheapest
 
     @property
     def most_dollars(self) -> float:
         """What no way to hold machines until the deadline costs more than."""
         dearest = max(*self.spot_dollars_per_hour, self.on_demand_dollars_per_hour)
         moves = self.move_dollars if self.num_zones > 1 else 0.0
-        return self.num_ticks * (dearest * self.tick_seconds / 3600 + moves)
+        return self.num_ticks * (self.num_machines * dearest * self.tick_seconds / 3600 + moves)
 
     def in_longer_ticks(self, ticks: int) -> "DeadlineJob":
         """The same in ticks so many times as long; the deadline is one that it can keep."""
@@ -141,80 +172,59 @@ class DeadlineJob:
         deadline = max(self.deadline_seconds, least)
         return self if ticks == 1 else replace(self, tick_seconds=length, deadline_seconds=deadline)
 
-    def pending_levels(self) -> tuple[float, ...]:
-        """Seconds of a restart still to come after each tick held; ends with 0."""
-        levels, left = [], self.restart_seconds - self.tick_seconds
-        while left > 1e-9:
-            levels.append(left)
-            left -= self.tick_seconds
-        return (*levels, 0.0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """What a policy sees at the start of a tick.
 
-    ``hold`` is what is still held, in ``zone``: a spot machine that was taken away is not. With
-    nothing held the zone is that of the last launch, None before the first. ``pending_seconds`` is
-    what is left of a restart. ``has_spot`` [zones] says where spot machines can be had;
+    ``held`` is what is still held: spot machines that were taken away are not. ``zone`` is that of
+    the last launch, None before the first. ``pending_seconds`` is what is left of a restart, the
+    whole of it if some machines were just lost. ``available`` [zones] spot machines can be held;
     ``run_lengths`` [zones] counts the ticks that this has been as it is now, this one included.
     """
 
     tick: int
     work_left_seconds: float
-    hold: Hold
+    held: Held
     zone: int | None
     pending_seconds: float
-    has_spot: tuple[bool, ...]
+    available: tuple[int, ...]
     run_lengths: tuple[int, ...]
+
+    @property
+    def place(self) -> int:
+        """The zone of the last launch, or the first."""
+        return self.zone or 0
 
 
 class Policy(Protocol):
     """Decides what to hold; may keep no state but what a moment tells."""
 
-    def choose(self, job: DeadlineJob, now: Moment) -> Held:
-        """What to hold in this tick; never SPOT in a zone that has none."""
+    def __call__(self, job: DeadlineJob, now: Moment) -> Held:
+        """What to hold in this tick; no more spot machines than the zone has."""
         ...
 
 
-def must_be_on_demand(job: DeadlineJob, now: Moment) -> bool:
-    """Whether a machine launched in the next tick might end too late (the safety net)."""
-    return job.ticks_for(now.work_left_seconds) >= job.num_ticks - now.tick
-
-
-def safest(now: Moment) -> Hold:
-    """What still ends in time once the safety net holds.
-
-    A spot machine that works loses nothing by going on: were it taken away, an on-demand machine
-    launched then would still end in time.
-    """
-    if now.hold is Hold.SPOT and now.pending_seconds < 1e-3:
-        return Hold.SPOT
-    return Hold.ON_DEMAND
-
-
 def guarded(job: DeadlineJob, now: Moment, wanted: Held) -> Held:
-    """What is wanted if it is safe, else what is held if that is, else on demand in place.
+    """What is wanted if it is safe, else what is held if that is, else all on demand in place.
 
-    A choice is safe if an on-demand machine launched in the next tick would still end in time, or
-    if it is on demand and ends in time by itself. At the start an on-demand machine is safe, and
-    after a safe choice it or staying is safe in the next tick. So no deadline is missed.
+    A choice is safe if all machines on demand, launched in the next tick, would still end in time,
+    or if it has no spot machines and ends in time by itself. At the start the last resort is safe,
+    and after a safe choice it or staying is safe in the next tick. So no deadline is missed.
     """
-    place = now.zone or 0
-    for choice in (wanted, Held(now.hold, place)):
+    for choice in (wanted, now.held):
         if _is_safe(job, now, choice):
             return choice
-    return Held(Hold.ON_DEMAND, place)
+    return Held(0, job.num_machines, now.place)
 
 
 def _is_safe(job: DeadlineJob, now: Moment, choice: Held) -> bool:
-    goes_on = choice.hold is now.hold and choice.zone == now.zone
-    pending = now.pending_seconds if goes_on else job.restart_seconds
-    worked = 0.0 if choice.hold is Hold.NOTHING else max(job.tick_seconds - pending, 0.0)
-    left = now.work_left_seconds - worked
-    if left <= 1e-6 or job.ticks_for(left) <= job.num_ticks - now.tick - 1:
+    pending = now.pending_seconds if choice == now.held else job.restart_seconds
+    later = job.num_ticks - now.tick - 1
+    left = now.work_left_seconds - job.worked(choice.num_machines, pending)
+    if left <= 1e-6 or job.ticks_for(left) <= later:
         return True
-    if choice.hold is not Hold.ON_DEMAND:
+    if choice.num_spot or not choice.num_on_demand:
         return False
-    seconds = now.work_left_seconds + pending
-    return seconds <= (job.num_ticks - now.tick) * job.tick_seconds + 1e-6
+    seconds = now.work_left_seconds / job.speeds[choice.num_on_demand] + pending
+    return seconds <= (later + 1) * job.tick_seconds + 1e-6

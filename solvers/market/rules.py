@@ -1,16 +1,17 @@
-"""The published rules for a job under a deadline (Can't Be Late, NSDI 2024), over some zones.
+"""The published rules for a job under a deadline (Can't Be Late, NSDI 2024).
 
-A rule says what to hold as if all zones were one: a spot machine in any zone is as good.
-``Anywhere`` then takes a new spot machine in the zone that the job is in, if that has one, else in
-the cheapest zone that has one. So a job that loses its machine goes on elsewhere.
+A rule says what to hold as if all zones were one: a spot machine in any zone is as good. New spot
+machines are of the zone that the job is in, if that has some, else of the one with most for the job
+and of these the cheapest. The paper has one machine; these are its policies then, and several
+machines follow the same rules.
 
 With R0 the deadline, C0 the work and d the restart:
 
 - ``greedy`` takes spot machines whenever there are some, and waits else; it is on demand to the end
   once there is no time to wait.
-- ``uniform_progress`` keeps up with the line ep(t) = t C0 / R0. Without a spot machine the job
-  waits while it is ahead of ep(t), and takes an on-demand machine when it is behind. It stays on
-  demand until it is ahead of ep(t + 2d), so that it does not pay for restarts one after another.
+- ``uniform_progress`` keeps up with the line ep(t) = t C0 / R0. While the job is behind ep(t),
+  on-demand machines fill up to the number that would end in time from the start. It keeps them
+  until it is ahead of ep(t + 2d), so that it does not pay for restarts one after another.
 - ``time_sliced`` is greedy within slices of time, each with its share of the work: by the end of a
   slice at t, t C0 / R0 must be done. Work that is done ahead counts for the slices to come. The
   length of a slice is open; here it is that of the published code, an hour, but at least twenty
@@ -18,74 +19,92 @@ With R0 the deadline, C0 the work and d the restart:
   from the start.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil, floor
 
-from .deadline import DeadlineJob, Held, Hold, Moment, must_be_on_demand, safest
+from .deadline import DeadlineJob, Held, Moment, guarded
 
 _SLICE_SECONDS, _SLICE_RESTARTS = 3600.0, 20
 
 
-@dataclass(frozen=True, slots=True)
-class Anywhere:
-    """``rule`` over all zones at once."""
-
-    rule: Callable[[DeadlineJob, Moment], Hold]
-
-    def choose(self, job: DeadlineJob, now: Moment) -> Held:
-        """What the rule holds, where it is cheapest without a needless move."""
-        hold = self.rule(job, now)
-        if hold is not Hold.SPOT or now.hold is Hold.SPOT:
-            return Held(hold, now.zone or 0)
-        if now.zone is not None and now.has_spot[now.zone]:
-            return Held(hold, now.zone)
-        prices = job.spot_dollars_per_hour
-        there = [place for place in range(job.num_zones) if now.has_spot[place]]
-        return Held(hold, min(there, key=lambda place: (prices[place], place)))
+def on_demand(job: DeadlineJob, now: Moment) -> Held:
+    """As many on-demand machines from start to end as are cheapest: never late, and the dearest."""
+    return Held(0, pace_of(job), now.place)
 
 
-def on_demand(job: DeadlineJob, now: Moment) -> Hold:
-    """On demand from the start: never late, and the dearest."""
-    return Hold.ON_DEMAND
+def greedy(job: DeadlineJob, now: Moment) -> Held:
+    """Spot machines, else wait; on demand to the end once the safety net holds."""
+    return _in_time(job, now, _spot(job, now))
 
 
-def greedy(job: DeadlineJob, now: Moment) -> Hold:
-    """Spot, else wait; on demand to the end once the safety net holds."""
-    return safest(now) if must_be_on_demand(job, now) else _waiting(now)
-
-
-def time_sliced(job: DeadlineJob, now: Moment) -> Hold:
-    """Spot or nothing, on demand once the slice's work needs it."""
-    if must_be_on_demand(job, now):
-        return safest(now)
-    end = _slice_end(job, now.tick)
+def time_sliced(job: DeadlineJob, now: Moment) -> Held:
+    """Spot machines or nothing, on demand once the slice's work needs it."""
+    wanted, end = _spot(job, now), _slice_end(job, now.tick)
     due = job.work_seconds * min(1.0, end * job.tick_seconds / job.deadline_seconds)
     needed = due - (job.work_seconds - now.work_left_seconds)
-    if needed <= 1e-3:
-        return _waiting(now)
     left = end - now.tick
-    if job.ticks_for(needed) >= left:
-        return safest(now)
-    if now.hold is not Hold.SPOT and job.ticks_for(needed + job.restart_seconds) >= left:
-        return Hold.ON_DEMAND
-    return _waiting(now)
+    if needed > 1e-3:
+        another = needed + job.restart_seconds * job.speeds[-1]
+        if job.ticks_for(needed) >= left:
+            wanted = _safest(job, now)
+        elif not now.held.num_spot and job.ticks_for(another) >= left:
+            wanted = Held(0, job.num_machines, now.place)
+    return _in_time(job, now, wanted)
 
 
-def uniform_progress(job: DeadlineJob, now: Moment) -> Hold:
-    """Spot, on demand or nothing, by the work done so far."""
-    if must_be_on_demand(job, now):
-        return safest(now)
-    if now.hold is Hold.ON_DEMAND:
-        ahead = _is_ahead(job, now, 2 * job.restart_seconds)
-        return _waiting(now) if ahead else Hold.ON_DEMAND
-    if any(now.has_spot) or _is_ahead(job, now, 0.0):
-        return _waiting(now)
-    return Hold.ON_DEMAND
+def uniform_progress(job: DeadlineJob, now: Moment) -> Held:
+    """Spot machines, and on demand what is missing, by the work done so far."""
+    wanted = _spot(job, now)
+    margin = 2 * job.restart_seconds if now.held.num_on_demand else 0.0
+    seconds = now.tick * job.tick_seconds + margin
+    done = job.work_seconds - now.work_left_seconds
+    if done < seconds * job.work_seconds / job.deadline_seconds:
+        more = max(now.held.num_on_demand, pace_of(job) - wanted.num_spot)
+        num_spot = min(wanted.num_spot, job.num_machines - more)
+        wanted = Held(num_spot, more, wanted.zone if num_spot else now.place)
+    return _in_time(job, now, wanted)
 
 
-def _waiting(now: Moment) -> Hold:
-    return Hold.SPOT if any(now.has_spot) else Hold.NOTHING
+def pace_of(job: DeadlineJob) -> int:
+    """How many machines end in time for the fewest dollars; of these the fewest machines."""
+    in_time = [
+        (ticks * number, number)
+        for number in range(1, job.num_machines + 1)
+        if (ticks := job.ticks_for(job.work_seconds, number)) <= job.num_ticks
+    ]
+    return min(in_time)[1]
+
+
+def _spot(job: DeadlineJob, now: Moment) -> Held:
+    """As many spot machines as one zone has for the job, without a needless move."""
+    most = [min(there, job.num_machines) for there in now.available]
+    place = now.place
+    if now.zone is None or not most[place]:
+        prices = job.spot_dollars_per_hour
+        place = min(range(job.num_zones), key=lambda zone: (-most[zone], prices[zone], zone))
+    return Held(most[place], 0, place)
+
+
+def _in_time(job: DeadlineJob, now: Moment, wanted: Held) -> Held:
+    """What is wanted, while there is time for it.
+
+    For one machine this is the paper's safety net, to the tick: on demand to the end, once one
+    launched in the next tick might end too late.
+    """
+    if job.num_machines > 1:
+        return guarded(job, now, wanted)
+    must = job.ticks_for(now.work_left_seconds) >= job.num_ticks - now.tick
+    return _safest(job, now) if must else wanted
+
+
+def _safest(job: DeadlineJob, now: Moment) -> Held:
+    """What still ends in time once the safety net holds.
+
+    Spot machines that work lose nothing by going on: were they taken away, on-demand machines
+    launched then would still end in time.
+    """
+    if now.held.num_spot == job.num_machines and now.pending_seconds < 1e-3:
+        return now.held
+    return Held(0, job.num_machines, now.place)
 
 
 def _slice_end(job: DeadlineJob, tick: int) -> int:
@@ -93,9 +112,3 @@ def _slice_end(job: DeadlineJob, tick: int) -> int:
     seconds = max(_SLICE_SECONDS, _SLICE_RESTARTS * job.restart_seconds)
     ticks = max(1, floor(seconds / job.tick_seconds + 1e-9))
     return min(job.num_ticks, ticks * ceil((tick + 1) / ticks))
-
-
-def _is_ahead(job: DeadlineJob, now: Moment, margin_seconds: float) -> bool:
-    done = job.work_seconds - now.work_left_seconds
-    seconds = now.tick * job.tick_seconds + margin_seconds
-    return done >= seconds * job.work_seconds / job.deadline_seconds

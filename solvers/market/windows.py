@@ -1,13 +1,13 @@
-"""Windows of availability of one zone, joined by their times into one trace.
+"""Windows of availability, joined by their times into traces, and cut to the length of a job.
 
 Windows that were cut from one trace overlap. Joined, each tick counts once, and zones can be
 compared at the same time.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, floor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...schema.errors import ProblemError
 from ...schema.market import Availability, Capacity, utc_seconds, utc_text
@@ -16,10 +16,14 @@ from ...schema.options import option
 _MOST_TICKS = 5_000_000
 _MOST_PARTS = 60  # of a tick
 
+Ticks = tuple[int | None, ...]
+Window = Sequence[Sequence[int]]
+"""[zones][ticks] spot machines that can be had."""
+_Told = TypeVar("_Told", bound=Availability | Capacity)
 _Key = tuple[str, str | None, float]
 
 
-def joined(windows: Iterable[Availability]) -> tuple[Availability, ...]:
+def joined(windows: Iterable[_Told]) -> tuple[_Told, ...]:
     """Join the windows of each zone and instance type that say when they begin.
 
     What lies between two windows is unknown. Windows without a time stay as they are.
@@ -28,8 +32,8 @@ def joined(windows: Iterable[Availability]) -> tuple[Availability, ...]:
         ProblemError: Two windows disagree about a tick, their ticks are not at the same times, or
             they are too far apart.
     """
-    groups: dict[_Key, list[Availability]] = {}
-    rest: list[Availability] = []
+    groups: dict[_Key, list[_Told]] = {}
+    rest: list[_Told] = []
     for window in windows:
         if window.start is None:
             rest.append(window)
@@ -39,30 +43,187 @@ def joined(windows: Iterable[Availability]) -> tuple[Availability, ...]:
     return (*(_trace(each) for each in groups.values()), *rest)
 
 
-def parts_of(window: Availability, num_ticks: int) -> tuple[Availability, ...]:
-    """All successive stretches of so many ticks that are known throughout.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traces:
+    """Spot machines of some zones over the same time.
 
-    A window with one such stretch or none is its own; what is left at its end is not used.
+    ``ticks``: [zones][ticks]. The first tick begins at ``begin_seconds`` since 1970, None if nobody
+    says when.
     """
-    stretches = [
-        (first, window.available[first : first + num_ticks])
-        for first in range(0, len(window.available) - num_ticks + 1, num_ticks)
-    ]
-    if len(stretches) < 2:
-        return (window,)
-    known = [(first, ticks) for first, ticks in stretches if None not in ticks]
-    return tuple(
-        replace(
-            window,
-            zone=f"{window.zone} +{first * window.tick_seconds / 3600:g} h",
-            start=None,
-            available=ticks,
+
+    zones: tuple[str, ...]
+    tick_seconds: float
+    begin_seconds: float | None = None
+    ticks: tuple[Ticks, ...]
+
+    @property
+    def title(self) -> str:
+        """The zones, for messages."""
+        return ", ".join(self.zones)
+
+    def split(self, seconds: float) -> tuple["Traces", "Traces"]:
+        """The ticks that end by a time, and those that begin at it or later.
+
+        Raises:
+            ProblemError: Nobody says when the ticks are.
+        """
+        if self.begin_seconds is None:
+            raise _without_start(self.title)
+        ticks = (seconds - self.begin_seconds) / self.tick_seconds
+        ticks = min(max(ticks, 0.0), float(len(self.ticks[0])))
+        before, after = floor(ticks), ceil(ticks)
+        first = replace(self, ticks=tuple(zone[:before] for zone in self.ticks))
+        begin = self.begin_seconds + after * self.tick_seconds
+        last = tuple(zone[after:] for zone in self.ticks)
+        return first, replace(self, begin_seconds=begin, ticks=last)
+
+    def in_parts(self, parts: int) -> "Traces":
+        """Each tick cut into so many: when one looked is not when one may decide or pays."""
+        ticks = tuple(tuple(one for one in zone for _ in range(parts)) for zone in self.ticks)
+        return replace(self, tick_seconds=self.tick_seconds / parts, ticks=ticks)
+
+    def of_zones(self, zones: Sequence[str], most: int) -> tuple[Ticks, ...]:
+        """[zones][ticks] in the order of other traces' zones, with so many machines at most.
+
+        Raises:
+            ProblemError: There are several zones, and these say nothing of one.
+        """
+        missing = [name for name in zones if name not in self.zones]
+        if missing and (len(zones) > 1 or len(self.zones) > 1):
+            raise ProblemError(
+                f"the history says nothing of {', '.join(missing)}; it has {self.title}",
+                hint="give a history of the same zones",
+            )
+        ticks = self.ticks if missing else [self.ticks[self.zones.index(name)] for name in zones]
+        return tuple(
+            tuple(None if tick is None else min(tick, most) for tick in zone) for zone in ticks
         )
-        for first, ticks in known
-    ) or (window,)
 
 
-def longer_ticks(available: Sequence[int | None], ticks: int) -> tuple[int | None, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Windows as long as a job, by name; ``num_left_out`` more had unknown ticks.
+
+    ``unused_seconds`` of the traces are in no window, where windows follow each other.
+    """
+
+    windows: tuple[tuple[str, Window], ...]
+    num_left_out: int
+    unused_seconds: float
+
+
+def windows_of(
+    traces: Sequence[Traces], num_ticks: int, every_seconds: float | None, *, most: int
+) -> Cut:
+    """Cut traces into windows of so many ticks.
+
+    Args:
+        traces: What to cut.
+        num_ticks: Length of a window.
+        every_seconds: From the start of one window to that of the next; None: its length.
+        most: Machines that count at most.
+
+    Raises:
+        ProblemError: A trace is too short, or none of its windows is known throughout.
+    """
+    found: list[tuple[str, Window]] = []
+    left_out, unused = 0, 0.0
+    for trace in traces:
+        tick_seconds, span = trace.tick_seconds, len(trace.ticks[0])
+        step = num_ticks if every_seconds is None else round(every_seconds / tick_seconds)
+        if step < 1:
+            raise ProblemError(
+                f"every_seconds must be at least a tick of {tick_seconds:g} s, got {every_seconds}"
+            )
+        if span < num_ticks:
+            raise ProblemError(
+                f"{trace.title}: its {span} ticks end before the deadline",
+                hint="give longer windows, or an earlier deadline",
+            )
+        starts, known = range(0, span - num_ticks + 1, step), 0
+        for first in starts:
+            cut = [zone[first : first + num_ticks] for zone in trace.ticks]
+            if any(None in zone for zone in cut):
+                continue
+            known += 1
+            window = [tuple(min(tick, most) for tick in zone if tick is not None) for zone in cut]
+            found.append((_name(trace, first, is_only=len(starts) == 1), window))
+        if not known:
+            unknown = min(zone.index(None) for zone in trace.ticks if None in zone)
+            raise ProblemError(
+                f"{trace.title}: tick {unknown} is unknown"
+                + (f", and so is one in each of {len(starts)} windows" if len(starts) > 1 else ""),
+                hint="give windows that are known until the deadline, or an earlier deadline",
+            )
+        left_out += len(starts) - known
+        unused += (span - known * num_ticks) * tick_seconds if step == num_ticks else 0.0
+    return Cut(windows=tuple(found), num_left_out=left_out, unused_seconds=unused)
+
+
+def _name(trace: Traces, first: int, *, is_only: bool) -> str:
+    """When a window begins, as far as that is known."""
+    seconds = first * trace.tick_seconds
+    if len(trace.zones) > 1 and trace.begin_seconds is not None:
+        return utc_text(trace.begin_seconds + seconds)
+    return trace.title if is_only else f"{trace.title} +{seconds / 3600:g} h"
+
+
+def apart(windows: Iterable[Availability | Capacity]) -> list[Traces]:
+    """Each window by itself."""
+    return [
+        Traces(
+            zones=(one.zone,),
+            tick_seconds=one.tick_seconds,
+            begin_seconds=None if one.start is None else start_seconds(one),
+            ticks=(_ticks(one),),
+        )
+        for one in windows
+    ]
+
+
+def traces_of(windows: Sequence[_Told]) -> Traces:
+    """Join windows by zone, and cut them to the time that all zones have in common.
+
+    Raises:
+        ProblemError: There are no windows; one does not say when it begins; ticks differ in length
+            or do not begin together; or the zones have no time in common.
+    """
+    if not windows:
+        raise ProblemError("there is no window of availability to replay on")
+    for window in windows:
+        start_seconds(window)
+        if window.tick_seconds != windows[0].tick_seconds:
+            raise ProblemError(
+                f"{window.zone}: ticks of {window.tick_seconds:g} s, others have "
+                f"{windows[0].tick_seconds:g} s",
+                hint="give windows of one tick length",
+            )
+    each = joined(windows)
+    tick_seconds = each[0].tick_seconds
+    begin = max(map(start_seconds, each))
+    firsts = [whole_ticks(begin - start_seconds(one), tick_seconds, one.zone) for one in each]
+    length = min(len(_ticks(one)) - first for one, first in zip(each, firsts, strict=True))
+    names = tuple(f"{one.zone} {one.instance_type or ''}".strip() for one in each)
+    if length < 1:
+        raise ProblemError(
+            f"zones {', '.join(names)} have no time in common",
+            hint="give windows of the same time",
+        )
+    return Traces(
+        zones=names,
+        tick_seconds=tick_seconds,
+        begin_seconds=begin,
+        ticks=tuple(
+            _ticks(one)[first : first + length] for one, first in zip(each, firsts, strict=True)
+        ),
+    )
+
+
+def _ticks(window: Availability | Capacity) -> Ticks:
+    return window.available if isinstance(window, Availability) else window.num_machines
+
+
+def longer_ticks(available: Sequence[int | None], ticks: int) -> Ticks:
     """Ticks joined: as many machines are there as are there throughout."""
     joined = [available[first : first + ticks] for first in range(0, len(available), ticks)]
     return tuple(_least(each) for each in joined)
@@ -71,21 +232,6 @@ def longer_ticks(available: Sequence[int | None], ticks: int) -> tuple[int | Non
 def _least(ticks: Sequence[int | None]) -> int | None:
     known = [tick for tick in ticks if tick is not None]
     return min(known) if len(known) == len(ticks) or 0 in known else None
-
-
-_Told = TypeVar("_Told", Availability, Capacity)
-
-
-def shorter_ticks(windows: Iterable[_Told], parts: int) -> list[_Told]:
-    """Each tick cut into so many: when one looked is not when one may decide or pays."""
-    cut = []
-    for window in windows:
-        key = "available" if isinstance(window, Availability) else "num_machines"
-        told: dict[str, Any] = {
-            key: tuple(one for one in getattr(window, key) for _ in range(parts))
-        }
-        cut.append(replace(window, tick_seconds=window.tick_seconds / parts, **told))
-    return cut
 
 
 def fewest_parts(tick_seconds: float, needed_seconds: float, deadline_seconds: float) -> int:
@@ -100,19 +246,22 @@ def fewest_parts(tick_seconds: float, needed_seconds: float, deadline_seconds: f
     return 1
 
 
-def start_seconds(window: Availability) -> float:
+def start_seconds(window: Availability | Capacity) -> float:
     """When a window begins, in seconds since 1970-01-01T00:00:00Z.
 
     Raises:
         ProblemError: It does not say.
     """
     if window.start is None:
-        raise ProblemError(
-            f"zone {window.zone!r}: a window does not say when it begins",
-            hint=f"import it with {option('trace_start')}, or give the market's "
-            "availability a start",
-        )
+        raise _without_start(window.zone)
     return utc_seconds(window.start, f"zone {window.zone!r}", "start")
+
+
+def _without_start(zone: str) -> ProblemError:
+    return ProblemError(
+        f"zone {zone!r}: a window does not say when it begins",
+        hint=f"import it with {option('trace_start')}, or give the market's availability a start",
+    )
 
 
 def whole_ticks(seconds: float, tick_seconds: float, zone: str) -> int:
@@ -136,14 +285,14 @@ def whole_ticks(seconds: float, tick_seconds: float, zone: str) -> int:
     return ticks
 
 
-def _trace(windows: Sequence[Availability]) -> Availability:
+def _trace(windows: Sequence[_Told]) -> _Told:
     first = min(windows, key=start_seconds)
     base, tick_seconds, zone = start_seconds(first), first.tick_seconds, first.zone
     offsets = [whole_ticks(start_seconds(one) - base, tick_seconds, zone) for one in windows]
-    length = max(offset + len(one.available) for offset, one in zip(offsets, windows, strict=True))
+    length = max(offset + len(_ticks(one)) for offset, one in zip(offsets, windows, strict=True))
     ticks: list[int | None] = [None] * length
     for offset, window in zip(offsets, windows, strict=True):
-        for place, told in enumerate(window.available, start=offset):
+        for place, told in enumerate(_ticks(window), start=offset):
             known = ticks[place]
             if known is not None and told is not None and told != known:
                 when = utc_text(base + place * tick_seconds)
@@ -153,10 +302,5 @@ def _trace(windows: Sequence[Availability]) -> Availability:
                 )
             if told is not None:
                 ticks[place] = told
-    return Availability(
-        zone=zone,
-        instance_type=first.instance_type,
-        start=first.start,
-        tick_seconds=tick_seconds,
-        available=tuple(ticks),  # type: ignore[arg-type]  # each is 0, 1 or None
-    )
+    key = "available" if isinstance(first, Availability) else "num_machines"
+    return replace(first, **{key: tuple(ticks)})  # type: ignore[arg-type]  # as it was

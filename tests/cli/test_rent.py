@@ -9,8 +9,8 @@ from hetflow import rent
 from hetflow.reports.market_tables import rent_table
 from hetflow.schema.market import Availability
 
-OPTIONS = ("--work-hours", 1, "--deadline-hours", 2, "--on-demand", 3, "--spot", 1,
-           "--restart-seconds", 600)  # fmt: skip
+PRICELESS = ("--work-hours", 1, "--deadline-hours", 2, "--on-demand", 3, "--restart-seconds", 600)
+OPTIONS = (*PRICELESS, "--spot", 1)
 
 
 def window(path: Path, ticks: list, **others: object) -> Path:
@@ -77,10 +77,10 @@ def test_a_market_file_is_read_and_shown(hetflow, tmp_path: Path) -> None:
             3,
             "the soonest is 1.167 h, for 3.50 dollars",
         ),
-        ([0] * 12, (*OPTIONS, "--spot", "nan"), 2, "--spot"),
-        ([0] * 12, (*OPTIONS, "--spot", "inf"), 2, "'--spot': must be finite"),
-        ([0] * 12, (*OPTIONS, "--deadline-hours", 0), 2, "'--deadline-hours': must be above 0"),
-        ([0] * 12, (*OPTIONS, "--work-hours", "inf"), 2, "'--work-hours': must be above 0"),
+        ([0] * 12, (*PRICELESS, "--spot", "nan"), 2, "--spot must be"),
+        ([0] * 12, (*PRICELESS, "--spot", "inf"), 2, "--spot must be"),
+        ([0] * 12, (*OPTIONS, "--deadline-hours", 0), 2, "--deadline-hours must be > 0"),
+        ([0] * 12, (*OPTIONS, "--work-hours", "inf"), 2, "--work-hours must be > 0 and finite"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -165,3 +165,44 @@ def test_short_ticks_keep_to_the_memory_and_say_how_often_one_decides(
     assert [entry.missed_deadlines for entry in report.policies] == [0, 0, 0]
     assert program.mean_dollars < 0.8 * alone.mean_dollars
     assert "decides each" in rent_table(report)
+
+
+STATE = {"schema": "hetflow.rent_state/1", "elapsed_seconds": 1200, "work_left_seconds": 3000,
+         "available": {"good": 1}}  # fmt: skip
+
+
+def test_next_says_what_to_hold_and_why(hetflow, good: Path, tmp_path: Path) -> None:
+    state, kept = tmp_path / "state.json", tmp_path / "advice.json"
+    state.write_text(json.dumps(STATE))
+    answer = hetflow("rent", good, *OPTIONS, "--next", state, "-o", kept)
+    assert answer.code == 0, answer.stderr
+    assert "now hold 1 spot in good, 1 $/h (dynamic_program): spot machines are" in answer.stdout
+    assert "on_demand would hold 1 on demand in good" in answer.stdout
+    advice = json.loads(kept.read_text())
+    # Of 12 ticks two have passed; 50 minutes and a restart take six.
+    assert (advice["spare_seconds"], advice["is_change"]) == (4 * 600, True)
+    assert hetflow("show", kept).stdout == answer.stdout
+    assert "holds nothing, 0.8333 h of work left" in hetflow("show", state).stdout
+    late = {**STATE, "elapsed_seconds": 3600, "available": {"good": 0}}
+    state.write_text(json.dumps(late))
+    answer = hetflow("rent", good, *OPTIONS, "--next", state, "--policy", "greedy")
+    assert "now hold 1 on demand in good, 3 $/h (greedy): there is no time left" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"available": {"god": 1}}, "did you mean 'good'?"),
+        ({"elapsed_seconds": 7200}, "the state is 7200 s after the start, the deadline 7200 s"),
+        ({"num_spot": 1}, "the state holds 1 machines in zone None"),
+        ({"num_on_demand": 2, "zone": "good"}, "the job can use 1"),
+    ],
+)
+def test_states_that_cannot_be_are_refused(
+    hetflow, good: Path, tmp_path: Path, changed: dict, said: str
+) -> None:
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps({**STATE, **changed}))
+    answer = hetflow("rent", good, *OPTIONS, "--next", state)
+    assert answer.code == 2
+    assert said in answer.stderr

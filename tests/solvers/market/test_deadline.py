@@ -15,9 +15,10 @@ from hetflow.schema.market import Availability
 from hetflow.simulator.market.compare import compare
 from hetflow.simulator.market.replay import replay
 from hetflow.solvers.market.chain import Chain, chain_of
-from hetflow.solvers.market.deadline import DeadlineJob, Held, Hold, Moment
+from hetflow.solvers.market.deadline import DeadlineJob, Held, Policy
 from hetflow.solvers.market.named import NAMES, policy_of
 from hetflow.solvers.market.offline import least_dollars
+from hetflow.solvers.market.windows import apart
 from hetflow.tests.data import reference
 
 PUBLISHED = json.loads((reference.availability() / "cant_be_late_results.json").read_text())
@@ -47,25 +48,23 @@ def one_chain(windows: Sequence[Sequence[int | None]]) -> Chain:
     return chain_of([[window] for window in windows])
 
 
-class Stated:
+NOTHING, SPOT, ON_DEMAND = Held(0, 0), Held(1, 0), Held(0, 1)
+
+
+def stated(holds: Sequence[Held]) -> Policy:
     """Hold what a list says."""
-
-    def __init__(self, holds: Sequence[Hold]) -> None:
-        self.holds = holds
-
-    def choose(self, job: DeadlineJob, now: Moment) -> Held:
-        return Held(self.holds[now.tick])
+    return lambda job, now: holds[now.tick]
 
 
 def exhaustive(one: DeadlineJob, window: Sequence[int]) -> float:
     """The least dollars over every way to hold machines."""
     best = float("inf")
     offers = [
-        (Hold.NOTHING, Hold.SPOT, Hold.ON_DEMAND) if there else (Hold.NOTHING, Hold.ON_DEMAND)
+        (NOTHING, SPOT, ON_DEMAND) if there else (NOTHING, ON_DEMAND)
         for there in window[: one.num_ticks]
     ]
     for holds in product(*offers):
-        outcome = replay(one, Stated(holds), [window])
+        outcome = replay(one, stated(holds), [window])
         if not outcome.is_late:
             best = min(best, outcome.dollars)
     return best
@@ -132,29 +131,29 @@ def test_the_dynamic_program_equals_exhaustive_search(
 ) -> None:
     chain = one_chain(history)
     policy = policy_of("dynamic_program", one, chain)
-    for state, expected in ((0, policy.expected((True,))), (7, policy.expected((False,)))):
-        found = _expected(one, chain, 0, state, Hold.NOTHING, 0.0, one.work_seconds)
+    for state, expected in ((0, policy.expected((1,))), (7, policy.expected((0,)))):
+        found = _expected(one, chain, 0, state, NOTHING, 0.0, one.work_seconds)
         assert expected == pytest.approx(found, rel=1e-4)
 
 
 def _expected(
-    one: DeadlineJob, chain, tick: int, state: int, held: Hold, pending: float, left: float
+    one: DeadlineJob, chain, tick: int, state: int, held: Held, pending: float, left: float
 ) -> float:
     """Least expected dollars, by trying everything at every node of the tree."""
     if left <= 0:
         return 0.0
     if tick == one.num_ticks:
         return float("inf")
-    there = bool(chain.has_spot[0, state])
-    held = Hold.NOTHING if held is Hold.SPOT and not there else held
+    there = bool(chain.available[0, state])
+    held = NOTHING if held == SPOT and not there else held
     best = float("inf")
-    for hold in Hold:
-        if hold is Hold.SPOT and not there:
+    for hold in (NOTHING, SPOT, ON_DEMAND):
+        if hold == SPOT and not there:
             continue
-        waits = one.restart_seconds if hold is not held else pending
-        worked = 0.0 if hold is Hold.NOTHING else max(one.tick_seconds - waits, 0.0)
+        waits = one.restart_seconds if hold != held else pending
+        worked = one.worked(hold.num_machines, waits)
         rest = max(waits - one.tick_seconds, 0.0)
-        total = one.tick_dollars(Held(hold)) + sum(
+        total = one.tick_dollars(hold) + sum(
             chance * _expected(one, chain, tick + 1, later, hold, rest, left - worked)
             for later, chance in enumerate(chain.transitions[state])
             if chance > 0
@@ -178,8 +177,8 @@ def test_what_is_expected_is_of_windows_as_they_begin() -> None:
         for name, available in (("a", (1,) * 6), ("b", (0,) * 6), ("c", (0, 1) * 3))
     ]
     seen = Availability(zone="h", tick_seconds=3600.0, available=tuple(history[0]))  # type: ignore[arg-type]
-    report = compare(one, windows, history=[seen])
-    mean = (policy.expected((True,)) + 2 * policy.expected((False,))) / 3
+    report = compare(one, apart(windows), history=apart([seen]))
+    mean = (policy.expected((1,)) + 2 * policy.expected((0,))) / 3
     assert report.expected_dollars == pytest.approx(mean)
 
 
@@ -205,7 +204,7 @@ def test_cant_be_lates_table_to_the_cent(published: dict) -> None:
     )
     windows = published_windows(published["region"], published["overhead_h"])
     other = published_windows("us-west-2b_v100_1", published["overhead_h"])
-    report = compare(one, windows, history=other)
+    report = compare(one, apart(windows), history=apart(other))
     means = {entry.policy: entry.mean_dollars for entry in report.policies}
     assert all(entry.missed_deadlines == 0 for entry in report.policies)
     for name in ("on_demand", "greedy", "uniform_progress"):

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.api.rent_zones import rent_zones
+from hetflow.api.rent import zones as rent_zones
 from hetflow.importers.availability import read_availability
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import Availability
-from hetflow.simulator.market.compare import compare_zones, traces_of
+from hetflow.simulator.market.compare import compare
 from hetflow.simulator.market.replay import replay
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
-from hetflow.solvers.market.deadline import DeadlineJob, Held, Hold, Moment
+from hetflow.solvers.market.deadline import DeadlineJob, Held, Policy
 from hetflow.solvers.market.named import NAMES, policy_of
 from hetflow.solvers.market.offline import least_dollars
-from hetflow.solvers.market.windows import joined
+from hetflow.solvers.market.windows import joined, traces_of
 from hetflow.tests.data import reference
 from hetflow.tests.profiles import examples
 
@@ -46,14 +46,9 @@ def job(
     )
 
 
-class Stated:
+def stated(holds: Sequence[Held]) -> Policy:
     """Hold what a list says."""
-
-    def __init__(self, holds: Sequence[Held]) -> None:
-        self.holds = holds
-
-    def choose(self, job: DeadlineJob, now: Moment) -> Held:
-        return self.holds[now.tick]
+    return lambda job, now: holds[now.tick]
 
 
 JOBS = st.builds(
@@ -66,19 +61,18 @@ JOBS = st.builds(
 )
 ZONE = st.lists(st.sampled_from([0, 1]), min_size=4, max_size=4)
 WINDOWS = st.tuples(ZONE, ZONE)
-OFFERS = (Held(Hold.NOTHING, 0), *(Held(hold, zone) for hold in (Hold.SPOT, Hold.ON_DEMAND)
-                                   for zone in (0, 1)))  # fmt: skip
+OFFERS = (Held(0, 0), *(Held(*each, zone) for each in ((1, 0), (0, 1)) for zone in (0, 1)))
 
 
 def exhaustive(one: DeadlineJob, windows: Sequence[Sequence[int]]) -> float:
     """The least dollars over every way to hold machines anywhere."""
     best = float("inf")
     offers = [
-        [held for held in OFFERS if held.hold is not Hold.SPOT or windows[held.zone][tick]]
+        [held for held in OFFERS if held.num_spot <= windows[held.zone][tick]]
         for tick in range(one.num_ticks)
     ]
     for holds in product(*offers):
-        outcome = replay(one, Stated(holds), windows)
+        outcome = replay(one, stated(holds), windows)
         if not outcome.is_late:
             best = min(best, outcome.dollars)
     return best
@@ -143,15 +137,15 @@ def _expected(
         return 0.0
     if tick == one.num_ticks:
         return dynamic_program.LATE_DOLLARS
-    there = chain.has_spot[:, state]
-    if held.hold is Hold.SPOT and not there[held.zone]:
-        held = Held(Hold.NOTHING, held.zone)
+    there = chain.available[:, state]
+    if held.num_spot > there[held.zone]:
+        held = Held(0, 0, held.zone)
     best = float("inf")
     for offer in OFFERS:
-        if offer.hold is Hold.SPOT and not there[offer.zone]:
+        if offer.num_spot > there[offer.zone]:
             continue
         worked, rest, where, dollars = 0.0, 0.0, place, 0.0
-        if offer.hold is not Hold.NOTHING:
+        if offer.num_machines:
             goes_on = offer == held
             waits = pending if goes_on else one.restart_seconds
             worked = max(one.tick_seconds - waits, 0.0)
@@ -185,16 +179,16 @@ def test_the_dynamic_program_equals_exhaustive_search(
 ) -> None:
     chain = chain_of(history)
     # Quarters of hours are whole units, so nothing is interpolated.
-    policy = dynamic_program.solve(one, chain, units_a_tick=4)
-    found = _expected(one, chain, 0, state, Held(Hold.NOTHING, 0), None, 0.0, one.work_seconds)
+    policy = dynamic_program.solve(one, chain, unit_seconds=900.0)
+    found = _expected(one, chain, 0, state, Held(0, 0), None, 0.0, one.work_seconds)
     assert policy.expected_dollars[state] == pytest.approx(found, rel=1e-4)
 
 
 def test_a_chain_knows_that_zones_go_together() -> None:
     same = chain_of([[[1, 1, 0, 0] * 50, [1, 1, 0, 0] * 50]])
-    both = same.state_of((True, True), (1, 1))
-    still = same.state_of((True, True), (2, 2))
-    assert same.has_spot[:, both].tolist() == [True, True]
+    both = same.state_of((1, 1), (1, 1))
+    still = same.state_of((1, 1), (2, 2))
+    assert same.available[:, both].tolist() == [1, 1]
     assert same.transitions[both, both] + same.transitions[both, still] > 0.9
     with pytest.raises(ProblemError, match="a chain of 7 zones is not possible"):
         chain_of([[[1, 0]] * 7])
@@ -203,8 +197,10 @@ def test_a_chain_knows_that_zones_go_together() -> None:
 
 
 def test_a_policy_cannot_hold_what_is_not_there() -> None:
-    with pytest.raises(ProblemError, match="tick 0: the policy asks for spot in zone 1"):
-        replay(job(), Stated([Held(Hold.SPOT, 1)]), ([1] * 5, [0] * 5))
+    with pytest.raises(
+        ProblemError, match="tick 0: the policy asks for 1 spot and 0 on-demand machines in zone 1"
+    ):
+        replay(job(), stated([Held(1, 0, 1)]), ([1] * 5, [0] * 5))
 
 
 def window(zone: str, start: str | None, ticks: Sequence[int | None]) -> Availability:
@@ -250,7 +246,7 @@ def test_windows_with_an_unknown_tick_are_left_out_and_counted() -> None:
     assert report.num_left_out == 1
     assert report.bound_dollars == pytest.approx((1.0, 1.0))
     assert report.alone_dollars["a"] == pytest.approx((2.0, 2.0))
-    with pytest.raises(ProblemError, match="in each of 1 windows there are ticks"):
+    with pytest.raises(ProblemError, match="a, b: tick 0 is unknown"):
         rent_zones([zones[0], window("b", START, [None] * 4)], **told, policies=["greedy"])
 
 
@@ -275,7 +271,7 @@ def test_on_the_published_windows_ours_is_near_the_least_with_two_zones() -> Non
         tick_seconds=600.0, on_demand_dollars_per_hour=3.06,
         spot_dollars_per_hour=(0.9731, 0.9731),
     )  # fmt: skip
-    report = compare_zones(both, rest, history=history, every_seconds=6 * 3600)
+    report = compare(both, [rest], history=[history], every_seconds=6 * 3600)
     assert all(entry.missed_deadlines == 0 for entry in report.policies)
     ours = next(entry for entry in report.policies if entry.policy == "dynamic_program")
     assert ours.mean_over_bound <= 1.15

@@ -1,1 +1,0 @@
-"""Elastic jobs on several machines under a deadline."""

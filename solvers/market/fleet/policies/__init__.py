@@ -1,1 +1,0 @@
-"""Policies for elastic jobs under a deadline, one file each."""
