@@ -1,50 +1,27 @@
 """``hetflow.rent.prices``."""
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 from ..planning.market_prices import egress_dollars, markets_of
 from ..schema.errors import ProblemError
 from ..schema.market import PriceReport, utc_seconds
 from ..schema.options import option
-from ..schema.requests.kinds import Markets
+from ..schema.requests.rent import PricesRequest
 from ..schema.spelling import nearest
-from ..simulator.market.price_compare import compare_from, report_of
+from ..simulator.market.prices import compare_from
 from ..solvers.market.offers import History, MovingJob, history_of
-from .calls import checks
+from .calls import takes
 
 _FIRST_CHOICE = "aws"  # the thesis's
 
 
-@checks
-def rent_prices(
-    market: Markets,
-    *,
-    rates: Mapping[str, float],
-    work_hours: float,
-    start: str | None = None,
-    cloud: str | None = None,
-    restart_seconds: float = 300.0,
-    cloud_move_dollars: float = 0.0,
-    checkpoint_gigabytes: float | None = None,
-) -> PriceReport:
+@takes(PricesRequest)
+def rent_prices(request: PricesRequest) -> PriceReport:
     """Replay strategies for one job on price histories, beside a lower bound on the cost.
 
     The job uses one device at a time and may move when a price changes (thesis section 6.3).
     Machines on demand, and spot machines at a price without a history, count beside the histories,
     for as long as these last; where none is of such devices, for ever.
-
-    Args:
-        market: Markets with prices, or their files.
-        rates: Device type -> speed of one device, in any unit.
-        work_hours: Work to do, in hours of the first rate's device.
-        start: When the job starts, such as ``2020-03-07T00:00:00Z``; None: as soon as all prices
-            are known.
-        cloud: The cloud of the strategies that use only one; None: aws if the markets have it, else
-            their first one.
-        restart_seconds: From a launch until work continues.
-        cloud_move_dollars: Dollars for each move between clouds.
-        checkpoint_gigabytes: Size of the checkpoint, which a move takes out of a cloud at the
-            egress price of the market's instance types.
 
     Returns:
         What each strategy pays, how long it takes and what it holds.
@@ -68,29 +45,30 @@ def rent_prices(
         >>> report.outcomes["dynamic"].dollars
         36.0
     """
+    rates = request.rates
     if not rates:
         raise ProblemError(f"no device type has a speed: give {option('rates', 'V100=9.6')}")
     first = next(iter(rates))
-    read = markets_of(market)
+    read = markets_of(request.market)
     history = history_of(read, rates, fixed=True)
     clouds = [offer.cloud for offer in history.offers if offer.cloud]
     job = MovingJob(
-        work=work_hours * 3600 * rates[first],
+        work=request.work_hours * 3600 * rates[first],
         work_per_second=dict(rates),
-        restart_seconds=restart_seconds,
-        cloud_move_dollars=cloud_move_dollars,
+        restart_seconds=request.restart_seconds,
+        cloud_move_dollars=request.cloud_move_dollars,
         egress_dollars={}
-        if checkpoint_gigabytes is None
-        else egress_dollars(read, checkpoint_gigabytes, clouds),
+        if request.checkpoint_gigabytes is None
+        else egress_dollars(read, request.checkpoint_gigabytes, clouds),
     )
-    only = _cloud_of(history, cloud)
+    only = _cloud_of(history, request.cloud)
     begin = (
         history.all_known_seconds()
-        if start is None
-        else utc_seconds(start, option("start"), "time")
+        if request.start is None
+        else utc_seconds(request.start, option("start"), "time")
     )
-    compared = compare_from(job, history, begin, cloud=only, device_type=first)
-    return report_of(compared, job, work_hours=work_hours)
+    found = compare_from(job, history, begin, cloud=only, device_type=first)
+    return replace(found, work_hours=request.work_hours)
 
 
 def _cloud_of(history: History, asked: str | None) -> str:

@@ -24,7 +24,7 @@ from hetflow.importers.instance_types import read_instance_types
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
-from hetflow.simulator.market.price_replay import replay
+from hetflow.simulator.market.prices import replay
 from hetflow.solvers.market.offers import MovingJob, Prices, prices_of
 from hetflow.solvers.market.price_bound import least_dollars
 from hetflow.solvers.market.price_statistics import price_correlation

@@ -17,7 +17,6 @@ _OTHER_FLAGS = {
     "grace_seconds": "--grace",
     "jobs_per_hour": "--loads",
     "names": "--name",
-    "rates": "--rate",
     "rendezvous": "--nnodes",
     "target": "--to",
     "timeout_seconds": "--timeout",

@@ -1,4 +1,4 @@
-"""The request for renting machines under a deadline."""
+"""The requests for renting machines: under a deadline, and at changing prices."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 from ..options import Option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from .kinds import (
         Count,
         Dollars,
+        Markets,
         Offers,
         PositiveSeconds,
         RentDollars,
@@ -116,3 +117,44 @@ class RentRequest:
             default="all that can be used",
         ),
     ] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PricesRequest:
+    """What ``rent prices`` needs to know."""
+
+    market: Annotated[
+        "Markets", Option(argument=True, help="Markets with prices: hetflow.market/1.")
+    ]
+    _: KW_ONLY
+    rates: Annotated[
+        "Mapping[str, float]",
+        Option(
+            flag="--rate",
+            help="Speed of one device of a type, in any unit: V100=9.6 (repeatable).",
+        ),
+    ]
+    work_hours: Annotated[
+        "PositiveSeconds", Option(help="Work to do, in hours of the first {rates}'s device.")
+    ]
+    start: Annotated[
+        str | None,
+        Option(help="Start: 2020-03-07T00:00:00Z.", default="when all prices are known"),
+    ] = None
+    cloud: Annotated[
+        str | None,
+        Option(
+            help="The cloud of the strategies that use only one.",
+            default="aws if the markets have it, else their first",
+        ),
+    ] = None
+    restart_seconds: Annotated[
+        "WaitSeconds", Option(help="Seconds from a launch until work continues.")
+    ] = 300.0
+    cloud_move_dollars: Annotated[
+        "Dollars", Option(help="Dollars for each move between clouds.")
+    ] = 0.0
+    checkpoint_gigabytes: Annotated[
+        "float | None",
+        Option(help="Moves between clouds pay egress for this, by the market's prices."),
+    ] = None

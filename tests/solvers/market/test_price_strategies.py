@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
-from hetflow.simulator.market.price_compare import compare, compare_from
-from hetflow.simulator.market.price_replay import replay
+from hetflow.simulator.market.prices import compare, compare_from, replay
 from hetflow.solvers.market.offers import MovingJob, Prices, history_of, prices_of
 from hetflow.solvers.market.price_bound import least_dollars
 from hetflow.solvers.market.price_strategies import strategies, strategy_of
@@ -221,7 +220,7 @@ def test_a_part_of_the_history_says_what_all_of_it_says(data: Any) -> None:
     whole = compare(one, prices_of(markets, RATES).since(start), **asked)
     part = compare_from(one, history_of(markets, RATES), start, **asked)
     assert part.outcomes == whole.outcomes
-    assert part.start_seconds == whole.start_seconds
+    assert part.start == whole.start
     assert part.bound_dollars <= min(outcome.dollars for outcome in whole.outcomes.values()) + 1e-9
     assert part.bound_dollars > 0
 

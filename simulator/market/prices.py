@@ -1,6 +1,6 @@
-"""Every price strategy for one job on the same prices, beside the bound."""
+"""Price strategies for one job on the same prices, beside the bound (``solvers.market.offers``)."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 
@@ -8,23 +8,54 @@ from ...schema.errors import ProblemError
 from ...schema.market import HeldOffer, PriceReport, StrategyReplay, utc_text
 from ...solvers.market.offers import History, MovingJob, Offer, Prices
 from ...solvers.market.price_bound import bound
-from ...solvers.market.price_strategies import strategies
-from .price_replay import PriceOutcome, replay
+from ...solvers.market.price_strategies import PriceStrategy, best_offer, strategies
 
 _SPARE = 1.3  # times the first guess of how much history matters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PriceComparison:
-    """What each strategy would have paid; ``refused`` says why one could not be replayed."""
+def replay(job: MovingJob, strategy: PriceStrategy, prices: Prices) -> StrategyReplay:
+    """Run one job from the start of the prices to its end; O(stretches x offers).
 
-    start_seconds: float
-    bound_dollars: float
-    outcomes: dict[str, PriceOutcome]
-    refused: dict[str, str]
+    Raises:
+        ProblemError: A price that it would have to pay is unknown, or the prices end before it.
+    """
+    left, restart, dollars = job.work, 0.0, 0.0
+    held: int | None = None
+    taken: list[Offer] = []
+    for stretch, length in enumerate(prices.seconds):
+        chosen = best_offer(
+            strategy,
+            job,
+            prices,
+            stretch=stretch,
+            held=held,
+            pending_seconds=restart,
+            work_left=left,
+        )
+        price = np.nan if chosen is None else prices.dollars_per_second[stretch, chosen]
+        if chosen is None or np.isnan(price):
+            when = utc_text(float(prices.edges[stretch]))
+            raise ProblemError(f"at {when} no price is known of what the job may hold")
+        if chosen != held:
+            if held is not None and prices.offers[held].cloud != prices.offers[chosen].cloud:
+                dollars += job.leaving_dollars(prices.offers[held].cloud)
+            held, restart = chosen, job.restart_seconds
+            taken.append(prices.offers[chosen])
+        rate = job.work_per_second[prices.offers[chosen].device_type]
+        needed = restart + left / rate
+        if needed <= length:
+            return StrategyReplay(
+                dollars=float(dollars + price * needed),
+                seconds=float(prices.edges[stretch] + needed - prices.edges[0]),
+                held=tuple(map(_held, taken)),
+            )
+        dollars += price * length
+        left -= max(length - restart, 0.0) * rate
+        restart = max(restart - length, 0.0)
+    raise ProblemError("the prices end before the job does", hint="give less work")
 
 
-def compare(job: MovingJob, prices: Prices, *, cloud: str, device_type: str) -> PriceComparison:
+def compare(job: MovingJob, prices: Prices, *, cloud: str, device_type: str) -> PriceReport:
     """Replay all strategies from the start of the prices.
 
     Args:
@@ -41,7 +72,7 @@ def compare(job: MovingJob, prices: Prices, *, cloud: str, device_type: str) -> 
 
 def compare_from(
     job: MovingJob, history: History, start_seconds: float, *, cloud: str, device_type: str
-) -> PriceComparison:
+) -> PriceReport:
     """The same on as much of a long history as matters.
 
     Args:
@@ -68,28 +99,6 @@ def compare_from(
         length *= 2
 
 
-def report_of(compared: PriceComparison, job: MovingJob, *, work_hours: float) -> PriceReport:
-    """The comparison as a record."""
-    return PriceReport(
-        start=utc_text(compared.start_seconds),
-        work_hours=work_hours,
-        rates=dict(job.work_per_second),
-        restart_seconds=job.restart_seconds,
-        cloud_move_dollars=job.cloud_move_dollars,
-        egress_dollars=dict(job.egress_dollars),
-        bound_dollars=compared.bound_dollars,
-        outcomes={
-            name: StrategyReplay(
-                dollars=outcome.dollars,
-                seconds=outcome.seconds,
-                held=tuple(map(_held, outcome.held)),
-            )
-            for name, outcome in compared.outcomes.items()
-        },
-        refused=compared.refused,
-    )
-
-
 def _held(offer: Offer) -> HeldOffer:
     return HeldOffer(
         **{**asdict(offer), "cloud": offer.cloud or None, "place": offer.place or None}
@@ -109,9 +118,9 @@ def _first_guess(job: MovingJob, prices: Prices) -> float:
 
 def _within(
     job: MovingJob, prices: Prices, cloud: str, device_type: str
-) -> tuple[PriceComparison, bool]:
+) -> tuple[PriceReport, bool]:
     """All strategies on some prices, and whether prices after them could not lower the bound."""
-    outcomes: dict[str, PriceOutcome] = {}
+    outcomes: dict[str, StrategyReplay] = {}
     refused: dict[str, str] = {}
     for name, strategy in strategies(cloud=cloud, device_type=device_type).items():
         try:
@@ -119,10 +128,15 @@ def _within(
         except ProblemError as error:
             refused[name] = error.message
     least = bound(job, prices)
-    compared = PriceComparison(
-        start_seconds=float(prices.edges[0]),
+    report = PriceReport(
+        start=utc_text(float(prices.edges[0])),
+        work_hours=job.work / next(iter(job.work_per_second.values())) / 3600,
+        rates=dict(job.work_per_second),
+        restart_seconds=job.restart_seconds,
+        cloud_move_dollars=job.cloud_move_dollars,
+        egress_dollars=dict(job.egress_dollars),
         bound_dollars=least.dollars,
         outcomes=outcomes,
         refused=refused,
     )
-    return compared, least.is_final
+    return report, least.is_final
