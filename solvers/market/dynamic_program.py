@@ -39,9 +39,9 @@ class DynamicProgram:
         chain: The chain that it was made for.
         ticks_a_decision: Ticks that share one.
         unit_seconds: Work of a step of the grid.
-        stays: [ticks, states, zones, modes, units + 1] whether to keep what is held, as bits of the
+        stays: [ticks, zones, modes, states, units + 1] whether to keep what is held, as bits of the
             last axis.
-        launches: [ticks, states, places, units + 1] what to do else: 0 nothing, else the place in
+        launches: [ticks, places, states, units + 1] what to do else: 0 nothing, else the place in
             ``modes.launches`` and one.
         expected_dollars: [states] from the start, by the chain's state in the first tick.
     """
@@ -72,9 +72,9 @@ class DynamicProgram:
         just_lost = now.pending_seconds >= job.restart_seconds > 0
         if now.held.num_machines and not just_lost:
             mode = self.modes.mode_of(now.held, now.pending_seconds)
-            if self.stays[tick, state, now.held.zone, mode, unit // 8] >> (7 - unit % 8) & 1:
+            if self.stays[tick, now.held.zone, mode, state, unit // 8] >> (7 - unit % 8) & 1:
                 return now.held
-        code = int(self.launches[tick, state, place, unit])
+        code = int(self.launches[tick, place, state, unit])
         return self.modes.launches[code - 1][1] if code else Held(0, 0, now.place)
 
     def expected(self, available: tuple[int, ...]) -> float:
@@ -112,16 +112,16 @@ def solve(job: DeadlineJob, chain: Chain, *, unit_seconds: float | None = None) 
     job = job.in_longer_ticks(ticks)
     modes, unit = Modes(job), unit_seconds or _unit(job)
     num_units, states = ceil(job.work_seconds / unit - 1e-6), len(chain.transitions)
-    shape = (states, modes.num_places, modes.num_modes, num_units + 1)
+    shape = (modes.num_places, modes.num_modes, states, num_units + 1)
     values: Values = np.empty(shape, np.float32)
     values[:] = late_dollars(job, unit * np.arange(num_units + 1.0))
     moves, num_ticks = chain.transitions.astype(np.float32), job.num_ticks
     stays = np.empty(
-        (num_ticks, states, job.num_zones, modes.num_modes, num_units // 8 + 1), np.uint8
+        (num_ticks, job.num_zones, modes.num_modes, states, num_units // 8 + 1), np.uint8
     )
-    launches = np.empty((num_ticks, states, modes.num_places, num_units + 1), np.int16)
+    launches = np.empty((num_ticks, modes.num_places, states, num_units + 1), np.int16)
     for tick in range(num_ticks - 1, -1, -1):
-        expected = (moves @ values.reshape(states, -1)).reshape(shape)
+        expected = moves @ values
         values, keeps, launches[tick] = _before(modes, chain.available, unit, expected)
         stays[tick] = np.packbits(keeps, axis=-1)
     return DynamicProgram(
@@ -131,7 +131,7 @@ def solve(job: DeadlineJob, chain: Chain, *, unit_seconds: float | None = None) 
         unit_seconds=unit,
         stays=stays,
         launches=launches,
-        expected_dollars=tuple(map(float, values[:, -1, 0, num_units])),
+        expected_dollars=tuple(map(float, values[-1, 0, :, num_units])),
     )
 
 
@@ -162,43 +162,31 @@ def _before(
 ) -> tuple[Values, NDArray[np.bool_], NDArray[np.int16]]:
     """Values of a tick from the expected ones of the next, whether to stay, and what to do else.
 
-    ``expected`` and values are [states, places, modes, units + 1].
+    ``expected`` and values are [places, modes, states, units + 1].
     """
-    job, (states, _, _, width) = modes.job, expected.shape
-    offers = np.empty((len(modes.launches), states, width), np.float32)
-    for work, codes in modes.by_work(modes.launches):
-        each = [modes.launches[code] for code in codes]
-        zones, firsts = [held.zone for _, held, _ in each], [modes.first_of(one[0]) for one in each]
-        offers[codes] = done_between(expected[:, zones, firsts], work / unit).swapaxes(0, 1)
-    for code, (_, held, _) in enumerate(modes.launches):
-        offers[code] += np.float32(job.tick_dollars(held))
-        offers[code, available[held.zone] < held.num_spot] = np.inf
-    best: Values = expected[:, :, 0].copy()
+    job, best = modes.job, expected[:, 0].copy()
     launch = np.zeros(best.shape, np.int16)
-    for place in range(modes.num_places):
-        paid, before = offers, place if place < job.num_zones else None
-        if job.move_dollars and before is not None:
-            moves = [job.moving_dollars(before, held.zone) for _, held, _ in modes.launches]
-            paid = offers + np.array(moves, np.float32)[:, None, None]
-        code = paid.argmin(axis=0)
-        least = np.take_along_axis(paid, code[None], axis=0)[0]
-        better = least < best[:, place]
-        best[:, place][better] = least[better]
-        launch[:, place][better] = code[better] + 1
-    values: Values = np.repeat(best[:, :, None], modes.num_modes, axis=2)
-    keeps = np.zeros((states, job.num_zones, *expected.shape[2:]), np.bool_)
-    for work, rows in modes.by_work(modes.staying):
-        stay = [modes.staying[row] for row in rows]
-        mode, after = [one[0] for one in stay], [one[3] for one in stay]
+    for code, (holding, held, work) in enumerate(modes.launches, start=1):
+        offer = done_between(expected[held.zone, modes.first_of(holding)], work / unit)
+        offer += np.float32(job.tick_dollars(held))
+        offer[available[held.zone] < held.num_spot] = np.inf
+        for place in range(modes.num_places):
+            before = place if place < job.num_zones else None
+            moving = job.moving_dollars(before, held.zone)
+            paid = offer + np.float32(moving) if moving else offer
+            better = paid < best[place]
+            np.copyto(best[place], paid, where=better)
+            np.copyto(launch[place], code, where=better)
+    values: Values = np.repeat(best[:, None], modes.num_modes, axis=1)
+    keeps = np.zeros((job.num_zones, *expected.shape[1:]), np.bool_)
+    for mode, holding, work, after in modes.staying:
         for zone in range(job.num_zones):
-            each_held = [Held(*modes.holdings[one[1]], zone) for one in stay]
-            goes_on = done_between(expected[:, zone, after], work / unit)
-            goes_on += np.array(list(map(job.tick_dollars, each_held)), np.float32)[:, None]
-            lost = available[zone][:, None] < [one.num_spot for one in each_held]
-            goes_on[lost] = np.inf
-            otherwise = best[:, zone, None]
-            keeps[:, zone, mode] = goes_on <= otherwise
-            values[:, zone, mode] = np.minimum(goes_on, otherwise)
+            held = Held(*modes.holdings[holding], zone)
+            goes_on = done_between(expected[zone, after], work / unit)
+            goes_on += np.float32(job.tick_dollars(held))
+            goes_on[available[zone] < held.num_spot] = np.inf  # some are lost
+            np.less_equal(goes_on, best[zone], out=keeps[zone, mode])
+            np.minimum(goes_on, best[zone], out=values[zone, mode])
     np.minimum(values, np.float32(LATE_DOLLARS), out=values)
     values[..., 0] = 0.0
     return values, keeps, launch

@@ -1,10 +1,8 @@
 """What may be held at the start of a tick, and work in whole units, for loops over arrays."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor, gcd
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,14 +80,6 @@ class Modes:
             for zone in range(self.job.num_zones)
             if holding
         ]
-
-    @staticmethod
-    def by_work(each: Sequence[tuple[Any, ...]]) -> list[tuple[float, list[int]]]:
-        """Places in ``staying`` or ``launches`` of all that do the same work, with that work."""
-        found: dict[float, list[int]] = {}
-        for place, entry in enumerate(each):
-            found.setdefault(entry[2], []).append(place)
-        return list(found.items())
 
     def mode_of(self, held: Held, pending_seconds: float) -> int:
         """The mode of machines with so much of their restart to come."""

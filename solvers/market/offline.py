@@ -7,6 +7,7 @@ policy from below. O(ticks x zones^2 x modes x units).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,46 +36,70 @@ def least_dollars(job: DeadlineJob, available: Sequence[Sequence[int]]) -> float
     modes, unit = Modes(job), unit_seconds(job)
     num_units = units_down(job.work_seconds / unit)
     most = units_up(job.worked(job.num_machines, 0.0) / unit)  # in a tick
+    launches, stays = _launches(modes, unit), _stays(modes, unit)
     values: Values = np.full((modes.num_places, modes.num_modes, num_units + 1), np.inf, np.float32)
     values[..., 0] = 0.0
     for tick in range(num_ticks - 1, -1, -1):
+        there = [window[tick] for window in available]
         # No other work can be left, or done in time.
-        low, high = max(0, num_units - tick * most), min(num_units, (num_ticks - tick) * most)
-        values = _before(modes, unit, values, [window[tick] for window in available], low, high + 1)
+        low, high = max(0, num_units - tick * most), min(num_units, (num_ticks - tick) * most) + 1
+        best = values[:, 0, low:high].copy()
+        for step in launches:
+            if step.num_spot <= there[step.zone]:
+                _lower(best[step.place], values[step.zone, step.after], step, low)
+        least: Values = np.full(values.shape, np.inf, np.float32)
+        least[..., low:high] = best[:, None]  # what is held may be given up
+        for step in stays:
+            if step.num_spot <= there[step.zone]:
+                _lower(
+                    least[step.zone, step.before, low:high],
+                    values[step.zone, step.after],
+                    step,
+                    low,
+                )
+        least[..., 0] = 0.0
+        values = least
     return float(values[-1, 0, num_units])
 
 
-def _before(
-    modes: Modes, unit: float, values: Values, there: Sequence[int], low: int, high: int
-) -> Values:
-    """Least dollars from a tick on, from those of the next, of work left from low to below high.
+class _Step(NamedTuple):
+    """A tick of holding: from a place or a mode to a mode, what it takes and does."""
 
-    ``there`` [zones] are spot machines.
-    """
+    place: int
+    before: int
+    zone: int
+    after: int
+    num_spot: int
+    units: int
+    dollars: np.float32
 
-    def lower(least: Values, later: Values, work_seconds: float, dollars: float) -> None:
-        """Take what it costs to do so much work for some dollars first, where that is less."""
-        cost, done = np.float32(dollars), units_up(work_seconds / unit)
-        ended = min(max(done - low, 0), high - low)
-        np.minimum(least[:ended], cost, out=least[:ended])  # no work left costs nothing
-        more = later[low + ended - done : high - done] + cost if ended < high - low else cost
-        np.minimum(least[ended:], more, out=least[ended:])
 
-    job, best = modes.job, values[:, 0, low:high].copy()
+def _launches(modes: Modes, unit: float) -> list[_Step]:
+    job, steps = modes.job, []
     for holding, held, work in modes.launches:
-        if held.num_spot > there[held.zone]:
-            continue
         for place in range(modes.num_places):
-            before = place if place < job.num_zones else None
-            dollars = job.tick_dollars(held) + job.moving_dollars(before, held.zone)
-            lower(best[place], values[held.zone, modes.first_of(holding)], work, dollars)
-    least: Values = np.full(values.shape, np.inf, np.float32)
-    least[..., low:high] = best[:, None]  # what is held may be given up
+            moving = job.moving_dollars(place if place < job.num_zones else None, held.zone)
+            dollars, units = np.float32(job.tick_dollars(held) + moving), units_up(work / unit)
+            after = modes.first_of(holding)
+            steps.append(_Step(place, 0, held.zone, after, held.num_spot, units, dollars))
+    return steps
+
+
+def _stays(modes: Modes, unit: float) -> list[_Step]:
+    job, steps = modes.job, []
     for mode, holding, work, after in modes.staying:
         for zone in range(job.num_zones):
             held = Held(*modes.holdings[holding], zone)
-            if held.num_spot <= there[zone]:
-                dollars = job.tick_dollars(held)
-                lower(least[zone, mode, low:high], values[zone, after], work, dollars)
-    least[..., 0] = 0.0
-    return least
+            dollars, units = np.float32(job.tick_dollars(held)), units_up(work / unit)
+            steps.append(_Step(zone, mode, zone, after, held.num_spot, units, dollars))
+    return steps
+
+
+def _lower(least: Values, later: Values, step: _Step, low: int) -> None:
+    """Take a step where that is less; ``least`` is of work left from ``low`` units on."""
+    ended = min(max(step.units - low, 0), len(least))
+    if ended:  # no work left costs nothing
+        np.minimum(least[:ended], step.dollars, out=least[:ended])
+    first = low + ended - step.units
+    more = later[first : first + len(least) - ended] + step.dollars
+    np.minimum(least[ended:], more, out=least[ended:])
