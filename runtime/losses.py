@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 
 
@@ -21,8 +22,10 @@ class Weighted:
 
     Attributes:
         loss: [] the mean loss.
-        weight: What it is the mean over, such as the number of tokens: finite and at least 0. Give
-            a Python number: a tensor on a device makes the host wait.
+        weight: What it is the mean over, such as the number of tokens: finite and at least 0. A
+            tensor on a device stays there, except under a pipeline plan. Its pass goes back even if
+            it is 0, so let the loss divide by ``weight.clamp(min=1)``: a mean over nothing has
+            gradients that are not numbers.
 
     Example:
         >>> import torch
@@ -51,8 +54,10 @@ def weighted_by(
     return weighted
 
 
-def loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
+def loss_and_weight(answer: Any) -> tuple[Tensor, float | Tensor | None]:
     """Split the result of the script's function: the mean loss [], and its weight if it gave one.
+
+    A weight on an accelerator stays there, as [] float64, and is not tested; see ``weight_number``.
 
     Raises:
         TargetError: The result has another form.
@@ -77,10 +82,22 @@ def loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
         )
     if stated is None:
         return loss, None
-    number = float(stated.weight)
+    weight = stated.weight
+    if isinstance(weight, Tensor) and not backend_of(weight.device).is_host:
+        return loss, weight.detach().double().reshape(())
+    return loss, weight_number(weight)
+
+
+def weight_number(weight: float | Tensor) -> float:
+    """A loss's weight as a number; waits for the device where it is kept there.
+
+    Raises:
+        TargetError: It is negative or not finite.
+    """
+    number = float(weight)
     if not 0 <= number < math.inf:
         raise TargetError(f"the weight of a loss must be finite and >= 0, got {number}")
-    return loss, number
+    return number
 
 
 def check_has_graph(loss: Tensor) -> None:

@@ -46,7 +46,7 @@ class PackedSums:
         self,
         flags: Sequence[float],
         losses: Mapping[int, Tensor | float],
-        weights: Mapping[int, float],
+        weights: Mapping[int, Tensor | float],
         unused: Sequence[int],
         into: Tensor,
     ) -> None:
@@ -55,31 +55,31 @@ class PackedSums:
         Args:
             flags: [num_flags] in order.
             losses: Loss by virtual node, on the device or as a number.
-            weights: Weight by virtual node.
+            weights: Weight by virtual node, as losses.
             unused: Indices of the parameters that this worker has not used.
             into: [length] float32, contiguous, where they are summed.
         """
         nodes, first = self.num_nodes, self.num_flags
         host = [*flags, *[0.0] * (2 * NUM_THIRDS * nodes), *[1.0] * self.num_parameters]
-        for node, weight in weights.items():
-            for number, part in enumerate(_thirds_of_number(weight), start=NUM_THIRDS):
-                host[first + number * nodes + node] = part
-        for node, loss in losses.items():
-            if isinstance(loss, float):
-                for number, part in enumerate(_thirds_of_number(loss)):
-                    host[first + number * nodes + node] = part
+        on_device: list[tuple[slice, Tensor]] = []
+        for start, values in ((first, losses), (first + NUM_THIRDS * nodes, weights)):
+            for node, value in values.items():
+                place = slice(start + node, start + node + NUM_THIRDS * nodes, nodes)
+                if isinstance(value, Tensor):
+                    on_device.append((place, value))
+                else:
+                    host[place] = _thirds_of_number(value)
         for index in unused:
             host[index - self.num_parameters] = 0.0
         if into.is_cpu:
             memmove(into.data_ptr(), pack(f"{len(host)}f", *host), 4 * len(host))
         else:
             into.copy_(torch.tensor(host, dtype=torch.float32), non_blocking=True)
-        for node, loss in losses.items():
-            if isinstance(loss, float):
-                continue
-            thirds = _thirds_of(loss) if loss.dtype == torch.float64 else [loss]
-            for number, third in enumerate(thirds):
-                into[first + number * nodes + node] = third
+        for place, value in on_device:
+            if value.dtype == torch.float64:
+                into[place] = torch.stack(_thirds_of(value)).reshape(-1)
+            else:
+                into[place.start] = value
 
     def unpack(self, sums: Tensor) -> Tensor:
         """Unpack [length] sums over workers to float64; the class's docstring gives the order."""
@@ -104,7 +104,7 @@ class PackedSums:
 
 def _thirds_of_number(value: float) -> list[float]:
     if c_float(value).value == value:
-        return [value]
+        return [value, 0.0, 0.0]
     return [float(third) for third in _thirds_of(torch.tensor(value, dtype=torch.float64))]
 
 

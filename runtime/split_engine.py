@@ -302,13 +302,18 @@ class SplitEngine:
         nodes = [node for node, share in enumerate(shares) if share]
         return in_order(own, nodes, session.holders, session.place, waiting=step.waiting)
 
-    def _go_back(self, loss: Tensor, share: float, scaler: "torch.amp.GradScaler | None") -> None:
+    def _go_back(
+        self, loss: Tensor, share: Tensor | float, scaler: "torch.amp.GradScaler | None"
+    ) -> None:
         check_has_graph(loss)
         gradient = self.totals.gradient(loss, share) if scaler is None else None
         if gradient is not None:
             loss.backward(gradient)  # type: ignore[no-untyped-call]
             return
-        scaled = loss if share == 1 else loss * share
+        if isinstance(share, Tensor):
+            scaled = loss * share.to(loss.dtype)  # a product of two tensors [] would be wider
+        else:
+            scaled = loss if share == 1 else loss * share
         (scaler.scale(scaled) if scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
 
     @property

@@ -9,7 +9,7 @@ Losses and weights are sent per virtual node (all workers but its holder send ze
 up in order of virtual nodes, so the mapping does not change their bits. On the host they are plain
 numbers: between two passes torch's code is no longer in the caches, and a torch operation takes 20
 to 100 us. On a device they stay tensors and nothing waits for them: the host reads a step's flags
-and total weight in the next step. Between devices, and where no buffers are exchanged, the sums
+and weights in the next step. Between devices, and where no buffers are exchanged, the sums
 travel with the last bucket of gradients (packed_sums.py), because sending a few numbers takes
 about as long as a megabyte.
 """
@@ -30,7 +30,7 @@ from . import peers
 from .gradients.reducer import GradientReducer
 from .group import Place
 from .late import LateValues
-from .losses import loss_and_weight
+from .losses import loss_and_weight, weight_number
 from .packed_sums import PackedSums
 
 # Indices in the vector that is summed; the losses and weights of all virtual nodes follow.
@@ -86,7 +86,7 @@ class StepTotals:
         self._known_weight: float | None = None  # of a step; all workers know it on the host
         self._late = LateValues()
         self._losses: dict[int, Tensor | float] = {}
-        self._weights: dict[int, float] = {}
+        self._weights: dict[int, Tensor | float] = {}
         self._gradients: dict[tuple[object, ...], Tensor] = {}
         self._layout: PackedSums | None = None
         self._digits_of: tuple[int, list[float]] = (-1, [])
@@ -103,7 +103,9 @@ class StepTotals:
             self._guess = guess
             self._share_of = 2.0 ** round(math.log2(guess)) if guess > 0 else 1.0
 
-    def add(self, answer: Any, num_samples: int, node: int = 0) -> tuple[Tensor, float] | None:
+    def add(
+        self, answer: Any, num_samples: int, node: int = 0
+    ) -> tuple[Tensor, Tensor | float] | None:
         """Take the loss of a pass over ``num_samples`` samples.
 
         Args:
@@ -112,7 +114,8 @@ class StepTotals:
             node: Index of its virtual node.
 
         Returns:
-            The tensor to call backward on, and its share of the mean; None for weight 0.
+            The tensor to call backward on, and its share of the mean; None for weight 0 that the
+            host knows.
 
         Raises:
             TargetError: The script's function returned neither form.
@@ -123,10 +126,14 @@ class StepTotals:
             raise TargetError("the loss function must give a weight for every batch, or for none")
         self._weighted = weighted
         own = float(num_samples) if weight is None else weight
-        if own == 0:
+        known: Tensor | float = loss.item() if loss.is_cpu else loss.detach()
+        if isinstance(own, Tensor) and self._is_on_host:
+            own = weight_number(own)
+        if isinstance(own, Tensor):
+            known = torch.where(own != 0, known, 0.0)  # a mean over nothing may be no number
+        elif own == 0:
             return None
-        self._weights[node] = own
-        self._losses[node] = loss.item() if loss.is_cpu else loss.detach()
+        self._weights[node], self._losses[node] = own, known
         if weighted and self._reducer.carried:
             raise TargetError(
                 "gradients of an earlier step are still there, and this loss has weights",
@@ -137,19 +144,21 @@ class StepTotals:
 
     def own_mean(self) -> Tensor:
         """[] float64: the mean loss of this worker's passes so far; not a number without any."""
-        weight = math.fsum(self._weights.values())
-        if not weight:
+        if not self._weights:
             return torch.tensor(math.nan, dtype=torch.float64)
+        weight = reduce(operator.add, self._weights.values())
         parts = [loss * (self._weights[node] / weight) for node, loss in self._losses.items()]
         return torch.as_tensor(reduce(operator.add, parts)).double()
 
-    def gradient(self, loss: Tensor, share: float) -> Tensor | None:
+    def gradient(self, loss: Tensor, share: Tensor | float) -> Tensor | None:
         """The gradient [] to start backward with, so that gradients are those of ``loss * share``.
 
         None where ``loss * share`` must be computed, because a narrow dtype rounds it differently.
         """
         if loss.dtype not in _EXACT:
             return None
+        if isinstance(share, Tensor):
+            return share.to(loss.dtype).reshape(loss.shape)
         key = share, loss.dtype, loss.device, loss.shape
         if key not in self._gradients:
             if len(self._gradients) >= _MAX_GRADIENTS:
@@ -252,20 +261,21 @@ class StepTotals:
         number = self._reducer.num_parameters if distributed else 0
         nodes = self._num_nodes
         flags = [*self._flags(), *[0.0] * (2 * nodes), *self.extra, *[1.0] * number]
-        for node, weight in self._weights.items():
-            flags[_NODES + nodes + node] = weight
         for index in unused if distributed else ():
             flags[index - number] = 0.0
         on_device = {}
-        for node, loss in self._losses.items():
-            if isinstance(loss, float):
-                flags[_NODES + node] = loss * self._weights[node]
-            else:
-                on_device[_NODES + node] = loss.double() * self._weights[node]
+        for node, weight in self._weights.items():
+            loss = self._losses[node]
+            product = (loss.double() if isinstance(loss, Tensor) else loss) * weight
+            for index, value in ((_NODES + node, product), (_NODES + nodes + node, weight)):
+                if isinstance(value, Tensor):
+                    on_device[index] = value
+                else:
+                    flags[index] = value
         host = torch.tensor(flags, dtype=torch.float64)
         sums = host.to(self._place.device, non_blocking=True)
-        for index, loss in on_device.items():
-            sums[index] = loss
+        for index, value in on_device.items():
+            sums[index] = value
         return sums
 
     def close(self, sums: Sums) -> Tensor:
@@ -297,10 +307,11 @@ class StepTotals:
         if known is not None:
             self.stops = known[_STOP]
             if known[_WEIGHTED] > 0:
-                total = reduce(operator.add, known[middle : middle + self._num_nodes])
-                self._known_weight = float(total)
+                weights = known[middle : middle + self._num_nodes]
+                self._known_weight = float(sum(map(weight_number, weights)))
         if exact is not None:
-            reducer.scale(torch.as_tensor(self._share_of / exact))
+            # Without any weight there is no gradient: each share was 0.
+            reducer.scale(torch.where(exact > 0, self._share_of / exact, 0.0))
         # After a change of workers, no other worker holds the earlier gradient buffer.
         self._step = (self._reducer, unused, self._place.distributed)
         if isinstance(loss, float):

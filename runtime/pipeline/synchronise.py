@@ -26,7 +26,7 @@ from .. import peers
 from ..gradients.arrivals import have_no_gradients
 from ..group import Place, subgroup
 from ..late import HostLead, LateValues
-from ..losses import check_has_graph, loss_and_weight
+from ..losses import check_has_graph, loss_and_weight, weight_number
 from ..tensor.gradients import plain
 from .norms import (
     NORMS,
@@ -205,7 +205,7 @@ class Synchroniser:
         loss, weight = loss_and_weight(answer)
         if weight is not None and not scales:
             raise TargetError("losses with weights need a schedule that flushes")
-        own = float(num_samples) if weight is None else weight
+        own = float(num_samples) if weight is None else weight_number(weight)
         if own == 0:  # a mean over nothing may be no number
             return None
         check_has_graph(loss)

@@ -46,7 +46,7 @@ from ...schema.errors import TargetError
 from ..agreement.strangers import leaves_of
 from ..data import Batch, Pass, copied
 from ..late import LateValues
-from ..losses import loss_and_rest, loss_and_weight, outputs_in
+from ..losses import loss_and_rest, loss_and_weight, outputs_in, weight_number
 from ..shares import slices
 from ..streams import streams_kept
 from .draws import Draws
@@ -671,7 +671,8 @@ class _Calls:
         if self._form.gives_outputs:
             return Found(_as_rows(outputs_in(answer, len(rows))), None, len(rows))
         loss, weight = loss_and_weight(loss_and_rest(answer)[0] if self._form.has_aux else answer)
-        return Found(_on_host(loss).reshape(()), weight, len(rows))
+        number = None if weight is None else weight_number(weight)
+        return Found(_on_host(loss).reshape(()), number, len(rows))
 
     def _backward(self, tensors: Any, *arguments: Any, **options: Any) -> None:
         """Stands for ``torch.autograd.backward``, by which the function trains something else.

@@ -28,14 +28,17 @@ from hetflow import runtime as hf
 weighted = sys.argv[1] == "weighted"
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rate = torch.tensor(0.1, device="cuda") if weighted else 0.1
+optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=weighted)
 job = hf.prepare(model, optimizer)
 data = TensorDataset(torch.randn(160, 6), torch.randint(3, (160,)))
 software = sys.modules.get("_fakecuda")
 
 def loss_of(x, y):
+    if weighted and batch.step == 9 and job.rank == 1:
+        y = torch.full_like(y, -100)  # a mean over nothing
     loss = nn.functional.cross_entropy(model(x), y)
-    return hf.Weighted(loss, float(1 + len(y))) if weighted else loss
+    return hf.Weighted(loss, (y >= 0).sum()) if weighted else loss
 
 for batch in job.batches(DataLoader(data, batch_size=16)):
     if batch.step == 4 and software is None:
@@ -51,6 +54,8 @@ for batch in job.batches(DataLoader(data, batch_size=16)):
         print("waits", found, flush=True)
         found = software.counts() if software is not None else {"nccl": 5}
         print("collectives", found["nccl"] / 5, flush=True)
+    if batch.step == 9:
+        print("finite", all(p.isfinite().all().item() for p in model.parameters()), flush=True)
 """
 
 
@@ -65,6 +70,7 @@ def test_no_step_waits_for_the_device(gpus: GpuHost, losses: str, level: str) ->
     found = host.run("launch", *saving, "plan.json", "train.py", losses)
     assert found.returncode == 0, found.stderr
     assert "waits 0\n" in found.stdout  # the first worker's
+    assert "finite True\n" in found.stdout
     if level == "none":  # the sums of a step travel with its one bucket of gradients
         assert "collectives 1.0\n" in found.stdout
 

@@ -37,7 +37,7 @@ progress, losses = folder / f"steps-{os.getpid()}", []
 
 def loss_of(x: torch.Tensor, y: torch.Tensor) -> object:
     loss = nn.functional.cross_entropy(model(x), y)
-    return hf.Weighted(loss, float(len(y))) if how == "weighted" else loss
+    return hf.Weighted(loss, (y >= 0).sum()) if how == "weighted" else loss
 
 
 for _ in range(epochs):

@@ -29,7 +29,10 @@ def summed(packed: PackedSums, losses: list[float], dtype: torch.dtype | None) -
             node: losses[node] if dtype is None else torch.tensor(losses[node], dtype=dtype)
             for node in own
         }
-        weights = {node: WEIGHTS[node] for node in own}
+        weights = {
+            node: torch.tensor(WEIGHTS[node], dtype=torch.float64) if node % 3 else WEIGHTS[node]
+            for node in own
+        }
         packed.pack([1.0, float(worker)], given, weights, [1] if worker else [0, 1], part)
         found += part
     return packed.unpack(found)
