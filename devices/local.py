@@ -130,6 +130,23 @@ def first_device() -> "torch.device":
     return torch.device(found[0].kind, 0) if found else torch.device(TORCH_DEVICE)
 
 
+def numbered(device: "torch.device", local_rank: int | None) -> "torch.device":
+    """A device with its index: NCCL and streams need the index of an accelerator.
+
+    Args:
+        device: As a script has stated it, such as ``cuda``.
+        local_rank: The worker's number on its host; None takes torch's current device.
+    """
+    import torch
+
+    found = [entry for entry in accelerators() if entry.kind == device.type]
+    if device.index is not None or not found:
+        return device
+    if local_rank is None:
+        return torch.empty(0, device=device).device
+    return _by_number(found, device.type, local_rank)
+
+
 def _by_number(found: Collection[LocalDevice], kind: str, number: int) -> "torch.device":
     import torch
 

@@ -508,59 +508,88 @@ def feed(items: Iterator[Any], device: torch.device) -> Iterator[Any]:
         for item in items:
             yield to_device(item, device)
         return
-    ahead = _copy_ahead(next(items, None), device, stream)
+
+    def copy_ahead() -> Any:
+        item = next(items, None)
+        # A pass may hold memory that ``_record`` does not see (graphs in C++), and this copy may
+        # take it. The pass before is not asked for yet, so the copy goes on beside that one.
+        stream.wait_stream(backend.current_stream(device))
+        with backend.on_stream(stream):
+            return to_device(item, device)
+
+    ahead = copy_ahead()
     while ahead is not None:
         computing: Any = backend.current_stream(device)
         computing.wait_stream(stream)
         current = ahead
         _record(current, computing)
-        ahead = _copy_ahead(next(items, None), device, stream)
+        ahead = copy_ahead()
         yield current
-
-
-def _copy_ahead(item: Any, device: torch.device, stream: Stream) -> Any:
-    if item is None:
-        return None
-    with backend_of(device).on_stream(stream):
-        return to_device(item, device)
 
 
 def _record(item: Any, stream: Stream) -> None:
     """Tell the allocator that the compute stream uses tensors made on the copy stream."""
 
-    def mark(tensor: Tensor) -> Tensor:
-        tensor.record_stream(stream)
-        return tensor
+    def mark(holder: Any) -> Any:
+        if isinstance(holder, Tensor) and holder.is_cpu:  # sizes of a PackedSequence
+            pass
+        elif hasattr(holder, "record_stream"):  # a tensor, or a batch of graphs of PyG
+            holder.record_stream(stream)
+        elif isinstance(holder, tuple):  # a PackedSequence
+            _record(tuple(holder), stream)
+        else:
+            _record(list(getattr(holder, "__dict__", {}).values()), stream)
+        return holder
 
-    _map_tensors(item, mark)
+    _map_tensors(item, mark, mark)
 
 
 def to_device(item: Any, device: torch.device) -> Any:
-    """A collated batch with all its tensors on ``device``."""
-    return _map_tensors(item, lambda tensor: tensor.to(device, non_blocking=True))
+    """A collated batch with its tensors, and all else that has a method ``to``, on ``device``."""
+
+    def moved(holder: Any) -> Any:
+        try:
+            return holder.to(device, non_blocking=True)
+        except TypeError:  # as of a graph of DGL
+            return holder.to(device)
+
+    return _map_tensors(item, moved, moved)
 
 
 def copied(item: Any) -> Any:
-    """A collated batch with copies of its tensors."""
-    return _map_tensors(item, Tensor.clone)
+    """A collated batch with copies of its tensors, and of all else that has a method ``to``."""
+
+    def duplicate(holder: Any) -> Any:
+        if isinstance(holder, tuple):  # a PackedSequence
+            return type(holder)(*map(copied, holder))
+        return holder.clone() if hasattr(holder, "clone") else copy.deepcopy(holder)
+
+    return _map_tensors(item, Tensor.clone, duplicate)
 
 
-def _map_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(
+    item: Any, change: Callable[[Tensor], Tensor], change_holder: Callable[[Any], Any]
+) -> Any:
+    def mapped(entry: Any) -> Any:
+        return _map_tensors(entry, change, change_holder)
+
     if isinstance(item, Tensor):
         return change(item)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_map_tensors(entry, change) for entry in item))
-    if isinstance(item, list | tuple):
-        return type(item)(_map_tensors(entry, change) for entry in item)
     if type(item) is dict:
-        return {key: _map_tensors(entry, change) for key, entry in item.items()}
+        return {key: mapped(entry) for key, entry in item.items()}
     if isinstance(item, dict):  # of the same type, such as OrderedDict
         made: Any = copy.copy(item)
         for key, entry in item.items():
-            made[key] = _map_tensors(entry, change)
+            made[key] = mapped(entry)
         return made
-    if isinstance(item, UserDict):  # also transformers' BatchEncoding
+    if isinstance(item, UserDict):  # also transformers' BatchEncoding, which would move in place
         made = copy.copy(item)
-        made.data = _map_tensors(item.data, change)
+        made.data = mapped(item.data)
         return made
+    if hasattr(item, "to"):  # a PackedSequence, a batch of graphs; accelerate's rule
+        return change_holder(item)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*map(mapped, item))
+    if isinstance(item, list | tuple):
+        return type(item)(map(mapped, item))
     return item

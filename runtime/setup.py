@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..devices.backend import backend_of
-from ..devices.local import first_device
+from ..devices.local import first_device, numbered
 from ..schema.errors import TargetError
 from ..schema.launch import Determinism, LaunchConfig
 from . import peers
@@ -82,17 +82,21 @@ def _refuse_shards(said: str) -> None:
 
 
 def place_model(
-    model: nn.Module, config: LaunchConfig | None, asked: torch.device | str | None
+    model: nn.Module,
+    config: LaunchConfig | None,
+    asked: torch.device | str | None,
+    local_rank: int,
 ) -> torch.device | None:
     """The device that a script chose: by argument, or under plain python by the model's device."""
     if asked is not None:
         try:
-            return torch.device(asked)
+            found = torch.device(asked)
         except (RuntimeError, TypeError):
             raise TargetError(
                 f"hf.prepare: torch knows no device {asked!r}",
                 hint="give a torch.device, or leave it out",
             ) from None
+        return numbered(found, None if config is None else local_rank)
     if config is not None:
         return None
     first = next(model.parameters(), None)

@@ -96,7 +96,7 @@ def prepare(
     start = read_environment()
     check_batch_norms(model, start.config, start.determinism)
     warning = warning_of(optimizers, start.config.optimizer if start.config else None)
-    place = join(start, place_model(model, start.config, device))
+    place = join(start, place_model(model, start.config, device, start.local_rank))
     if backend_of(place.device).is_host:
         keep_freed_memory()
     check_level(model, start.determinism, place)

@@ -34,6 +34,38 @@ data = TensorDataset(torch.randn(16, 3, 6, 6), torch.arange(16) % 4)
 for batch in job.batches(DataLoader(data, batch_size=16)):
     job.backward(model, batch)
 """
+# Its own device, under plain python and in a launch; batches with graphs and packed sequences.
+STATED = """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from torch.utils.data import DataLoader
+from hetflow import runtime as hf
+
+class Graphs:  # as DGL's: no other argument
+    def __init__(self, x):
+        self.x = x
+    def to(self, device):
+        return Graphs(self.x.to(device))
+    def clone(self):
+        return Graphs(self.x.clone())
+
+def collate(rows):
+    return Graphs(torch.stack(rows)), pack_sequence(rows)
+
+model = nn.Linear(3, 1)
+job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cuda")
+told = []
+def loss_of(graphs, packed):
+    same = torch.stack(unpack_sequence(packed)).equal(graphs.x)
+    told.append((same, str(graphs.x.device), packed.batch_sizes.is_cuda))
+    return model(graphs.x).mean()
+
+for batch in job.batches(DataLoader([torch.ones(3) * n for n in range(32)], batch_size=16,
+                                    collate_fn=collate)):
+    job.backward(loss_of, batch)
+print(set(told), model.weight.device)
+"""
 POOLED = "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)"
 
 
@@ -181,3 +213,16 @@ def test_a_step_is_not_captured_in_a_cuda_graph(gpus: GpuHost) -> None:
     said = gpus(1).python(CAPTURED)
     assert said.startswith("job.backward cannot be captured in a graph of kernels: ")
     assert said.endswith("/ call it outside of the capture\nTrue\n")
+
+
+def test_a_kind_without_a_number_is_the_workers_own_device(gpus: GpuHost) -> None:
+    host = gpus(2)
+    assert host.python(STATED) == "{(True, 'cuda:0', False)} cuda:0\n"
+    (host.folder / "train.py").write_text(STATED)
+    files.write(host.folder / "plan.json", plan_of([4, 4], [host.types[0]] * 2))
+    found = host.run("launch", "-o", "run", "plan.json", "train.py")
+    assert found.returncode == 0, found.stderr
+    logs = sorted((host.folder / "run" / "logs").glob("rank*.out"))
+    assert [log.read_text() for log in logs] == [
+        f"{{(True, 'cuda:{rank}', False)}} cuda:{rank}\n" for rank in range(2)
+    ]

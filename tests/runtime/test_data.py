@@ -2,15 +2,18 @@
 
 import multiprocessing
 import random
+from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from hetflow import runtime as hf
+from hetflow.runtime.data import copied, to_device
 from hetflow.runtime.job import Job
 from hetflow.schema import files
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
@@ -111,3 +114,28 @@ def test_what_data_workers_had_drawn_ahead_is_drawn_again_after_a_stop(  # type:
     monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
     after, _ = train(job_of(4), num_workers)
     assert before + after == whole
+
+
+class Graph:
+    """As a graph of DGL: it moves itself, and takes no further argument."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def to(self, device: torch.device) -> "Graph":
+        return Graph(self.values.to(device))
+
+
+def test_what_moves_itself_moves_as_a_whole() -> None:
+    meta, ones = torch.device("meta"), torch.ones(2, 3)
+    packed = pack_sequence([ones, ones[:1]])
+    named, graph = namedtuple("named", "x, label")(ones, "a"), Graph(ones)
+    found = to_device([packed, named, {"graph": graph}], meta)
+    assert (found[0].data.device, found[0].batch_sizes.device.type) == (meta, "cpu")
+    assert (found[1].x.device, found[1].label) == (meta, "a")
+    assert found[2]["graph"].values.device == meta
+    again = copied([packed, graph])
+    again[0].data.zero_()
+    again[1].values.zero_()
+    assert packed.data.all()
+    assert ones.all()
