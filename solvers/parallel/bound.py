@@ -1,255 +1,464 @@
-"""Lower bounds, in devices and in seconds, on covering the layers that are not placed yet.
+"""Lower bounds on the step of plans of one microbatch size and number of replicas.
 
-A Lagrangian relaxation of how replicas are dealt to stages. With a price on each device type, a
-stage whose replicas are of two types costs at least the cheaper of the two for every replica. What
-is left is a shortest path over cuts: the least sum of stages' prices (and, in rows that count them,
-seconds), over stages that fit the memory and stay under a cap on their time.
-
-Rows that count no seconds bound devices: a choice is refused where its stages' price exceeds the
-price of the whole pool. Rows that count seconds bound the time of one microbatch through all stages
-from below, by the path's sum minus the price of the whole pool.
+The slowest stage's time T and the longest update with its all-reduce X are capped. Under caps, what
+is left is to cover the layers by stages that take few seconds in all and few devices of each type.
+A price on each type makes that a shortest path over cuts (Lagrange); how replicas are dealt is
+relaxed, so that a stage of two types costs at least the cheaper one for every replica. The best
+prices are those of the linear program whose columns are the paths that were found (column
+generation). In a region of caps, low_T < T <= high_T and low_X <= X <= high_X, a step takes at
+least (m - 1) low_T + low_X + S(high_T, high_X), for S the shortest path less the pool's worth.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
+from math import inf, sqrt
 
 import numpy as np
 
-from ...schema.parallel import ParallelPool
-from ..effort import DEFAULT, Effort
+from ...costs.parallel_stage import gather_seconds
+from ...schema.parallel import ParallelPool, ParallelProblem
+from ..effort import Effort
+from ..lp import LinearSession
+from .gradients import Rings
 from .space import Option, Space, fitting
 
 _RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # between two types' prices
-_WORTHS = (2.0,)  # of the pool, in fastest passes through the model
+_MOST_KNOWN = 64  # paths that a search for prices starts from
+_MOST_PATHS = 24  # in one search for prices
+_NEAR = 2e-4  # of the step, between the prices' bound and the linear program
+_ROUGH = 0.2  # of what is missing: so exact are prices that cannot prove it
+_DEAREST = 1e4  # times what is to be proved: what a share of the program that takes nothing costs
+_SLACK = 1 + 1e-12  # of caps, which times may meet exactly
+_MOST_LAYERS_FOR_LEVELS = 400
+WORK_OF_AN_ENTRY = 0.5
+"""An option and an end in a table take so much of ``Effort.tree_work`` for each stage."""
+
+Path = tuple[tuple[int, int, int], ...]
+"""Stages from the first to the last: an option's number in the space, its start, its end."""
 
 
-@lru_cache(maxsize=4096)
-def _first_by_memory(option: Option, in_flight: int) -> np.ndarray:
-    """For each end the first layer from which a stage fits; the end where none does [ends]."""
-    has_room = fitting(option, in_flight)
-    first: np.ndarray = np.where(
-        has_room.any(axis=0), has_room.argmax(axis=0), np.arange(len(has_room))
-    )
-    return first
+@lru_cache(maxsize=1024)
+def first_by_memory(space: Space, in_flight: int) -> np.ndarray:
+    """For each end the first layer from which a stage fits; behind all where none [options, e]."""
+    firsts = []
+    for option in space.options:
+        has_room = fitting(option, in_flight)
+        firsts.append(np.where(has_room.any(axis=0), has_room.argmax(axis=0), len(has_room)))
+    return np.array(firsts)
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Rows of prices for a search; those that count no seconds of stages' time come first.
-
-    Attributes:
-        by_pool: [rows, pools], of one device.
-        budget: [rows], what the whole pool is worth to one replica of each stage.
-        num_of_devices: Rows that count no seconds.
-    """
-
-    by_pool: np.ndarray
-    budget: np.ndarray
-    num_of_devices: int
-
-    @property
-    def of_devices(self) -> np.ndarray:
-        """Which rows count no seconds [rows]."""
-        of_devices: np.ndarray = np.arange(len(self.budget)) < self.num_of_devices
-        return of_devices
+@lru_cache(maxsize=8)
+def stage_levels(space: Space) -> np.ndarray | None:
+    """All times that ``stage_seconds`` gives to stages that fit; None for very many layers."""
+    if len(space.least_seconds) > _MOST_LAYERS_FOR_LEVELS:
+        return None
+    found = [stage_seconds(option)[fitting(option, 1)] for option in space.options]
+    return np.unique(np.concatenate(found)) if found else np.zeros(0)
 
 
-def device_prices(pools: tuple[ParallelPool, ...], num_replicas: int) -> Prices:
-    """Rows that bound devices: each type alone, all alike, and ratios of each pair."""
-    rows = _price_rows(len(pools))
-    return Prices(rows, _worth(rows, pools) / num_replicas * (1 + 1e-12), len(rows))
-
-
-def time_prices(pools: tuple[ParallelPool, ...], num_replicas: int, seconds: float) -> Prices:
-    """Those, and rows that bound seconds.
-
-    Args:
-        pools: Whose devices.
-        num_replicas: d.
-        seconds: The fastest pass through all layers, to scale prices by.
-    """
-    devices = device_prices(pools, num_replicas)
-    rows = devices.by_pool / devices.budget[:, None]
-    scaled = np.concatenate([rows * worth * seconds for worth in _WORTHS])
-    scaled = np.concatenate([np.zeros((1, len(pools))), scaled])
-    return Prices(
-        np.concatenate([devices.by_pool, scaled]),
-        np.concatenate([devices.budget, _worth(scaled, pools) / num_replicas]),
-        devices.num_of_devices,
-    )
-
-
-def _price_rows(num_pools: int) -> np.ndarray:
-    rows = [[1.0] * num_pools]
-    rows += [[float(i == j) for j in range(num_pools)] for i in range(num_pools)]
-    for first, second in combinations(range(num_pools), 2):
+def price_rows(pools: tuple[ParallelPool, ...]) -> np.ndarray:
+    """Prices that bound devices alone [rows, pools]: all alike, each type, ratios of each pair."""
+    rows = [np.ones(len(pools)), *np.eye(len(pools))]
+    for first, second in combinations(range(len(pools)), 2):
         for ratio in _RATIOS:
-            row = [0.0] * num_pools
+            row = np.zeros(len(pools))
             row[first], row[second] = 1.0, ratio
             rows.append(row)
     return np.array(rows)
 
 
-def _worth(rows: np.ndarray, pools: tuple[ParallelPool, ...]) -> np.ndarray:
-    worth: np.ndarray = rows @ np.array([float(pool.num_devices) for pool in pools])
-    return worth
-
-
-class Completions:
-    """The least cost of covering the first layers, by layers and stages behind them.
-
-    Args:
-        space: The options, at one microbatch size.
-        prices: The rows.
-        cap_seconds: Longest time of a stage for a microbatch.
-        most_stages: Stages that there may be.
-        num_microbatches: m: no stage has more in flight.
-        effort: Says when to stop.
-
-    Raises:
-        OutOfTimeError: The effort's limit came first.
-    """
-
-    def __init__(
-        self,
-        space: Space,
-        prices: Prices,
-        cap_seconds: float,
-        most_stages: int,
-        num_microbatches: int,
-        effort: Effort,
-    ) -> None:
-        size, rows = len(space.least_seconds), len(prices.budget)
-        nothing = np.where(np.arange(size) == 0, 0.0, np.inf)
-        later = np.tile(nothing, (rows, 1))
-        self.least = [later]  # by stages already placed, the most first
-        devices = slice(0, prices.num_of_devices)
-        counting = slice(prices.num_of_devices, rows)
-        costs = []
-        for option in space.options:
-            seconds = stage_seconds(option)
-            priced = _priced(option, prices)
-            too_long = seconds > cap_seconds * (1 + 1e-12)
-            costs.append((option, np.where(too_long, np.inf, seconds), priced))
-        for placed in range(most_stages - 1, -1, -1):
-            in_flight = min(placed + 1, num_microbatches)
-            least = np.tile(nothing, (rows, 1))
-            # From a later start on no fewer layers are left: the first allowed start is the least.
-            onwards = np.minimum.accumulate(later[devices][:, ::-1], axis=1)[:, ::-1]
-            for option, seconds, priced in costs:
-                effort.check()
-                allowed = np.where(fitting(option, in_flight), seconds, np.inf)
-                is_allowed = np.isfinite(allowed)
-                first, has_any = is_allowed.argmax(axis=0), is_allowed.any(axis=0)
-                reached = np.where(has_any, onwards[:, first], np.inf) + priced[devices][:, None]
-                np.minimum(least[devices], reached, out=least[devices])
-                timed = (later[counting][:, :, None] + allowed[None]).min(axis=1)
-                timed += priced[counting][:, None]
-                np.minimum(least[counting], timed, out=least[counting])
-            self.least.append(least)
-            later = least
-        self.least.reverse()
-
-    def of(self, end: int, placed: int) -> np.ndarray:
-        """The least costs [rows] of layers 0 to ``end - 1`` before ``placed`` stages."""
-        answer: np.ndarray = self.least[placed][:, end]
-        return answer
-
-
-class Coverage:
-    """Whether the pool might suffice for stages under caps on their time and their all-reduce.
-
-    As ``Completions`` with rows that count no seconds, for many pairs of caps at once.
-
-    Args:
-        space: The options, at one microbatch size.
-        prices: Rows that count no seconds.
-        reduce_seconds: [options, layers + 1, layers + 1] what the all-reduce of a stage of
-            layers ``start`` to ``end - 1`` takes at least.
-        most_stages: Stages that there may be.
-        num_microbatches: m: no stage has more in flight.
-        effort: Says when to stop.
-    """
-
-    def __init__(
-        self,
-        space: Space,
-        prices: Prices,
-        reduce_seconds: np.ndarray,
-        most_stages: int,
-        num_microbatches: int,
-        effort: Effort = DEFAULT,
-    ) -> None:
-        self._seconds = _space_seconds(space)
-        self._reduce = reduce_seconds
-        self._budget = prices.budget
-        self._priced = np.stack([_priced(option, prices) for option in space.options], axis=1)
-        self._in_flight = [min(n + 1, num_microbatches) for n in range(most_stages)]
-        self._space, self._effort = space, effort
-
-    def covers(self, cap_seconds: np.ndarray, cap_reduce_seconds: np.ndarray) -> np.ndarray:
-        """For each pair of caps [cases] whether the relaxation covers all layers.
-
-        Raises:
-            OutOfTimeError: The effort's limit came first.
-        """
-        self._effort.check()
-        size, cases, rows = self._seconds.shape[-1], len(cap_seconds), len(self._budget)
-        allowed = self._seconds <= cap_seconds[:, None, None, None] * (1 + 1e-12)
-        allowed &= self._reduce <= cap_reduce_seconds[:, None, None, None] * (1 + 1e-12)
-        # From a later start on no fewer layers are left: the first allowed start is the least.
-        by_time = np.where(allowed.any(axis=2), allowed.argmax(axis=2), size)  # [cases, options, e]
-        ends = np.arange(size)
-        nothing = np.where(ends == 0, 0.0, np.inf)
-        beyond = np.full((cases, rows, 1), np.inf)  # where no start is allowed
-        later = np.broadcast_to(nothing, (cases, rows, size))
-        place = (size + 1) * np.arange(cases * rows).reshape(cases, rows, 1, 1)  # in onwards
-        priced = self._priced[None, :, :, None]
-        num_before, first = 0, by_time
-        for in_flight in reversed(self._in_flight):
-            if in_flight != num_before:
-                self._effort.check()
-                by_memory = _space_first_by_memory(self._space, in_flight)
-                first = np.maximum(by_time, by_memory)
-                first = np.where(first < ends, first, size)
-                num_before = in_flight
-            onwards = np.minimum.accumulate(later[:, :, ::-1], axis=2)[:, :, ::-1]
-            onwards = np.concatenate([onwards, beyond], axis=2)
-            reached = onwards.take(place + first[:, None]) + priced
-            later = np.minimum(reached.min(axis=2), nothing)
-        answer: np.ndarray = np.all(later[:, :, -1] <= self._budget, axis=1)
-        return answer
-
-
-@lru_cache(maxsize=64)
-def _space_seconds(space: Space) -> np.ndarray:
-    """``stage_seconds`` of every option [options, starts, ends]."""
-    return np.stack([stage_seconds(option) for option in space.options])
-
-
-@lru_cache(maxsize=4096)
-def _space_first_by_memory(space: Space, in_flight: int) -> np.ndarray:
-    """``_first_by_memory`` of every option [options, ends]."""
-    return np.stack([_first_by_memory(option, in_flight) for option in space.options])
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)
 def stage_seconds(option: Option) -> np.ndarray:
     """What stages take at least [start, end]; infinite where the stage is empty.
 
     Messages are counted as if the neighbours' links were as fast.
     """
-    seconds, places = np.array(option.seconds), np.arange(len(option.seconds))
+    sums, sent, back = _times(option)
+    places = np.arange(len(sums))
+    whole = sums[None, :] - sums[:, None] + sent[None, :] + back[:, None]
+    stages: np.ndarray = np.where(places[None, :] > places[:, None], whole, inf)
+    return stages
+
+
+def _times(option: Option) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Prefix sums of compute, seconds of the output [ends] and of the gradient [starts]."""
     sent = np.array(option.output_seconds)
     sent[-1] = 0.0
     back = np.append(np.array(option.gradient_seconds), 0.0)
     back[0] = 0.0
-    whole = seconds[None, :] - seconds[:, None] + sent[None, :] + back[:, None]
-    stages: np.ndarray = np.where(places[None, :] > places[:, None], whole, np.inf)
-    return stages
+    return np.array(option.seconds), sent, back
 
 
-def _priced(option: Option, prices: Prices) -> np.ndarray:
-    priced: np.ndarray = prices.by_pool[:, option.pool] * option.tensor_parallel_size
-    return priced
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Plans whose T and X lie between caps, with prices and the seconds that they prove.
+
+    Attributes:
+        low_seconds, high_seconds: Caps on T.
+        low_exchange, high_exchange: Caps on X.
+        prices: [pools] seconds of one device of a replica.
+        rest_seconds: S, at these prices.
+        least_seconds: No plan of the region has a shorter step.
+        is_priced: Whether better prices would prove hardly more.
+        step: Plans are looked for that are at most so much above the bound.
+    """
+
+    low_seconds: float
+    high_seconds: float
+    low_exchange: float
+    high_exchange: float
+    prices: np.ndarray
+    rest_seconds: float
+    least_seconds: float
+    is_priced: bool = False
+    step: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A path of the linear program: its seconds, devices [pools], T and X."""
+
+    path: Path
+    seconds: float
+    devices: np.ndarray
+    slowest: float
+    exchange: float
+
+
+@dataclass(slots=True, eq=False)
+class Relaxation:
+    """Stages of single options for one microbatch size and number of replicas.
+
+    Args:
+        problem: Whose plans.
+        space: The options.
+        num_replicas: d.
+        num_microbatches: m: no stage has more in flight.
+        most_stages: Stages that there may be.
+        effort: Says when to stop; all methods raise OutOfTimeError then.
+    """
+
+    problem: ParallelProblem
+    space: Space
+    num_replicas: int
+    num_microbatches: int
+    most_stages: int
+    effort: Effort
+    work: float = 0.0
+    numbers: list[int] = field(init=False)
+    budget: np.ndarray = field(init=False)
+    rings: Rings = field(init=False)
+    _pools: np.ndarray = field(init=False)
+    _degrees: np.ndarray = field(init=False)
+    _sums: np.ndarray = field(init=False)
+    _after: np.ndarray = field(init=False)
+    _before: np.ndarray = field(init=False)
+    _exchange: np.ndarray | None = None
+    _columns: list[_Column] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.numbers = [
+            number
+            for number, option in enumerate(self.space.options)
+            if option.tensor_parallel_size <= self.problem.pools[option.pool].num_devices
+        ]
+        options = [self.space.options[number] for number in self.numbers]
+        times = [_times(option) for option in options]
+        self.budget = np.array([p.num_devices for p in self.problem.pools]) / self.num_replicas
+        self.rings = Rings(self.problem, self.num_replicas, self.effort)
+        self._pools = np.array([option.pool for option in options], dtype=int)
+        self._degrees = np.array([float(option.tensor_parallel_size) for option in options])
+        self._sums = np.array([sums for sums, _, _ in times])
+        self._after = np.array([sums + sent for sums, sent, _ in times])
+        self._before = np.array([back - sums for sums, _, back in times])
+
+    @property
+    def size(self) -> int:
+        """Layers and one: places of cuts."""
+        return len(self.problem.layers) + 1
+
+    def exchange(self) -> np.ndarray:
+        """What the update and the all-reduce of a stage take at least [options, starts, ends]."""
+        if self._exchange is None:
+            options = [self.space.options[number] for number in self.numbers]
+            kinds: dict[tuple[int, int], np.ndarray] = {}
+            for option in options:
+                key = option.pool, option.tensor_parallel_size
+                if key not in kinds:
+                    least = self.rings.least(*key)
+                    kinds[key] = least + self.update(option, slice(None), slice(None), least)
+            self._exchange = np.array(
+                [kinds[option.pool, option.tensor_parallel_size] for option in options]
+            )
+        return self._exchange
+
+    def update(
+        self, option: Option, starts: "slice | int", ends: "slice | int", reduce: np.ndarray
+    ) -> np.ndarray:
+        """The optimizer's update of stages [starts, ends], with what replicas then exchange."""
+        gathers = gather_seconds(1.0) * reduce if self.problem.shard_optimizer else 0.0
+        if self.problem.cost_rule == "sailor":
+            own = np.append(np.array(option.update_at), 0.0)[starts]
+            own = own[:, None] if isinstance(ends, slice) else own
+        else:
+            sums = np.array(option.updates)
+            last = sums[None, ends] if isinstance(ends, slice) else sums[ends]
+            own = last - (sums[starts, None] if isinstance(ends, slice) else sums[starts])
+        whole: np.ndarray = own + gathers
+        return whole
+
+    def firsts(self, cap_seconds: float, cap_exchange: float) -> list[np.ndarray]:
+        """[stages behind] the first start allowed for each end [options, ends]; ``size``: none."""
+        size, ends = self.size, np.arange(self.size)
+        if cap_seconds == inf and cap_exchange == inf:
+            by_caps = np.where(ends > 0, 0, size)[None, :].repeat(len(self.numbers), axis=0)
+        else:
+            allowed = ends[None, :] > ends[:, None]
+            seconds = self._after[:, None, :] + self._before[:, :, None]
+            allowed = allowed & (seconds <= cap_seconds * _SLACK)
+            if cap_exchange < inf and cap_exchange < self.exchange().max(initial=0.0):
+                allowed &= self.exchange() <= cap_exchange * _SLACK
+            by_caps = np.where(allowed.any(axis=1), allowed.argmax(axis=1), size)
+        found: list[np.ndarray] = []
+        for placed in range(self.most_stages):
+            if placed >= self.num_microbatches:
+                found.append(found[-1])
+                continue
+            self.effort.check()
+            by_memory = first_by_memory(self.space, placed + 1)[self.numbers]
+            first = np.maximum(by_caps, by_memory)
+            first = np.where(first < ends, first, size)
+            same = found and np.array_equal(first, found[-1])
+            found.append(found[-1] if same else first)
+        return found
+
+    def tables(
+        self, prices: np.ndarray, firsts: Sequence[np.ndarray], *, is_timed: bool
+    ) -> np.ndarray:
+        """The least cost of layers 0 to ``end - 1`` [stages behind, rows, ends].
+
+        Args:
+            prices: [rows, pools], of one device of a replica.
+            firsts: Of ``firsts``.
+            is_timed: Whether seconds count too.
+        """
+        size, rows, options = self.size, len(prices), len(self.numbers)
+        self.work += WORK_OF_AN_ENTRY * self.most_stages * rows * options * size
+        priced = (prices[:, self._pools] * self._degrees)[:, :, None]
+        after = priced + (self._after if is_timed else 0.0)
+        before = self._before if is_timed else 0.0
+        tables = np.full((self.most_stages + 1, rows, size), inf)
+        tables[:, :, 0] = 0.0
+        first, ends = None, np.arange(size)
+        own = np.arange(options)[:, None] * size
+        for placed in range(self.most_stages - 1, -1, -1):
+            self.effort.check()
+            later = tables[placed + 1]
+            if firsts[placed] is not first:
+                first = firsts[placed]
+                is_allowed = first < size
+                level = np.frexp(np.where(is_allowed, ends - first, 1))[1] - 1
+                place = level * options * size + own
+                left = place + np.where(is_allowed, first, 0)
+                right = place + np.where(is_allowed, ends - (1 << level), 0)
+                num_levels = int(level.max(initial=0)) + 1
+            elif np.array_equal(later, tables[min(placed + 2, self.most_stages)]):
+                tables[placed] = later  # more stages change nothing
+                continue
+            if not is_timed:  # from any later start on no more layers are left
+                onwards = np.minimum.accumulate(later[:, ::-1], axis=1)[:, ::-1]
+                reached = np.where(is_allowed, onwards[:, first * is_allowed], inf) + after
+                tables[placed, :, 1:] = reached.min(axis=1)[:, 1:]
+                continue
+            # The least over each window of starts is that of two windows of a power of two.
+            windows = np.empty((rows, num_levels, options, size))
+            windows[:, 0] = later[:, None, :] + before
+            for number in range(1, num_levels):
+                half = 1 << (number - 1)
+                windows[:, number] = windows[:, number - 1]
+                np.minimum(
+                    windows[:, number - 1, :, :-half],
+                    windows[:, number - 1, :, half:],
+                    out=windows[:, number, :, :-half],
+                )
+            flat = windows.reshape(rows, -1)
+            reached = np.minimum(flat[:, left], flat[:, right]) + after
+            reached[:, ~is_allowed] = inf
+            tables[placed, :, 1:] = reached.min(axis=1)[:, 1:]
+        return tables
+
+    def covers(self) -> bool:
+        """Whether the pool might suffice for stages that fit the memory, whatever they take."""
+        if not self.numbers or self.most_stages < 1:
+            return False
+        rows = price_rows(self.problem.pools)
+        tables = self.tables(rows, self.firsts(inf, inf), is_timed=False)
+        return bool((tables[0, :, -1] <= rows @ self.budget * (1 + 1e-12)).all())
+
+    def region(self, low_seconds: float, high_seconds: float, below: float) -> Region:
+        """All plans under ``below`` seconds whose slowest stage is within these caps."""
+        nothing = np.zeros(len(self.budget))
+        low, high = self._snapped(low_seconds, high_seconds)
+        exchange = self.exchange()
+        longest = float(exchange[exchange < inf].max(initial=0.0))
+        region = Region(low, high, 0.0, longest, nothing, 0.0, 0.0)
+        return self.priced(region, below)
+
+    def _snapped(self, low: float, high: float) -> tuple[float, float]:
+        """The least and the greatest time of a stage within these caps; they cross where none."""
+        levels = stage_levels(self.space)
+        if levels is None:
+            return low, high
+        first = int(np.searchsorted(levels, low / _SLACK))
+        last = int(np.searchsorted(levels, high * _SLACK, side="right")) - 1
+        if first >= len(levels):
+            return low, high
+        return max(low, float(levels[first])), float(levels[max(last, 0)])
+
+    def priced(self, region: Region, below: float) -> Region:
+        """The region with the best prices found; enough to prove ``below`` seconds end the search.
+
+        Starts from the region's own prices. ``below`` may be any aim.
+        """
+        firsts = self.firsts(region.high_seconds, region.high_exchange)
+        fixed = (self.num_microbatches - 1) * region.low_seconds + region.low_exchange
+        target, near = below - fixed, _NEAR * below
+        program = _Paths(self.budget, _DEAREST * max(target, near))
+        known = [
+            column
+            for column in self._columns[-_MOST_KNOWN:]
+            if column.slowest <= region.high_seconds and column.exchange <= region.high_exchange
+        ]
+        if known:
+            program.add(
+                np.array([column.seconds for column in known]),
+                np.array([column.devices for column in known]),
+            )
+        best, prices, limit = -inf, region.prices, inf
+        trial, is_priced = prices, False
+        for number in range(_MOST_PATHS):
+            if number or program.num_paths:
+                limit, trial = program.best()
+                trial = trial if best == -inf else 0.5 * (trial + prices)
+            # Far from what is to be proved, the region is split anyway.
+            if limit - best <= max(near, _ROUGH * (target - limit)):
+                is_priced = limit - best <= near
+                break
+            tables = self.tables(trial[None], firsts, is_timed=True)[:, 0]
+            least = float(tables[0, -1])
+            if least == inf:
+                best, prices, is_priced = inf, trial, True
+                break
+            if least - float(trial @ self.budget) > best:
+                best, prices = least - float(trial @ self.budget), trial
+            if best >= target:
+                break
+            column = self._column(trial, tables, firsts)
+            self._columns.append(column)
+            program.add(np.array([column.seconds]), column.devices[None])
+        return _bounded(
+            replace(region, prices=prices, rest_seconds=best, is_priced=is_priced), fixed
+        )
+
+    def _column(
+        self, prices: np.ndarray, tables: np.ndarray, firsts: Sequence[np.ndarray]
+    ) -> _Column:
+        """The shortest path of ``tables``."""
+        priced = prices[self._pools] * self._degrees
+        end, placed, path = self.size - 1, 0, []
+        slowest = seconds = 0.0
+        devices = np.zeros(len(self.budget))
+        while end:
+            costs = self._after[:, end, None] + priced[:, None] + self._before[:, :end]
+            costs = costs + tables[placed + 1, :end]
+            costs[np.arange(end)[None, :] < firsts[placed][:, end, None]] = inf
+            option, start = divmod(int(costs.argmin()), end)
+            own = float(self._after[option, end] + self._before[option, start])
+            slowest, seconds = max(slowest, own), seconds + own
+            devices[self._pools[option]] += self._degrees[option]
+            path.append((option, start, end))
+            end, placed = start, placed + 1
+        exchange = max(float(self.exchange()[stage]) for stage in path)
+        named = tuple((self.numbers[o], start, end) for o, start, end in reversed(path))
+        return _Column(named, seconds, devices, slowest, exchange)
+
+    def paths(self) -> list[Path]:
+        """The paths found since the last call that need no more devices than there are."""
+        fitting_ = [c.path for c in self._columns if (c.devices <= self.budget * _SLACK).all()]
+        return fitting_
+
+    def split(self, region: Region, below: float) -> list[Region]:
+        """The region as two, each with a bound of its own; none where it is narrow already.
+
+        Args:
+            region: Of this relaxation.
+            below: Only plans under so many seconds count.
+        """
+        passes = self.num_microbatches - 1
+        by_seconds = passes * (region.high_seconds - region.low_seconds)
+        room = below - region.least_seconds + region.low_exchange
+        high = min(region.high_exchange, room)
+        by_exchange = high - region.low_exchange
+        narrow = NARROW if self.size * self.most_stages > _FEW else _NARROW_FOR_FEW
+        if max(by_seconds, by_exchange) <= narrow * below:
+            return [] if region.is_priced else [replace(self.priced(region, below), is_priced=True)]
+        if by_seconds >= by_exchange:
+            low, high = region.low_seconds, region.high_seconds
+            middle = sqrt(low * high) if low > 0 else 0.5 * high
+            lower = replace(region, high_seconds=self._snapped(low, middle)[1])
+            upper = replace(region, low_seconds=self._snapped(middle, high)[0])
+            if lower.high_seconds < low:
+                return [_bounded(upper, passes * upper.low_seconds + upper.low_exchange)]
+            if upper.low_seconds > high * _SLACK:
+                return [self.priced(lower, below)]
+        else:
+            middle = 0.5 * (region.low_exchange + high)
+            lower = replace(region, high_exchange=middle)
+            upper = replace(region, low_exchange=middle)
+        fixed = passes * upper.low_seconds + upper.low_exchange
+        return [self.priced(lower, below), _bounded(upper, fixed)]
+
+
+NARROW = 0.002
+"""A region is not split where its caps differ by so much of the step."""
+_FEW, _NARROW_FOR_FEW = 100, 0.2  # layers times stages: plans are soon built then
+
+
+def _bounded(region: Region, fixed: float) -> Region:
+    rest = max(region.rest_seconds, region.low_seconds)
+    return replace(region, least_seconds=max(region.least_seconds, fixed + rest))
+
+
+class _Paths:
+    """The linear program of paths: shares of them that take no more devices than there are.
+
+    Args:
+        budget: [pools] devices of one replica.
+        dearest: Seconds of a share that takes none; no prices prove more.
+    """
+
+    def __init__(self, budget: np.ndarray, dearest: float) -> None:
+        self._program = LinearSession(generates_columns=True)
+        self._rows = len(budget)
+        low = np.append(np.full(len(budget), -inf), 1.0)
+        self._program.add_rows(low, np.append(np.zeros(len(budget)), 1.0))
+        self._budget, self.num_paths = budget, 0
+        self.add(np.array([dearest]), np.zeros((1, len(budget))))
+        self.num_paths = 0
+
+    def add(self, seconds: np.ndarray, devices: np.ndarray) -> None:
+        """Add paths: their seconds [paths] and devices [paths, pools]."""
+        number, height = len(seconds), self._rows + 1
+        entries = np.concatenate([devices - self._budget, np.ones((number, 1))], axis=1)
+        rows = np.tile(np.arange(height), number)
+        starts = height * np.arange(number)
+        self._program.add_columns(-seconds, starts, rows, entries.ravel())
+        self.num_paths += number
+
+    def best(self) -> tuple[float, np.ndarray]:
+        """The least seconds of shares of these paths, and the prices [pools] that prove it."""
+        answer = self._program.solve()
+        assert answer is not None  # the share that takes nothing is always possible
+        return -answer.objective, np.abs(answer.prices[: self._rows])

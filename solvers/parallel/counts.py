@@ -1,18 +1,68 @@
 """Deal replicas: how many replicas of each stage are of which device type, within the pool."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from ...schema.parallel import ParallelPool, first_devices, is_inside
 
 Group = tuple[int, int]
 """A pool's number, and the devices that one replica takes of it."""
+Kind = tuple[Group, ...]
+"""The one or two groups of a stage."""
+_MOST_TRIES = 20_000
+
+
+class UndecidedError(Exception):
+    """Too many ways to deal replicas were left to try them all."""
+
+
+Counts = tuple[tuple[int, ...], ...]
+"""Replicas by stage and group."""
+
+
+def deal_to_places(
+    stages: Sequence[Sequence[Group]], num_replicas: int, pools: Sequence[ParallelPool]
+) -> Counts | None:
+    """As ``deal``; None also where servers do not hold the stages that are counted inside one.
+
+    Args:
+        stages: For each, its one or two groups.
+        num_replicas: d, of every stage.
+        pools: Whose devices.
+    """
+    counts = deal(stages, num_replicas, [pool.num_devices for pool in pools])
+    return counts if counts is None or _has_places(stages, counts, pools) else None
+
+
+def _has_places(
+    stages: Sequence[Sequence[Group]], counts: Counts, pools: Sequence[ParallelPool]
+) -> bool:
+    """Whether servers hold the stages that are counted inside one, beside other groups."""
+    for number, pool in enumerate(pools):
+        sizes: list[int] = []
+        for stage, dealt in zip(stages, counts, strict=True):
+            for (of_pool, degree), replicas in zip(stage, dealt, strict=True):
+                if of_pool == number and pool.inside is not None:
+                    width, whole = pool.devices_per_server, degree * replicas
+                    as_one = len(stage) == 1 and is_inside(whole, width)
+                    sizes += [whole] if as_one else [degree] * replicas
+        different = sorted({pool.devices_per_server, *sizes}, reverse=True)
+        if all(large % small == 0 for large, small in pairwise(different)):
+            continue  # each fills what larger ones leave
+        if first_devices(sizes, pool.num_devices, pool.devices_per_server) is None:
+            return False
+    return True
 
 
 def deal(
     stages: Sequence[Sequence[Group]], num_replicas: int, num_devices: Sequence[int]
-) -> tuple[tuple[int, ...], ...] | None:
+) -> Counts | None:
     """How many replicas each stage has of each of its groups, each group at least one.
 
-    Exact: of the ways to deal the stages so far, those are kept that use no more of any type than
-    another (Pareto). O(stages x replicas x ways kept).
+    Exact. Stages of the same groups are counted together: only how many of all their replicas are
+    of the first group matters, which any of them can have. Kinds of stages are dealt one after
+    another, and a way is left where the others need more than is free.
 
     Args:
         stages: For each, its one or two groups.
@@ -21,34 +71,72 @@ def deal(
 
     Returns:
         Replicas by stage and group; None where no dealing stays within the pool.
+
+    Raises:
+        UndecidedError: There are too many ways to try; only for three and more kinds of pairs.
     """
-    ways: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = [
-        ((0,) * len(num_devices), ())
-    ]
-    for groups in stages:
-        more = []
-        for used, dealt in ways:
-            for counts in _counts(len(groups), num_replicas):
-                now = list(used)
-                for (pool, devices), count in zip(groups, counts, strict=True):
-                    now[pool] += devices * count
-                if all(n <= most for n, most in zip(now, num_devices, strict=True)):
-                    more.append((tuple(now), (*dealt, counts)))
-        ways = _undominated(more)
-    return ways[0][1] if ways else None
+    kinds = Counter(tuple(groups) for groups in stages)
+    pairs = [kind for kind in kinds if len(kind) > 1]
+    free = list(num_devices)
+    for kind, number in kinds.items():
+        for pool, devices in kind:
+            # All that is certain: each replica of a single group, one of each group of a pair.
+            free[pool] -= devices * number * (num_replicas if len(kind) == 1 else 1)
+    if min(free) < 0:
+        return None
+    numbers = [kinds[kind] for kind in pairs]
+    dealt = _dealt(pairs, numbers, num_replicas - 2, free, iter(range(_MOST_TRIES)))
+    if dealt is None:
+        return None
+    left = dict(zip(pairs, dealt, strict=True))
+    counts = []
+    for groups in map(tuple, stages):
+        if len(groups) == 1:
+            counts.append((num_replicas,))
+        else:
+            more = min(left[groups], num_replicas - 2)
+            left[groups] -= more
+            counts.append((1 + more, num_replicas - 1 - more))
+    return tuple(counts)
 
 
-def _counts(num_groups: int, num_replicas: int) -> list[tuple[int, ...]]:
-    if num_groups == 1:
-        return [(num_replicas,)]
-    return [(first, num_replicas - first) for first in range(num_replicas - 1, 0, -1)]
+def _dealt(
+    pairs: list[Kind], numbers: list[int], most: int, free: list[int], tries: Iterator[int]
+) -> list[int] | None:
+    """For each kind how many of its ``number x most`` replicas are of the first group."""
+    if not pairs:
+        return []
+    (first, first_devices), (second, second_devices) = pairs[0]
+    whole = numbers[0] * most
+    if most < 0:
+        return None
+    for chosen in _tried(whole, free[first] // first_devices, free[second] // second_devices):
+        if next(tries, None) is None:
+            raise UndecidedError
+        now = list(free)
+        now[first] -= first_devices * chosen
+        now[second] -= second_devices * (whole - chosen)
+        if _may_do(pairs[1:], numbers[1:], most, now):
+            others = _dealt(pairs[1:], numbers[1:], most, now, tries)
+            if others is not None:
+                return [chosen, *others]
+    return None
 
 
-def _undominated(
-    ways: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]],
-) -> list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
-    kept: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = []
-    for used, dealt in sorted(ways, key=lambda way: way[0]):
-        if not any(all(a <= b for a, b in zip(k, used, strict=True)) for k, _ in kept):
-            kept.append((used, dealt))
-    return kept
+def _tried(whole: int, most_first: int, most_second: int) -> Iterator[int]:
+    low, high = max(0, whole - most_second), min(whole, most_first)
+    yield from range(high, low - 1, -1)
+
+
+def _may_do(pairs: list[Kind], numbers: list[int], most: int, free: list[int]) -> bool:
+    """Whether each pair of pools has room for the pairs of stages between them, taken alone."""
+    needed: Counter[tuple[int, int]] = Counter()
+    for ((first, first_devices), (second, second_devices)), number in zip(
+        pairs, numbers, strict=True
+    ):
+        needed[first, second] += number * most * min(first_devices, second_devices)
+    if any(room < 0 for room in free):
+        return False
+    return all(sum(free[p] for p in set(both)) >= least for both, least in needed.items()) and (
+        sum(free) >= sum(needed.values())
+    )

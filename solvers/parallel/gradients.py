@@ -1,31 +1,12 @@
 """The all-reduce of every stage that there might be, as tables over its first and last layer."""
 
-from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
 
 from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, is_inside
 from ..effort import DEFAULT, Effort
-from .space import Option, Space
-
-
-def reduce_seconds(
-    problem: ParallelProblem,
-    space: Space,
-    num_replicas: int,
-    mix: tuple[int, ...],
-    start: int,
-    end: int,
-) -> float:
-    """Seconds of the all-reduce of one stage, an element of the first of ``reduce_tables``."""
-    options = [space.options[o] for o in mix]
-    degree = min(option.tensor_parallel_size for option in options)
-    shard = _gradients(problem, degree, [start, end])[:1, 1:]
-    return max(
-        float(_ring_seconds(shard, num_replicas, link, problem.bucket_bytes)[0, 0])
-        for link in _links(problem, options, num_replicas)
-    )
+from .space import Space
 
 
 def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) -> LinkCurve:
@@ -36,79 +17,75 @@ def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) 
     return pool.link(1)
 
 
-def _links(
-    problem: ParallelProblem, options: Sequence[Option], num_replicas: int
-) -> list[LinkCurve]:
-    """The links of a ring: inside a server, or each type's own and those between types."""
-    pools = [problem.pools[option.pool] for option in options]
-    if len(options) == 1:
-        return [ring_link(pools[0], options[0].tensor_parallel_size, num_replicas)]
-    pairs = (problem.link_between(a.device_type, b.device_type) for a, b in combinations(pools, 2))
-    return [*(pool.link(1) for pool in pools), *(link for link in pairs if link is not None)]
+class Rings:
+    """Rings of one number of replicas, by device type and by the degree whose shards they reduce.
 
-
-def reduce_tables(
-    problem: ParallelProblem, space: Space, num_replicas: int, effort: Effort = DEFAULT
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each stage's all-reduce, by mix and at least by option.
-
-    A mix reduces the shard of its least degree, over the slowest of its links. So an option
-    of a mix takes at least what the shards of any degree up to its own take over its own link.
+    A stage of two types reduces the shard of the least degree, over the slowest of each type's link
+    and that between both; a stage of one type may be inside a server.
 
     Args:
         problem: Whose weights and links.
-        space: The options, and the mixes of them.
         num_replicas: d, of every stage.
-        effort: Says when to stop.
-
-    Returns:
-        By mix [mixes, layers + 1, layers + 1] and by option [options, layers + 1, layers + 1];
-        the first layer, then the one behind the last.
-
-    Raises:
-        OutOfTimeError: The effort's limit came first.
+        effort: Says when to stop; tables then raise OutOfTimeError.
     """
-    known: dict[tuple[LinkCurve, int], np.ndarray] = {}
 
-    def seconds(link: LinkCurve, degree: int) -> np.ndarray:
-        if (link, degree) not in known:
-            effort.check()
-            known[link, degree] = _ring_seconds(
-                _gradients(problem, degree), num_replicas, link, problem.bucket_bytes
-            )
-        return known[link, degree]
+    def __init__(
+        self, problem: ParallelProblem, num_replicas: int, effort: Effort = DEFAULT
+    ) -> None:
+        self._problem, self._d, self._effort = problem, num_replicas, effort
+        self._tables: dict[tuple[tuple[LinkCurve, ...], int], np.ndarray] = {}
 
-    options = space.options
-    degrees = {option.tensor_parallel_size for option in options}
-    by_mix = [
-        np.max(
-            [
-                seconds(link, min(options[i].tensor_parallel_size for i in mix))
-                for link in _links(problem, [options[o] for o in mix], num_replicas)
-            ],
-            axis=0,
+    def table(self, pools: tuple[int, ...], degree: int) -> np.ndarray:
+        """Seconds of the all-reduce of stages on devices of these pools [starts, ends]."""
+        return self._table(self._links(pools, degree), degree)
+
+    def least(self, pool: int, degree: int) -> np.ndarray:
+        """What stages that have such a replica take at least [starts, ends].
+
+        With one of another type they reduce the shard of any degree up to this one.
+        """
+        tables = [self.table((pool,), degree)]
+        if len(self._problem.pools) > 1:
+            degrees = {t.tensor_parallel_size for p in self._problem.pools for t in p.times}
+            known = [t for t in sorted(degrees) if t <= degree and self._problem.sizes_of(t)]
+            link = (self._problem.pools[pool].link(1),)
+            tables += [self._table(link, t) for t in known]
+        least: np.ndarray = np.min(tables, axis=0)
+        return least
+
+    def of_mix(self, space: Space, mix: tuple[int, ...], start: int, end: int) -> float:
+        """Seconds of the all-reduce of one stage."""
+        options = [space.options[o] for o in mix]
+        degree = min(option.tensor_parallel_size for option in options)
+        links = self._links(tuple(option.pool for option in options), degree)
+        return float(self._seconds(links, degree, [start, end])[0, 1])
+
+    def _links(self, pools: tuple[int, ...], degree: int) -> tuple[LinkCurve, ...]:
+        """The links of a ring: inside a server, or each type's own and those between types."""
+        each = [self._problem.pools[pool] for pool in pools]
+        if len(each) == 1:
+            return (ring_link(each[0], degree, self._d),)
+        pairs = combinations([pool.device_type for pool in each], 2)
+        between = (self._problem.link_between(*pair) for pair in pairs)
+        return (*(pool.link(1) for pool in each), *(link for link in between if link is not None))
+
+    def _table(self, links: tuple[LinkCurve, ...], degree: int) -> np.ndarray:
+        if (links, degree) not in self._tables:
+            self._effort.check()
+            self._tables[links, degree] = self._seconds(links, degree, slice(None))
+        return self._tables[links, degree]
+
+    def _seconds(
+        self, links: tuple[LinkCurve, ...], degree: int, places: "list[int] | slice"
+    ) -> np.ndarray:
+        shard, bucket = _gradients(self._problem, degree, places), self._problem.bucket_bytes
+        slowest: np.ndarray = np.max(
+            [_ring_seconds(shard, self._d, link, bucket) for link in links], axis=0
         )
-        for mix in space.mixes
-    ]
-    by_option = [
-        np.min(
-            [
-                seconds(
-                    ring_link(problem.pools[o.pool], o.tensor_parallel_size, num_replicas), degree
-                )
-                for degree in degrees
-                if degree <= o.tensor_parallel_size
-            ],
-            axis=0,
-        )
-        for o in options
-    ]
-    return np.array(by_mix), np.array(by_option)
+        return slowest
 
 
-def _gradients(
-    problem: ParallelProblem, degree: int, places: "list[int] | slice" = slice(None)
-) -> np.ndarray:
+def _gradients(problem: ParallelProblem, degree: int, places: "list[int] | slice") -> np.ndarray:
     """Bytes that a device of a group of that degree reduces [starts, ends], at some places."""
     sizes = problem.sizes_of(1 if problem.cost_rule == "sailor" else degree)
     assert sizes is not None  # a problem has those of degree 1, an option those of its own

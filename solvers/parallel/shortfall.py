@@ -6,7 +6,8 @@ from math import inf
 import numpy as np
 
 from ...schema.parallel import ParallelPool, ParallelProblem
-from .bound import Coverage, device_prices
+from ..effort import DEFAULT
+from .bound import Relaxation
 from .space import Space, Spaces, fitting, replica_counts
 
 _MOST_BYTES = 1 << 60
@@ -70,10 +71,8 @@ def _might_fit(problem: ParallelProblem, more_bytes: int) -> bool:
             most = min(len(problem.layers), devices // replicas, problem.most_stages or devices)
             if replicas > 1 and rounds >= most and not problem.shard_optimizer:
                 continue  # as many in flight as with one replica, which takes fewer devices
-            prices, space = device_prices(pools, replicas), spaces.of(size, replicas)
-            free = np.zeros((len(space.options), len(problem.layers) + 1, len(problem.layers) + 1))
-            coverage = Coverage(space, prices, free, most, rounds)
-            if coverage.covers(np.array([inf]), np.array([inf]))[0]:
+            space = spaces.of(size, replicas)
+            if Relaxation(larger, space, replicas, rounds, most, DEFAULT).covers():
                 return True
     return False
 

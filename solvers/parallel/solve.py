@@ -6,6 +6,7 @@ equation 4.1 where stages are equal. Interleaved pipelines are searched apart (i
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, pairwise
 from math import ceil, inf
@@ -19,18 +20,23 @@ from ...schema.parallel import ParallelProblem, parallel_schedule
 from ...schema.plan import Plan, Prediction, Proof, ReplicaGroup, Stage
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from . import interleaved
+from .bound import Region
 from .interleaved import Interleaved
-from .search import Child, Found, Node, Search, StageChoice
+from .labels import Labels
+from .search import Found, Search, StageChoice
 from .shortfall import missing_bytes, smallest_pools
 from .space import MOST_TYPES, Spaces, microbatch_sizes, replica_counts
 
-WORK_OF_A_NODE = 7.5e3
-"""What expanding a node takes of ``Effort.tree_work``: 2,000 nodes by default."""
 NUM_TRIED_FIRST = 32
-"""Searches that are followed down to a plan at the start, so that a good one is known early."""
-_WORTH_OF_DEVICES = 0.3
-"""A descent prefers a stage that leaves devices: the share of the pool spoken for counts as so much
-of the best step. It decides what is found first, never what is proved."""
+"""Searches whose simple plans are tried at the start, so that a good one is known early."""
+_FAR, _DEEPEST, _DEAR = 0.97, 40, 2.5
+"""A bound is followed down while it is far below the best plan, at most so many parts deep and not
+beyond so many times the least bound."""
+_MOST_PASSES = 2
+_AIM = 2.0
+"""Without a plan, prices are looked for that prove so many times the bound."""
+WIDTH = 128
+"""Labels of each number of stages that are followed at a time."""
 _CHUNKS = "interleaved: a dynamic program over cuts for each shape"
 _METHOD = "branch and bound over stages; devices left are bounded by prices on their types"
 
@@ -118,125 +124,136 @@ def _search(
     problem: ParallelProblem, spaces: Spaces, effort: Effort, limit: float
 ) -> tuple[Found | None, float]:
     devices = sum(pool.num_devices for pool in problem.pools)
-    searches = [
-        Search(problem, spaces.of(size, replicas), replicas, effort)
-        for size in spaces.microbatch_sizes
-        for replicas in replica_counts(problem, size, devices)
-    ]
-    tree = _Tree(limit, 1.0 - max(effort.gap, 0.0))
-    searches.sort(key=lambda search: search.least_by_capacity)  # stable: ties in order of size
-    bounds: dict[Search, float] = {}
-    try:
-        _try_first(tree, searches)
-        for search in searches:
-            if search.least_by_capacity < tree.limit:
-                bounds[search] = search.least_by_capacity
-                bounds[search] = search.least_step(tree.limit)
-    except OutOfTimeError:
-        for search in searches:
-            bounds.setdefault(search, search.least_by_capacity)
-    for search, least in bounds.items():
-        tree.open(search, least)
-    most_nodes = effort.tree_work / WORK_OF_A_NODE
-    while tree.is_open and tree.num_nodes < most_nodes and not effort.should_stop():
-        tree.dive_into_least()
+    tree = _Tree(limit, effort)
+    for size in spaces.microbatch_sizes:
+        for replicas in replica_counts(problem, size, devices):
+            tree.open(Search(problem, spaces.of(size, replicas), replicas, effort))
+    tree.try_first()
+    tree.run()
     return tree.best, tree.bound
 
 
-def _try_first(tree: "_Tree", searches: list[Search]) -> None:
-    """Find good plans early: those that a person would try, and one descent of the first searches.
-
-    Raises:
-        OutOfTimeError: The effort's limit came first. Until there is a plan, those that take
-            milliseconds are tried all the same.
-    """
-    for search in searches:
-        if search.least_by_capacity < tree.limit:
-            tree.offer(search.one_stage(tree.limit))
-            tree.offer(search.balanced(tree.limit))
-            try:
-                tree.offer(search.of_two_types(tree.limit))
-            except OutOfTimeError:
-                if tree.best is not None:
-                    raise
-    for search in searches[:NUM_TRIED_FIRST]:
-        if search.least_step(tree.limit) < tree.limit:
-            tree.dive(search, search.root(tree.limit), None, keep_others=False)
+_Part = tuple[float, Search, "Region | Labels | None"]
+"""What is open, with its bound; None is a search whose regions were not looked at."""
 
 
 class _Tree:
-    """The open nodes of all searches, and the best plan.
+    """What is open: searches, regions of their caps, and labels; and the best plan.
+
+    What has the least bound comes next: a search is made a region, a region is split until it is
+    narrow, and then plans are built in it.
 
     Args:
         limit: Only plans with a shorter step are looked for, in seconds.
-        accepted: A plan within this fraction of the bound ends the search.
+        effort: When to stop, and the gap to accept.
     """
 
-    def __init__(self, limit: float, accepted: float) -> None:
+    def __init__(self, limit: float, effort: Effort) -> None:
         self.best: Found | None = None
-        self.limit, self.num_nodes = limit, 0
-        self._accepted = accepted
-        self._heap: list[tuple[float, int, Search, Node | None, Child | None]] = []
+        self.limit = limit
+        self._effort, self._accepted = effort, 1.0 - max(effort.gap, 0.0)
+        self._heap: list[tuple[float, int, Search, Region | Labels | None]] = []
         self._order = count()
-
-    def offer(self, plans: Iterable[Found]) -> None:
-        """Keep the fastest of these plans and the best so far."""
-        for found in plans:
-            if found.step_seconds < self.limit:
-                self.best, self.limit = found, found.step_seconds
-
-    @property
-    def is_open(self) -> bool:
-        """Whether an open node could still lead to a plan better than the accepted gap."""
-        return bool(self._heap) and self._heap[0][0] < self.limit * self._accepted
+        self._work = 0.0
 
     @property
     def bound(self) -> float:
         """A lower bound on the step of any plan, in seconds."""
         return min(self.limit, self._heap[0][0]) if self._heap else self.limit
 
-    def open(self, search: Search, least_seconds: float) -> None:
-        """Add a search with its bound; its root is built when its turn comes."""
-        if least_seconds < self.limit:
-            heappush(self._heap, (least_seconds, next(self._order), search, None, None))
+    def offer(self, plans: Iterable[Found | None]) -> None:
+        """Keep the fastest of these plans and the best so far."""
+        for found in plans:
+            if found is not None and found.step_seconds < self.limit:
+                self.best, self.limit = found, found.step_seconds
 
-    def dive_into_least(self) -> None:
-        """Follow the node of the least bound; it stays open if the effort's limit comes first."""
-        entry = heappop(self._heap)
-        _, _, search, node, child = entry
-        try:
-            self.dive(search, search.root(self.limit) if node is None else node, child)
-        except OutOfTimeError:
-            heappush(self._heap, entry)
+    def open(self, search: Search) -> None:
+        """Add a search with its bound by capacity."""
+        self._push([(search.least_by_capacity, search, None)])
 
-    def dive(
-        self, search: Search, node: Node, child: Child | None, *, keep_others: bool = True
-    ) -> None:
-        """Follow the most promising stage again and again until no layer is left.
+    def _push(self, parts: "Iterable[_Part]") -> None:
+        for least, search, part in parts:
+            if least < self.limit:
+                heappush(self._heap, (least, next(self._order), search, part))
 
-        Args:
-            search: Whose node.
-            node: Where to start.
-            child: The first stage to place; None looks for one.
-            keep_others: Whether the stages not followed stay open.
+    def try_first(self) -> None:
+        """Find good plans early: those that a person would try. Until there is one, all of them."""
+        searches = [search for _, _, search, _ in sorted(self._heap, key=lambda e: e[:2])]
+        for number, search in enumerate(searches):
+            if search.least_by_capacity >= self.limit:
+                break
+            if self.best is not None and (number >= NUM_TRIED_FIRST or self._effort.should_stop()):
+                break
+            self.offer(search.one_stage(self.limit))
+            self.offer(search.balanced(self.limit))
+
+    def run(self) -> None:
+        """Take what has the least bound until it meets the best plan, or the effort's limit.
+
+        Now and then what comes of it is followed down to a plan, which closes much of the rest.
         """
-        while child is not None or node.least_seconds < self.limit:
-            node = node if child is None else search.placed(node, child)
-            children, found = search.expand(node, self.limit)
-            self.num_nodes += 1
-            self.offer([] if found is None else [found])
-            children = [each for each in children if each.least_seconds < self.limit]
-            if not children:
+        next_dive = 0
+        for number in count():
+            if not self._is_open:
                 return
-            child = min(children, key=self._promise)
-            for each in children if keep_others else []:
-                if each is not child:
-                    entry = (each.least_seconds, next(self._order), search, node, each)
-                    heappush(self._heap, entry)
+            is_far = number >= next_dive and self.bound < _FAR * self.limit
+            least, _, search, part = heappop(self._heap)
+            left = _DEEPEST if is_far and part is not None else 0
+            chosen, known = [(least, search, part)], self.limit
+            while chosen:
+                ((least, search, part),) = chosen
+                try:
+                    parts = self._take(search, part)
+                except OutOfTimeError:
+                    self._push(chosen)
+                    return
+                parts.sort(key=lambda each: each[0])
+                left -= 1
+                if left > 0 and isinstance(part, Labels):
+                    left, next_dive = min(left, _MOST_PASSES), number + number // 2 + 6
+                may_go_on = left > 0 and self.limit == known and not self._effort.should_stop()
+                chosen = parts[:1] if may_go_on else []
+                if chosen and chosen[0][0] >= _DEAR * self.bound:
+                    chosen = []
+                self._push(parts[len(chosen) :])
 
-    def _promise(self, child: Child) -> tuple[float, float, int, int]:
-        share = child.least_seconds / self.limit + _WORTH_OF_DEVICES * child.share_of_devices
-        return share, child.least_seconds, child.mix, child.start
+    @property
+    def _is_open(self) -> bool:
+        """Whether there may be a better plan than the accepted gap, and effort to find it."""
+        if not self._heap or self._heap[0][0] >= self.limit * self._accepted:
+            return False
+        return self._work < self._effort.tree_work and not self._effort.should_stop()
+
+    def _take(self, search: Search, part: "Region | Labels | None") -> "list[_Part]":
+        """What a part is to be replaced by, each with its bound."""
+        relaxation, work = search.relaxation, search.relaxation.work
+        least = search.least_by_capacity if part is None else part.least_seconds
+        aim = min(self.limit, _AIM * least)
+        try:
+            if part is None:
+                top = search.cap(self.limit)
+                region = relaxation.region(search.least_slowest, top, aim)
+                regions = [replace(region, least_seconds=max(least, region.least_seconds))]
+            elif isinstance(part, Region):
+                regions = relaxation.split(part, aim)
+                if not regions:
+                    aim = min(self.limit, (1 + part.step) * part.least_seconds)
+                    return self._advanced(search, Labels(relaxation, part, search.mixes, aim))
+            else:
+                return self._advanced(search, part)
+            return [(region.least_seconds, search, region) for region in regions]
+        finally:
+            self._work += relaxation.work - work
+
+    def _advanced(self, search: Search, labels: Labels) -> "list[_Part]":
+        limit = self.limit * self._accepted if self.best is not None else self.limit
+        for _, stages in labels.advance(limit, WIDTH):
+            self.offer([search.found(stages, self.limit)])
+        self._work += labels.taken_work()
+        least = labels.least_seconds
+        # Where nothing is left under the aim, a higher one comes next.
+        wider = replace(labels.region, least_seconds=least, step=3 * labels.region.step)
+        return [(least, search, wider if labels.is_over else labels)]
 
 
 def _ceiling(problem: ParallelProblem, spaces: Spaces) -> float:

@@ -69,14 +69,31 @@ class Option:
             return True
         return self.stage_memory(start, end, num_in_flight) <= self.memory_bytes * ROOM
 
+    def fits_before(self, end: int, num_in_flight: int) -> np.ndarray:
+        """``fits`` of every stage before ``end`` [starts]."""
+        if self.memory_bytes is None:
+            return np.ones(end, dtype=bool)
+        held = self.stashed[end] - np.array(self.stashed[:end])
+        if self.recompute == "full":
+            held = num_in_flight * np.array(self.inputs[:end]) + held
+        else:
+            held = num_in_flight * held
+        held = self.reserved_bytes + (self.weights[end] - np.array(self.weights[:end])) + held
+        if self.uneven:
+            held = held + most_uneven(self)[:end, end]
+        if self.cores:
+            held = held + most_cores(self)[:end, end]
+        fits: np.ndarray = held <= self.memory_bytes * ROOM
+        return fits
 
-@lru_cache(maxsize=4096)
+
+@lru_cache(maxsize=512)
 def most_uneven(option: Option) -> np.ndarray:
     """``Option.uneven_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
     return _largest(option.uneven, len(option.weights))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def most_cores(option: Option) -> np.ndarray:
     """``Option.core_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
     return _largest(option.cores, len(option.weights))
@@ -89,7 +106,6 @@ def _largest(bytes_of_layers: tuple[float, ...], size: int) -> np.ndarray:
     return table
 
 
-@lru_cache(maxsize=4096)
 def fitting(option: Option, num_in_flight: int) -> np.ndarray:
     """Whether a device holds stages, as ``Option.fits`` [starts, ends]; empty ones are none."""
     weights, stashed = np.array(option.weights), np.array(option.stashed)
@@ -128,6 +144,17 @@ class Space:
     between: np.ndarray | None
     """[options, options, layers + 1] sending a microbatch over the link between two types; None
     where only the links of both types count."""
+    layer_costs: np.ndarray
+    """[types and degrees, 2, layers] each layer's seconds, and its worth."""
+    least_bytes: float
+    """What one replica of all layers holds at least, over all its devices."""
+
+    def least_priced(self, seconds_per_worth: float) -> float:
+        """The least sum over layers of seconds, with a price on what they are worth."""
+        if not self.layer_costs.size:
+            return 0.0
+        seconds, worth = self.layer_costs[:, 0], self.layer_costs[:, 1]
+        return float((seconds + seconds_per_worth * worth).min(axis=0).sum())
 
 
 def microbatch_sizes(problem: ParallelProblem) -> list[int]:
@@ -204,7 +231,12 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
                 mixes += [mix for mix in product(*chosen) if _may_mix(problem, options, mix)]
     layers = range(len(problem.layers))
     best = [min((o.seconds[i + 1] - o.seconds[i] for o in options), default=0.0) for i in layers]
-    least_worth, worth_per_second = _worths(problem, options)
+    held = [
+        o.tensor_parallel_size
+        * (np.diff(o.weights) + (0.0 if o.recompute == "full" else np.diff(o.stashed)))
+        for o in options
+    ]
+    least_worth, worth_per_second, layer_costs = _worths(problem, options)
     return Space(
         microbatch_size=microbatch_size,
         options=options,
@@ -213,6 +245,8 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
         least_worth=least_worth,
         worth_per_second=worth_per_second,
         between=_between(problem, options, microbatch_size),
+        layer_costs=layer_costs,
+        least_bytes=float(np.min(held, axis=0).sum()) if held else 0.0,
     )
 
 
@@ -241,24 +275,34 @@ def _may_mix(problem: ParallelProblem, options: tuple[Option, ...], mix: tuple[i
     return len(degrees) == 1 or not problem.shard_optimizer
 
 
-def _worths(problem: ParallelProblem, options: tuple[Option, ...]) -> tuple[float, float]:
-    """``least_worth`` and ``worth_per_second`` of a space."""
-    layers, offered = range(len(problem.layers)), 0.0
-    least = [inf] * len(problem.layers)
+def _worths(
+    problem: ParallelProblem, options: tuple[Option, ...]
+) -> tuple[float, float, np.ndarray]:
+    """``least_worth``, ``worth_per_second`` and ``layer_costs`` of a space.
+
+    A layer that does not even fit alone costs nothing less than infinity.
+    """
+    kinds: dict[tuple[int, int], np.ndarray] = {}
+    for option in options:
+        held = [option.fits(i, i + 1, 1) for i in range(len(problem.layers))]
+        seconds = np.where(held, np.diff(option.seconds), inf)
+        key = option.pool, option.tensor_parallel_size
+        kinds[key] = np.minimum(kinds.get(key, inf), seconds)
+    offered, costs = 0.0, []
     for number, pool in enumerate(problem.pools):
-        own = [o for o in options if o.pool == number]
-        work = [
-            min(
-                ((o.seconds[i + 1] - o.seconds[i]) * o.tensor_parallel_size for o in own),
-                default=inf,
-            )
-            for i in layers
-        ]
-        whole = sum(work)
-        if 0.0 < whole < inf:
-            offered += pool.num_devices / whole
-            least = [min(old, new / whole) for old, new in zip(least, work, strict=True)]
-    return (sum(least), offered) if offered else (0.0, 1.0)
+        own = {degree: each for (of, degree), each in kinds.items() if of == number}
+        if not own:
+            continue
+        work = np.min([degree * each for degree, each in own.items()], axis=0)
+        whole = float(work[np.isfinite(work)].sum())
+        offered += pool.num_devices / whole if whole else 0.0
+        costs += [(each, degree * each / (whole or 1.0)) for degree, each in own.items()]
+    if not offered:
+        return 0.0, 1.0, np.zeros((0, 2, len(problem.layers)))
+    layer_costs = np.array(costs)
+    least_worth = float(layer_costs[:, 1].min(axis=0).sum())
+    layer_costs[:, 1][np.isinf(layer_costs[:, 1])] = 0.0  # its seconds are infinite too
+    return least_worth, offered, layer_costs
 
 
 def _options(problem: ParallelProblem, microbatch_size: int, num_replicas: int) -> Iterator[Option]:

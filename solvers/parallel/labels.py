@@ -1,0 +1,424 @@
+"""Plans of one region, built from the last stage to the first; equal ones are kept once.
+
+A label is what stages placed so far leave to be decided: the layers before them, the link of the
+stage placed last, and the devices in use by type. Which stage took which devices, and in what order
+alike stages stand, does not matter any more; so labels that leave the same are compared, and only
+the better ones are kept. Bounds and prices are those of ``bound.py``.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+import numpy as np
+
+from ...costs.parallel_stage import gather_seconds
+from .bound import Region, Relaxation, price_rows
+from .counts import UndecidedError, deal_to_places
+
+_WORK_OF_A_LABEL = 10.0  # of ``Effort.tree_work``, for each stage that may come next
+_SLACK = 1 + 1e-12  # of sums of prices that meet a budget exactly
+Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""From the first to the last: start, end, and options by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Mixes that differ by recomputation alone; ``variants`` are their numbers."""
+
+    groups: tuple[tuple[int, int], ...]
+    variants: tuple[int, ...]
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Arcs:
+    """Stages that may come next before one place: [arcs]."""
+
+    kind: np.ndarray
+    start: np.ndarray
+    mix: np.ndarray
+    compute: np.ndarray
+    update: np.ndarray
+    reduce: np.ndarray
+    extra: np.ndarray
+    """Seconds that the region's bound rises by at least."""
+
+
+_VALUES = ("slowest", "total", "pending", "update", "reduce")
+
+
+class Labels:
+    """The search of a region.
+
+    Args:
+        relaxation: Of the region's microbatch size and number of replicas.
+        region: Caps, prices and bound.
+        mixes: Options by number that a stage may take, for each kind of recomputation alike.
+        aim_seconds: Only faster plans are looked for.
+    """
+
+    def __init__(
+        self,
+        relaxation: Relaxation,
+        region: Region,
+        mixes: list[tuple[int, ...]],
+        aim_seconds: float,
+    ) -> None:
+        self._relaxation, self.region, self._mixes = relaxation, region, mixes
+        self.aim_seconds = aim_seconds
+        problem, space, d = relaxation.problem, relaxation.space, relaxation.num_replicas
+        self._m, self._sailor = relaxation.num_microbatches, problem.cost_rule == "sailor"
+        self._options = space.options
+        groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for number, mix in enumerate(mixes):
+            key = tuple((space.options[o].pool, space.options[o].tensor_parallel_size) for o in mix)
+            groups.setdefault(key, []).append(number)
+        pairs = [key for key in groups if len(key) > 1]
+        num_pools = len(problem.pools)
+        self._kinds = [
+            _Kind(key, tuple(numbers), num_pools + pairs.index(key) if len(key) > 1 else key[0][0])
+            for key, numbers in groups.items()
+        ]
+        # Labels count devices a replica of each type, and stages of each pair of types.
+        self._use = np.zeros((len(self._kinds), num_pools + len(pairs)), dtype=np.int32)
+        for number, kind in enumerate(self._kinds):
+            self._use[number, kind.row] = kind.groups[0][1] if len(kind.groups) == 1 else 1
+        self._rows = price_rows(problem.pools)
+        self._worth = self._rows @ relaxation.budget
+        self._price = self._least_prices(region.prices[None], d)[:, 0]
+        self._prices = self._least_prices(self._rows, d)
+        self._pairs = np.array(
+            [[(mixes[v][0], mixes[v][-1]) for v in kind.variants] for kind in self._kinds]
+        )  # [kinds, variants, 2]
+        self._variants = np.array([kind.variants for kind in self._kinds])
+        options = space.options
+        self._sums = np.array([option.seconds for option in options])
+        self._own_sent = np.array([option.output_seconds for option in options])
+        self._own_back = np.array([(*option.gradient_seconds, 0.0) for option in options])
+        self._own_back[:, 0] = 0.0
+        self._back = self._own_back[self._pairs[:, 0]].max(axis=1)
+        self._sent = self._own_sent[self._pairs[:, 0]].max(axis=1)
+        self._update_sums = np.array([option.updates for option in options])
+        self._update_at = np.array([option.update_at for option in options])
+        self._is_sharded = problem.shard_optimizer
+        rings = [
+            (tuple(pool for pool, _ in kind.groups), min(devices for _, devices in kind.groups))
+            for kind in self._kinds
+        ]
+        known = sorted(set(rings))
+        self._reduce = np.array([relaxation.rings.table(*ring) for ring in known])
+        self._ring_of = np.array([known.index(ring) for ring in rings])
+        self._crossing: np.ndarray | None = None  # [kinds, kinds, places]
+        if space.between is not None:
+            both = self._pairs[:, 0]
+            crossing = space.between[both[:, None, :, None], both[None, :, None, :]]
+            self._crossing = crossing.max(axis=(2, 3))
+        firsts_of_caps = relaxation.firsts(region.high_seconds, region.high_exchange)
+        self._rest = relaxation.tables(region.prices[None], firsts_of_caps, is_timed=True)[:, 0]
+        self._devices = relaxation.tables(self._rows, firsts_of_caps, is_timed=False)
+        self._budget = float(region.prices @ relaxation.budget)
+        self._fixed = (self._m - 1) * region.low_seconds + region.low_exchange
+        self._arcs: dict[tuple[int, int], _Arcs] = {}
+        self._undecided = inf
+        self.work = 0.0
+        root = {name: np.zeros(1) for name in _VALUES}
+        root |= {
+            "bound": np.array([region.least_seconds]),
+            "base": np.array([self._fixed + float(self._rest[0, -1]) - self._budget]),
+            "price": np.zeros(1),
+            "prices": np.zeros((1, len(self._rows))),
+            "end": np.array([relaxation.size - 1]),
+            "kind": np.array([-1]),
+            "use": np.zeros((1, self._use.shape[1]), dtype=np.int32),
+            "sent": np.zeros(1),
+            "parent": np.array([-1]),
+            "mix": np.array([-1]),
+        }
+        self._open: list[list[dict[str, np.ndarray]]] = [[] for _ in range(relaxation.most_stages)]
+        if relaxation.most_stages:
+            self._open[0].append(root)
+        self._history: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._num_recorded = 0
+
+    def _least_prices(self, rows: np.ndarray, d: int) -> np.ndarray:
+        """The least price of one replica of a stage [kinds, rows]; pairs have one of each type."""
+        prices = []
+        for kind in self._kinds:
+            each = np.array([rows[:, pool] * devices for pool, devices in kind.groups])
+            least, most = each.min(axis=0), each.max(axis=0)
+            prices.append(least + (most - least) / d)
+        return np.array(prices).reshape(len(self._kinds), len(rows))
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that no plan of the region left to be found is faster than."""
+        bounds = [float(c["bound"].min(initial=inf)) for chunks in self._open for c in chunks]
+        return min([*bounds, self._undecided, self.aim_seconds])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to place under the aim."""
+        return not any(len(c["bound"]) for chunks in self._open for c in chunks)
+
+    def taken_work(self) -> float:
+        """Entries that were looked at since the last call."""
+        work, self.work = self.work, 0.0
+        return work
+
+    def advance(self, limit: float, width: int) -> list[tuple[float, Stages]]:
+        """Place a stage before the most promising labels of each number of stages, in turn.
+
+        Args:
+            limit: Only plans under so many seconds are looked for.
+            width: Labels of each number of stages.
+
+        Returns:
+            Whole plans with their steps, each faster than the one before.
+
+        Raises:
+            OutOfTimeError: The effort's limit came first; nothing is lost.
+        """
+        found: list[tuple[float, Stages]] = []
+        limit = min(limit, self.aim_seconds)
+        for placed in range(len(self._open)):
+            labels = self._taken(placed, limit, width)
+            if labels is None:
+                continue
+            try:
+                for end in np.unique(labels["end"]):
+                    self._relaxation.effort.check()
+                    own = {name: each[labels["end"] == end] for name, each in labels.items()}
+                    for step, stages in self._placed(own, int(end), placed, limit):
+                        found.append((step, stages))
+                        limit = step
+            except BaseException:
+                self._open[placed].append(labels)
+                raise
+        return found
+
+    def _taken(self, placed: int, limit: float, width: int) -> dict[str, np.ndarray] | None:
+        """The labels of the least bounds, taken out; those that cannot beat the limit are gone."""
+        chunks = self._open[placed]
+        if not chunks:
+            return None
+        whole = {name: np.concatenate([c[name] for c in chunks]) for name in chunks[0]}
+        keep = whole["bound"] < limit
+        if not keep.all():
+            whole = {name: each[keep] for name, each in whole.items()}
+        if not len(whole["bound"]):
+            self._open[placed] = []
+            return None
+        whole = _undominated(whole)
+        if len(whole["bound"]) <= width:
+            self._open[placed] = []
+            return whole
+        order = np.argsort(whole["bound"], kind="stable")
+        self._open[placed] = [{name: each[order[width:]] for name, each in whole.items()}]
+        return {name: each[order[:width]] for name, each in whole.items()}
+
+    def _placed(
+        self, labels: dict[str, np.ndarray], end: int, placed: int, limit: float
+    ) -> list[tuple[float, Stages]]:
+        """Put each stage that may come next before each of these labels, which have one end."""
+        arcs = self._arcs_of(placed, end)
+        spare = (limit - float(labels["base"].min())) * _SLACK
+        chosen = np.flatnonzero(arcs.extra < spare)
+        self.work += _WORK_OF_A_LABEL * len(chosen) * len(labels["bound"])
+        if not len(chosen):
+            return []
+        recorded = self._record(labels, end)
+        one, arc = np.divmod(np.arange(len(labels["bound"]) * len(chosen)), len(chosen))
+        arc = chosen[arc]
+        is_near = labels["base"][one] + arcs.extra[arc] < limit * _SLACK
+        one, arc = one[is_near], arc[is_near]
+        kind, start = arcs.kind[arc], arcs.start[arc]
+        before = labels["kind"][one]
+        is_root = before < 0
+        back = np.maximum(self._back[np.maximum(before, 0), end], self._back[kind, end])
+        sent = np.maximum(self._sent[np.maximum(before, 0), end], self._sent[kind, end])
+        if self._crossing is not None:
+            crossing = self._crossing[np.maximum(before, 0), kind, end]
+            back, sent = np.maximum(back, crossing), np.maximum(sent, crossing)
+        back, sent = np.where(is_root, 0.0, back), np.where(is_root, 0.0, sent)
+        # The stage placed last is known whole now: Sailor counts the last one's gradient twice.
+        times = 2.0 if self._sailor and placed == 1 else 1.0
+        last = labels["pending"][one] + labels["sent"][one] + times * back
+        values = {
+            "slowest": np.maximum(labels["slowest"][one], last),
+            "total": labels["total"][one] + last,
+            "pending": arcs.compute[arc],
+            "update": np.maximum(labels["update"][one], arcs.update[arc]),
+            "reduce": np.maximum(labels["reduce"][one], arcs.reduce[arc]),
+            "sent": sent,
+            "kind": kind,
+            "end": start,
+            "price": labels["price"][one] + self._price[kind],
+            "parent": recorded + one,
+            "mix": arcs.mix[arc],
+        }
+        own = values["pending"] + sent + self._back[kind, start]
+        slowest = np.maximum(values["slowest"], own)
+        region, exchange = self.region, values["update"] + values["reduce"]
+        rest = values["total"] + own + values["price"] + self._rest[placed + 1][start]
+        fixed = (self._m - 1) * np.maximum(slowest, region.low_seconds)
+        fixed += np.maximum(exchange, region.low_exchange)
+        values["base"] = fixed + rest - self._budget
+        values["bound"] = np.maximum(values["base"], fixed + slowest)
+        values["bound"] = np.maximum(values["bound"], region.least_seconds)
+        is_whole = start == 0
+        found = self._finished(values, is_whole, labels, one, placed, limit)
+        limit = found[-1][0] if found else limit
+        keep = ~is_whole & (values["bound"] < limit)
+        if placed + 1 >= len(self._open) or not keep.any():
+            return found
+        kept = {name: each[keep] for name, each in values.items()}
+        one, kind, start = one[keep], kind[keep], start[keep]
+        kept["prices"] = labels["prices"][one] + self._prices[kind]
+        needed = kept["prices"] + self._devices[placed + 1][:, start].T
+        has_room = (needed <= self._worth * (1 + 1e-9)).all(axis=1)
+        kept["use"] = labels["use"][one] + self._use[kind]
+        self._open[placed + 1].append({name: each[has_room] for name, each in kept.items()})
+        return found
+
+    def _finished(
+        self,
+        values: dict[str, np.ndarray],
+        is_whole: np.ndarray,
+        labels: dict[str, np.ndarray],
+        one: np.ndarray,
+        placed: int,
+        limit: float,
+    ) -> list[tuple[float, Stages]]:
+        """The fastest whole plan under the limit whose replicas can be dealt."""
+        found: list[tuple[float, Stages]] = []
+        whole = np.flatnonzero(is_whole & (values["bound"] < limit))
+        if not len(whole):
+            return found
+        times = 2.0 if self._sailor and placed + 1 > 3 else 1.0
+        own = values["pending"][whole] + times * values["sent"][whole]
+        steps = (
+            (self._m - 1) * np.maximum(values["slowest"][whole], own)
+            + values["total"][whole] + own + values["update"][whole] + values["reduce"][whole]
+        )  # fmt: skip
+        seen: set[bytes] = set()
+        for place in np.argsort(steps, kind="stable"):
+            if steps[place] >= limit:
+                break
+            label, kind = one[whole[place]], values["kind"][whole[place]]
+            use = (labels["use"][label] + self._use[kind]).tobytes()
+            if use in seen:
+                continue
+            seen.add(use)
+            stages = self._stages(values, int(whole[place]))
+            try:
+                is_dealt = self._can_deal(stages)
+            except UndecidedError:
+                self._undecided = min(self._undecided, float(values["bound"][whole[place]]))
+                continue
+            if is_dealt:
+                found.append((float(steps[place]), stages))
+                break
+        return found
+
+    def _can_deal(self, stages: Stages) -> bool:
+        relaxation = self._relaxation
+        groups = [
+            tuple((self._options[o].pool, self._options[o].tensor_parallel_size) for o in mix)
+            for _, _, mix in stages
+        ]
+        pools = relaxation.problem.pools
+        return deal_to_places(groups, relaxation.num_replicas, pools) is not None
+
+    def _record(self, labels: dict[str, np.ndarray], end: int) -> int:
+        """Keep where these labels came from; returns the number of the first."""
+        first = self._num_recorded
+        ends = np.full(len(labels["parent"]), end)
+        self._history.append((labels["parent"], labels["mix"], ends))
+        self._num_recorded += len(ends)
+        return first
+
+    def _stages(self, values: dict[str, np.ndarray], place: int) -> Stages:
+        starts = list(accumulate((len(each[0]) for each in self._history), initial=0))
+        start, mix = int(values["end"][place]), int(values["mix"][place])
+        parent, stages = int(values["parent"][place]), []
+        while mix >= 0:
+            chunk = int(np.searchsorted(starts, parent, side="right")) - 1
+            parents, mixes, ends = self._history[chunk]
+            row = parent - starts[chunk]
+            end = int(ends[row])
+            stages.append((start, end, self._mixes[mix]))
+            start, mix, parent = end, int(mixes[row]), int(parents[row])
+        return tuple(stages)
+
+    def _arcs_of(self, placed: int, end: int) -> _Arcs:
+        """Stages that may come next before ``end``, with ``placed`` behind them."""
+        key = placed, end
+        if key not in self._arcs:
+            self._arcs[key] = self._new_arcs(placed, end)
+        return self._arcs[key]
+
+    def _new_arcs(self, placed: int, end: int) -> _Arcs:
+        relaxation, region = self._relaxation, self.region
+        in_flight, is_last = min(placed + 1, self._m), end == relaxation.size - 1
+        compute = np.full((len(self._options), end), inf)
+        for o in np.unique(self._pairs):
+            option = self._options[o]
+            own = self._sums[o, end] - self._sums[o, :end]
+            compute[o] = np.where(option.fits_before(end, in_flight), own, inf)
+        # What each takes with its own messages is what the region's caps are on.
+        longest = compute + self._own_back[:, :end]
+        longest += 0.0 if is_last else self._own_sent[:, end, None]
+        first, second = self._pairs[..., 0], self._pairs[..., 1]
+        each = np.maximum(compute[first], compute[second])  # [kinds, variants, starts]
+        best = each.argmin(axis=1)
+        rows, starts = np.arange(len(best))[:, None], np.arange(end)[None, :]
+        fastest = each[rows, best, starts]
+        alone = np.maximum(longest[first], longest[second])[rows, best, starts]
+        extra = fastest + self._back[:, :end] + self._price[:, None] - self._rest[placed][end]
+        extra += self._rest[placed + 1][None, :end]
+        extra += 0.0 if is_last else self._sent[:, end, None]
+        kind, start = np.nonzero((alone <= region.high_seconds * _SLACK) & (extra < inf))
+        reduce = self._reduce[self._ring_of[kind], start, end]
+        gathers = gather_seconds(1.0) * reduce if self._is_sharded else 0.0
+        mix = self._variants[kind, best[kind, start]]
+        own_update = self._update_at[:, start]
+        if not self._sailor:
+            own_update = self._update_sums[:, end, None] - self._update_sums[:, start]
+        options = self._pairs[kind, 0]
+        arcs = np.arange(len(kind))
+        update = np.maximum(own_update[options[:, 0], arcs], own_update[options[:, 1], arcs])
+        return _Arcs(
+            kind, start, mix, fastest[kind, start], update + gathers, reduce, extra[kind, start]
+        )
+
+
+def _undominated(labels: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The labels that no other, with the same left to decide, is at least as good as."""
+    number = len(labels["bound"])
+    if number < 2:
+        return labels
+    keys = np.concatenate(
+        [labels["end"][:, None], labels["kind"][:, None], labels["use"]], axis=1
+    ).astype(np.int64)
+    weights = np.random.default_rng(0).integers(1, 1 << 62, keys.shape[1])
+    hashed = (keys * weights).sum(axis=1)
+    pending = labels["pending"] + labels["sent"]
+    whole = labels["total"] + pending
+    order = np.lexsort((labels["slowest"], whole, hashed))
+    keep = np.ones(number, dtype=bool)
+    # Each is compared with the first of its group, again and again with the first that is left.
+    for _ in range(3):
+        left = order[keep[order]]
+        same = hashed[left][1:] == hashed[left][:-1]
+        first = np.maximum.accumulate(np.where(np.append(False, same), 0, np.arange(len(left))))
+        best = left[first]
+        worse = (best != left) & (keys[best] == keys[left]).all(axis=1)
+        for each in (labels["slowest"], pending, whole, labels["update"], labels["reduce"]):
+            worse &= each[best] <= each[left]
+        if not worse.any():
+            break
+        keep[left[worse]] = False
+        # The next to compare with is another one.
+        order = np.lexsort((whole, labels["slowest"], hashed))
+    return labels if keep.all() else {name: each[keep] for name, each in labels.items()}
