@@ -32,7 +32,7 @@ _ROUGH = 0.2  # of what is missing: so exact are prices that cannot prove it
 _DEAREST = 1e4  # times what is to be proved: what a share of the program that takes nothing costs
 _SLACK = 1 + 1e-12  # of caps, which times may meet exactly
 _MOST_LAYERS_FOR_LEVELS = 400
-WORK_OF_AN_ENTRY = 0.5
+WORK_OF_AN_ENTRY = 0.02
 """An option and an end in a table take so much of ``Effort.tree_work`` for each stage."""
 
 Path = tuple[tuple[int, int, int], ...]

@@ -16,7 +16,7 @@ from ...costs.parallel_stage import gather_seconds
 from .bound import Region, Relaxation, price_rows
 from .counts import UndecidedError, deal_to_places
 
-_WORK_OF_A_LABEL = 10.0  # of ``Effort.tree_work``, for each stage that may come next
+_WORK_OF_A_LABEL = 2.0  # of ``Effort.tree_work``, for each stage that may come next
 _SLACK = 1 + 1e-12  # of sums of prices that meet a budget exactly
 Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
 """From the first to the last: start, end, and options by number."""
