@@ -12,8 +12,9 @@ least (m - 1) low_T + low_X + S(high_T, high_X), for S the shortest path less th
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import combinations
-from math import inf, sqrt
+from itertools import combinations, pairwise
+from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,9 @@ _MOST_PATHS = 24  # in one search for prices
 _NEAR = 2e-4  # of the step, between the prices' bound and the linear program
 _ROUGH = 0.2  # of what is missing: so exact are prices that cannot prove it
 _DEAREST = 1e4  # times what is to be proved: what a share of the program that takes nothing costs
+_SECONDS, _EXCHANGES = 12, 8  # intervals of T and of X in the first grid of a search
+_PARTS = 4  # of T and of X, at most, into which a region is split
+_MOST_TURNS = 8  # of prices of a grid
 _SLACK = 1 + 1e-12  # of caps, which times may meet exactly
 _MOST_LAYERS_FOR_LEVELS = 400
 WORK_OF_AN_ENTRY = 0.02
@@ -127,6 +131,15 @@ class _Column:
     exchange: float
 
 
+class _Columns(NamedTuple):
+    """Paths of the linear program: seconds, devices [paths, pools], T and X."""
+
+    seconds: np.ndarray
+    devices: np.ndarray
+    slowest: np.ndarray
+    exchange: np.ndarray
+
+
 @dataclass(slots=True, eq=False)
 class Relaxation:
     """Stages of single options for one microbatch size and number of replicas.
@@ -150,11 +163,11 @@ class Relaxation:
     numbers: list[int] = field(init=False)
     budget: np.ndarray = field(init=False)
     rings: Rings = field(init=False)
-    _pools: np.ndarray = field(init=False)
-    _degrees: np.ndarray = field(init=False)
+    pools: np.ndarray = field(init=False)
+    degrees: np.ndarray = field(init=False)
     _sums: np.ndarray = field(init=False)
-    _after: np.ndarray = field(init=False)
-    _before: np.ndarray = field(init=False)
+    after: np.ndarray = field(init=False)
+    before: np.ndarray = field(init=False)
     _exchange: np.ndarray | None = None
     _columns: list[_Column] = field(default_factory=list)
 
@@ -168,11 +181,11 @@ class Relaxation:
         times = [_times(option) for option in options]
         self.budget = np.array([p.num_devices for p in self.problem.pools]) / self.num_replicas
         self.rings = Rings(self.problem, self.num_replicas, self.effort)
-        self._pools = np.array([option.pool for option in options], dtype=int)
-        self._degrees = np.array([float(option.tensor_parallel_size) for option in options])
+        self.pools = np.array([option.pool for option in options], dtype=int)
+        self.degrees = np.array([float(option.tensor_parallel_size) for option in options])
         self._sums = np.array([sums for sums, _, _ in times])
-        self._after = np.array([sums + sent for sums, sent, _ in times])
-        self._before = np.array([back - sums for sums, _, back in times])
+        self.after = np.array([sums + sent for sums, sent, _ in times])
+        self.before = np.array([back - sums for sums, _, back in times])
 
     @property
     def size(self) -> int:
@@ -209,6 +222,26 @@ class Relaxation:
         whole: np.ndarray = own + gathers
         return whole
 
+    def first_by_memory(self, num_behind: int) -> np.ndarray:
+        """The first start that fits for each end [options, ends], before so many stages."""
+        in_flight = min(num_behind + 1, self.num_microbatches)
+        return first_by_memory(self.space, in_flight)[self.numbers]
+
+    def first_by_cap(
+        self, caps: Sequence[float], *, is_exchange: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The first start under a cap for each end [caps, options, ends], and each one's number."""
+        known, places = np.unique(np.array(caps), return_inverse=True)
+        size, ends = self.size, np.arange(self.size)
+        found = np.full((len(known), len(self.numbers), size), size)
+        taken = self.exchange() if is_exchange else self.after[:, None, :] + self.before[:, :, None]
+        taken = np.where(ends[None, :] > ends[:, None], taken, inf)
+        for number, cap in enumerate(known):
+            self.effort.check()
+            is_allowed = taken <= cap * _SLACK
+            found[number] = np.where(is_allowed.any(axis=1), is_allowed.argmax(axis=1), size)
+        return found, places
+
     def firsts(self, cap_seconds: float, cap_exchange: float) -> list[np.ndarray]:
         """[stages behind] the first start allowed for each end [options, ends]; ``size``: none."""
         size, ends = self.size, np.arange(self.size)
@@ -216,7 +249,7 @@ class Relaxation:
             by_caps = np.where(ends > 0, 0, size)[None, :].repeat(len(self.numbers), axis=0)
         else:
             allowed = ends[None, :] > ends[:, None]
-            seconds = self._after[:, None, :] + self._before[:, :, None]
+            seconds = self.after[:, None, :] + self.before[:, :, None]
             allowed = allowed & (seconds <= cap_seconds * _SLACK)
             if cap_exchange < inf and cap_exchange < self.exchange().max(initial=0.0):
                 allowed &= self.exchange() <= cap_exchange * _SLACK
@@ -227,8 +260,7 @@ class Relaxation:
                 found.append(found[-1])
                 continue
             self.effort.check()
-            by_memory = first_by_memory(self.space, placed + 1)[self.numbers]
-            first = np.maximum(by_caps, by_memory)
+            first = np.maximum(by_caps, self.first_by_memory(placed))
             first = np.where(first < ends, first, size)
             same = found and np.array_equal(first, found[-1])
             found.append(found[-1] if same else first)
@@ -246,9 +278,9 @@ class Relaxation:
         """
         size, rows, options = self.size, len(prices), len(self.numbers)
         self.work += WORK_OF_AN_ENTRY * self.most_stages * rows * options * size
-        priced = (prices[:, self._pools] * self._degrees)[:, :, None]
-        after = priced + (self._after if is_timed else 0.0)
-        before = self._before if is_timed else 0.0
+        priced = (prices[:, self.pools] * self.degrees)[:, :, None]
+        after = priced + (self.after if is_timed else 0.0)
+        before = self.before if is_timed else 0.0
         tables = np.full((self.most_stages + 1, rows, size), inf)
         tables[:, :, 0] = 0.0
         first, ends = None, np.arange(size)
@@ -297,14 +329,44 @@ class Relaxation:
         tables = self.tables(rows, self.firsts(inf, inf), is_timed=False)
         return bool((tables[0, :, -1] <= rows @ self.budget * (1 + 1e-12)).all())
 
-    def region(self, low_seconds: float, high_seconds: float, below: float) -> Region:
-        """All plans under ``below`` seconds whose slowest stage is within these caps."""
-        nothing = np.zeros(len(self.budget))
-        low, high = self._snapped(low_seconds, high_seconds)
+    def cap(self, seconds: float) -> float:
+        """The longest time of a stage, in seconds, that a step under ``seconds`` allows."""
+        m = self.num_microbatches
+        left = seconds - self.space.least_seconds[-1]
+        return min(seconds / m, left / (m - 1)) if m > 1 else seconds
+
+    def regions(self, low_seconds: float, below: float, limit: float) -> list[Region]:
+        """All plans under ``limit`` seconds, in regions with bounds.
+
+        A grid over both caps, the finer where plans under ``below`` seconds are. All its regions
+        are priced at once by ``Grid``, whose shortest paths take some memory for granted.
+
+        Args:
+            low_seconds: No plan's slowest stage takes less.
+            below: Enough to prove.
+            limit: Of the step.
+        """
         exchange = self.exchange()
         longest = float(exchange[exchange < inf].max(initial=0.0))
-        region = Region(low, high, 0.0, longest, nothing, 0.0, 0.0)
-        return self.priced(region, below)
+        through = self.space.least_seconds[-1]
+        least = (self.num_microbatches - 1) * low_seconds + through
+        nothing = np.zeros(len(self.budget))
+        top = Region(low_seconds, self.cap(limit), 0.0, longest, nothing, through, least)
+        return [] if least >= limit else self._grid(top, (_SECONDS, _EXCHANGES), below)
+
+    def _grid(self, region: Region, parts: tuple[int, int], below: float) -> list[Region]:
+        """The region in so many intervals of T and of X."""
+        low, high, passes = region.low_seconds, region.high_seconds, self.num_microbatches - 1
+        free, room = region.low_exchange, below - region.least_seconds + region.low_exchange
+        found = []
+        for one in pairwise(_marks(low, self.cap(below), high, parts[0])):
+            low, high = self._snapped(*one)
+            marks = _marks(free, room, region.high_exchange, parts[1])
+            for free_of_one, full in pairwise(marks) if low <= high * _SLACK else ():
+                caps = {"low_seconds": low, "high_seconds": high}
+                part = replace(region, **caps, low_exchange=free_of_one, high_exchange=full)
+                found.append(_bounded(part, passes * low + free_of_one))
+        return _Grid(self, found).priced(below)
 
     def _snapped(self, low: float, high: float) -> tuple[float, float]:
         """The least and the greatest time of a stage within these caps; they cross where none."""
@@ -313,9 +375,9 @@ class Relaxation:
             return low, high
         first = int(np.searchsorted(levels, low / _SLACK))
         last = int(np.searchsorted(levels, high * _SLACK, side="right")) - 1
-        if first >= len(levels):
-            return low, high
-        return max(low, float(levels[first])), float(levels[max(last, 0)])
+        if first >= len(levels) or last < 0:
+            return inf, -inf
+        return max(low, float(levels[first])), float(levels[last])
 
     def priced(self, region: Region, below: float) -> Region:
         """The region with the best prices found; enough to prove ``below`` seconds end the search.
@@ -366,18 +428,18 @@ class Relaxation:
         self, prices: np.ndarray, tables: np.ndarray, firsts: Sequence[np.ndarray]
     ) -> _Column:
         """The shortest path of ``tables``."""
-        priced = prices[self._pools] * self._degrees
+        priced = prices[self.pools] * self.degrees
         end, placed, path = self.size - 1, 0, []
         slowest = seconds = 0.0
         devices = np.zeros(len(self.budget))
         while end:
-            costs = self._after[:, end, None] + priced[:, None] + self._before[:, :end]
+            costs = self.after[:, end, None] + priced[:, None] + self.before[:, :end]
             costs = costs + tables[placed + 1, :end]
             costs[np.arange(end)[None, :] < firsts[placed][:, end, None]] = inf
             option, start = divmod(int(costs.argmin()), end)
-            own = float(self._after[option, end] + self._before[option, start])
+            own = float(self.after[option, end] + self.before[option, start])
             slowest, seconds = max(slowest, own), seconds + own
-            devices[self._pools[option]] += self._degrees[option]
+            devices[self.pools[option]] += self.degrees[option]
             path.append((option, start, end))
             end, placed = start, placed + 1
         exchange = max(float(self.exchange()[stage]) for stage in path)
@@ -396,32 +458,21 @@ class Relaxation:
             region: Of this relaxation.
             below: Only plans under so many seconds count.
         """
-        passes = self.num_microbatches - 1
-        by_seconds = passes * (region.high_seconds - region.low_seconds)
-        room = below - region.least_seconds + region.low_exchange
-        high = min(region.high_exchange, room)
-        by_exchange = high - region.low_exchange
+        if not region.is_priced:
+            return [replace(self.priced(region, below), is_priced=True)]
+        by_seconds = (self.num_microbatches - 1) * (region.high_seconds - region.low_seconds)
+        by_exchange = min(
+            region.high_exchange - region.low_exchange, max(below - region.least_seconds, 0.0)
+        )
         narrow = NARROW if self.size * self.most_stages > _FEW else _NARROW_FOR_FEW
-        if max(by_seconds, by_exchange) <= narrow * below:
-            return [] if region.is_priced else [replace(self.priced(region, below), is_priced=True)]
-        if by_seconds >= by_exchange:
-            low, high = region.low_seconds, region.high_seconds
-            middle = sqrt(low * high) if low > 0 else 0.5 * high
-            lower = replace(region, high_seconds=self._snapped(low, middle)[1])
-            upper = replace(region, low_seconds=self._snapped(middle, high)[0])
-            if lower.high_seconds < low:
-                return [_bounded(upper, passes * upper.low_seconds + upper.low_exchange)]
-            if upper.low_seconds > high * _SLACK:
-                return [self.priced(lower, below)]
-        else:
-            middle = 0.5 * (region.low_exchange + high)
-            lower = replace(region, high_exchange=middle)
-            upper = replace(region, low_exchange=middle)
-        fixed = passes * upper.low_seconds + upper.low_exchange
-        return [self.priced(lower, below), _bounded(upper, fixed)]
+        parts = [min(_PARTS, ceil(width / (narrow * below))) for width in (by_seconds, by_exchange)]
+        if max(parts) <= 1:
+            return []
+        wide = replace(region, is_priced=False)
+        return self._grid(wide, (max(parts[0], 1), max(parts[1], 1)), below)
 
 
-NARROW = 0.002
+NARROW = 0.01
 """A region is not split where its caps differ by so much of the step."""
 _FEW, _NARROW_FOR_FEW = 100, 0.2  # layers times stages: plans are soon built then
 
@@ -429,6 +480,147 @@ _FEW, _NARROW_FOR_FEW = 100, 0.2  # layers times stages: plans are soon built th
 def _bounded(region: Region, fixed: float) -> Region:
     rest = max(region.rest_seconds, region.low_seconds)
     return replace(region, least_seconds=max(region.least_seconds, fixed + rest))
+
+
+def _marks(low: float, near: float, high: float, number: int) -> list[float]:
+    """Ends of intervals from ``low`` to ``high``: so many up to ``near``, and one for the rest.
+
+    Each is as much longer than the one before as that one, where ``low`` is not 0.
+    """
+    near, marks = min(near, high), [low]
+    if near > low:
+        shares = [(i + 1) / number for i in range(number - 1)]
+        marks += [low * (near / low) ** share if low > 0 else near * share for share in shares]
+        marks.append(near)
+    return [*marks, high] if high > marks[-1] or len(marks) < 2 else marks
+
+
+class _Grid:
+    """Shortest paths of many regions at once.
+
+    A stage that ends at a layer has at least as many stages behind it as the layers behind it
+    need; with so many it has to fit. So one table over ends is enough for each region, where
+    ``Relaxation.tables`` has one for each number of stages behind.
+
+    Args:
+        relaxation: Whose regions.
+        regions: All of them.
+    """
+
+    def __init__(self, relaxation: Relaxation, regions: list[Region]) -> None:
+        self._relaxation, size = relaxation, relaxation.size
+        by_seconds, each_seconds = relaxation.first_by_cap(
+            [region.high_seconds for region in regions], is_exchange=False
+        )
+        by_exchange, each_exchange = relaxation.first_by_cap(
+            [region.high_exchange for region in regions], is_exchange=True
+        )
+        most = relaxation.most_stages
+        number = len(regions)
+        behind = np.full((number, size), most)  # at least, behind each end
+        behind[:, -1] = 0
+        self._firsts = np.full((size, number, len(relaxation.numbers)), size)
+        for end in range(size - 1, 0, -1):
+            relaxation.effort.check()
+            placed = behind[:, end]
+            first = np.maximum(by_seconds[each_seconds, :, end], by_exchange[each_exchange, :, end])
+            known, each = np.unique(placed, return_inverse=True)
+            by_memory = np.array([relaxation.first_by_memory(int(n))[:, end] for n in known])
+            first = np.maximum(first, by_memory[each])
+            first[(placed >= most)[:, None] | (first >= end)] = size
+            self._firsts[end] = first
+            reached = np.arange(end) >= first.min(axis=1)[:, None]
+            fewer = np.where(reached, placed[:, None] + 1, most)
+            behind[:, :end] = np.minimum(behind[:, :end], fewer)
+        is_covered = (self._firsts[:, :, :] == 0).any(axis=(0, 2))
+        self._firsts = self._firsts[:, is_covered]
+        self._regions = [r for r, covered in zip(regions, is_covered, strict=True) if covered]
+
+    def priced(self, below: float) -> list[Region]:
+        """The regions with the best prices found; a proof of ``below`` seconds ends it."""
+        relaxation, passes = self._relaxation, self._relaxation.num_microbatches - 1
+        number, budget = len(self._regions), relaxation.budget
+        fixed = [passes * r.low_seconds + r.low_exchange for r in self._regions]
+        best = np.array([region.rest_seconds for region in self._regions])
+        prices = np.array([region.prices for region in self._regions])
+        trials = prices.copy()
+        target = [below - each for each in fixed]
+        near = _NEAR * below
+        programs = [_Paths(budget, _DEAREST * max(each, near)) for each in target]
+        left = [r for r in range(number) if self._regions[r].least_seconds < below]
+        for turn in range(_MOST_TURNS):
+            if not left:
+                break
+            if turn:
+                left = [r for r in left if best[r] < target[r]]
+                for r in list(left):
+                    limit, trial = programs[r].best()
+                    trials[r] = 0.5 * (trial + prices[r])
+                    if limit - best[r] <= max(near, _ROUGH * (target[r] - limit)):
+                        left.remove(r)
+                if not left:
+                    break
+            rows = np.array(left)
+            costs, columns = self._paths(rows, trials[rows])
+            worth = costs - trials[rows] @ budget
+            for row, r in enumerate(left):
+                if worth[row] > best[r]:
+                    best[r], prices[r] = worth[row], trials[r]
+            for r in left:
+                region = self._regions[r]
+                usable = (columns.slowest <= region.high_seconds * _SLACK) & (
+                    columns.exchange <= region.high_exchange * _SLACK
+                )
+                usable &= np.isfinite(costs)
+                if best[r] < target[r] and usable.any():
+                    chosen = columns.devices[usable], columns.seconds[usable, None]
+                    own = np.unique(np.concatenate(chosen, axis=1), axis=0)
+                    programs[r].add(own[:, -1], own[:, :-1])
+        return [
+            _bounded(replace(region, prices=prices[r], rest_seconds=float(best[r])), fixed[r])
+            for r, region in enumerate(self._regions)
+            if best[r] < inf
+        ]
+
+    def _paths(self, rows: np.ndarray, prices: np.ndarray) -> "tuple[np.ndarray, _Columns]":
+        """The least costs of all layers [rows], and the paths."""
+        relaxation, size = self._relaxation, self._relaxation.size
+        options = len(relaxation.numbers)
+        firsts = self._firsts[:, rows]
+        priced = prices[:, relaxation.pools] * relaxation.degrees
+        least = np.full((len(rows), size), inf)
+        least[:, 0] = 0.0
+        starts = np.zeros((len(rows), size), dtype=int)
+        chosen = np.zeros((len(rows), size), dtype=int)
+        relaxation.work += WORK_OF_AN_ENTRY * len(rows) * options * size
+        for end in range(1, size):
+            relaxation.effort.check()
+            first = firsts[end]
+            low = int(first.min(initial=size))
+            if low >= end:
+                continue
+            costs = least[:, None, low:end] + relaxation.before[:, low:end]
+            costs += (priced + relaxation.after[:, end])[:, :, None]
+            costs[np.arange(low, end) < first[:, :, None]] = inf
+            flat = costs.reshape(len(rows), -1)
+            place = flat.argmin(axis=1)
+            least[:, end] = flat[np.arange(len(rows)), place]
+            chosen[:, end], starts[:, end] = np.divmod(place, end - low)
+            starts[:, end] += low
+        ends, each = np.full(len(rows), size - 1), np.arange(len(rows))
+        ends[np.isinf(least[:, -1])] = 0
+        seconds, slowest, exchange = np.zeros((3, len(rows)))
+        devices = np.zeros((len(rows), len(relaxation.budget)))
+        table = relaxation.exchange()
+        while ends.any():
+            on = ends > 0
+            option, start = chosen[each, ends], starts[each, ends]
+            own = np.where(on, relaxation.after[option, ends] + relaxation.before[option, start], 0)
+            seconds, slowest = seconds + own, np.maximum(slowest, own)
+            exchange = np.maximum(exchange, np.where(on, table[option, start, ends], 0.0))
+            devices[each, relaxation.pools[option]] += np.where(on, relaxation.degrees[option], 0.0)
+            ends = np.where(on, start, 0)
+        return least[:, -1], _Columns(seconds, devices, slowest, exchange)
 
 
 class _Paths:

@@ -131,10 +131,8 @@ def _tried(whole: int, most_first: int, most_second: int) -> Iterator[int]:
 def _may_do(pairs: list[Kind], numbers: list[int], most: int, free: list[int]) -> bool:
     """Whether each pair of pools has room for the pairs of stages between them, taken alone."""
     needed: Counter[tuple[int, int]] = Counter()
-    for ((first, first_devices), (second, second_devices)), number in zip(
-        pairs, numbers, strict=True
-    ):
-        needed[first, second] += number * most * min(first_devices, second_devices)
+    for ((first, one), (second, other)), number in zip(pairs, numbers, strict=True):
+        needed[first, second] += number * most * min(one, other)
     if any(room < 0 for room in free):
         return False
     return all(sum(free[p] for p in set(both)) >= least for both, least in needed.items()) and (

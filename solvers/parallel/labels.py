@@ -6,8 +6,8 @@ alike stages stand, does not matter any more; so labels that leave the same are 
 the better ones are kept. Bounds and prices are those of ``bound.py``.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf
 
 import numpy as np
@@ -139,7 +139,8 @@ class Labels:
         if relaxation.most_stages:
             self._open[0].append(root)
         self._history: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._num_recorded = 0
+        self._firsts = [0]  # of each part of the history, and of the next
+        self._undealt: set[bytes] = set()
 
     def _least_prices(self, rows: np.ndarray, d: int) -> np.ndarray:
         """The least price of one replica of a stage [kinds, rows]; pairs have one of each type."""
@@ -301,15 +302,13 @@ class Labels:
             (self._m - 1) * np.maximum(values["slowest"][whole], own)
             + values["total"][whole] + own + values["update"][whole] + values["reduce"][whole]
         )  # fmt: skip
-        seen: set[bytes] = set()
         for place in np.argsort(steps, kind="stable"):
             if steps[place] >= limit:
                 break
             label, kind = one[whole[place]], values["kind"][whole[place]]
             use = (labels["use"][label] + self._use[kind]).tobytes()
-            if use in seen:
+            if use in self._undealt:
                 continue
-            seen.add(use)
             stages = self._stages(values, int(whole[place]))
             try:
                 is_dealt = self._can_deal(stages)
@@ -319,6 +318,7 @@ class Labels:
             if is_dealt:
                 found.append((float(steps[place]), stages))
                 break
+            self._undealt.add(use)
         return found
 
     def _can_deal(self, stages: Stages) -> bool:
@@ -332,20 +332,18 @@ class Labels:
 
     def _record(self, labels: dict[str, np.ndarray], end: int) -> int:
         """Keep where these labels came from; returns the number of the first."""
-        first = self._num_recorded
         ends = np.full(len(labels["parent"]), end)
         self._history.append((labels["parent"], labels["mix"], ends))
-        self._num_recorded += len(ends)
-        return first
+        self._firsts.append(self._firsts[-1] + len(ends))
+        return self._firsts[-2]
 
     def _stages(self, values: dict[str, np.ndarray], place: int) -> Stages:
-        starts = list(accumulate((len(each[0]) for each in self._history), initial=0))
         start, mix = int(values["end"][place]), int(values["mix"][place])
         parent, stages = int(values["parent"][place]), []
         while mix >= 0:
-            chunk = int(np.searchsorted(starts, parent, side="right")) - 1
+            chunk = bisect_right(self._firsts, parent) - 1
             parents, mixes, ends = self._history[chunk]
-            row = parent - starts[chunk]
+            row = parent - self._firsts[chunk]
             end = int(ends[row])
             stages.append((start, end, self._mixes[mix]))
             start, mix, parent = end, int(mixes[row]), int(parents[row])

@@ -110,12 +110,6 @@ class Search:
             self.effort,
         )
 
-    def cap(self, seconds: float) -> float:
-        """The longest time of a stage, in seconds, that a step under ``seconds`` allows."""
-        m = self.num_microbatches
-        left = seconds - self.space.least_seconds[-1]
-        return min(seconds / m, left / (m - 1)) if m > 1 else seconds
-
     def one_stage(self, below: float) -> Iterator[Found]:
         """The plans of a single stage that fit and take less than ``below`` seconds."""
         for mix in self.mixes:

@@ -198,7 +198,7 @@ class _Tree:
                 return
             is_far = number >= next_dive and self.bound < _FAR * self.limit
             least, _, search, part = heappop(self._heap)
-            left = _DEEPEST if is_far and part is not None else 0
+            left = _DEEPEST if is_far else 0
             chosen, known = [(least, search, part)], self.limit
             while chosen:
                 ((least, search, part),) = chosen
@@ -231,9 +231,8 @@ class _Tree:
         aim = min(self.limit, _AIM * least)
         try:
             if part is None:
-                top = search.cap(self.limit)
-                region = relaxation.region(search.least_slowest, top, aim)
-                regions = [replace(region, least_seconds=max(least, region.least_seconds))]
+                found = relaxation.regions(search.least_slowest, aim, self.limit)
+                regions = [replace(r, least_seconds=max(least, r.least_seconds)) for r in found]
             elif isinstance(part, Region):
                 regions = relaxation.split(part, aim)
                 if not regions:

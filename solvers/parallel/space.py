@@ -108,23 +108,25 @@ def _largest(bytes_of_layers: tuple[float, ...], size: int) -> np.ndarray:
 
 def fitting(option: Option, num_in_flight: int) -> np.ndarray:
     """Whether a device holds stages, as ``Option.fits`` [starts, ends]; empty ones are none."""
-    weights, stashed = np.array(option.weights), np.array(option.stashed)
-    places = np.arange(len(weights))
+    places = np.arange(len(option.weights))
     is_stage = places[None, :] > places[:, None]
     if option.memory_bytes is None:
         return is_stage
-    held = stashed[None, :] - stashed[:, None]
-    if option.recompute == "full":
-        held = num_in_flight * np.array(option.inputs)[:, None] + held
-    else:
-        held = num_in_flight * held
-    held = option.reserved_bytes + (weights[None, :] - weights[:, None]) + held
-    if option.uneven:
-        held = held + most_uneven(option)
-    if option.cores:
-        held = held + most_cores(option)
-    fits: np.ndarray = is_stage & (held <= option.memory_bytes * ROOM)
+    once, each = _held(option)
+    fits: np.ndarray = is_stage & (once + num_in_flight * each <= option.memory_bytes * ROOM)
     return fits
+
+
+@lru_cache(maxsize=512)
+def _held(option: Option) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of stages once, and for each microbatch in flight [starts, ends]."""
+    weights, stashed = np.array(option.weights), np.array(option.stashed)
+    once = option.reserved_bytes + (weights[None, :] - weights[:, None])
+    each = stashed[None, :] - stashed[:, None]
+    if option.recompute == "full":
+        once, each = once + each, np.array(option.inputs)[:, None]
+    once = once + most_uneven(option) if option.uneven else once
+    return once + most_cores(option) if option.cores else once, each
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # likewise

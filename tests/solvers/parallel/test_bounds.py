@@ -8,7 +8,6 @@ from hypothesis import given, settings
 
 from hetflow.checks.parallel import counted_step
 from hetflow.schema.parallel import ParallelProblem
-from hetflow.solvers.parallel.bound import Region
 from hetflow.solvers.parallel.gradients import Rings
 from hetflow.solvers.parallel.search import Search
 from hetflow.solvers.parallel.space import microbatch_sizes, replica_counts, space_of
@@ -33,8 +32,7 @@ def test_no_plan_is_below_its_search_s_bounds(problem: ParallelProblem) -> None:
             search, least = Search(problem, space, replicas), min(steps)
             assert search.least_by_capacity <= least * (1 + 1e-9)
             for below in (1.01 * least, 3 * least):  # bounds hold for plans under ``below``
-                top = search.relaxation.region(search.least_slowest, search.cap(below), below)
-                regions: list[Region] = [top]
+                regions = search.relaxation.regions(search.least_slowest, below, below)
                 for _ in range(6):  # of any split into regions one has the plan
                     assert min(r.least_seconds for r in regions) <= least * (1 + 1e-9)
                     first = min(regions, key=lambda r: r.least_seconds)
