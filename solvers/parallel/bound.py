@@ -12,7 +12,7 @@ least (m - 1) low_T + low_X + S(high_T, high_X), for S the shortest path less th
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from ..lp import LinearSession
 from .gradients import Rings
 from .space import Option, Space, fitting
 
-_RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # between two types' prices
 _MOST_KNOWN = 64  # paths that a search for prices starts from
 _MOST_PATHS = 24  # in one search for prices
 _NEAR = 2e-4  # of the step, between the prices' bound and the linear program
@@ -63,14 +62,8 @@ def stage_levels(space: Space) -> np.ndarray | None:
 
 
 def price_rows(pools: tuple[ParallelPool, ...]) -> np.ndarray:
-    """Prices that bound devices alone [rows, pools]: all alike, each type, ratios of each pair."""
-    rows = [np.ones(len(pools)), *np.eye(len(pools))]
-    for first, second in combinations(range(len(pools)), 2):
-        for ratio in _RATIOS:
-            row = np.zeros(len(pools))
-            row[first], row[second] = 1.0, ratio
-            rows.append(row)
-    return np.array(rows)
+    """Prices that bound devices alone [rows, pools]: all alike, and each type."""
+    return np.array([np.ones(len(pools)), *np.eye(len(pools))])
 
 
 @lru_cache(maxsize=128)
@@ -107,6 +100,7 @@ class Region:
         least_seconds: No plan of the region has a shorter step.
         is_priced: Whether better prices would prove hardly more.
         step: Plans are looked for that are at most so much above the bound.
+        tables: What a search of the region has counted for its labels, if there was one.
     """
 
     low_seconds: float
@@ -118,13 +112,13 @@ class Region:
     least_seconds: float
     is_priced: bool = False
     step: float = 0.02
+    tables: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
     """A path of the linear program: its seconds, devices [pools], T and X."""
 
-    path: Path
     seconds: float
     devices: np.ndarray
     slowest: float
@@ -170,6 +164,7 @@ class Relaxation:
     before: np.ndarray = field(init=False)
     _exchange: np.ndarray | None = None
     _columns: list[_Column] = field(default_factory=list)
+    _found: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.numbers = [
@@ -444,12 +439,18 @@ class Relaxation:
             end, placed = start, placed + 1
         exchange = max(float(self.exchange()[stage]) for stage in path)
         named = tuple((self.numbers[o], start, end) for o, start, end in reversed(path))
-        return _Column(named, seconds, devices, slowest, exchange)
+        self.keep(named, devices)
+        return _Column(seconds, devices, slowest, exchange)
 
     def paths(self) -> list[Path]:
         """The paths found since the last call that need no more devices than there are."""
-        fitting_ = [c.path for c in self._columns if (c.devices <= self.budget * _SLACK).all()]
-        return fitting_
+        found, self._found = self._found, []
+        return found
+
+    def keep(self, path: Path, devices: np.ndarray) -> None:
+        """Give a path with ``paths``, if the pool has its devices."""
+        if (devices <= self.budget * _SLACK).all():
+            self._found.append(path)
 
     def split(self, region: Region, below: float) -> list[Region]:
         """The region as two, each with a bound of its own; none where it is narrow already.
@@ -612,14 +613,21 @@ class _Grid:
         seconds, slowest, exchange = np.zeros((3, len(rows)))
         devices = np.zeros((len(rows), len(relaxation.budget)))
         table = relaxation.exchange()
+        paths: list[list[tuple[int, int, int]]] = [[] for _ in rows]
         while ends.any():
             on = ends > 0
+            for row in np.flatnonzero(on):
+                option, start = int(chosen[row, ends[row]]), int(starts[row, ends[row]])
+                paths[row].append((relaxation.numbers[option], start, int(ends[row])))
             option, start = chosen[each, ends], starts[each, ends]
             own = np.where(on, relaxation.after[option, ends] + relaxation.before[option, start], 0)
             seconds, slowest = seconds + own, np.maximum(slowest, own)
             exchange = np.maximum(exchange, np.where(on, table[option, start, ends], 0.0))
             devices[each, relaxation.pools[option]] += np.where(on, relaxation.degrees[option], 0.0)
             ends = np.where(on, start, 0)
+        for path, taken in zip(paths, devices, strict=True):
+            if path:
+                relaxation.keep(tuple(reversed(path)), taken)
         return least[:, -1], _Columns(seconds, devices, slowest, exchange)
 
 

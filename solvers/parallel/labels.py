@@ -7,7 +7,7 @@ the better ones are kept. Bounds and prices are those of ``bound.py``.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -84,7 +84,7 @@ class Labels:
         self._use = np.zeros((len(self._kinds), num_pools + len(pairs)), dtype=np.int32)
         for number, kind in enumerate(self._kinds):
             self._use[number, kind.row] = kind.groups[0][1] if len(kind.groups) == 1 else 1
-        self._rows = price_rows(problem.pools)
+        self._rows = np.vstack([price_rows(problem.pools), region.prices])
         self._worth = self._rows @ relaxation.budget
         self._price = self._least_prices(region.prices[None], d)[:, 0]
         self._prices = self._least_prices(self._rows, d)
@@ -114,9 +114,13 @@ class Labels:
             both = self._pairs[:, 0]
             crossing = space.between[both[:, None, :, None], both[None, :, None, :]]
             self._crossing = crossing.max(axis=(2, 3))
-        firsts_of_caps = relaxation.firsts(region.high_seconds, region.high_exchange)
-        self._rest = relaxation.tables(region.prices[None], firsts_of_caps, is_timed=True)[:, 0]
-        self._devices = relaxation.tables(self._rows, firsts_of_caps, is_timed=False)
+        if region.tables is None:
+            firsts_of_caps = relaxation.firsts(region.high_seconds, region.high_exchange)
+            rest = relaxation.tables(region.prices[None], firsts_of_caps, is_timed=True)[:, 0]
+            devices = relaxation.tables(self._rows, firsts_of_caps, is_timed=False)
+            self.region = region = replace(region, tables=(rest, devices))
+        assert region.tables is not None
+        self._rest, self._devices = region.tables
         self._budget = float(region.prices @ relaxation.budget)
         self._fixed = (self._m - 1) * region.low_seconds + region.low_exchange
         self._arcs: dict[tuple[int, int], _Arcs] = {}

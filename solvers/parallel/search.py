@@ -11,7 +11,7 @@ import numpy as np
 from ...costs.parallel_stage import gather_seconds, transfer_seconds
 from ...schema.parallel import ParallelProblem
 from ..effort import DEFAULT, Effort
-from .bound import Relaxation
+from .bound import Path, Relaxation
 from .counts import UndecidedError, deal_to_places
 from .gradients import Rings
 from .labels import Stages
@@ -151,15 +151,31 @@ class Search:
         longest = float(np.diff(seconds[bounds]).max())
         if (self.num_microbatches - 1) * longest + whole >= below:
             return None
+        return self.of_path(tuple((numbers[0], *stage) for stage in pairwise(bounds)), below)
+
+    def of_path(self, path: Path, below: float) -> Found | None:
+        """The plan of a path, whose stages recompute only if they must."""
         stages: list[tuple[int, int, tuple[int, ...]]] = []
-        for placed, (start, end) in enumerate(reversed(list(pairwise(bounds)))):
-            in_flight = min(placed + 1, self.num_microbatches)
-            fitting = (n for n in numbers if self.space.options[n].fits(start, end, in_flight))
-            number = next(fitting, None)
-            if number is None:
+        for number, (option, start, end) in enumerate(path):
+            in_flight = min(len(path) - number, self.num_microbatches)
+            alike = self._alike[option]
+            fitting = next(
+                (n for n in alike if self.space.options[n].fits(start, end, in_flight)), None
+            )
+            if fitting is None:
                 return None
-            stages.append((start, end, (number,)))
-        return self.found(tuple(reversed(stages)), below)
+            stages.append((start, end, (fitting,)))
+        return self.found(tuple(stages), below)
+
+    @cached_property
+    def _alike(self) -> list[list[int]]:
+        """[options] those that differ by recomputation alone, the fastest first."""
+        kinds: dict[tuple[int, int], list[int]] = {}
+        keys = [(o.pool, o.tensor_parallel_size) for o in self.space.options]
+        order = sorted(range(len(keys)), key=lambda n: self.space.options[n].seconds[-1])
+        for number in order:
+            kinds.setdefault(keys[number], []).append(number)
+        return [kinds[key] for key in keys]
 
     def found(self, stages: Stages, below: float) -> Found | None:
         """The plan of these stages, which fit; None where it takes ``below`` seconds or more.

@@ -213,7 +213,7 @@ class _Tree:
                     left, next_dive = min(left, _MOST_PASSES), number + number // 2 + 6
                 may_go_on = left > 0 and self.limit == known and not self._effort.should_stop()
                 chosen = parts[:1] if may_go_on else []
-                if chosen and chosen[0][0] >= _DEAR * self.bound:
+                if chosen and chosen[0][0] >= min(_DEAR * self.bound, self.limit * self._accepted):
                     chosen = []
                 self._push(parts[len(chosen) :])
 
@@ -243,6 +243,7 @@ class _Tree:
             return [(region.least_seconds, search, region) for region in regions]
         finally:
             self._work += relaxation.work - work
+            self.offer(search.of_path(path, self.limit) for path in relaxation.paths())
 
     def _advanced(self, search: Search, labels: Labels) -> "list[_Part]":
         limit = self.limit * self._accepted if self.best is not None else self.limit
