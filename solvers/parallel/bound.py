@@ -12,7 +12,7 @@ least (m - 1) low_T + low_X + S(high_T, high_X), for S the shortest path less th
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -25,12 +25,13 @@ from ..lp import LinearSession
 from .gradients import Rings
 from .space import Option, Space, fitting
 
+_RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # between two types' prices
 _MOST_KNOWN = 64  # paths that a search for prices starts from
 _MOST_PATHS = 24  # in one search for prices
 _NEAR = 2e-4  # of the step, between the prices' bound and the linear program
 _ROUGH = 0.2  # of what is missing: so exact are prices that cannot prove it
 _DEAREST = 1e4  # times what is to be proved: what a share of the program that takes nothing costs
-_SECONDS, _EXCHANGES = 12, 8  # intervals of T and of X in the first grid of a search
+_SECONDS, _EXCHANGES = 6, 4  # intervals of T and of X in the first grid of a search
 _PARTS = 4  # of T and of X, at most, into which a region is split
 _MOST_TURNS = 8  # of prices of a grid
 _SLACK = 1 + 1e-12  # of caps, which times may meet exactly
@@ -62,8 +63,14 @@ def stage_levels(space: Space) -> np.ndarray | None:
 
 
 def price_rows(pools: tuple[ParallelPool, ...]) -> np.ndarray:
-    """Prices that bound devices alone [rows, pools]: all alike, and each type."""
-    return np.array([np.ones(len(pools)), *np.eye(len(pools))])
+    """Prices that bound devices alone [rows, pools]: all alike, each type, ratios of each pair."""
+    rows = [np.ones(len(pools)), *np.eye(len(pools))]
+    for first, second in combinations(range(len(pools)), 2):
+        for ratio in _RATIOS:
+            row = np.zeros(len(pools))
+            row[first], row[second] = 1.0, ratio
+            rows.append(row)
+    return np.array(rows)
 
 
 @lru_cache(maxsize=128)
@@ -98,7 +105,8 @@ class Region:
         prices: [pools] seconds of one device of a replica.
         rest_seconds: S, at these prices.
         least_seconds: No plan of the region has a shorter step.
-        is_priced: Whether better prices would prove hardly more.
+        is_priced: Whether its prices are of ``Relaxation.priced``.
+        is_near: Whether better prices would prove hardly more.
         step: Plans are looked for that are at most so much above the bound.
         tables: What a search of the region has counted for its labels, if there was one.
     """
@@ -111,6 +119,7 @@ class Region:
     rest_seconds: float
     least_seconds: float
     is_priced: bool = False
+    is_near: bool = False
     step: float = 0.02
     tables: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -374,10 +383,11 @@ class Relaxation:
             return inf, -inf
         return max(low, float(levels[first])), float(levels[last])
 
-    def priced(self, region: Region, below: float) -> Region:
+    def priced(self, region: Region, below: float, rough: float = _ROUGH) -> Region:
         """The region with the best prices found; enough to prove ``below`` seconds end the search.
 
-        Starts from the region's own prices. ``below`` may be any aim.
+        Starts from the region's own prices. ``below`` may be any aim; ``rough`` is what may be
+        missing of what is missing in any case.
         """
         firsts = self.firsts(region.high_seconds, region.high_exchange)
         fixed = (self.num_microbatches - 1) * region.low_seconds + region.low_exchange
@@ -394,19 +404,19 @@ class Relaxation:
                 np.array([column.devices for column in known]),
             )
         best, prices, limit = -inf, region.prices, inf
-        trial, is_priced = prices, False
+        trial, is_near = prices, False
         for number in range(_MOST_PATHS):
             if number or program.num_paths:
                 limit, trial = program.best()
                 trial = trial if best == -inf else 0.5 * (trial + prices)
             # Far from what is to be proved, the region is split anyway.
-            if limit - best <= max(near, _ROUGH * (target - limit)):
-                is_priced = limit - best <= near
+            if limit - best <= max(near, rough * (target - limit)):
+                is_near = limit - best <= near
                 break
             tables = self.tables(trial[None], firsts, is_timed=True)[:, 0]
             least = float(tables[0, -1])
             if least == inf:
-                best, prices, is_priced = inf, trial, True
+                best, prices, is_near = inf, trial, True
                 break
             if least - float(trial @ self.budget) > best:
                 best, prices = least - float(trial @ self.budget), trial
@@ -416,7 +426,8 @@ class Relaxation:
             self._columns.append(column)
             program.add(np.array([column.seconds]), column.devices[None])
         return _bounded(
-            replace(region, prices=prices, rest_seconds=best, is_priced=is_priced), fixed
+            replace(region, prices=prices, rest_seconds=best, is_priced=True, is_near=is_near),
+            fixed,
         )
 
     def _column(
@@ -460,7 +471,7 @@ class Relaxation:
             below: Only plans under so many seconds count.
         """
         if not region.is_priced:
-            return [replace(self.priced(region, below), is_priced=True)]
+            return [self.priced(region, below)]
         by_seconds = (self.num_microbatches - 1) * (region.high_seconds - region.low_seconds)
         by_exchange = min(
             region.high_exchange - region.low_exchange, max(below - region.least_seconds, 0.0)
@@ -468,12 +479,14 @@ class Relaxation:
         narrow = NARROW if self.size * self.most_stages > _FEW else _NARROW_FOR_FEW
         parts = [min(_PARTS, ceil(width / (narrow * below))) for width in (by_seconds, by_exchange)]
         if max(parts) <= 1:
-            return []
-        wide = replace(region, is_priced=False)
+            if region.is_near:
+                return []
+            return [replace(self.priced(region, below, rough=0.0), is_near=True)]
+        wide = replace(region, is_priced=False, is_near=False)
         return self._grid(wide, (max(parts[0], 1), max(parts[1], 1)), below)
 
 
-NARROW = 0.01
+NARROW = 0.002
 """A region is not split where its caps differ by so much of the step."""
 _FEW, _NARROW_FOR_FEW = 100, 0.2  # layers times stages: plans are soon built then
 

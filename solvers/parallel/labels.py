@@ -144,6 +144,7 @@ class Labels:
             self._open[0].append(root)
         self._history: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._firsts = [0]  # of each part of the history, and of the next
+        self._compared = [0] * len(self._open)  # labels that were left when all were compared
         self._undealt: set[bytes] = set()
 
     def _least_prices(self, rows: np.ndarray, d: int) -> np.ndarray:
@@ -214,7 +215,9 @@ class Labels:
         if not len(whole["bound"]):
             self._open[placed] = []
             return None
-        whole = _undominated(whole)
+        if len(whole["bound"]) > 2 * self._compared[placed]:
+            whole = _undominated(whole)
+            self._compared[placed] = len(whole["bound"])
         if len(whole["bound"]) <= width:
             self._open[placed] = []
             return whole

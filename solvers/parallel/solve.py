@@ -7,7 +7,7 @@ equation 4.1 where stages are equal. Interleaved pipelines are searched apart (i
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
 from math import ceil, inf
 
@@ -197,7 +197,7 @@ class _Tree:
             if not self._is_open:
                 return
             is_far = number >= next_dive and self.bound < _FAR * self.limit
-            least, _, search, part = heappop(self._heap)
+            least, _, search, part = self._next(is_far)
             left = _DEEPEST if is_far else 0
             chosen, known = [(least, search, part)], self.limit
             while chosen:
@@ -210,12 +210,23 @@ class _Tree:
                 parts.sort(key=lambda each: each[0])
                 left -= 1
                 if left > 0 and isinstance(part, Labels):
-                    left, next_dive = min(left, _MOST_PASSES), number + number // 2 + 6
+                    left = min(left, _MOST_PASSES)
+                    next_dive = number + (2 if self.best is None else number // 2 + 6)
                 may_go_on = left > 0 and self.limit == known and not self._effort.should_stop()
                 chosen = parts[:1] if may_go_on else []
                 if chosen and chosen[0][0] >= min(_DEAR * self.bound, self.limit * self._accepted):
                     chosen = []
                 self._push(parts[len(chosen) :])
+
+    def _next(self, is_dive: bool) -> "tuple[float, int, Search, Region | Labels | None]":
+        """Take what has the least bound; for a dive, of what no plans were looked for in yet."""
+        fresh = [entry for entry in self._heap if not isinstance(entry[3], Labels)]
+        if not is_dive or not fresh:
+            return heappop(self._heap)
+        entry = min(fresh, key=lambda each: each[:2])
+        self._heap.remove(entry)
+        heapify(self._heap)
+        return entry
 
     @property
     def _is_open(self) -> bool:
@@ -228,7 +239,7 @@ class _Tree:
         """What a part is to be replaced by, each with its bound."""
         relaxation, work = search.relaxation, search.relaxation.work
         least = search.least_by_capacity if part is None else part.least_seconds
-        aim = min(self.limit, _AIM * least)
+        aim = min(self.limit * self._accepted, _AIM * least)
         try:
             if part is None:
                 found = relaxation.regions(search.least_slowest, aim, self.limit)
