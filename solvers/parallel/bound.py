@@ -370,7 +370,7 @@ class Relaxation:
                 caps = {"low_seconds": low, "high_seconds": high}
                 part = replace(region, **caps, low_exchange=free_of_one, high_exchange=full)
                 found.append(_bounded(part, passes * low + free_of_one))
-        return _Grid(self, found).priced(below)
+        return _Grid(self, found).priced(below) if found else []
 
     def _snapped(self, low: float, high: float) -> tuple[float, float]:
         """The least and the greatest time of a stage within these caps; they cross where none."""
