@@ -560,36 +560,36 @@ class _Grid:
         trials = prices.copy()
         target = [below - each for each in fixed]
         near = _NEAR * below
-        programs = [_Paths(budget, _DEAREST * max(each, near)) for each in target]
+        programs: dict[int, _Paths] = {}
+        known: list[_Columns] = []
         left = [r for r in range(number) if self._regions[r].least_seconds < below]
         for turn in range(_MOST_TURNS):
             if not left:
                 break
-            if turn:
-                left = [r for r in left if best[r] < target[r]]
+            left = [r for r in left if best[r] < target[r]]
+            if turn == 1:  # prices that refuse what takes more devices than there are in all
+                trials[left] = _DEAREST * max(max(target), near) / budget.max()
+            elif turn:
                 for r in list(left):
+                    new = known[-1:]
+                    if r not in programs:
+                        programs[r], new = _Paths(budget, _DEAREST * max(target[r], near)), known
+                    for columns in new:
+                        programs[r].add_within(columns, self._regions[r])
                     limit, trial = programs[r].best()
                     trials[r] = 0.5 * (trial + prices[r])
                     if limit - best[r] <= max(near, _ROUGH * (target[r] - limit)):
                         left.remove(r)
-                if not left:
-                    break
+            if not left:
+                break
             rows = np.array(left)
             costs, columns = self._paths(rows, trials[rows])
             worth = costs - trials[rows] @ budget
             for row, r in enumerate(left):
                 if worth[row] > best[r]:
                     best[r], prices[r] = worth[row], trials[r]
-            for r in left:
-                region = self._regions[r]
-                usable = (columns.slowest <= region.high_seconds * _SLACK) & (
-                    columns.exchange <= region.high_exchange * _SLACK
-                )
-                usable &= np.isfinite(costs)
-                if best[r] < target[r] and usable.any():
-                    chosen = columns.devices[usable], columns.seconds[usable, None]
-                    own = np.unique(np.concatenate(chosen, axis=1), axis=0)
-                    programs[r].add(own[:, -1], own[:, :-1])
+            is_path = np.isfinite(costs)
+            known.append(_Columns(*(each[is_path] for each in columns)))
         return [
             _bounded(replace(region, prices=prices[r], rest_seconds=float(best[r])), fixed[r])
             for r, region in enumerate(self._regions)
@@ -669,6 +669,16 @@ class _Paths:
         starts = height * np.arange(number)
         self._program.add_columns(-seconds, starts, rows, entries.ravel())
         self.num_paths += number
+
+    def add_within(self, columns: _Columns, region: Region) -> None:
+        """Add the paths that lie in a region, alike ones once."""
+        usable = (columns.slowest <= region.high_seconds * _SLACK) & (
+            columns.exchange <= region.high_exchange * _SLACK
+        )
+        both = np.concatenate([columns.devices, columns.seconds[:, None]], axis=1)[usable]
+        own = np.unique(both, axis=0)
+        if len(own):
+            self.add(own[:, -1], own[:, :-1])
 
     def best(self) -> tuple[float, np.ndarray]:
         """The least seconds of shares of these paths, and the prices [pools] that prove it."""
