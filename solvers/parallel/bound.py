@@ -367,8 +367,13 @@ class Relaxation:
             low, high = self._snapped(*one)
             marks = _marks(free, room, region.high_exchange, parts[1])
             for free_of_one, full in pairwise(marks) if low <= high * _SLACK else ():
-                caps = {"low_seconds": low, "high_seconds": high}
-                part = replace(region, **caps, low_exchange=free_of_one, high_exchange=full)
+                part = replace(
+                    region,
+                    low_seconds=low,
+                    high_seconds=high,
+                    low_exchange=free_of_one,
+                    high_exchange=full,
+                )
                 found.append(_bounded(part, passes * low + free_of_one))
         return _Grid(self, found).priced(below) if found else []
 

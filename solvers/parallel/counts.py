@@ -89,7 +89,7 @@ def deal(
     if dealt is None:
         return None
     left = dict(zip(pairs, dealt, strict=True))
-    counts = []
+    counts: list[tuple[int, ...]] = []
     for groups in map(tuple, stages):
         if len(groups) == 1:
             counts.append((num_replicas,))

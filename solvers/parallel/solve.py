@@ -29,9 +29,9 @@ from .space import MOST_TYPES, Spaces, microbatch_sizes, replica_counts
 
 NUM_TRIED_FIRST = 32
 """Searches whose simple plans are tried at the start, so that a good one is known early."""
-_FAR, _DEEPEST, _DEAR = 0.97, 40, (2.5, 1.5)
+_FAR, _DEEPEST, _DEAR = 0.97, 40, (1.5, 2.5)
 """A bound is followed down while it is far below the best plan, at most so many parts deep and not
-beyond so many times the least bound, without a plan and with one."""
+beyond so many times the least bound: the second where the best plan is twice that or longer."""
 _MOST_PASSES = 2
 _AIM = 2.0
 """Without a plan, prices are looked for that prove so many times the bound."""
@@ -214,7 +214,7 @@ class _Tree:
                     next_dive = number + (2 if self.best is None else number // 2 + 6)
                 may_go_on = left > 0 and self.limit == known and not self._effort.should_stop()
                 chosen = parts[:1] if may_go_on else []
-                dear = _DEAR[self.best is not None] * self.bound
+                dear = _DEAR[self.bound < 0.5 * self.limit] * self.bound
                 if chosen and chosen[0][0] >= min(dear, self.limit * self._accepted):
                     chosen = []
                 self._push(parts[len(chosen) :])
