@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     )
     from .schema.jobs import Allocation, Job, Jobs, ModelThroughput, Throughputs
     from .schema.optimizer import OptimizerState
-    from .schema.plan import Plan
+    from .schema.pipeline import PipelinePlan
+    from .schema.plan import SplitPlan
     from .schema.profile import BatchPoint, Profile
     from .schema.resize import ResizeAnswer
     from .schema.run import RunRecord
@@ -83,11 +84,13 @@ _WHERE = {
     "Jobs": ".schema.jobs",
     "ModelThroughput": ".schema.jobs",
     "OptimizerState": ".schema.optimizer",
-    "Plan": ".schema.plan",
+    "ParallelPlan": ".schema.parallel",
+    "PipelinePlan": ".schema.pipeline",
     "Profile": ".schema.profile",
     "ResizeAnswer": ".schema.resize",
     "RunRecord": ".schema.run",
     "SimulationRun": ".schema.simulation",
+    "SplitPlan": ".schema.plan",
     "Throughputs": ".schema.jobs",
     "BackendError": ".schema.errors",
     "FileError": ".schema.errors",
@@ -111,12 +114,14 @@ __all__ = [
     "LaunchError",
     "ModelThroughput",
     "OptimizerState",
-    "Plan",
+    "ParallelPlan",
+    "PipelinePlan",
     "ProblemError",
     "Profile",
     "ResizeAnswer",
     "RunRecord",
     "SimulationRun",
+    "SplitPlan",
     "TargetError",
     "Throughputs",
     "allocate",

@@ -36,8 +36,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from hetflow import runtime as hf
 from hetflow.profilers.zoo import factory_of
 from hetflow.schema import files
-from hetflow.schema.plan import Plan, Prediction, Proof
-from hetflow.tests.plan_parts import split_plan, whole_group
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
 WORKERS = 2
 LEVELS = ("none", "static", "elastic", "heterogeneous")
@@ -184,15 +183,15 @@ def run_block(lines: list[socket.socket], steps: int) -> dict[str, float]:
     }
 
 
-def plan_of(size: int) -> Plan:
-    group = whole_group(
+def plan_of(size: int) -> SplitPlan:
+    group = DeviceGroup(
         device_type="cpu",
         num_devices=WORKERS,
         device_batch_size=size,
         virtual_nodes=1,
         virtual_node_batch_size=size,
     )
-    return split_plan(
+    return SplitPlan(
         model="determinism_cost",
         global_batch_size=size * WORKERS,
         groups=(group,),

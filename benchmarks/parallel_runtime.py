@@ -23,9 +23,6 @@ from pathlib import Path
 
 from pipeline_runtime import quartiles, run_world
 
-from hetflow.schema.plan import Prediction, Stage
-from hetflow.tests.plan_parts import parallel_plan_of
-
 MICROBATCHES, MICROBATCH_SIZE, BLOCKS, WARM_UP = 8, 2, 4, 5
 MOST_DIFFERENCE = 1e-3  # of losses, relative; float32, after all steps
 
@@ -169,7 +166,13 @@ def loss_of(logits, targets):
 def plan_of(case, size):
     """The plan of a case: equal stages, equal replicas."""
     from hetflow.runtime.pipeline.trace import layers_of
-    from hetflow.schema.plan import Proof, ReplicaGroup
+    from hetflow.schema.parallel import (
+        ParallelPlan,
+        ParallelPrediction,
+        ParallelProof,
+        ParallelStage,
+        ReplicaGroup,
+    )
 
     num_stages = case.pipeline * case.chunks
     layers = [[] for _ in range(num_stages)]
@@ -181,20 +184,19 @@ def plan_of(case, size):
         layers[place].append(layer.id)
     batch = MICROBATCHES * MICROBATCH_SIZE * case.data
     replicas = ReplicaGroup(
-        device_type="cpu", tensor_parallel_size=case.tensor, num_replicas=case.data, samples=batch,
-        virtual_nodes=MICROBATCHES, virtual_node_batch_size=MICROBATCH_SIZE,
-    )  # fmt: skip
-    return parallel_plan_of(
+        device_type="cpu", tensor_parallel_size=case.tensor, num_replicas=case.data, samples=batch
+    )
+    return ParallelPlan(
         model="decoder", global_batch_size=batch, microbatch_size=MICROBATCH_SIZE,
         num_microbatches=MICROBATCHES, num_model_chunks=case.chunks,
         schedule="1f1b" if case.chunks == 1 else "interleaved",
         sequence_parallel=case.sequence or None,
         stages=tuple(
-            Stage(layers=tuple(names), recompute="none", replicas=(replicas,))
+            ParallelStage(layers=tuple(names), recompute="none", replicas=(replicas,))
             for names in layers
         ),
-        predicted=Prediction(step_seconds=1, samples_per_second=1),
-        proof=Proof(
+        predicted=ParallelPrediction(step_seconds=1, samples_per_second=1, memory_bytes={}),
+        proof=ParallelProof(
             termination="feasible", objective=1, lower_bound=None, gap=None, method="stated",
             space="this plan",
         ),

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hetflow.schema import files
-from hetflow.schema.plan import Plan, Prediction, Proof
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.tests.fakecuda import build
 from hetflow.tests.fakecuda.hosts import software_environment
-from hetflow.tests.plan_parts import split_plan, whole_group
 
 WORKERS, SKIPPED = 2, 3
 # Samples of a worker, and counted steps.
@@ -119,8 +118,8 @@ def run_hetflow(
         raise SystemExit(done.stderr)
 
 
-def plan_of(name: str, size: int) -> Plan:
-    group = whole_group(
+def plan_of(name: str, size: int) -> SplitPlan:
+    group = DeviceGroup(
         device_type="V100",
         num_devices=WORKERS,
         device_batch_size=size,
@@ -128,7 +127,7 @@ def plan_of(name: str, size: int) -> Plan:
         virtual_node_batch_size=size,
     )
     proof = Proof(termination="feasible", objective=1, lower_bound=None, gap=None, method="by hand")
-    return split_plan(
+    return SplitPlan(
         model=name,
         global_batch_size=size * WORKERS,
         groups=(group,),

@@ -5,18 +5,22 @@ from dataclasses import replace
 from itertools import combinations
 from math import prod
 
-from ..schema.pipeline import DevicePool, PipelineProblem
-from ..schema.plan import Plan, Stage
+from ..schema.pipeline import (
+    DevicePool,
+    PipelinePlan,
+    PipelineProblem,
+    StagePlan,
+)
 from . import definitions
 from .schedule import lists_of
 
 
-def pool_of(problem: PipelineProblem, stage: Stage) -> DevicePool | None:
+def pool_of(problem: PipelineProblem, stage: StagePlan) -> DevicePool | None:
     """Find the pool of a stage's device type; None if the problem has none."""
     return next((p for p in problem.pools if p.device_type == stage.device_type), None)
 
 
-def planned_memory(plan: Plan, problem: PipelineProblem, index: int) -> float:
+def planned_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Bytes that a plan must state for a stage.
 
     Of the stages on one device, the first also counts what the worker itself holds.
@@ -31,7 +35,7 @@ def planned_memory(plan: Plan, problem: PipelineProblem, index: int) -> float:
     return used if device in before else used + alone
 
 
-def stage_memory(plan: Plan, problem: PipelineProblem, index: int) -> float:
+def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Bytes of memory of one replica of a stage under the plan's schedule."""
     stage = plan.stages[index]
     in_flight, versions = held(plan, problem, index)
@@ -44,11 +48,11 @@ def stage_memory(plan: Plan, problem: PipelineProblem, index: int) -> float:
         crossing_bytes(plan, problem, index),
         (in_flight, versions),
         problem.optimizer.state_bytes_per_weight_byte,
-        recompute=plan.recomputes,
+        recompute=plan.recompute,
     )
 
 
-def held(plan: Plan, problem: PipelineProblem, index: int) -> tuple[int, int]:
+def held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int, int]:
     """Microbatches in flight and weight versions of one replica of a stage."""
     if plan.traits.is_uniform:
         return lists_of(plan).held[index]
@@ -59,7 +63,7 @@ def held(plan: Plan, problem: PipelineProblem, index: int) -> tuple[int, int]:
     return in_flight, definitions.weight_versions(problem.schedule, in_flight)
 
 
-def crossing_bytes(plan: Plan, problem: PipelineProblem, index: int) -> float:
+def crossing_bytes(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Bytes sent into or past stage ``index`` per microbatch.
 
     These are the outputs of all earlier layers that stage ``index`` or a later stage needs.
@@ -97,7 +101,7 @@ def _released_crossing(problem: PipelineProblem, before: set[str]) -> float:
     return sum(problem.layers[layer].activation_bytes for layer in last | extra)
 
 
-def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
+def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> StagePlan:
     """Return a stage with its numbers counted again from its layers, links and pool.
 
     All-reduces and updates are those of flat plans; None in nested ones, which do not count them.
@@ -139,7 +143,7 @@ def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
     )
 
 
-def _flat_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
+def _flat_price(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Seconds per input of a stage and its boundaries, over the link between its own replicas."""
     ends = [cut for cut in (index, index + 1) if 0 < cut < len(plan.stages)]
     bandwidth = _span(plan, problem, index)
@@ -147,7 +151,7 @@ def _flat_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
     return max([_flat_stage(plan, problem, index), *boundaries])
 
 
-def _nested_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
+def _nested_price(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Seconds per input of a stage at its lowest level, shared by the replicas of those above."""
     stage = plan.stages[index]
     compute, weights = _sums(plan, problem, [index])
@@ -156,7 +160,7 @@ def _nested_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
     return alone * lowest / stage.num_replicas
 
 
-def _tied_seconds(problem: PipelineProblem, stage: Stage) -> float | None:
+def _tied_seconds(problem: PipelineProblem, stage: StagePlan) -> float | None:
     """Seconds of the all-reduce of tied weights; None if the model has none.
 
     Counted as a ring over the stage's replicas and one more member, at the slowest link.
@@ -168,7 +172,7 @@ def _tied_seconds(problem: PipelineProblem, stage: Stage) -> float | None:
     return definitions.ring_seconds(split, members, definitions.slowest_link(problem))
 
 
-def seconds_per_input(plan: Plan, problem: PipelineProblem) -> float:
+def seconds_per_input(plan: PipelinePlan, problem: PipelineProblem) -> float:
     """Seconds per input of the slowest stage or boundary of a plan (thesis 2.4.1)."""
     if plan.solved == "nested":
         return _nested_seconds(plan, problem, list(range(len(plan.stages))), 0)
@@ -178,7 +182,7 @@ def seconds_per_input(plan: Plan, problem: PipelineProblem) -> float:
     )
 
 
-def _sums(plan: Plan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
+def _sums(plan: PipelinePlan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
     """Sum the compute seconds and weight bytes of stages, on the first one's device type.
 
     The fixed cost of passes is counted for a single stage only; for several stages it is counted at
@@ -187,7 +191,7 @@ def _sums(plan: Plan, problem: PipelineProblem, stages: list[int]) -> tuple[floa
     names = {name for index in stages for name in plan.stages[index].layers}
     pool = pool_of(problem, plan.stages[stages[0]])
     assert pool is not None
-    passes = 2 if plan.recomputes else 1
+    passes = 2 if plan.recompute else 1
     chosen = [i for i, layer in enumerate(problem.layers) if layer.id in names]
     own = sum(definitions.own_seconds(problem, pool, len(plan.stages)))
     return (
@@ -203,14 +207,14 @@ def _slowest_link(pool: DevicePool, devices: Iterable[int]) -> float:
     return min(rates, default=float("inf"))
 
 
-def _span(plan: Plan, problem: PipelineProblem, index: int) -> float:
+def _span(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     stage = plan.stages[index]
     pool = pool_of(problem, stage)
     assert pool is not None
     return _slowest_link(pool, stage.held)
 
 
-def _flat_stage(plan: Plan, problem: PipelineProblem, index: int) -> float:
+def _flat_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     stage, bandwidth = plan.stages[index], _span(plan, problem, index)
     pool = pool_of(problem, stage)
     assert pool is not None
@@ -223,7 +227,7 @@ def _flat_stage(plan: Plan, problem: PipelineProblem, index: int) -> float:
     return definitions.stage_seconds(problem, compute, update, stage.num_replicas, rings)
 
 
-def _boundary_link(plan: Plan, problem: PipelineProblem, index: int) -> float:
+def _boundary_link(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Bytes per second of the slowest link between stages ``index`` - 1 and ``index``.
 
     Every pair of their replicas counts.
@@ -239,7 +243,7 @@ def _boundary_link(plan: Plan, problem: PipelineProblem, index: int) -> float:
     return min(*spans, problem.inter_bytes_per_second or 0.0)
 
 
-def _nested_link(problem: PipelineProblem, before: Stage, after: Stage) -> float:
+def _nested_link(problem: PipelineProblem, before: StagePlan, after: StagePlan) -> float:
     """Bytes per second at the highest level at which two stages lie in different blocks."""
     levels = problem.pools[0].levels
     depth = next(
@@ -253,13 +257,13 @@ def _nested_link(problem: PipelineProblem, before: Stage, after: Stage) -> float
     return min(level.bytes_per_second for level in levels[: len(levels) - depth])
 
 
-def _flat_boundary(plan: Plan, problem: PipelineProblem, index: int) -> float:
+def _flat_boundary(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Seconds per input of the boundary before stage ``index``, in a flat plan's bottleneck."""
     return _weighed_boundary(plan, problem, index, _boundary_link(plan, problem, index))
 
 
 def _weighed_boundary(
-    plan: Plan, problem: PipelineProblem, index: int, bytes_per_second: float
+    plan: PipelinePlan, problem: PipelineProblem, index: int, bytes_per_second: float
 ) -> float:
     if not problem.count_boundaries:
         return 0.0
@@ -270,7 +274,7 @@ def _weighed_boundary(
 
 
 def _boundary_at(
-    plan: Plan, problem: PipelineProblem, index: int, bytes_per_second: float
+    plan: PipelinePlan, problem: PipelineProblem, index: int, bytes_per_second: float
 ) -> float:
     """Seconds of a microbatch's messages over the boundary before stage ``index``."""
     return definitions.boundary_seconds(
@@ -280,7 +284,9 @@ def _boundary_at(
     )
 
 
-def _nested_seconds(plan: Plan, problem: PipelineProblem, stages: list[int], depth: int) -> float:
+def _nested_seconds(
+    plan: PipelinePlan, problem: PipelineProblem, stages: list[int], depth: int
+) -> float:
     """Seconds per input of the slowest block at one level, A(i -> j) of thesis 2.4.1.
 
     The compute time of each block comes from the level below.
@@ -320,7 +326,7 @@ def _block(
 
 
 def _nested_boundaries(
-    plan: Plan,
+    plan: PipelinePlan,
     problem: PipelineProblem,
     groups: list[list[int]],
     order: int,

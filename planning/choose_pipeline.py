@@ -9,8 +9,7 @@ from pathlib import Path
 from ..schema.cluster import Cluster
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.options import option, told
-from ..schema.pipeline import Objective
-from ..schema.plan import Plan
+from ..schema.pipeline import Objective, PipelinePlan
 from ..schema.schedule_traits import SCHEDULES, traits
 from ..solvers.effort import Effort
 from ..solvers.pipeline.simplest import simplest_of
@@ -39,7 +38,7 @@ def check_flags(question: Question) -> None:
         )
 
 
-def best_pipeline(question: Question, clock: Clock) -> Plan:
+def best_pipeline(question: Question, clock: Clock) -> PipelinePlan:
     """Find the best pipeline plan for the requested schedule.
 
     With the schedule ``auto``, the best of all schedules that flush.
@@ -64,7 +63,7 @@ def best_pipeline(question: Question, clock: Clock) -> Plan:
     return plan
 
 
-def _in_the_best_part(question: Question, clock: Clock) -> Plan:
+def _in_the_best_part(question: Question, clock: Clock) -> PipelinePlan:
     """The best plan of the pool and of its parts without slow links."""
     profiles, said = question.profiles, question.asked.link_bytes_per_second
 
@@ -97,7 +96,7 @@ def _in_the_best_part(question: Question, clock: Clock) -> Plan:
     return plan
 
 
-def _say_what_is_simpler(plan: Plan) -> None:
+def _say_what_is_simpler(plan: PipelinePlan) -> None:
     least = (plan.provenance or {}).get("fastest")
     if least is None or plan.proof.tolerance is None:
         return
@@ -117,7 +116,7 @@ def _say_what_is_simpler(plan: Plan) -> None:
     )
 
 
-def _best(question: Question, clock: Clock) -> Plan:
+def _best(question: Question, clock: Clock) -> PipelinePlan:
     asked = question.asked.schedule
     sizes = _microbatch_sizes(question)
     if question.asked.repetitive:
@@ -127,7 +126,7 @@ def _best(question: Question, clock: Clock) -> Plan:
     return _scheduled(question, asked, sizes, clock)
 
 
-def _repetitive(question: Question, sizes: list[int]) -> Plan:
+def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
     flags = question.asked
     from .solve_repetitive import solve_repetitive
 
@@ -146,9 +145,9 @@ def _repetitive(question: Question, sizes: list[int]) -> Plan:
     )
 
 
-def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> Plan:
+def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> PipelinePlan:
     """Find the best plan over all schedules that flush, which all train to the same result."""
-    plans: list[Plan] = []
+    plans: list[PipelinePlan] = []
     refusals: list[HetflowError] = []
     tried = [known for known in SCHEDULES.all() if known.plannable and known.flushes]
     for number, known in enumerate(tried):
@@ -182,12 +181,12 @@ def _scheduled(
     sizes: list[int],
     clock: Clock,
     others_left: int = 0,
-) -> Plan:
+) -> PipelinePlan:
     """Find the best plan of one schedule over microbatch sizes.
 
     ``others_left`` is the number of searches that follow and must share the time limit.
     """
-    plans: dict[int, Plan] = {}
+    plans: dict[int, PipelinePlan] = {}
     refusals: list[HetflowError] = []
     for number, size in enumerate(sizes):
         effort = clock.effort(others_left + len(sizes) - number)
@@ -255,10 +254,12 @@ def _objective(question: Question) -> Objective | None:
     """The objective that was asked for; None leaves it to the schedule."""
     if question.asked.objective == "bottleneck":
         return "bottleneck"
-    return "step_seconds" if "objective" in question.asked.stated else None
+    return "step" if "objective" in question.asked.stated else None
 
 
-def _pipeline_at(question: Question, schedule: str, microbatch_size: int, effort: Effort) -> Plan:
+def _pipeline_at(
+    question: Question, schedule: str, microbatch_size: int, effort: Effort
+) -> PipelinePlan:
     flags = question.asked
     return solve_pipeline(
         question.profiles,

@@ -9,9 +9,11 @@ from ..costs.memory import reserve_of
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
+from ..schema.files import Plan
 from ..schema.layer_trace import cannot_spread
 from ..schema.options import asked_of, option
-from ..schema.plan import EmulatedDevice, PassTime, Plan, SyncBound
+from ..schema.parallel import ParallelPlan
+from ..schema.plan import EmulatedDevice, PassTime, SplitPlan, SyncBound
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
@@ -74,10 +76,10 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
     for asked in asked_of(SolveRequest):
         value = getattr(question.asked, asked.name)
         if asked.option.recorded and plan.kind in asked.option.read_by and value != asked.default:
-            if plan.kind != "split" and asked.name == "microbatch_size":
+            if not isinstance(plan, SplitPlan) and asked.name == "microbatch_size":
                 value = plan.microbatch_size  # the nearest profiled
             found = dataclasses.replace(found, **{asked.name: value})
-    if plan.kind == "parallel" and plan.sequence_parallel and cannot_spread(plan.trace):
+    if isinstance(plan, ParallelPlan) and plan.sequence_parallel and cannot_spread(plan.trace):
         found = dataclasses.replace(found, num_stages=1)
     return None if found == Restrictions() else found
 
@@ -96,14 +98,14 @@ def _with_reserves(plan: Plan, question: Question) -> Plan:
 
 def _reserve(plan: Plan, profile: Profile, question: Question) -> MemoryReserve:
     asked = question.asked.memory_reserve_bytes
-    if plan.kind == "split":
+    if isinstance(plan, SplitPlan):
         return reserve_of(_as_used(profile, plan), asked, num_devices=plan.num_devices)
     from .pipeline_problem import reserve_in_pipeline
 
     return reserve_in_pipeline(profile, plan.cluster or question.pool, plan.schedule, asked)
 
 
-def _as_used(profile: Profile, plan: Plan) -> Profile:
+def _as_used(profile: Profile, plan: SplitPlan) -> Profile:
     """Return the profile with no larger sizes than the plan's, as far as it has them."""
     largest = max(
         group.virtual_node_batch_size
@@ -236,7 +238,7 @@ def _expressed_as(plans: dict[str, Plan]) -> str | None:
     synchronisation of whole passes for splits, overheads of a step for pipelines.
     """
     plan = plans.get("parallel")
-    if plan is None:
+    if not isinstance(plan, ParallelPlan):
         return None
     shares_layers = any(
         group.tensor_parallel_size > 1 for stage in plan.stages for group in stage.replicas
@@ -268,7 +270,7 @@ def _why_refused(kind: str, reason: HetflowError) -> dict[str, Any]:
     return {"kind": kind, "refused": reason.message}
 
 
-def _split(question: Question, clock: Clock) -> Plan:
+def _split(question: Question, clock: Clock) -> SplitPlan:
     """The best split of the pool and of its parts without slow links, with the bound of all."""
     _warn_about_one_size(question)
     pools = Parts([question.pool], are_all=True)
@@ -287,7 +289,7 @@ def _split(question: Question, clock: Clock) -> Plan:
     return plan
 
 
-def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -> Plan:
+def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -> SplitPlan:
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
     from .split_problem import split_problem
@@ -309,7 +311,7 @@ def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -
     return plan
 
 
-def _say_what_is_simpler(plan: Plan) -> None:
+def _say_what_is_simpler(plan: SplitPlan) -> None:
     fastest = (plan.provenance or {}).get("fastest")
     if fastest is None or plan.proof.tolerance is None:
         return
@@ -356,7 +358,7 @@ def _warn_about_free_communication(problem: SplitProblem) -> None:
         )
 
 
-def _solve_split(problem: SplitProblem, question: Question, clock: Clock) -> Plan:
+def _solve_split(problem: SplitProblem, question: Question, clock: Clock) -> SplitPlan:
     flags = question.asked
     if question.asked.objective == "waste":
         return _solve_waste(problem, question.asked.top)
@@ -370,7 +372,7 @@ def _solve_split(problem: SplitProblem, question: Question, clock: Clock) -> Pla
     return batch_split_milp.solve(problem, backend=backend, time_limit_seconds=clock.seconds_left)
 
 
-def _solve_waste(problem: SplitProblem, top: int) -> Plan:
+def _solve_waste(problem: SplitProblem, top: int) -> SplitPlan:
     if problem.virtual_nodes is None:
         raise ProblemError(
             f"{option('objective', 'waste')} needs maxP",
@@ -381,7 +383,7 @@ def _solve_waste(problem: SplitProblem, top: int) -> Plan:
     return est_mapping.solve(problem, top=top)
 
 
-def _with_origin(plan: Plan, question: Question) -> Plan:
+def _with_origin(plan: SplitPlan, question: Question) -> SplitPlan:
     """Add the emulated devices' times, which a launch needs, and the plan's provenance."""
     used = {group.device_type for group in plan.groups}
     emulated = tuple(

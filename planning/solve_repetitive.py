@@ -9,8 +9,7 @@ from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
-from ..schema.pipeline import PipelineProblem
-from ..schema.plan import Plan
+from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.profile import Profile
 from ..solvers.pipeline.repetitive.sweep import Configuration, CostModel, Estimate, Measured, Row
 from .solve_pipeline import links_between, trace_for
@@ -29,7 +28,7 @@ def solve_repetitive(
     runs: Path | None,
     optimizer: OptimizerState | None = None,
     memory_reserve_bytes: int = 0,
-) -> Plan:
+) -> PipelinePlan:
     """Choose degrees, microbatch size and recomputation for a model with repeating layers.
 
     Args:
@@ -125,7 +124,7 @@ def _measured(folder: Path | None, model: str) -> Measured:
     paths = sorted(folder.rglob("run.json")) if folder.is_dir() else [folder]
     for path in paths:
         record = files.read_any(path)
-        if isinstance(record, RunRecord) and record.plan.kind == "pipeline":
+        if isinstance(record, RunRecord) and isinstance(record.plan, PipelinePlan):
             found = _configuration(record, model)
             if found is not None:
                 estimates[found[0]] = found[1]
@@ -142,7 +141,7 @@ def _configuration(record: object, model: str) -> tuple[Configuration, Estimate]
 
     assert isinstance(record, RunRecord)
     plan = record.plan
-    assert plan.kind == "pipeline"
+    assert isinstance(plan, PipelinePlan)
     replicas = {stage.num_replicas for stage in plan.stages}
     seconds = record.measured_step_seconds
     is_alike = plan.traits.is_double_buffered and plan.model == model and len(replicas) == 1
@@ -153,10 +152,10 @@ def _configuration(record: object, model: str) -> tuple[Configuration, Estimate]
         data_parallel_size=size,
         pipeline_parallel_size=len(plan.stages),
         microbatch_size=plan.microbatch_size,
-        recompute=plan.recomputes,
+        recompute=plan.recompute,
     )
     peaks = [device.peak_memory_bytes or 0 for device in record.devices]
     return configuration, Estimate(
-        microbatch_seconds=seconds / (plan.num_microbatches // size),
+        microbatch_seconds=seconds / (plan.microbatches // size),
         memory_bytes=float(max(peaks, default=0)),
     )

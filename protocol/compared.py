@@ -3,7 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..schema.plan import Plan
+from ..schema.files import Plan
+from ..schema.parallel import ParallelPlan
+from ..schema.pipeline import PipelinePlan
+from ..schema.plan import SplitPlan
 from ..schema.run import DeviceRun, TermComparison
 
 OFF_FRACTION = 0.05
@@ -20,9 +23,9 @@ def compared(
         devices: Measurements of every worker, by rank.
         step_seconds: The measured step.
     """
-    if plan.kind == "split":
+    if isinstance(plan, SplitPlan):
         found = _of_split(plan, devices)
-    elif plan.kind == "pipeline":
+    elif isinstance(plan, PipelinePlan):
         found = _of_pipeline(plan, devices)
     else:
         found = _of_parallel(plan, devices)
@@ -36,7 +39,7 @@ def _marked(entry: TermComparison, step_seconds: float) -> TermComparison:
     return replace(entry, is_off=error > OFF_FRACTION * step_seconds)
 
 
-def _of_split(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+def _of_split(plan: SplitPlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
     """Compare each group's slowest worker's virtual nodes, and the slowest worker's other terms."""
     known = {device.rank: device for device in devices if device.terms is not None}
     first, slowest = 0, None
@@ -78,7 +81,7 @@ def _nodes_seconds(device: DeviceRun, virtual_nodes: int) -> float:
 
 
 def _of_step(
-    plan: Plan, device: DeviceRun, virtual_nodes: int, *, is_alone: bool
+    plan: SplitPlan, device: DeviceRun, virtual_nodes: int, *, is_alone: bool
 ) -> Iterator[TermComparison]:
     """Compare a worker's terms of the whole step.
 
@@ -111,14 +114,14 @@ def _of_step(
     )
 
 
-def _of_pipeline(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+def _of_pipeline(plan: PipelinePlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
     """Compare each stage's passes of a microbatch on its slowest replica, and the update."""
     for number, stage in enumerate(plan.stages):
         runs = [run for device in devices for run in device.stages if run.stage == number]
         if not runs:
             continue
         forward = stage.forward_seconds
-        backward = None if forward is None else max(0.0, (stage.compute_seconds or 0.0) - forward)
+        backward = None if forward is None else max(0.0, stage.compute_seconds - forward)
         for name, predicted, measured in (
             ("forward", forward, max(run.forward.seconds for run in runs)),
             ("backward", backward, max(run.backward.seconds for run in runs)),
@@ -128,7 +131,7 @@ def _of_pipeline(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermCompa
                 device_type=stage.device_type,
                 predicted_seconds=predicted,
                 measured_seconds=measured,
-                times=-(-plan.num_microbatches // stage.num_replicas),
+                times=-(-plan.microbatches // stage.num_replicas),
             )
     updates = [device.terms.update.seconds for device in devices if device.terms is not None]
     if updates:
@@ -140,7 +143,7 @@ def _of_pipeline(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermCompa
         )
 
 
-def _of_parallel(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+def _of_parallel(plan: ParallelPlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
     """Compare each stage's forward + backward pass of a microbatch, on its slowest replica."""
     for number, stage in enumerate(plan.stages):
         runs = [run for device in devices for run in device.stages if run.stage == number]
@@ -150,7 +153,7 @@ def _of_parallel(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermCompa
                 device_type=stage.replicas[0].device_type,
                 predicted_seconds=stage.compute_seconds,
                 measured_seconds=max(run.forward.seconds + run.backward.seconds for run in runs),
-                times=plan.num_rounds,
+                times=plan.num_microbatches,
             )
     updates = [device.terms.update.seconds for device in devices if device.terms is not None]
     if updates:

@@ -5,9 +5,11 @@ from itertools import count
 from typing import cast, get_args
 
 from ..schema.errors import ProblemError
+from ..schema.files import Plan
 from ..schema.launch import Determinism, LaunchConfig, VirtualNode, WorkerSlot
 from ..schema.options import option
-from ..schema.plan import Plan
+from ..schema.pipeline import PipelinePlan
+from ..schema.plan import SplitPlan
 from .limits import check_numbers
 from .lower_parallel import lower_parallel
 from .lower_pipeline import lower_pipeline
@@ -66,9 +68,9 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
         ProblemError: A pipeline or parallel plan cannot run as planned, or cannot keep the level of
             determinism; or there are too many workers or virtual nodes.
     """
-    if plan.kind != "split":
+    if not isinstance(plan, SplitPlan):
         check_pipeline_level(determinism)
-        if plan.kind == "pipeline":
+        if isinstance(plan, PipelinePlan):
             lowered = lower_pipeline(plan, seed)
         else:
             lowered = lower_parallel(plan, seed)

@@ -3,7 +3,9 @@
 from typing import Any, Literal
 
 from .frames import Rows, Shown, fields_table
-from .plan import Plan
+from .parallel import ParallelPlan
+from .pipeline import PipelinePlan
+from .plan import SplitPlan
 from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
 
 
@@ -147,7 +149,7 @@ class RunRecord(Shown):
     """
 
     schema: Literal["hetflow.run/1"] = "hetflow.run/1"
-    plan: Plan
+    plan: SplitPlan | PipelinePlan | ParallelPlan
     status: Literal["done", "failed", "interrupted"]
     exit_code: int
     world_size: Count

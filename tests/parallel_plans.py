@@ -2,8 +2,13 @@
 
 from collections.abc import Sequence
 
-from hetflow.schema.plan import Plan, Prediction, Proof, Stage
-from hetflow.tests.plan_parts import parallel_plan_of, replica_group
+from hetflow.schema.parallel import (
+    ParallelPlan,
+    ParallelPrediction,
+    ParallelProof,
+    ParallelStage,
+    ReplicaGroup,
+)
 
 GLOBAL_BATCH_SIZE = 8
 
@@ -13,9 +18,9 @@ def parallel_plan(
     *,
     microbatch_size: int = 2,
     num_model_chunks: int = 1,
-) -> Plan:
+) -> ParallelPlan:
     """A plan of a batch of 8 samples; (layers, the degree of each replica) for each stage."""
-    return parallel_plan_of(
+    return ParallelPlan(
         model="m",
         global_batch_size=GLOBAL_BATCH_SIZE,
         microbatch_size=microbatch_size,
@@ -23,11 +28,11 @@ def parallel_plan(
         schedule="1f1b" if num_model_chunks == 1 else "interleaved",
         num_model_chunks=num_model_chunks,
         stages=tuple(
-            Stage(
+            ParallelStage(
                 layers=layers,
                 recompute="none",
                 replicas=tuple(
-                    replica_group(
+                    ReplicaGroup(
                         device_type="cpu:x",
                         tensor_parallel_size=degree,
                         num_replicas=1,
@@ -39,8 +44,8 @@ def parallel_plan(
             )
             for layers, degrees in stages
         ),
-        predicted=Prediction(step_seconds=0.1, samples_per_second=80.0),
-        proof=Proof(
+        predicted=ParallelPrediction(step_seconds=0.1, samples_per_second=80.0, memory_bytes={}),
+        proof=ParallelProof(
             termination="feasible",
             objective=0.1,
             lower_bound=None,

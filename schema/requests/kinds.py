@@ -14,7 +14,9 @@ from ..jobs import Allocation, Jobs, Throughputs
 from ..launch import Rendezvous
 from ..market import Availability, Capacity, Market
 from ..optimizer import OptimizerState
-from ..plan import Plan
+from ..pipeline import PipelinePlan
+from ..plan import SplitPlan
+from ..plans import Plan
 from ..profile import Profile
 from ..records import (
     Bytes,
@@ -46,6 +48,7 @@ __all__ = [
     "Offers",
     "OnFailure",
     "OptimizerState",
+    "PipelinePlan",
     "Plan",
     "Pool",
     "PositiveRate",
@@ -56,6 +59,7 @@ __all__ = [
     "RentDollars",
     "Sequence",
     "Speeds",
+    "SplitPlan",
     "SpotPrices",
     "ThroughputsTable",
     "WaitSeconds",

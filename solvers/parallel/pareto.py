@@ -5,8 +5,13 @@ from dataclasses import replace
 from itertools import product
 
 from ...schema.errors import BackendError, InfeasibleError
-from ...schema.parallel import ParallelPool, ParallelProblem
-from ...schema.plan import Alternative, Gain, Plan
+from ...schema.parallel import (
+    ParallelAlternative,
+    ParallelGain,
+    ParallelPlan,
+    ParallelPool,
+    ParallelProblem,
+)
 from ..effort import DEFAULT, Effort
 from .solve import solve
 
@@ -18,8 +23,8 @@ _MOST_POOLS = 32  # parts of a pool that are solved
 
 
 def alternatives(
-    problem: ParallelProblem, plan: Plan, most: int, effort: Efforts = lambda _: DEFAULT
-) -> tuple[Alternative, ...]:
+    problem: ParallelProblem, plan: ParallelPlan, most: int, effort: Efforts = lambda _: DEFAULT
+) -> tuple[ParallelAlternative, ...]:
     """Plans that no other found is at least as good as in every figure at once.
 
     Figures are time, devices, memory and, where every device has a price, dollars an hour.
@@ -57,8 +62,8 @@ def alternatives(
 
 
 def gains(
-    problem: ParallelProblem, plan: Plan, effort: Efforts = lambda _: DEFAULT
-) -> tuple[Gain, ...]:
+    problem: ParallelProblem, plan: ParallelPlan, effort: Efforts = lambda _: DEFAULT
+) -> tuple[ParallelGain, ...]:
     """What one more device of each type would buy, and one more server of it.
 
     Never more than the plan's own step, which stays possible.
@@ -87,7 +92,9 @@ def gains(
         if share.should_stop():
             continue
         step = min(larger.predicted.step_seconds, plan.predicted.step_seconds)
-        found.append(Gain(device_type=pool.device_type, num_devices=more, step_seconds=step))
+        found.append(
+            ParallelGain(device_type=pool.device_type, num_devices=more, step_seconds=step)
+        )
     return tuple(found)
 
 
@@ -106,8 +113,8 @@ def _parts(problem: ParallelProblem) -> list[tuple[ParallelPool, ...]]:
     return sorted(parts, key=lambda part: -sum(p.num_devices for p in part))[:_MOST_POOLS]
 
 
-def _as_alternative(plan: Plan) -> Alternative:
-    return Alternative(
+def _as_alternative(plan: ParallelPlan) -> ParallelAlternative:
+    return ParallelAlternative(
         stages=plan.stages,
         microbatch_size=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
@@ -116,16 +123,16 @@ def _as_alternative(plan: Plan) -> Alternative:
     )
 
 
-def _figures(one: Alternative, prices: dict[str, float | None]) -> tuple[float, ...]:
+def _figures(one: ParallelAlternative, prices: dict[str, float | None]) -> tuple[float, ...]:
     """Seconds, devices, bytes of the fullest device, dollars an hour (0 where a price lacks)."""
     dollars = 0.0
     if all(price is not None for price in prices.values()):
         used = one.devices_by_type
         dollars = sum(number * (prices[name] or 0.0) for name, number in used.items())
     return (
-        0.0 if one.predicted is None else one.predicted.step_seconds,
+        one.predicted.step_seconds,
         one.num_devices,
-        max(stage.memory_bytes or 0 for stage in one.stages),
+        max(one.predicted.memory_bytes.values()),
         dollars,
     )
 

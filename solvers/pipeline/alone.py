@@ -10,15 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...schema.errors import BackendError, InfeasibleError, ProblemError
-from ...schema.pipeline import PipelineProblem
-from ...schema.plan import Plan
+from ...schema.pipeline import PipelinePlan, PipelineProblem
 from .prediction import with_proof
 
-Search = Callable[[PipelineProblem], Plan]
+Search = Callable[[PipelineProblem], PipelinePlan]
 """The least plan of a problem."""
 
 
-def least_of_one_or_more(problem: PipelineProblem, search: Search) -> Plan:
+def least_of_one_or_more(problem: PipelineProblem, search: Search) -> PipelinePlan:
     """The least plan of one stage, at its cost, or of several.
 
     Raises:

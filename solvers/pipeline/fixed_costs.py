@@ -10,16 +10,15 @@ from dataclasses import replace
 
 from ...costs.pipeline import fixed_seconds, slowest_of_all
 from ...schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
-from ...schema.pipeline import PipelineProblem
-from ...schema.plan import Plan
+from ...schema.pipeline import PipelinePlan, PipelineProblem
 from ..effort import Effort
 from .prediction import predicted, with_proof
 
-Search = Callable[[PipelineProblem], Plan]
+Search = Callable[[PipelineProblem], PipelinePlan]
 """The least plan of a problem without its steps' fixed cost."""
 
 
-def least_with_fixed(problem: PipelineProblem, search: Search, effort: Effort) -> Plan:
+def least_with_fixed(problem: PipelineProblem, search: Search, effort: Effort) -> PipelinePlan:
     """The least plan, the step's fixed cost included.
 
     After the limit of ``effort`` no fewer types are searched. No plan on some of the types beats
@@ -30,10 +29,10 @@ def least_with_fixed(problem: PipelineProblem, search: Search, effort: Effort) -
         BackendError: The search was stopped before it had one.
     """
     costs = sorted({fixed_seconds(problem, {pool.device_type}) for pool in problem.pools})
-    is_one = len(costs) == 1 or problem.workers == "exactly" or problem.minimises != "step_seconds"
+    is_one = len(costs) == 1 or problem.workers == "exactly" or problem.minimises != "step"
     if is_one:
         return predicted(problem, search(problem))
-    plans: list[Plan] = []
+    plans: list[PipelinePlan] = []
     bounds, of_all = list[float](), 0.0
     refusals: list[HetflowError] = []
     for cost in reversed(costs):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...costs.comm import sync_seconds
 from ...costs.split import closing_seconds
-from ...schema.plan import ReplicaGroup, device_group
+from ...schema.plan import DeviceGroup
 from ...schema.problem import SplitProblem
 from .pool import Pool
 
@@ -34,7 +34,7 @@ class Alone:
     """A plan on a single device: nothing to synchronise, and no other device busy."""
 
     step_seconds: float
-    group: ReplicaGroup
+    group: DeviceGroup
 
 
 def single_devices(problem: SplitProblem) -> list[Alone]:
@@ -48,9 +48,10 @@ def single_devices(problem: SplitProblem) -> list[Alone]:
             size = point.batch_size
             if batch % size == 0 and only in (None, size):
                 compute = batch // size * point.step_seconds
-                group = device_group(
+                group = DeviceGroup(
                     device_type=option.device_type,
                     num_devices=1,
+                    device_batch_size=batch,
                     virtual_nodes=batch // size,
                     virtual_node_batch_size=size,
                     pass_seconds=point.step_seconds,

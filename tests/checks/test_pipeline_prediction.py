@@ -6,8 +6,13 @@ import pytest
 
 from hetflow.checks.pipeline import check
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
-from hetflow.schema.plan import Plan
+from hetflow.schema.pipeline import (
+    DevicePool,
+    PipelineLayer,
+    PipelinePlan,
+    PipelineProblem,
+    TopologyLevel,
+)
 from hetflow.solvers.pipeline.solve import solve
 
 POOL = DevicePool(
@@ -76,7 +81,7 @@ def test_a_step_without_its_fixed_cost_is_a_fault() -> None:
     assert any("predicted.step_seconds" in fault for fault in check(solve(free), PROBLEM))
 
 
-def with_bound(bound: float, tolerance: float | None = PLAN.proof.tolerance) -> Plan:
+def with_bound(bound: float, tolerance: float | None = PLAN.proof.tolerance) -> PipelinePlan:
     objective = PLAN.proof.objective
     gap = (objective - bound) / objective
     proof = dataclasses.replace(PLAN.proof, lower_bound=bound, gap=gap, tolerance=tolerance)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hetflow.schema import files
-from hetflow.schema.plan import Plan, Prediction, Proof
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.tests import programs
-from hetflow.tests.plan_parts import split_plan, whole_group
 
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 SCRIPT = Path(__file__).with_name("elastic_script.py")
@@ -27,14 +26,14 @@ def plan_of(
     *,
     model: str = "elastic",
     samples: int = NODE_SAMPLES,
-) -> Plan:
+) -> SplitPlan:
     """One device for each number of virtual nodes of so many samples."""
     names = types or ["cpu:fast"] * len(nodes)
-    return split_plan(
+    return SplitPlan(
         model=model,
         global_batch_size=sum(nodes) * samples,
         groups=tuple(
-            whole_group(
+            DeviceGroup(
                 device_type=name,
                 num_devices=1,
                 device_batch_size=number * samples,

@@ -15,10 +15,9 @@ import pytest
 from hetflow.protocol.launch_token import prefix_of
 from hetflow.protocol.pins import pins
 from hetflow.schema import files
-from hetflow.schema.plan import Plan, Prediction, Proof
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
-from hetflow.tests.plan_parts import split_plan, whole_group
 
 pytestmark = pytest.mark.processes
 
@@ -76,9 +75,9 @@ print("err of", os.environ["RANK"], file=sys.stderr)
 """
 
 
-def make_plan(*types: str, model: str = "m") -> Plan:
+def make_plan(*types: str, model: str = "m") -> SplitPlan:
     groups = tuple(
-        whole_group(
+        DeviceGroup(
             device_type=name,
             num_devices=1,
             device_batch_size=4,
@@ -87,7 +86,7 @@ def make_plan(*types: str, model: str = "m") -> Plan:
         )
         for name in types
     )
-    return split_plan(
+    return SplitPlan(
         model=model,
         global_batch_size=4 * len(types),
         groups=groups,
@@ -287,10 +286,7 @@ def test_bad_requests_end_in_one_line_and_no_file(
     write_script(here, TELLS)
     many = make_plan("cpu")
     group = files.to_plain(many)
-    replicas = group["stages"][0]["replicas"][0]
-    nodes = 4096 * replicas["virtual_nodes"]
-    replicas["num_replicas"], replicas["samples"] = 4096, 4 * 4096
-    group["global_batch_size"], group["num_microbatches"] = 4 * 4096, nodes
+    group["groups"][0]["num_devices"], group["global_batch_size"] = 4096, 4 * 4096
     (here / "many.json").write_text(json.dumps(group))
     files.write(here / "gpu.json", make_plan("NoSuchGPU"))
     before = sorted(here.iterdir())

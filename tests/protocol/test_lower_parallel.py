@@ -7,7 +7,8 @@ import pytest
 import hetflow
 from hetflow.protocol.lower import lower
 from hetflow.schema.errors import ProblemError
-from hetflow.tests.plan_parts import whole_group, with_groups
+from hetflow.schema.parallel import ParallelPlan
+from hetflow.schema.plan import DeviceGroup, SplitPlan
 
 from .. import handmade
 from ..parallel_plans import parallel_plan
@@ -61,11 +62,11 @@ def test_a_stage_recomputes_by_itself() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"microbatch_size": 8}, "too few for 2 replicas"),
+        ({"microbatch_size": 8, "num_microbatches": 4}, "too few for 2 replicas"),
     ],
 )
 def test_what_cannot_be_launched(changes: dict[str, int], said: str) -> None:
-    plan = parallel_plan([(("a",), (1, 2))], **changes)
+    plan: ParallelPlan = replace(parallel_plan([(("a",), (1, 2))]), **changes)  # type: ignore[arg-type]
     with pytest.raises(ProblemError, match=said):
         lower(plan)
 
@@ -78,14 +79,12 @@ def test_plans_that_are_too_large_to_list_are_refused() -> None:
         (10**9, 8, "1000000000 workers; at most 65536"),
         (1, 10**9, "500000000 virtual nodes in a step; at most 1048576"),
     ):
-        replicas = (
-            replace(group, tensor_parallel_size=degree, samples=batch, virtual_nodes=batch),
-        )
+        replicas = (replace(group, tensor_parallel_size=degree, samples=batch),)
         stages = (replace(one.stages[0], replicas=replicas),)
-        plan = replace(one, global_batch_size=batch, num_microbatches=-(-batch // 2), stages=stages)
+        plan = replace(one, global_batch_size=batch, num_microbatches=batch, stages=stages)
         with pytest.raises(ProblemError, match=said):
             lower(plan)
-    shares = whole_group(
+    shares = DeviceGroup(
         device_type="cpu",
         num_devices=2,
         device_batch_size=10**9,
@@ -93,6 +92,6 @@ def test_plans_that_are_too_large_to_list_are_refused() -> None:
         virtual_node_batch_size=1,
     )
     split = hetflow.solve([handmade.profile("cpu", 1.0)], "cpu", batch_size=16)
-    assert split.kind == "split"
+    assert isinstance(split, SplitPlan)
     with pytest.raises(ProblemError, match="2000000000 virtual nodes in a step"):
-        lower(with_groups(split, global_batch_size=2 * 10**9, groups=(shares,)))
+        lower(replace(split, global_batch_size=2 * 10**9, groups=(shares,)))

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from hetflow.runtime.agreement.strangers import OtherOptimizers
-from hetflow.schema.plan import Plan, Prediction, Proof
-from hetflow.tests.plan_parts import split_plan, whole_group
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
 
 @pytest.fixture(autouse=True)
@@ -18,14 +17,14 @@ def _jobs_watch_no_longer_than_their_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def plan_of() -> Callable[[Sequence[tuple[int, int]]], Plan]:
+def plan_of() -> Callable[[Sequence[tuple[int, int]]], SplitPlan]:
     """Makes a plan of one device each for (virtual nodes, samples of each)."""
     return _plan_of
 
 
-def _plan_of(devices: Sequence[tuple[int, int]]) -> Plan:
+def _plan_of(devices: Sequence[tuple[int, int]]) -> SplitPlan:
     groups = tuple(
-        whole_group(
+        DeviceGroup(
             device_type="cpu:fast",
             num_devices=1,
             device_batch_size=nodes * size,
@@ -34,7 +33,7 @@ def _plan_of(devices: Sequence[tuple[int, int]]) -> Plan:
         )
         for nodes, size in devices
     )
-    return split_plan(
+    return SplitPlan(
         model="scenarios",
         global_batch_size=sum(group.device_batch_size for group in groups),
         groups=groups,

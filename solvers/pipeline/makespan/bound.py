@@ -9,6 +9,16 @@ through the stages before it. So for every stage the step takes at least
 with C forward + backward of a microbatch and c a transfer, both with their fixed costs. A replica
 of R microbatches that admits k before its first backward pass has g = (R-1) b + (R-k) f left under
 1F1B. Equal stages without transfers attain the bound: (p + M - 1) C.
+
+Two more hold for each stage, and need the sum of the stages behind it, T = sum (C + 2c):
+
+- It admits microbatch i + k only when the gradient of i is back, so R - 1 = q k + r microbatches
+  behind the first take q T and r passes.
+- It ends with its own all-reduce and update, where these outlast the way back and the first
+  stage's.
+
+They do not add up over stages, so tables use them to leave out what a known step excludes, and the
+tree search to bound what follows the stages that it has placed.
 """
 
 from math import ceil
@@ -43,10 +53,19 @@ class StepModel:
 
     ``pessimistic`` takes g as (R-1)(C + 2c) + all-reduce + update instead: every transfer holds
     its stage up. That bounds nothing, but its optimum is often a better plan where links are slow.
+    Stages that alone take ``most_seconds``, a step that is known, are left out.
     """
 
-    def __init__(self, problem: PipelineProblem, costs: StageCosts, *, pessimistic: bool) -> None:
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        costs: StageCosts,
+        *,
+        pessimistic: bool,
+        most_seconds: float = np.inf,
+    ) -> None:
         self.problem, self.costs, self.pessimistic = problem, costs, pessimistic
+        self.most_seconds = most_seconds
         self.size = costs.cuts.size
         self.is_line = costs.is_line
         self.forward = costs.cuts.forward_seconds
@@ -111,6 +130,58 @@ class StepModel:
         )
         return found + self.end(kind) * self.weights if self.pessimistic else found
 
+    def later(self, kind: Kind) -> list[tuple[int, Floats]]:
+        """What a step takes at least from a stage's first pass to its update, in two ways.
+
+        Returns:
+            Each way's number of times the sum from the stage on, and [cuts, cuts] its other
+            seconds for a stage between two cuts.
+        """
+        left = self.left(kind) + self.end(kind) * self.weights
+        own = self.own_left(kind) + self.end_start(kind)
+        found = [(1, left[None, :] - left[:, None] + own)]
+        rounds = [self.round_of(kind, first) for first in range(self.size)]
+        rests = [each[1] + self.reduce_seconds(kind, k) for k, each in enumerate(rounds) if each]
+        if rounds[0] is not None:
+            found.append((rounds[0][0] + 1, np.array(rests)))
+        return found
+
+    def round_of(self, kind: Kind, first: int) -> tuple[int, Floats] | None:
+        """How often a stage waits until what it has in flight is back, and its passes beside that.
+
+        Returns:
+            q and [cuts] the seconds of r passes of a stage that begins at ``first``, where q k + r
+            microbatches follow its first one and k are in flight; None where it waits for none.
+        """
+        follow = ceil(self.problem.num_microbatches / kind.num_replicas) - 1
+        times = follow // kind.in_flight
+        if self.pessimistic or not times or self.problem.traits.order == "forward-first":
+            return None
+        back = self.backward[kind.pool] - self.backward[kind.pool, first]
+        back = back + self.costs.overheads.backward_seconds[kind.pool]
+        longer = np.maximum(self.forward_of(kind, first), back)
+        return times, (follow - times * kind.in_flight) * longer
+
+    def forward_of(self, kind: Kind, first: int) -> Floats:
+        """[cuts] a forward pass of a stage that begins at a cut."""
+        curve = self.forward[kind.pool]
+        found: Floats = curve - curve[first] + self.costs.overheads.forward_seconds[kind.pool]
+        return found
+
+    def reduce_seconds(self, kind: Kind, first: int) -> Floats:
+        """[cuts] reductions and update of a stage that begins at a cut, without tied weights."""
+        found: Floats = self.end(kind) * (self.weights - self.weights[first])
+        return found + self.end_start(kind)
+
+    def alone(self, kind: Kind) -> tuple[Floats, float]:
+        """[cuts] of which the difference is what a stage alone takes, and the most for that.
+
+        Its first microbatch, the passes that are left then, its reductions and its update.
+        """
+        curve = self.compute[kind.pool] + self.left(kind) + self.end(kind) * self.weights
+        own = float(self.costs.own_seconds[kind.pool]) + self.own_left(kind) + self.end_start(kind)
+        return curve, self.most_seconds * (1 + 1e-9) - own
+
     def stash(self, kind: Kind) -> tuple[Floats, Floats, float]:
         """[cuts] of which the difference is a stage's own memory, [cuts] of inputs, and the limit.
 
@@ -125,13 +196,17 @@ class StepModel:
         """[cuts, cuts] where a stage may lie between two cuts, within the memory."""
         limit = self.problem.pools[kind.pool].limit_bytes
         assert self.between is not None
-        if limit is None:
-            return self.between
-        key = (kind.pool, kind.in_flight, kind.versions)
-        if key not in self._rooms:
-            used = self.costs.own_bytes(kind.in_flight, kind.versions)
-            self._rooms[key] = self.between & (used <= limit)
-        return self._rooms[key]
+        found = self.between
+        if limit is not None:
+            key = (kind.pool, kind.in_flight, kind.versions)
+            if key not in self._rooms:
+                used = self.costs.own_bytes(kind.in_flight, kind.versions)
+                self._rooms[key] = self.between & (used <= limit)
+            found = self._rooms[key]
+        if np.isfinite(self.most_seconds):
+            curve, most = self.alone(kind)
+            found = found & (curve[None, :] - curve[:, None] <= most)
+        return found
 
     def row(self, kind: Kind, first: int) -> Mask:
         """[cuts] where a stage that begins at a cut may end: behind it, within the memory."""
@@ -147,6 +222,9 @@ class StepModel:
                 found[: first + 1] = False
             else:
                 found &= self.between[first]
+            if np.isfinite(self.most_seconds):
+                curve, most = self.alone(kind)
+                found &= curve - curve[first] <= most
             self._rows[key] = found
         return self._rows[key]
 

@@ -208,7 +208,8 @@ def _windows(model: StepModel, kinds: tuple[Kind, ...]) -> tuple[Ints, list[Kind
     found: list[int] = []
     distinct: list[Kind] = []
     for kind in kinds:
-        key = kind if model.pessimistic else kind._replace(num_replicas=0, span=0)
+        is_alike = not model.pessimistic and np.isinf(model.most_seconds)
+        key = kind._replace(num_replicas=0, span=0) if is_alike else kind
         if key not in number:
             number[key] = len(distinct)
             distinct.append(kind)
@@ -222,6 +223,9 @@ def _last(model: StepModel, kind: Kind, link: int, limit: float) -> Ints:
     last = np.full(model.size, model.size - 1)
     if np.isfinite(memory):
         last = np.searchsorted(own, own + memory - inputs, side="right") - 1
+    if np.isfinite(model.most_seconds):
+        curve, most_alone = model.alone(kind)
+        last = np.minimum(last, np.searchsorted(curve, curve + most_alone, side="right") - 1)
     if np.isfinite(limit):
         curve = model.left(kind)
         most = curve + (limit - model.own_left(kind)) + _SLACK * (limit + curve[-1])
@@ -238,6 +242,7 @@ class Squares:
         self.model, self.batched, self.limit = model, batched, limit
         self.values = np.full((len(batched.row_source), model.size), np.inf)
         self.barred: dict[tuple[int, int], Floats] = {}
+        self.later: dict[int, list[tuple[int, Floats]]] = {}
         self.window, self.distinct = _windows(model, batched.kinds)
 
     def fill(self, behind: Floats, rows: Ints) -> None:
@@ -254,8 +259,7 @@ class Squares:
         asked = np.stack([self.window[batch.kind], at, batch.row])
         distinct, place = np.unique(asked, axis=1, return_inverse=True)
         found = [
-            (self._barred(window, link) + self.values[row]).min(axis=1)
-            for window, link, row in distinct.T.tolist()
+            self._totals(window, link, row).min(axis=1) for window, link, row in distinct.T.tolist()
         ]
         answer: Floats = np.array(found)[place.reshape(-1)]
         return answer
@@ -266,12 +270,28 @@ class Squares:
         rows = zip(batch.kind.tolist(), batch.span.tolist(), batch.row.tolist(), strict=True)
         for kind, link, row in rows:
             at = link if model.pessimistic else 0
-            totals = self._barred(int(self.window[kind]), at)[0] + self.values[row]
+            totals = self._totals(int(self.window[kind]), at, row)[0]
             if not model.pessimistic:
                 totals = totals + model.step_end(self.batched.kinds[kind])
             found.append(float(totals.min()))
         whole: Floats = np.array(found) - model.compute[batch.pool, 0]
         return whole
+
+    def _totals(self, window: int, link: int, row: int) -> Floats:
+        """[cuts, cuts] the sum from each cut on by a stage that ends at each other one.
+
+        Left out are stages that with the least sum from them on take longer than what is known.
+        """
+        model = self.model
+        totals: Floats = self._barred(window, link) + self.values[row]
+        if model.pessimistic or np.isinf(model.most_seconds):
+            return totals
+        if window not in self.later:
+            self.later[window] = model.later(self.distinct[window])
+        compute = model.compute[self.batched.row_pool[row]][:, None]
+        for times, seconds in self.later[window]:
+            totals[times * (totals - compute) + seconds > model.most_seconds * (1 + 1e-9)] = np.inf
+        return totals
 
     def _barred(self, window: int, link: int) -> Floats:
         """[cuts, cuts] 0 where a stage may lie between two cuts, else infinity."""
@@ -354,7 +374,7 @@ class Tables:
         if not model.is_line:
             return Squares(model, self._batched, limit)
         limits = (pool.limit_bytes for pool in model.problem.pools)
-        free = relaxed or all(limit is None for limit in limits)
+        free = relaxed or (np.isinf(model.most_seconds) and all(limit is None for limit in limits))
         if free and np.isinf(limit) and not model.pessimistic:
             return Suffixes(model, self._batched)
         return Windows(model, self._batched, limit)

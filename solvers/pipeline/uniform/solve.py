@@ -19,8 +19,7 @@ from ....schedules.counting import held_by_stage
 from ....schedules.registry import generate
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.operations import Schedule
-from ....schema.pipeline import PipelineProblem
-from ....schema.plan import Plan
+from ....schema.pipeline import PipelinePlan, PipelineProblem
 from ...effort import DEFAULT, Effort, OutOfTimeError
 from ..assemble import ORDERED, finish
 from ..cuts import cuts_of
@@ -54,7 +53,7 @@ class _Best:
         return True
 
 
-def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> Plan:
+def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan:
     """Plan a schedule of pipelines side by side; see the module.
 
     Raises:
