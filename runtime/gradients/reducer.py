@@ -172,29 +172,30 @@ class GradientReducer:
 
     def _attach_all(self, *, is_fresh: bool) -> None:
         """Make every gradient its view, with what earlier steps left in it."""
+        keeps = self._is_first and not is_fresh
+        # By buffer, or by one call: views are many, and each would be a kernel.
+        empty = [self.sums] if keeps and self.sums is not None else []
         with torch.no_grad():
-            for flat in self.flats if is_fresh else ():
-                flat.zero_()
             for index, view in self._buffers.views.items():
-                if not is_fresh:
-                    self._carry(index, view)
+                if not self._carry(index, view) and keeps:
+                    empty.append(view)
                 self._parameters[index].grad = view
-            if self.sums is not None and not is_fresh:
-                self.sums.zero_()
+            if empty:
+                torch._foreach_zero_(empty)
+            for flat in () if keeps else self.flats:
+                flat.zero_()
 
-    def _carry(self, index: int, view: Tensor) -> None:
-        """Put the gradient that earlier steps left in a parameter into its view."""
+    def _carry(self, index: int, view: Tensor) -> bool:
+        """Note the gradient that earlier steps left; on the first worker, put it into its view."""
         gradient = self._parameters[index].grad
         if gradient is None:
-            view.zero_()
-            return
+            return False
         self._carried.add(index)
         if self._before is not None:
             self._before[index] = gradient.clone()
-        if not self._is_first:
-            view.zero_()
-        elif gradient.data_ptr() != view.data_ptr():
+        if self._is_first and gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
+        return True
 
     def enter(self, node: int) -> None:
         """Begin a virtual node's pass."""

@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hetflow.runtime.gradients import arrivals, first_gradients, flat_buffers
@@ -282,3 +284,40 @@ def test_few_hooks_wait_for_a_script_that_goes_back_by_itself() -> None:
         for parameter, other in zip(layers.parameters(), expected, strict=True)
     )
     reducer.close()
+
+
+class CountOperations(TorchDispatchMode):
+    """How many operators ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_gradients_that_are_zeros_cost_no_operator_each(is_first: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
+    skipped = list(model[:10].parameters())
+    reducer = GradientReducer(
+        dict(model.named_parameters()), distributed=False, is_first=is_first, num_sums=2
+    )
+    reducer.begin()
+    model(torch.ones(1, 3)).sum().backward()
+    reducer.finish()
+    for parameter in model[10:].parameters():
+        parameter.grad.fill_(2.0)
+    for parameter in skipped:
+        parameter.grad = None
+    with CountOperations() as count:
+        reducer.begin()
+    assert count.number <= len(reducer.flats)
+    assert all(p.grad is not None and not p.grad.any() for p in skipped)
+    kept = 2.0 if is_first else 0.0
+    assert all((p.grad == kept).all() for p in model[10:].parameters())
+    assert not reducer.sums.any()

@@ -37,6 +37,7 @@ from hetflow.schema.device_naming import (
             "RTXPRO6000BlackwellWorkstationEdition",
         ),
         ("AMD Instinct MI250X", "MI250X"),
+        ("AMD Instinct MI250X / MI250", "MI250X"),
     ],
 )
 def test_names(driver: str, name: str) -> None:
