@@ -287,7 +287,7 @@ class Relaxation:
         before = self.before if is_timed else 0.0
         tables = np.full((self.most_stages + 1, rows, size), inf)
         tables[:, :, 0] = 0.0
-        first, ends = None, np.arange(size)
+        first, ends = np.zeros(0, dtype=int), np.arange(size)
         own = np.arange(options)[:, None] * size
         for placed in range(self.most_stages - 1, -1, -1):
             self.effort.check()
