@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     )
     from .schema.jobs import Allocation, Job, Jobs, ModelThroughput, Throughputs
     from .schema.optimizer import OptimizerState
-    from .schema.pipeline import PipelinePlan
-    from .schema.plan import SplitPlan
+    from .schema.plan import Plan
     from .schema.profile import BatchPoint, Profile
     from .schema.resize import ResizeAnswer
     from .schema.run import RunRecord
@@ -84,13 +83,11 @@ _WHERE = {
     "Jobs": ".schema.jobs",
     "ModelThroughput": ".schema.jobs",
     "OptimizerState": ".schema.optimizer",
-    "ParallelPlan": ".schema.parallel",
-    "PipelinePlan": ".schema.pipeline",
+    "Plan": ".schema.plan",
     "Profile": ".schema.profile",
     "ResizeAnswer": ".schema.resize",
     "RunRecord": ".schema.run",
     "SimulationRun": ".schema.simulation",
-    "SplitPlan": ".schema.plan",
     "Throughputs": ".schema.jobs",
     "BackendError": ".schema.errors",
     "FileError": ".schema.errors",
@@ -114,14 +111,12 @@ __all__ = [
     "LaunchError",
     "ModelThroughput",
     "OptimizerState",
-    "ParallelPlan",
-    "PipelinePlan",
+    "Plan",
     "ProblemError",
     "Profile",
     "ResizeAnswer",
     "RunRecord",
     "SimulationRun",
-    "SplitPlan",
     "TargetError",
     "Throughputs",
     "allocate",

@@ -12,7 +12,8 @@ from ..schema.requests.kinds import JobsTable, ThroughputsTable
 from .calls import checks
 
 if TYPE_CHECKING:
-    from ..schema.files import Plan, Record
+    from ..schema.files import Record
+    from ..schema.plan import Plan
 
 
 @checks
@@ -66,9 +67,11 @@ def plan_of(given: "Plan | Path | str") -> "Plan":
     Raises:
         FileError: The file is missing, has faults, or holds no plan.
     """
+    from ..schema.plan import Plan
+
     found = files.read_any(Path(given)) if isinstance(given, Path | str) else given
-    if not isinstance(found, files.Plan):
-        raise FileError(f"{given}: must be hetflow.plan/1, got {found.schema}")
+    if not isinstance(found, Plan):
+        raise FileError(f"{given}: must be hetflow.plan/2, got {found.schema}")
     return found
 
 
@@ -78,10 +81,12 @@ def claim_of(given: "Plan | Allocation | Path | str") -> "Plan | Allocation":
     Raises:
         FileError: The file is missing, has faults, or holds neither.
     """
+    from ..schema.plan import Plan
+
     found = files.read_any(Path(given)) if isinstance(given, Path | str) else given
-    if not isinstance(found, files.Plan | Allocation):
+    if not isinstance(found, Plan | Allocation):
         raise FileError(
-            f"{given}: must be hetflow.plan/1 or hetflow.allocation/1, got {found.schema}"
+            f"{given}: must be hetflow.plan/2 or hetflow.allocation/1, got {found.schema}"
         )
     return found
 

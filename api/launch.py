@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from ..schema.files import Plan
+from ..schema.plan import Plan
 from ..schema.records import Index, WaitSeconds
 from ..schema.run import RunRecord
 from .calls import checks

@@ -11,8 +11,7 @@ from ..schema import files
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.options import option, told
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
+from ..schema.plan import Plan
 from ..schema.requests.kinds import Pool, Profiles
 from ..schema.requests.resize import ResizingRequest
 from ..schema.resize import ResizeAnswer
@@ -55,7 +54,7 @@ def resize(request: ResizingRequest) -> ResizeAnswer | None:
 def _mapping(
     run: Path,
     pool: Pool | None,
-    plan: SplitPlan | PipelinePlan | Path | str | None,
+    plan: Plan | Path | str | None,
     profiles: Profiles | None,
 ) -> LaunchConfig:
     """Map the launch's virtual nodes to the requested devices."""
@@ -72,24 +71,22 @@ def _mapping(
     if now.pipeline is not None:
         return _recut(run, now, pool, plan, profiles)
     if plan is not None:
-        return renumbered(now, lower(_plan_of(plan, SplitPlan), now.seed, now.determinism))
+        return renumbered(now, lower(_plan_of(plan, "split"), now.seed, now.determinism))
     assert pool is not None
     devices = pool_of(pool)
-    before = files.read(run / "plan.json", SplitPlan)
+    before = files.read_plan(run / "plan.json")
     if profiles is not None:
         return renumbered(now, lower(split_again(now, before, profiles, pool), now.seed))
     types = [name for name, number in devices.num_devices.items() for _ in range(number)]
     return spread(now, types, seconds_a_sample(now, before))
 
 
-def _plan_of(
-    given: SplitPlan | PipelinePlan | Path | str, kind: type[SplitPlan] | type[PipelinePlan]
-) -> SplitPlan | PipelinePlan:
+def _plan_of(given: Plan | Path | str, kind: str) -> Plan:
     """Return a plan of one kind, reading it from its file if needed."""
-    found: files.Plan = files.read_plan(Path(given)) if isinstance(given, Path | str) else given
-    if not isinstance(found, kind):
+    found = files.read_plan(Path(given)) if isinstance(given, Path | str) else given
+    if found.kind != kind:
         raise ProblemError(
-            f"the run has a {kind.kind} plan and can be resized to another one only, this is a "
+            f"the run has a {kind} plan and can be resized to another one only, this is a "
             f"{found.kind} plan",
             hint=told(control.INSTEAD),
         )
@@ -100,22 +97,21 @@ def _recut(
     run: Path,
     now: LaunchConfig,
     pool: Pool | None,
-    plan: SplitPlan | PipelinePlan | Path | str | None,
+    plan: Plan | Path | str | None,
     profiles: Profiles | None,
 ) -> LaunchConfig:
     """Lower another pipeline plan of the same microbatches, given or solved for the devices."""
     from ..protocol.lower import lower
 
-    found: SplitPlan | PipelinePlan
     if plan is not None:
-        found = _plan_of(plan, PipelinePlan)
+        found = _plan_of(plan, "pipeline")
     elif profiles is None or pool is None:
         raise ProblemError(
             "a pipeline is cut anew from the profiles of its layers",
             hint=f"add {option('profiles', 'DIR')}, or give {option('plan', 'FILE')}",
         )
     else:
-        found = cut_again(now, files.read(run / "plan.json", PipelinePlan), profiles, pool)
+        found = cut_again(now, files.read_plan(run / "plan.json"), profiles, pool)
     config = lower(found, now.seed, now.determinism)
     check_same_job(now, config)
     return config

@@ -13,7 +13,7 @@ from .calls import checks
 if TYPE_CHECKING:
     from ..schedules.timing import Timing
     from ..schema.files import Record
-    from ..schema.pipeline import PipelinePlan
+    from ..schema.plan import Plan
 
 
 @checks
@@ -92,8 +92,7 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
         HetflowError: There is no such picture of the record, or matplotlib is not installed.
     """
     from ..schema.market import Market
-    from ..schema.pipeline import PipelinePlan
-    from ..schema.plan import SplitPlan
+    from ..schema.plan import Plan
     from ..schema.profile import Profile
     from ..schema.simulation import SimulationRun
 
@@ -103,7 +102,7 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
             f"{option('plot', target)}: must end in .png or .svg", hint="rename the output"
         )
     first = records[0]
-    if isinstance(first, PipelinePlan):
+    if isinstance(first, Plan) and first.kind == "pipeline":
         from ..reports.timeline import svg_timeline
 
         if file_format != "svg":
@@ -125,7 +124,7 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
         return prices_image(first, file_format, per_device=way == "per_device")
     from ..reports.plots import curves_image, split_image
 
-    if isinstance(first, SplitPlan):
+    if isinstance(first, Plan) and first.kind == "split":
         return split_image(first, file_format)
     profiles = [record for record in records if isinstance(record, Profile)]
     if not profiles:
@@ -136,7 +135,7 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
     return curves_image(profiles, file_format)
 
 
-def timing_of(plan: "PipelinePlan") -> "Timing":
+def timing_of(plan: "Plan") -> "Timing":
     """Return when each pass and message of a pipeline's schedule begins and ends."""
     from ..schedules.of_plan import schedule_of, times_of
     from ..schedules.timing import time_schedule

@@ -7,66 +7,15 @@ from ..planning.inputs import pool_of
 from ..planning.limits import Clock, Limits
 from ..planning.request import question_of
 from ..planning.solve import solve as best_plan
-from ..schema.files import Plan
+from ..schema.plan import Plan
 from ..schema.requests.solve import SolveRequest
 from .calls import takes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from dataclasses import KW_ONLY, dataclass
-    from typing import Any, Literal, ParamSpec, Protocol, overload
-
     from ..planning.market_prices import DevicePrice
-    from ..schema.parallel import ParallelPlan
-    from ..schema.pipeline import PipelinePlan
-    from ..schema.plan import SplitPlan
-
-    S = ParamSpec("S")
-    P = ParamSpec("P")
-    D = ParamSpec("D")
-    A = ParamSpec("A")
-
-    # The strategy gives the kind of plan: each is the request's signature with one strategy.
-    @dataclass(frozen=True)
-    class _Split(SolveRequest):
-        _: KW_ONLY
-        strategy: Literal["split"]
-
-    @dataclass(frozen=True)
-    class _Pipeline(SolveRequest):
-        _: KW_ONLY
-        strategy: Literal["pipeline"]
-
-    @dataclass(frozen=True)
-    class _Parallel(SolveRequest):
-        _: KW_ONLY
-        strategy: Literal["parallel"]
-
-    class _Solve(Protocol[S, P, D, A]):
-        __name__: str
-
-        @overload
-        def __call__(self, *args: S.args, **kwargs: S.kwargs) -> SplitPlan: ...
-        @overload
-        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PipelinePlan: ...
-        @overload
-        def __call__(self, *args: D.args, **kwargs: D.kwargs) -> ParallelPlan: ...
-        @overload
-        def __call__(self, *args: A.args, **kwargs: A.kwargs) -> Plan: ...
-
-    def _solves(
-        split: Callable[S, Any],
-        pipeline: Callable[P, Any],
-        parallel: Callable[D, Any],
-        any_kind: Callable[A, SolveRequest],
-    ) -> Callable[[Callable[[SolveRequest], Plan]], _Solve[S, P, D, A]]: ...
-
-    _takes = _solves(_Split, _Pipeline, _Parallel, SolveRequest)
-else:
-    _takes = takes(SolveRequest)
 
 
-@_takes
+@takes(SolveRequest)
 def solve(request: SolveRequest) -> Plan:
     """Find the best plan for a model on a pool; the plan carries its proof and has been checked.
 

@@ -36,7 +36,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from hetflow import runtime as hf
 from hetflow.profilers.zoo import factory_of
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 WORKERS = 2
 LEVELS = ("none", "static", "elastic", "heterogeneous")
@@ -183,15 +184,15 @@ def run_block(lines: list[socket.socket], steps: int) -> dict[str, float]:
     }
 
 
-def plan_of(size: int) -> SplitPlan:
-    group = DeviceGroup(
+def plan_of(size: int) -> Plan:
+    group = whole_group(
         device_type="cpu",
         num_devices=WORKERS,
         device_batch_size=size,
         virtual_nodes=1,
         virtual_node_batch_size=size,
     )
-    return SplitPlan(
+    return split_plan(
         model="determinism_cost",
         global_batch_size=size * WORKERS,
         groups=(group,),

@@ -23,14 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hetflow.schema import files
-from hetflow.schema.plan import (
-    DeviceGroup,
-    EmulatedDevice,
-    PassTime,
-    Prediction,
-    Proof,
-    SplitPlan,
-)
+from hetflow.schema.plan import EmulatedDevice, PassTime, Plan, Prediction, Proof
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 VIRTUAL_NODES = 8
 NODE_SAMPLES = 4
@@ -92,14 +86,14 @@ def measure(level: str, seed: int, *, quick: bool) -> dict[str, dict[str, str]]:
     return digests
 
 
-def plan_of(workers: Sequence[tuple[str, int]]) -> SplitPlan:
+def plan_of(workers: Sequence[tuple[str, int]]) -> Plan:
     """A plan by hand: the given virtual nodes on each worker."""
     types = sorted({kind for kind, _ in workers})
-    return SplitPlan(
+    return split_plan(
         model="digests",
         global_batch_size=BATCH,
         groups=tuple(
-            DeviceGroup(
+            whole_group(
                 device_type=kind,
                 num_devices=1,
                 device_batch_size=nodes * NODE_SAMPLES,

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 SCRIPT = Path(__file__).parent / "peers" / "elasticity_scripts.py"
 STEPS = 1_000_000  # until it is stopped
@@ -177,13 +178,13 @@ def stop(*processes: "subprocess.Popen[bytes]") -> None:
             process.wait()
 
 
-def plan_of(nodes: list[int], size: int) -> SplitPlan:
+def plan_of(nodes: list[int], size: int) -> Plan:
     """Workers with so many virtual nodes each."""
-    return SplitPlan(
+    return split_plan(
         model="elasticity",
         global_batch_size=sum(nodes) * size,
         groups=tuple(
-            DeviceGroup(
+            whole_group(
                 device_type="cpu:core",
                 num_devices=1,
                 device_batch_size=number * size,

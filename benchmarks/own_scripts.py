@@ -27,7 +27,7 @@ from pathlib import Path
 from truth_parts.load import Load
 
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
 
@@ -73,7 +73,7 @@ class Case:
         plan = self.folder / "plan.json"
         hetflow("solve", "--profiles", self.folder / "profiles", "--gpus", gpus,
                 "--batch-size", BATCH, "-o", plan, "--force")  # fmt: skip
-        return files.read(plan, SplitPlan)
+        return files.read(plan, Plan)
 
     def run(self, contender, number):
         """Train; median seconds of a step, CPU seconds of a step over both workers, the loss."""

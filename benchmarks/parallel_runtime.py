@@ -23,6 +23,9 @@ from pathlib import Path
 
 from pipeline_runtime import quartiles, run_world
 
+from hetflow.schema.plan import Prediction, Stage
+from hetflow.tests.plan_parts import parallel_plan_of
+
 MICROBATCHES, MICROBATCH_SIZE, BLOCKS, WARM_UP = 8, 2, 4, 5
 MOST_DIFFERENCE = 1e-3  # of losses, relative; float32, after all steps
 
@@ -166,13 +169,7 @@ def loss_of(logits, targets):
 def plan_of(case, size):
     """The plan of a case: equal stages, equal replicas."""
     from hetflow.runtime.pipeline.trace import layers_of
-    from hetflow.schema.parallel import (
-        ParallelPlan,
-        ParallelPrediction,
-        ParallelProof,
-        ParallelStage,
-        ReplicaGroup,
-    )
+    from hetflow.schema.plan import Proof, ReplicaGroup
 
     num_stages = case.pipeline * case.chunks
     layers = [[] for _ in range(num_stages)]
@@ -184,19 +181,20 @@ def plan_of(case, size):
         layers[place].append(layer.id)
     batch = MICROBATCHES * MICROBATCH_SIZE * case.data
     replicas = ReplicaGroup(
-        device_type="cpu", tensor_parallel_size=case.tensor, num_replicas=case.data, samples=batch
-    )
-    return ParallelPlan(
+        device_type="cpu", tensor_parallel_size=case.tensor, num_replicas=case.data, samples=batch,
+        virtual_nodes=MICROBATCHES, virtual_node_batch_size=MICROBATCH_SIZE,
+    )  # fmt: skip
+    return parallel_plan_of(
         model="decoder", global_batch_size=batch, microbatch_size=MICROBATCH_SIZE,
         num_microbatches=MICROBATCHES, num_model_chunks=case.chunks,
         schedule="1f1b" if case.chunks == 1 else "interleaved",
         sequence_parallel=case.sequence or None,
         stages=tuple(
-            ParallelStage(layers=tuple(names), recompute="none", replicas=(replicas,))
+            Stage(layers=tuple(names), recompute="none", replicas=(replicas,))
             for names in layers
         ),
-        predicted=ParallelPrediction(step_seconds=1, samples_per_second=1, memory_bytes={}),
-        proof=ParallelProof(
+        predicted=Prediction(step_seconds=1, samples_per_second=1),
+        proof=Proof(
             termination="feasible", objective=1, lower_bound=None, gap=None, method="stated",
             space="this plan",
         ),

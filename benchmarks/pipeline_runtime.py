@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
+
 MICROBATCHES, LAYERS = 8, 8
 # name: (width, samples of a microbatch); a pass of a quarter of the model and back takes about
 # 0.5 ms of the one and 10 ms of the other.
@@ -46,7 +48,6 @@ PARTITIONS = {
 
 def make_plan(schedule, stages, microbatch, *, emulated):
     """A plan of stages given as (layers, seconds of a layer, replicas)."""
-    from hetflow.schema.pipeline import PipelinePlan, StagePlan
     from hetflow.schema.plan import Prediction, Proof
 
     parts, first, device = [], 0, 0
@@ -54,7 +55,7 @@ def make_plan(schedule, stages, microbatch, *, emulated):
         names = tuple(str(index) for index in range(2 * first, 2 * (first + layers)))
         compute = layers * seconds if emulated else 0.0
         parts.append(
-            StagePlan(
+            pipeline_stage(
                 layers=names, num_replicas=replicas,
                 device_type=f"cpu:{seconds}" if emulated else "cpu", first_device=device,
                 num_in_flight=1, weight_versions=1, seconds_per_input=0.0,
@@ -63,9 +64,9 @@ def make_plan(schedule, stages, microbatch, *, emulated):
             )
         )  # fmt: skip
         first, device = first + layers, device + replicas
-    return PipelinePlan(
+    return pipeline_plan(
         model="mlp", global_batch_size=MICROBATCHES * microbatch, microbatch_size=microbatch,
-        microbatches=MICROBATCHES, schedule=schedule, recompute=False, stages=tuple(parts),
+        num_microbatches=MICROBATCHES, schedule=schedule, recompute=False, stages=tuple(parts),
         predicted=Prediction(step_seconds=0.1, samples_per_second=1.0),
         proof=Proof(
             termination="feasible", objective=0, lower_bound=None, gap=None, method="stated"

@@ -30,14 +30,12 @@ from hetflow.papers.sailor.read import read_problem
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,
-    ParallelPlan,
     ParallelPool,
     ParallelProblem,
-    ParallelStage,
-    ReplicaGroup,
     ShardSizes,
     ShardTimes,
 )
+from hetflow.schema.plan import Plan, ReplicaGroup, Stage
 from hetflow.tests.data import sailor_plans
 from hetflow.tests.data.reference import planners
 
@@ -53,7 +51,7 @@ class MeasuredRun:
     """One of Sailor's runs: the plan, what was measured, and the terms of the prediction."""
 
     name: str
-    plan: ParallelPlan
+    plan: Plan
     problem: ParallelProblem
     measured_seconds: float
     measured_memory_bytes: float
@@ -93,7 +91,7 @@ def measured_runs() -> list[MeasuredRun]:
     return runs
 
 
-def _plan_of(run: dict[str, Any]) -> ParallelPlan:
+def _plan_of(run: dict[str, Any]) -> Plan:
     pipeline = run["pipeline_list"][0]
     return sailor_plans.plan_of(
         MODEL,
@@ -320,16 +318,18 @@ def predicted_seconds(run: ServerRun, times: FittedTimes) -> float:
     return counted_step(_plan_of_server(run, names), problem)
 
 
-def _plan_of_server(run: ServerRun, names: tuple[str, ...]) -> ParallelPlan:
+def _plan_of_server(run: ServerRun, names: tuple[str, ...]) -> Plan:
     group = ReplicaGroup(
         device_type="A100",
         tensor_parallel_size=run.tensor,
         num_replicas=run.data,
         samples=run.batch,
+        virtual_nodes=run.rounds,
+        virtual_node_batch_size=run.microbatch,
     )
     starts = range(0, run.layers, run.layers // run.pipeline)
     stages = [
-        ParallelStage(layers=names[start:end], recompute="none", replicas=(group,))
+        Stage(layers=names[start:end], recompute="none", replicas=(group,))
         for start, end in zip(starts, [*starts[1:], len(names)], strict=True)
     ]
     return sailor_plans.unjudged(MODEL, run.batch, run.microbatch, run.rounds, stages)

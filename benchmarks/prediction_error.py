@@ -22,9 +22,10 @@ from hetflow.costs.split import predict
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
-from hetflow.schema.plan import DeviceGroup, SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
+from hetflow.tests.plan_parts import whole_group, with_groups
 
 SCRIPT = Path(hetflow.examples.__file__).with_name("train_digits.py")
 PAPER_MEAN_ERROR = 0.056
@@ -63,20 +64,20 @@ def plan_of(folder: Path, index: int) -> Path:
     )  # fmt: skip
     if shares is not None:
         profiles = tuple(p for p in files.read_profiles(folder / "profiles"))
-        files.write(path, forced(files.read(path, SplitPlan), profiles, pool, shares), force=True)
+        files.write(path, forced(files.read(path, Plan), profiles, pool, shares), force=True)
     return path
 
 
 def forced(
-    plan: SplitPlan,
+    plan: Plan,
     profiles: tuple[Profile, ...],
     pool: str,
     shares: list[tuple[str, int, int, int]],
-) -> SplitPlan:
+) -> Plan:
     """The same plan with other shares, predicted by the same cost model."""
     problem = split_problem(profiles, Cluster.parse(pool), plan.global_batch_size)
     groups = tuple(
-        DeviceGroup(
+        whole_group(
             device_type=name,
             num_devices=devices,
             device_batch_size=nodes * size,
@@ -88,7 +89,7 @@ def forced(
     proof = dataclasses.replace(
         plan.proof, termination="feasible", lower_bound=None, gap=None, method="forced"
     )
-    return dataclasses.replace(plan, groups=groups, predicted=predict(problem, groups), proof=proof)
+    return with_groups(plan, groups=groups, predicted=predict(problem, groups), proof=proof)
 
 
 def launched(folder: Path, index: int, epochs: int) -> RunRecord:

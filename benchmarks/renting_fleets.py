@@ -6,7 +6,7 @@ as one. Dollars are those of a p2.xlarge in 2020: 0.90 on demand, 0.27 spot. The
 learns from traces that it is not replayed on: of the same machine in another zone or another hour,
 or from the other half of the long trace.
 
-    python benchmarks/renting_fleets.py        a minute
+    python benchmarks/renting_fleets.py        some minutes
 """
 
 import argparse

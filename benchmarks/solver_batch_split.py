@@ -27,7 +27,7 @@ from pathlib import Path
 from hetflow.checks.batch_split import check
 from hetflow.costs.split import closing_seconds
 from hetflow.schema.errors import BackendError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync
 from hetflow.solvers.lp import Backend, Program
@@ -173,7 +173,7 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def timed(call: Callable[[], SplitPlan], repeats: int) -> tuple[float, SplitPlan | None]:
+def timed(call: Callable[[], Plan], repeats: int) -> tuple[float, Plan | None]:
     """The median CPU seconds over repeats, and the answer; None where a backend found none."""
     times, plan = [], None
     for _ in range(repeats):

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.tests.fakecuda import build
 from hetflow.tests.fakecuda.hosts import software_environment
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 WORKERS, SKIPPED = 2, 3
 # Samples of a worker, and counted steps.
@@ -118,8 +119,8 @@ def run_hetflow(
         raise SystemExit(done.stderr)
 
 
-def plan_of(name: str, size: int) -> SplitPlan:
-    group = DeviceGroup(
+def plan_of(name: str, size: int) -> Plan:
+    group = whole_group(
         device_type="V100",
         num_devices=WORKERS,
         device_batch_size=size,
@@ -127,7 +128,7 @@ def plan_of(name: str, size: int) -> SplitPlan:
         virtual_node_batch_size=size,
     )
     proof = Proof(termination="feasible", objective=1, lower_bound=None, gap=None, method="by hand")
-    return SplitPlan(
+    return split_plan(
         model=name,
         global_batch_size=size * WORKERS,
         groups=(group,),

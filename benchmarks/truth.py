@@ -39,8 +39,7 @@ from truth_parts.plans import (
 
 from hetflow.devices.local import local_devices
 from hetflow.schema import files
-from hetflow.schema.pipeline import PipelinePlan
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
 
@@ -129,7 +128,7 @@ class Task:
                 "--batch-size", str(12 * self.model.size), "--strategy", strategy, *flags,
                 "-o", path,
             )  # fmt: skip
-        return files.read(path, SplitPlan if strategy == "split" else PipelinePlan)
+        return files.read(path, Plan if strategy == "split" else Plan)
 
     def launched(self, name, plan, number):
         """The record of launch ``number`` of a plan, made once; None where it failed."""

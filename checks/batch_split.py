@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..schema.plan import DeviceGroup, Prediction, SplitPlan
+from ..schema.plan import Plan, Prediction, ReplicaGroup
 from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint
 from . import definitions, split_bound
@@ -17,7 +17,7 @@ from .proofs import Verdict, proof_faults
 TOLERANCE = 1e-9
 
 
-def check(plan: SplitPlan, problem: SplitProblem | None) -> Verdict:
+def check(plan: Plan, problem: SplitProblem | None) -> Verdict:
     """List every fault of a plan; an empty list means that it is valid.
 
     Args:
@@ -51,7 +51,7 @@ def differ(left: float, right: float, rounding: float = 0.0) -> bool:
     return abs(left - right) > max(TOLERANCE * max(abs(left), abs(right)), rounding)
 
 
-def _own_faults(plan: SplitPlan) -> Iterator[str]:
+def _own_faults(plan: Plan) -> Iterator[str]:
     predicted = plan.predicted
     needed = (predicted.compute_seconds, predicted.sync_seconds, predicted.update_seconds)
     device = _device_seconds(predicted)
@@ -107,7 +107,7 @@ def _device_seconds(predicted: Prediction) -> float:
     return sum(seconds or 0.0 for seconds in parts)
 
 
-def _uniform_faults(plan: SplitPlan) -> Iterator[str]:
+def _uniform_faults(plan: Plan) -> Iterator[str]:
     nodes = plan.uniform_virtual_nodes
     if nodes is None:
         return
@@ -117,7 +117,7 @@ def _uniform_faults(plan: SplitPlan) -> Iterator[str]:
         yield f"groups: virtual nodes differ from {plan.global_batch_size}/{nodes} samples each"
 
 
-def _proof_faults(plan: SplitPlan) -> Iterator[str]:
+def _proof_faults(plan: Plan) -> Iterator[str]:
     proof = plan.proof
     if plan.objective == "step_seconds" and differ(proof.objective, plan.predicted.step_seconds):
         yield (
@@ -127,7 +127,7 @@ def _proof_faults(plan: SplitPlan) -> Iterator[str]:
     yield from proof_faults(proof, TOLERANCE)
 
 
-def _against_problem(plan: SplitPlan, problem: SplitProblem) -> list[str]:
+def _against_problem(plan: Plan, problem: SplitProblem) -> list[str]:
     options = {option.device_type: option for option in problem.devices}
     faults = [*_question_faults(plan, problem)]
     for index, group in enumerate(plan.groups):
@@ -151,7 +151,7 @@ def _against_problem(plan: SplitPlan, problem: SplitProblem) -> list[str]:
     return faults
 
 
-def _question_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
+def _question_faults(plan: Plan, problem: SplitProblem) -> Iterator[str]:
     if plan.model != problem.model:
         yield f"model is {plan.model!r}, the profiles are of {problem.model!r}"
     if plan.global_batch_size != problem.global_batch_size:
@@ -167,7 +167,7 @@ def _question_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
 
 
 def _group_faults(
-    group: DeviceGroup, option: DeviceOption | None, problem: SplitProblem, num_devices: int
+    group: ReplicaGroup, option: DeviceOption | None, problem: SplitProblem, num_devices: int
 ) -> Iterator[str]:
     if option is None:
         known = ", ".join(option.device_type for option in problem.devices)
@@ -194,7 +194,7 @@ def _group_faults(
             yield f"virtual nodes hold {size} samples; {problem.virtual_nodes} of them need {share}"
 
 
-def _count_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Iterator[str]:
+def _count_faults(plan: Plan, options: dict[str, DeviceOption]) -> Iterator[str]:
     used: Counter[str] = Counter()
     for group in plan.groups:
         used[group.device_type] += group.num_devices
@@ -203,7 +203,7 @@ def _count_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Iterator
             yield f"{number} devices of {name} are used, there are {options[name].num_devices}"
 
 
-def _prediction_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Iterator[str]:
+def _prediction_faults(plan: Plan, options: dict[str, DeviceOption]) -> Iterator[str]:
     used = [options[group.device_type] for group in plan.groups]
     costs = [definitions.terms(option, plan.num_devices) for option in used]
     work = [_work(group, cost) for group, cost in zip(plan.groups, costs, strict=True)]
@@ -250,7 +250,7 @@ def _prediction_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Ite
         yield from _part_faults(found, slowest)
 
 
-def _work(group: DeviceGroup, costs: DeviceOption | AloneDevice) -> tuple[float, BatchPoint]:
+def _work(group: ReplicaGroup, costs: DeviceOption | AloneDevice) -> tuple[float, BatchPoint]:
     """Return the seconds of all passes of one device of a group, and its measured point."""
     point = definitions.point(costs, group.virtual_node_batch_size)
     if point is None:
@@ -293,13 +293,13 @@ def _alike(left: tuple[float, ...], right: tuple[float, ...], scale: float = 0.0
     return not any(differ(a, b, 1e-12 * whole) for a, b in zip(left, right, strict=True))
 
 
-def bound_faults(plan: SplitPlan, problem: SplitProblem) -> list[str]:
+def bound_faults(plan: Plan, problem: SplitProblem) -> list[str]:
     """What of a larger problem refutes the proof of a plan that uses some of its devices."""
     floor = [] if plan.proof.lower_bound is None else list(_bound_faults(plan, problem))
     return [fault for fault in floor if "lower_bound" in fault]
 
 
-def _bound_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
+def _bound_faults(plan: Plan, problem: SplitProblem) -> Iterator[str]:
     """Compare the proof with a bound that no plan can beat, and with simple plans."""
     if plan.objective != "step_seconds":
         return
@@ -323,7 +323,7 @@ def _bound_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
 
 
 def _tolerance_faults(
-    plan: SplitPlan, problem: SplitProblem, obvious: list["_Obvious"]
+    plan: Plan, problem: SplitProblem, obvious: list["_Obvious"]
 ) -> Iterator[str]:
     """List faults of the tolerance: wider than any measured spread, or a simpler plan fits it."""
     proof = plan.proof

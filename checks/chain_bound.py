@@ -60,7 +60,7 @@ def is_proved(problem: PipelineProblem, bound: float, asked: Restrictions) -> bo
         False, True
     )  # fmt: skip
     chain = {(at, at + 1) for at in range(len(problem.layers) - 1)}
-    known = problem.traits.order if problem.minimises == "step" else "alternating"
+    known = problem.traits.order if problem.minimises == "step_seconds" else "alternating"
     if (
         problem.solved != "flat"
         or problem.stage_cost == "published"
@@ -81,7 +81,7 @@ def is_proved(problem: PipelineProblem, bound: float, asked: Restrictions) -> bo
 
 
 def _holds(model: "_Model", bound: float) -> bool:
-    if model.problem.minimises != "step":
+    if model.problem.minimises != "step_seconds":
         return model.least_sum(bound, inf) == inf
     cap = bound = bound - min(pool.fixed_seconds for pool in model.problem.pools)
     for _ in range(_MOST_CAPS):
@@ -189,7 +189,7 @@ class _Model:
             ]
         )
         count = problem.num_microbatches
-        if problem.minimises == "step":
+        if problem.minimises == "step_seconds":
             left_forward, left_backward = self._left(replicas, workers)
             figure = left_forward * forward + left_backward * backward
         else:
@@ -212,7 +212,7 @@ class _Model:
         if pool.memory_bytes is not None:
             fits &= used + beside <= pool.memory_bytes + 1
         seconds = forward + backward + before
-        if problem.minimises != "step":
+        if problem.minimises != "step_seconds":
             seconds, update, rings = 0.0 * seconds, 0.0 * update, 0.0 * rings
         mine = definitions.microbatches_of_busiest(count, replicas)
         alone = self.before[:, None] + mine * (forward + backward) + rings + update

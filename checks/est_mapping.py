@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from ..schema.plan import DeviceGroup, EstEstimate, SplitPlan
+from ..schema.plan import EstEstimate, Plan, ReplicaGroup
 from ..schema.problem import SplitProblem
 from . import definitions
 
 TOLERANCE = 1e-9
 
 
-def est_faults(plan: SplitPlan, problem: SplitProblem | None) -> Iterator[str]:
+def est_faults(plan: Plan, problem: SplitProblem | None) -> Iterator[str]:
     """Yield every fault of a plan's ``est`` and ``alternatives``, as a sentence.
 
     Args:
@@ -23,7 +23,12 @@ def est_faults(plan: SplitPlan, problem: SplitProblem | None) -> Iterator[str]:
         return
     if plan.objective == "waste" and differ(plan.proof.objective, plan.est.overload_factor):
         yield "proof: objective is not est.overload_factor, the seconds per mini-batch"
-    ranked = [(plan.groups, plan.est), *((a.groups, a.est) for a in plan.alternatives)]
+    ranked = [(plan.groups, plan.est)]
+    for number, other in enumerate(plan.alternatives):
+        if other.est is None:
+            yield f"alternatives[{number}].est: missing"
+            return
+        ranked.append((other.groups, other.est))
     for index, (groups, est) in enumerate(ranked):
         where = "est" if index == 0 else f"alternatives[{index - 1}].est"
         if not groups:
@@ -43,7 +48,7 @@ def differ(left: float, right: float, scale: float = 0.0) -> bool:
     return abs(left - right) > TOLERANCE * max(abs(left), abs(right), scale)
 
 
-def _estimate_faults(groups: tuple[DeviceGroup, ...], est: EstEstimate) -> Iterator[str]:
+def _estimate_faults(groups: tuple[ReplicaGroup, ...], est: EstEstimate) -> Iterator[str]:
     missing = {group.device_type for group in groups} - set(est.capability)
     if missing:
         yield f"capability: missing for {', '.join(sorted(missing))}"
@@ -74,7 +79,7 @@ def _estimate_faults(groups: tuple[DeviceGroup, ...], est: EstEstimate) -> Itera
 
 
 def _capability_faults(
-    groups: tuple[DeviceGroup, ...], est: EstEstimate, problem: SplitProblem | None
+    groups: tuple[ReplicaGroup, ...], est: EstEstimate, problem: SplitProblem | None
 ) -> Iterator[str]:
     if problem is None or problem.virtual_nodes is None:
         return

@@ -8,12 +8,8 @@ from dataclasses import replace
 from math import isclose, prod
 
 from ..schema.errors import ProblemError
-from ..schema.pipeline import (
-    DevicePool,
-    PipelinePlan,
-    PipelineProblem,
-    StagePlan,
-)
+from ..schema.pipeline import DevicePool, PipelineProblem
+from ..schema.plan import Plan, Stage
 from ..schema.restrictions import Restrictions
 from . import definitions
 from .chain_bound import is_proved
@@ -43,7 +39,7 @@ _OF_STAGE = (
 )
 
 
-def check(plan: PipelinePlan, problem: PipelineProblem) -> Verdict:
+def check(plan: Plan, problem: PipelineProblem) -> Verdict:
     """List every fault of a plan for a problem.
 
     Args:
@@ -63,11 +59,11 @@ def check(plan: PipelinePlan, problem: PipelineProblem) -> Verdict:
     return Verdict((), "recomputed" if proved else "stated")
 
 
-def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+def _header_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     pairs = [
         ("model", plan.model, problem.model),
         ("microbatch_size", plan.microbatch_size, problem.microbatch_size),
-        ("microbatches", plan.microbatches, problem.num_microbatches),
+        ("microbatches", plan.num_microbatches, problem.num_microbatches),
         ("schedule", plan.schedule, problem.schedule),
         ("stage_cost", plan.stage_cost, problem.stage_cost),
         ("solved", plan.solved, problem.solved),
@@ -81,8 +77,8 @@ def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         f"{name} is {got}, the problem says {want}" for name, got, want in pairs if got != want
     ]
     faults += _optimizer_faults(plan, problem)
-    if problem.recompute is not None and plan.recompute != problem.recompute:
-        faults.append(f"recompute is {plan.recompute}, the problem says {problem.recompute}")
+    if problem.recompute is not None and plan.recomputes != problem.recompute:
+        faults.append(f"recompute is {plan.recomputes}, the problem says {problem.recompute}")
     if plan.solved == "nested":
         faults += _nesting_faults(plan, problem)
     counts = [stage.num_replicas for stage in plan.stages]
@@ -101,7 +97,7 @@ def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     return faults
 
 
-def _optimizer_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+def _optimizer_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     asked, planned = problem.optimizer, plan.optimizer
     if planned is None or isclose(
         planned.state_bytes_per_weight_byte, asked.state_bytes_per_weight_byte, rel_tol=_TOLERANCE
@@ -110,7 +106,7 @@ def _optimizer_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]
     return [f"memory is planned for {planned}, the problem says {asked}"]
 
 
-def _nesting_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+def _nesting_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     depth = len(problem.pools[0].levels)
     found = [
         f"stage {index}: nesting must name {depth} blocks whose replicas multiply to "
@@ -122,7 +118,7 @@ def _nesting_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     return found or _block_faults(plan, depth)
 
 
-def _block_faults(plan: PipelinePlan, depth: int) -> list[str]:
+def _block_faults(plan: Plan, depth: int) -> list[str]:
     """List blocks of a nested plan that are not numbered from 0 within the block around them."""
     faults = []
     for level in range(depth):
@@ -141,7 +137,7 @@ def _block_faults(plan: PipelinePlan, depth: int) -> list[str]:
     return faults
 
 
-def _layer_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+def _layer_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     stage_of = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
     known = {layer.id for layer in problem.layers}
     faults = [
@@ -160,9 +156,7 @@ def _layer_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     return faults + _tied_faults(plan, problem, stage_of)
 
 
-def _tied_faults(
-    plan: PipelinePlan, problem: PipelineProblem, stage_of: dict[str, int]
-) -> list[str]:
+def _tied_faults(plan: Plan, problem: PipelineProblem, stage_of: dict[str, int]) -> list[str]:
     """List tied weights over several stages without a flush: their stages update separately."""
     if plan.traits.flushes:
         return []
@@ -174,7 +168,7 @@ def _tied_faults(
     ]
 
 
-def _device_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+def _device_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     faults = _chunk_faults(plan)
     for pool in problem.pools:
         mine = [stage for stage in plan.stages if stage.device_type == pool.device_type]
@@ -194,7 +188,7 @@ def _device_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     return faults
 
 
-def _chunk_faults(plan: PipelinePlan) -> list[str]:
+def _chunk_faults(plan: Plan) -> list[str]:
     """List stages that do not share the devices that the schedule's placement gives them."""
     chunks, known = plan.num_model_chunks, plan.traits.placement
     if not plan.traits.is_chunked:
@@ -214,13 +208,13 @@ def _chunk_faults(plan: PipelinePlan) -> list[str]:
     return faults
 
 
-def _one_of_each_device(stages: list[StagePlan]) -> list[StagePlan]:
+def _one_of_each_device(stages: list[Stage]) -> list[Stage]:
     """Select one stage of each set of stages on the same devices, in the order of the devices."""
     held = {stage.first_device: stage for stage in stages}
     return [held[first] for first in sorted(held)]
 
 
-def _held_faults(stages: list[StagePlan], pool: DevicePool) -> list[str]:
+def _held_faults(stages: list[Stage], pool: DevicePool) -> list[str]:
     """List devices that two stages hold or that do not exist; the order of devices is free."""
     taken: set[int] = set()
     faults = []
@@ -234,14 +228,14 @@ def _held_faults(stages: list[StagePlan], pool: DevicePool) -> list[str]:
     return faults
 
 
-def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+def _memory_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     faults = []
     of_device: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for index, stage in enumerate(plan.stages):
         used = stage_memory(plan, problem, index)
         of_device.setdefault((stage.device_type, stage.first_device), []).append((index, used))
         whole = planned_memory(plan, problem, index)
-        if abs(whole - stage.memory_bytes) > 1 + _TOLERANCE * whole:
+        if abs(whole - (stage.memory_bytes or 0)) > 1 + _TOLERANCE * whole:
             faults.append(
                 f"stage {index}: memory_bytes is {stage.memory_bytes}, it needs {whole:.0f}"
             )
@@ -261,7 +255,7 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     return faults
 
 
-def _schedule_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+def _schedule_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     """Validate the schedule that the plan would run, and its in-flight and version counts."""
     try:
         faults = lists_of(plan).faults
@@ -271,17 +265,17 @@ def _schedule_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     return [f"schedule: {fault}" for fault in faults]
 
 
-def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+def _claim_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     stages = [timed_stage(plan, problem, index) for index in range(len(plan.stages))]
     expected = replace(plan, stages=tuple(stages))
     faults = _stage_faults(plan, expected)
-    steady = 0.0 if plan.objective == "step" else seconds_per_input(plan, problem)
+    steady = 0.0 if plan.objective == "step_seconds" else seconds_per_input(plan, problem)
     step = problem.num_microbatches * steady
     if problem.traits.flushes:
         step = step_seconds(expected)
     fixed = definitions.step_overhead(problem, {stage.device_type for stage in plan.stages})
     step += fixed
-    found = step if plan.objective == "step" else steady
+    found = step if plan.objective == "step_seconds" else steady
     claimed = plan.proof.objective
     if not isclose(found, claimed, rel_tol=_TOLERANCE, abs_tol=1e-15):
         faults.append(f"proof.objective is {claimed}, the stages give {found}")
@@ -296,7 +290,7 @@ def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     return faults
 
 
-def _stage_faults(plan: PipelinePlan, expected: PipelinePlan) -> list[str]:
+def _stage_faults(plan: Plan, expected: Plan) -> list[str]:
     """List the numbers of stages that differ from those counted; an optional one may be missing."""
     faults = []
     for index, (stage, counted) in enumerate(zip(plan.stages, expected.stages, strict=True)):

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from math import isclose
 
-from ..schema.pipeline import PipelinePlan, PipelineProblem
-from ..schema.plan import Prediction
+from ..schema.pipeline import PipelineProblem
+from ..schema.plan import Plan, Prediction
 from . import definitions, schedule
 from .pipeline_recount import pool_of
 from .proofs import proof_faults
@@ -12,9 +12,7 @@ from .proofs import proof_faults
 TOLERANCE = 1e-6
 
 
-def prediction_faults(
-    plan: PipelinePlan, expected: PipelinePlan, problem: PipelineProblem
-) -> list[str]:
+def prediction_faults(plan: Plan, expected: Plan, problem: PipelineProblem) -> list[str]:
     """List the faults of a plan's predicted parts, interval and tolerance.
 
     Args:
@@ -31,7 +29,7 @@ def prediction_faults(
     ]
 
 
-def _rate_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
+def _rate_faults(plan: Plan, problem: PipelineProblem) -> Iterator[str]:
     got = plan.predicted
     rate = problem.global_batch_size / got.step_seconds if got.step_seconds else 0.0
     if differ(got.samples_per_second, rate):
@@ -40,7 +38,7 @@ def _rate_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
         yield f"predicted.load_seconds is {got.load_seconds}, pipelines have no such part"
 
 
-def _own_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
+def _own_faults(plan: Plan, problem: PipelineProblem) -> Iterator[str]:
     last = len(plan.stages) - 1
     for index, stage in enumerate(plan.stages):
         pool = pool_of(problem, stage)
@@ -59,7 +57,7 @@ def _own_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
                 yield f"stage {index}: {name} is {got}, the problem says {want}"
 
 
-def _part_faults(got: Prediction, expected: PipelinePlan) -> Iterator[str]:
+def _part_faults(got: Prediction, expected: Plan) -> Iterator[str]:
     """Yield the parts that differ from those recomputed from the stages' times.
 
     If the stages' times do not determine the parts, the step must be compute and fixed cost only.
@@ -91,7 +89,7 @@ def _interval_faults(got: Prediction, problem: PipelineProblem) -> Iterator[str]
             yield f"predicted.step_seconds_{name} is {found}, expected {want}"
 
 
-def _proof_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
+def _proof_faults(plan: Plan, problem: PipelineProblem) -> Iterator[str]:
     """Check the proof against itself, and its tolerance against the measurements."""
     proof, error = plan.proof, problem.step_error
     if proof.tolerance is not None and (error is None or proof.tolerance > error):

@@ -5,22 +5,18 @@ from dataclasses import replace
 from itertools import combinations
 from math import prod
 
-from ..schema.pipeline import (
-    DevicePool,
-    PipelinePlan,
-    PipelineProblem,
-    StagePlan,
-)
+from ..schema.pipeline import DevicePool, PipelineProblem
+from ..schema.plan import Plan, Stage
 from . import definitions
 from .schedule import lists_of
 
 
-def pool_of(problem: PipelineProblem, stage: StagePlan) -> DevicePool | None:
+def pool_of(problem: PipelineProblem, stage: Stage) -> DevicePool | None:
     """Find the pool of a stage's device type; None if the problem has none."""
     return next((p for p in problem.pools if p.device_type == stage.device_type), None)
 
 
-def planned_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+def planned_memory(plan: Plan, problem: PipelineProblem, index: int) -> float:
     """Bytes that a plan must state for a stage.
 
     Of the stages on one device, the first also counts what the worker itself holds.
@@ -35,7 +31,7 @@ def planned_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
     return used if device in before else used + alone
 
 
-def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+def stage_memory(plan: Plan, problem: PipelineProblem, index: int) -> float:
     """Bytes of memory of one replica of a stage under the plan's schedule."""
     stage = plan.stages[index]
     in_flight, versions = held(plan, problem, index)
@@ -48,11 +44,11 @@ def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> fl
         crossing_bytes(plan, problem, index),
         (in_flight, versions),
         problem.optimizer.state_bytes_per_weight_byte,
-        recompute=plan.recompute,
+        recompute=plan.recomputes,
     )
 
 
-def held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int, int]:
+def held(plan: Plan, problem: PipelineProblem, index: int) -> tuple[int, int]:
     """Microbatches in flight and weight versions of one replica of a stage."""
     if plan.traits.is_uniform:
         return lists_of(plan).held[index]
@@ -63,7 +59,7 @@ def held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int,
     return in_flight, definitions.weight_versions(problem.schedule, in_flight)
 
 
-def crossing_bytes(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+def crossing_bytes(plan: Plan, problem: PipelineProblem, index: int) -> float:
     """Bytes sent into or past stage ``index`` per microbatch.
 
     These are the outputs of all earlier layers that stage ``index`` or a later stage needs.
@@ -101,7 +97,7 @@ def _released_crossing(problem: PipelineProblem, before: set[str]) -> float:
     return sum(problem.layers[layer].activation_bytes for layer in last | extra)
 
 
-def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> StagePlan:
+def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
     """Return a stage with its numbers counted again from its layers, links and pool.
 
     All-reduces and updates are those of flat plans; None in nested ones, which do not count them.
@@ -143,7 +139,7 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
     )
 
 
-def _flat_price(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+def _flat_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
     """Seconds per input of a stage and its boundaries, over the link between its own replicas."""
     ends = [cut for cut in (index, index + 1) if 0 < cut < len(plan.stages)]
     bandwidth = _span(plan, problem, index)
@@ -151,7 +147,7 @@ def _flat_price(plan: PipelinePlan, problem: PipelineProblem, index: int) -> flo
     return max([_flat_stage(plan, problem, index), *boundaries])
 
 
-def _nested_price(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+def _nested_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
     """Seconds per input of a stage at its lowest level, shared by the replicas of those above."""
     stage = plan.stages[index]
     compute, weights = _sums(plan, problem, [index])
@@ -160,7 +156,7 @@ def _nested_price(plan: PipelinePlan, problem: PipelineProblem, index: int) -> f
     return alone * lowest / stage.num_replicas
 
 
-def _tied_seconds(problem: PipelineProblem, stage: StagePlan) -> float | None:
+def _tied_seconds(problem: PipelineProblem, stage: Stage) -> float | None:
     """Seconds of the all-reduce of tied weights; None if the model has none.
 
     Counted as a ring over the stage's replicas and one more member, at the slowest link.
@@ -172,7 +168,7 @@ def _tied_seconds(problem: PipelineProblem, stage: StagePlan) -> float | None:
     return definitions.ring_seconds(split, members, definitions.slowest_link(problem))
 
 
-def seconds_per_input(plan: PipelinePlan, problem: PipelineProblem) -> float:
+def seconds_per_input(plan: Plan, problem: PipelineProblem) -> float:
     """Seconds per input of the slowest stage or boundary of a plan (thesis 2.4.1)."""
     if plan.solved == "nested":
         return _nested_seconds(plan, problem, list(range(len(plan.stages))), 0)
@@ -182,7 +178,7 @@ def seconds_per_input(plan: PipelinePlan, problem: PipelineProblem) -> float:
     )
 
 
-def _sums(plan: PipelinePlan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
+def _sums(plan: Plan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
     """Sum the compute seconds and weight bytes of stages, on the first one's device type.
 
     The fixed cost of passes is counted for a single stage only; for several stages it is counted at
@@ -191,7 +187,7 @@ def _sums(plan: PipelinePlan, problem: PipelineProblem, stages: list[int]) -> tu
     names = {name for index in stages for name in plan.stages[index].layers}
     pool = pool_of(problem, plan.stages[stages[0]])
     assert pool is not None
-    passes = 2 if plan.recompute else 1
+    passes = 2 if plan.recomputes else 1
     chosen = [i for i, layer in enumerate(problem.layers) if layer.id in names]
     own = sum(definitions.own_seconds(problem, pool, len(plan.stages)))
     return (
@@ -207,14 +203,14 @@ def _slowest_link(pool: DevicePool, devices: Iterable[int]) -> float:
     return min(rates, default=float("inf"))
 
 
-def _span(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+def _span(plan: Plan, problem: PipelineProblem, index: int) -> float:
     stage = plan.stages[index]
     pool = pool_of(problem, stage)
     assert pool is not None
     return _slowest_link(pool, stage.held)
 
 
-def _flat_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+def _flat_stage(plan: Plan, problem: PipelineProblem, index: int) -> float:
     stage, bandwidth = plan.stages[index], _span(plan, problem, index)
     pool = pool_of(problem, stage)
     assert pool is not None
@@ -227,7 +223,7 @@ def _flat_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> flo
     return definitions.stage_seconds(problem, compute, update, stage.num_replicas, rings)
 
 
-def _boundary_link(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+def _boundary_link(plan: Plan, problem: PipelineProblem, index: int) -> float:
     """Bytes per second of the slowest link between stages ``index`` - 1 and ``index``.
 
     Every pair of their replicas counts.
@@ -243,7 +239,7 @@ def _boundary_link(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
     return min(*spans, problem.inter_bytes_per_second or 0.0)
 
 
-def _nested_link(problem: PipelineProblem, before: StagePlan, after: StagePlan) -> float:
+def _nested_link(problem: PipelineProblem, before: Stage, after: Stage) -> float:
     """Bytes per second at the highest level at which two stages lie in different blocks."""
     levels = problem.pools[0].levels
     depth = next(
@@ -257,13 +253,13 @@ def _nested_link(problem: PipelineProblem, before: StagePlan, after: StagePlan) 
     return min(level.bytes_per_second for level in levels[: len(levels) - depth])
 
 
-def _flat_boundary(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+def _flat_boundary(plan: Plan, problem: PipelineProblem, index: int) -> float:
     """Seconds per input of the boundary before stage ``index``, in a flat plan's bottleneck."""
     return _weighed_boundary(plan, problem, index, _boundary_link(plan, problem, index))
 
 
 def _weighed_boundary(
-    plan: PipelinePlan, problem: PipelineProblem, index: int, bytes_per_second: float
+    plan: Plan, problem: PipelineProblem, index: int, bytes_per_second: float
 ) -> float:
     if not problem.count_boundaries:
         return 0.0
@@ -274,7 +270,7 @@ def _weighed_boundary(
 
 
 def _boundary_at(
-    plan: PipelinePlan, problem: PipelineProblem, index: int, bytes_per_second: float
+    plan: Plan, problem: PipelineProblem, index: int, bytes_per_second: float
 ) -> float:
     """Seconds of a microbatch's messages over the boundary before stage ``index``."""
     return definitions.boundary_seconds(
@@ -284,9 +280,7 @@ def _boundary_at(
     )
 
 
-def _nested_seconds(
-    plan: PipelinePlan, problem: PipelineProblem, stages: list[int], depth: int
-) -> float:
+def _nested_seconds(plan: Plan, problem: PipelineProblem, stages: list[int], depth: int) -> float:
     """Seconds per input of the slowest block at one level, A(i -> j) of thesis 2.4.1.
 
     The compute time of each block comes from the level below.
@@ -326,7 +320,7 @@ def _block(
 
 
 def _nested_boundaries(
-    plan: PipelinePlan,
+    plan: Plan,
     problem: PipelineProblem,
     groups: list[list[int]],
     order: int,

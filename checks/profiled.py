@@ -8,17 +8,16 @@ from collections.abc import Iterator, Sequence
 from math import ceil, isclose
 
 from ..schema.cluster import Cluster
-from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState
 from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import DevicePool, PipelineProblem
-from ..schema.plan import DeviceGroup, SplitPlan
+from ..schema.plan import Plan, ReplicaGroup
 from ..schema.profile import BatchPoint, LayerGraph, Profile
 from ..schema.schedule_traits import traits
 
 
 def split_faults(
-    plan: SplitPlan,
+    plan: Plan,
     profiles: Sequence[Profile],
     cluster: Cluster,
     optimizer: OptimizerState | None,
@@ -75,7 +74,7 @@ def split_faults(
     return faults
 
 
-def _sync_bound_faults(plan: SplitPlan, by_type: dict[str, Profile]) -> Iterator[str]:
+def _sync_bound_faults(plan: Plan, by_type: dict[str, Profile]) -> Iterator[str]:
     """A plan says of which types it counts a bound for synchronisation, and no others."""
     expected = {}
     for name in {group.device_type for group in plan.groups} & by_type.keys():
@@ -110,7 +109,7 @@ def stated_faults(plan: Plan, profiles: Sequence[Profile]) -> list[str]:
             f"estimates do not repeat the profiles, of which {', '.join(names) or 'none'} are "
             "estimated"
         )
-    if isinstance(plan, SplitPlan):
+    if plan.kind == "split":
         return faults + _emulation_faults(plan, used)
     traces = [profile.layers.trace for profile in profiles if profile.layers is not None]
     if plan.trace is not None and plan.trace not in traces:
@@ -118,7 +117,7 @@ def stated_faults(plan: Plan, profiles: Sequence[Profile]) -> list[str]:
     return faults
 
 
-def _emulation_faults(plan: SplitPlan, used: Sequence[Profile]) -> list[str]:
+def _emulation_faults(plan: Plan, used: Sequence[Profile]) -> list[str]:
     """List emulated types whose base, speed or times are not those of their profile."""
     stated = {
         device.device_type: (
@@ -202,7 +201,7 @@ def _around(curve: Sequence[BatchPoint], size: int) -> tuple[BatchPoint, BatchPo
 
 
 def _between(
-    around: tuple[BatchPoint, BatchPoint], values: Sequence[float], group: DeviceGroup
+    around: tuple[BatchPoint, BatchPoint], values: Sequence[float], group: ReplicaGroup
 ) -> float:
     """Interpolate linearly between the values of two points, at a group's size."""
     low, high = around

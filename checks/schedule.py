@@ -14,8 +14,8 @@ from math import ceil, isclose
 
 from ..schema.errors import ProblemError
 from ..schema.operations import Operation, Schedule
-from ..schema.pipeline import PipelinePlan, StagePlan
 from ..schema.pipeline_shape import PipelineShape
+from ..schema.plan import Plan, Stage
 from ..schema.schedule_traits import Generator, generator_of, traits
 from .schedule_lists import definition_of, own_passes, own_placement
 
@@ -51,13 +51,13 @@ class Lists:
     faults: tuple[str, ...]
 
 
-def lists_of(plan: PipelinePlan) -> Lists:
+def lists_of(plan: Plan) -> Lists:
     """Judge the lists that a plan would run: of one batch, or of three updates without a flush.
 
     Raises:
         ProblemError: The schedule does not support the plan's shape.
     """
-    replicas, count = tuple(plan.position_replicas), plan.microbatches
+    replicas, count = tuple(plan.position_replicas), plan.num_microbatches
     shape = PipelineShape(
         pipeline_parallel_size=len(replicas),
         num_microbatches=count if plan.traits.flushes else count * _UPDATES_SHOWN,
@@ -419,7 +419,7 @@ def run_seconds(
     return max(clock)
 
 
-def step_seconds(plan: PipelinePlan, lists: Lists | None = None) -> float:
+def step_seconds(plan: Plan, lists: Lists | None = None) -> float:
     """Seconds of a step with a flush, from the seconds of the plan's stages.
 
     Args:
@@ -436,38 +436,38 @@ def step_seconds(plan: PipelinePlan, lists: Lists | None = None) -> float:
     def seconds(operation: Operation) -> float:
         kind, stage = operation.kind, plan.stages[operation.stage]
         if kind == "send_gradient":
-            return plan.stages[operation.stage - 1].output_seconds / 2
+            return (plan.stages[operation.stage - 1].output_seconds or 0.0) / 2
         if kind == "send_activation":
-            return stage.output_seconds / 2
+            return (stage.output_seconds or 0.0) / 2
         return (stage.reduce_seconds or 0.0) if kind == "reduce" else _pass_seconds(stage, kind)
 
     return run_seconds(lists.schedule, lists.order, seconds)
 
 
-def _pass_seconds(stage: StagePlan, kind: str) -> float:
+def _pass_seconds(stage: Stage, kind: str) -> float:
     forward = stage.forward_seconds or 0.0
     if kind == "forward":
         return forward
     if kind == "update":
         return (stage.update_seconds or 0.0) + (stage.tied_seconds or 0.0)
-    backward = stage.compute_seconds - forward
+    backward = (stage.compute_seconds or 0.0) - forward
     return backward if kind == "backward" else backward / 2  # the halves are taken as equal
 
 
-def steady_seconds(plan: PipelinePlan) -> float:
+def steady_seconds(plan: Plan) -> float:
     """Seconds of a step without a flush: all its inputs on the slowest stage or boundary."""
-    count, slowest = plan.microbatches, 0.0
+    count, slowest = plan.num_microbatches, 0.0
     for stage in plan.stages:
         updates, rounds = 1.0, float(ceil(count / stage.num_replicas))
         if plan.traits.updates_each_round:
             updates = rounds = count / stage.num_replicas
-        busy = rounds * stage.compute_seconds + updates * (stage.update_seconds or 0.0)
+        busy = rounds * (stage.compute_seconds or 0.0) + updates * (stage.update_seconds or 0.0)
         rings = updates * (stage.reduce_seconds or 0.0)
-        slowest = max(slowest, busy, rings, count * stage.output_seconds)
+        slowest = max(slowest, busy, rings, count * (stage.output_seconds or 0.0))
     return slowest
 
 
-def parts_of(plan: PipelinePlan) -> dict[str, float] | None:
+def parts_of(plan: Plan) -> dict[str, float] | None:
     """Split a step into parts: each is what the step gets shorter by without it, one by one.
 
     Updates are taken away first, then all-reduces, what messages cost beside bytes, their bytes,
@@ -481,7 +481,7 @@ def parts_of(plan: PipelinePlan) -> dict[str, float] | None:
     if any(stage.forward_seconds is None for stage in plan.stages) and plan.traits.flushes:
         return None
     fixed = plan.predicted.fixed_seconds or 0.0
-    seconds: Callable[[PipelinePlan], float] = steady_seconds
+    seconds: Callable[[Plan], float] = steady_seconds
     try:
         if plan.traits.flushes:
             seconds = partial(step_seconds, lists=lists_of(plan))
@@ -501,31 +501,31 @@ def parts_of(plan: PipelinePlan) -> dict[str, float] | None:
     return dict(zip(PARTS, parts, strict=True))
 
 
-def _no_update(stage: StagePlan) -> StagePlan:
+def _no_update(stage: Stage) -> Stage:
     return replace(stage, update_seconds=0.0)
 
 
-def _no_reduction(stage: StagePlan) -> StagePlan:
+def _no_reduction(stage: Stage) -> Stage:
     return replace(stage, reduce_seconds=0.0, tied_seconds=None)
 
 
-def _no_message_cost(stage: StagePlan) -> StagePlan:
-    bytes_only = stage.output_seconds - 2 * (stage.message_seconds or 0.0)
+def _no_message_cost(stage: Stage) -> Stage:
+    bytes_only = (stage.output_seconds or 0.0) - 2 * (stage.message_seconds or 0.0)
     return replace(stage, output_seconds=max(0.0, bytes_only))
 
 
-def _no_bytes(stage: StagePlan) -> StagePlan:
+def _no_bytes(stage: Stage) -> Stage:
     return replace(stage, output_seconds=0.0)
 
 
-def _bare(plan: PipelinePlan) -> Callable[[StagePlan], StagePlan]:
+def _bare(plan: Plan) -> Callable[[Stage], Stage]:
     """Return what takes the cost of passes beside layers off a stage."""
     backwards = 2 if plan.traits.splits_backward else 1
 
-    def without(stage: StagePlan) -> StagePlan:
+    def without(stage: Stage) -> Stage:
         own = stage.pass_seconds or 0.0
         forward = max(0.0, (stage.forward_seconds or 0.0) - own)
-        whole = max(stage.compute_seconds - own - backwards * own, forward)
+        whole = max((stage.compute_seconds or 0.0) - own - backwards * own, forward)
         return replace(stage, forward_seconds=forward, compute_seconds=whole)
 
     return without

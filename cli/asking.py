@@ -57,7 +57,7 @@ class Reading:
     read: Callable[[Any], Any] = lambda value: value
 
 
-_RECORDS = ("Plan | Allocation | Path | str", "SplitPlan | PipelinePlan | Path | str")
+_RECORDS = ("Plan | Allocation | Path | str", "Plan | Path | str")
 _NUMBERS = dict.fromkeys(("int", "Count", "Index"), Reading(int)) | dict.fromkeys(
     (
         "float",

@@ -34,11 +34,11 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
     from ..protocol.lower import obstacle_of
     from ..schema import files
     from ..schema.jobs import Allocation
-    from ..schema.plans import claim_of
+    from ..schema.plan import Plan, claim_of
 
     plan = asked["claim"]
     found = files.read_any(plan)
-    if not isinstance(found, Allocation | files.Plan):
+    if not isinstance(found, Allocation | Plan):
         raise HetflowError(f"{plan}: a {found.schema} file holds nothing that can be checked")
     faults = faults_of(**{**asked, "claim": found})
     obstacle = None

@@ -9,8 +9,7 @@ from ..schema.errors import HetflowError
 from .common import ForceFlag, JsonFlag, check_outputs, emit, emit_json, emit_table, note
 
 if TYPE_CHECKING:
-    from ..schema.pipeline import PipelinePlan
-    from ..schema.plan import SplitPlan
+    from ..schema.plan import Plan
     from ..schema.run import RunRecord
     from ..schema.simulation import SimulationRun
 
@@ -116,17 +115,12 @@ def _way(given: list[str]) -> str:
 
 def _refuse_unread(record: object, flags: list[str]) -> None:
     """Refuse an option that does nothing for this kind of file."""
-    from ..schema.market import Market
-    from ..schema.pipeline import PipelinePlan
-    from ..schema.plan import SplitPlan
-    from ..schema.profile import Profile
-    from ..schema.run import RunRecord
-    from ..schema.simulation import SimulationRun
+    from ..schema.plan import Plan
 
-    pipelines = ("pipeline plans", (PipelinePlan,))
-    markets = ("markets", (Market,))
-    drawn = (Profile, SplitPlan, PipelinePlan, SimulationRun, Market)
-    shown_of: dict[str, tuple[str, tuple[type, ...]]] = {
+    pipelines = ("pipeline plans", ("pipeline",))
+    markets = ("markets", ("Market",))
+    drawn = ("Profile", "split", "pipeline", "SimulationRun", "Market")
+    shown_of: dict[str, tuple[str, tuple[str, ...]]] = {
         "--plot": ("profiles, split and pipeline plans, simulated runs and markets", drawn),
         "--per-device": markets,
         "--by-cloud": markets,
@@ -134,12 +128,13 @@ def _refuse_unread(record: object, flags: list[str]) -> None:
         "--timeline": pipelines,
         "--html": pipelines,
         "--trace": pipelines,
-        "--explain": ("split and pipeline plans", (SplitPlan, PipelinePlan)),
-        "--csv": ("runs, launched or simulated", (RunRecord, SimulationRun)),
+        "--explain": ("split and pipeline plans", ("split", "pipeline")),
+        "--csv": ("runs, launched or simulated", ("RunRecord", "SimulationRun")),
     }
+    own = record.kind if isinstance(record, Plan) else type(record).__name__
     for flag in flags:
-        words, kinds = shown_of.get(flag, ("", (object,)))
-        if not isinstance(record, kinds):
+        words, kinds = shown_of.get(flag, ("", (own,)))
+        if own not in kinds:
             schema = getattr(record, "schema", "")
             found = " ".join(filter(None, (schema, getattr(record, "kind", ""))))
             raise HetflowError(
@@ -152,13 +147,12 @@ def _table(record: "RunRecord | SimulationRun", path: Path, *, force: bool) -> N
     emit_table(record.to_frame(), path, force=force)
 
 
-def _explain(record: "SplitPlan | PipelinePlan", *, json: bool) -> None:
+def _explain(record: "Plan", *, json: bool) -> None:
     from ..reports.explain import explanation_document, explanation_table
     from ..reports.explain_pipeline import explain_pipeline
     from ..reports.explain_split import explain_split
-    from ..schema.plan import SplitPlan
 
-    if isinstance(record, SplitPlan):
+    if record.kind == "split":
         explanation = explain_split(record)
     else:
         explanation = explain_pipeline(record)
@@ -175,9 +169,7 @@ def _write(path: Path, content: bytes, *, force: bool) -> None:
     note(f"{path} written")
 
 
-def _timelines(
-    record: "PipelinePlan", html: Path | None, trace: Path | None, *, force: bool
-) -> str:
+def _timelines(record: "Plan", html: Path | None, trace: Path | None, *, force: bool) -> str:
     from ..api.show import timing_of
     from ..reports.timeline import html_timeline, terminal_timeline
     from ..reports.trace import trace_json

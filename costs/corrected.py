@@ -6,7 +6,6 @@ The rules, and why, are in docs/decisions.md ("Runs correct profiles").
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..schema.plan import SplitPlan
 from ..schema.problem import DeviceOption
 from ..schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profile, Sync, SyncPoint
 from .comm import exposed_seconds, least_seconds, sync_seconds
@@ -53,7 +52,7 @@ def corrected_by_splits(
     """
     seen = []
     for run in runs:
-        assert isinstance(run.record.plan, SplitPlan)
+        assert run.record.plan.kind == "split"
         assert run.record.measured_step_seconds is not None
         seen.append(_Seen(workers_of(run.record), run.record.measured_step_seconds))
     said: list[str] = []

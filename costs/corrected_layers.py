@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..schema.pipeline import PipelinePlan, StagePlan
+from ..schema.plan import Plan, Stage
 from ..schema.profile import LayerGraph, Profile
 from ..schema.run import RunRecord
 from ..schema.step_costs import PipelineCosts
 from .observed import Measured, Run, together
 
-Retime = Callable[[PipelinePlan, Sequence[Profile]], float | None]
+Retime = Callable[[Plan, Sequence[Profile]], float | None]
 """The step of a plan with these profiles' numbers; None where it has no step of its own."""
 
 _UNTIMED = (
@@ -48,7 +48,7 @@ def corrected_by_pipelines(
     """
     said: list[str] = []
     scaled = [_scaled(profile, runs, said) for profile in profiles]
-    timed: list[tuple[PipelinePlan, float]] = []
+    timed: list[tuple[Plan, float]] = []
     for run in runs:
         plan, measured = _plan(run), run.record.measured_step_seconds
         step = retime(plan, scaled)
@@ -64,7 +64,7 @@ def corrected_by_pipelines(
 def _with_rest(
     index: int,
     profiles: Sequence[Profile],
-    timed: Sequence[tuple[PipelinePlan, float]],
+    timed: Sequence[tuple[Plan, float]],
     retime: Retime,
 ) -> Profile:
     """A profile with what is left of its steps beside the passes, as runs have it.
@@ -111,7 +111,7 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
     if profile.emulation is not None:
         said.append(f"{name} is emulated: its stages are held to their table, and stay")
         return profile
-    usable: list[tuple[LayerGraph, StagePlan, _Seconds, PipelinePlan]] = []
+    usable: list[tuple[LayerGraph, Stage, _Seconds, Plan]] = []
     for run, stage, index in stages:
         plan = _plan(run)
         graph = _graph(profile, plan.microbatch_size)
@@ -143,8 +143,8 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
     return _with_layers(profile, ratios, (forward, backward))
 
 
-def _plan(run: Run) -> PipelinePlan:
-    assert isinstance(run.record.plan, PipelinePlan)
+def _plan(run: Run) -> Plan:
+    assert run.record.plan.kind == "pipeline"
     return run.record.plan
 
 
@@ -163,7 +163,7 @@ def _took(run: RunRecord, stage: int) -> _Seconds | None:
     return forward.seconds, backward.seconds
 
 
-def _sums(graph: LayerGraph, stage: StagePlan) -> _Seconds:
+def _sums(graph: LayerGraph, stage: Stage) -> _Seconds:
     inside = set(stage.layers)
     nodes = [node for node in graph.nodes if node.id in inside]
     return (
@@ -184,12 +184,12 @@ def _with_pass_cost(profile: Profile, shortest: float) -> Profile:
     return replace(profile, pipeline=less)
 
 
-def _halves(plan: PipelinePlan) -> int:
+def _halves(plan: Plan) -> int:
     """Passes of the runtime that a backward pass is made of."""
     return 2 if plan.traits.splits_backward else 1
 
 
-def _target(profile: Profile, took: _Seconds, prior: _Seconds, plan: PipelinePlan) -> _Seconds:
+def _target(profile: Profile, took: _Seconds, prior: _Seconds, plan: Plan) -> _Seconds:
     """What the stage's layers took: its passes without what every pass costs besides.
 
     A backward pass that recomputes holds the forward one too; what it leaves no room for is
@@ -200,7 +200,7 @@ def _target(profile: Profile, took: _Seconds, prior: _Seconds, plan: PipelinePla
     if costs is not None and len(plan.stages) == 1 and plan.traits.flushes:
         beside = beside if costs.lone_pass_seconds is None else costs.lone_pass_seconds
     forward, backward = took[0] - beside, took[1] - _halves(plan) * beside
-    if plan.recompute:
+    if plan.recomputes:
         share = prior[1] / (prior[0] + prior[1]) if prior[1] > 0 else 0.0
         backward = backward - forward if backward > forward else backward * share
     return _same(forward, prior[0]), _same(backward, prior[1])

@@ -6,7 +6,6 @@ from typing import Any
 
 from ..schema.errors import ProblemError
 from ..schema.files import to_plain
-from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from .corrected import corrected_by_splits
 from .corrected_layers import Retime, corrected_by_pipelines
@@ -49,8 +48,8 @@ def correct(
     refused = [(run, why_not(run.record, profiles)) for run in ordered]
     remarks = [f"{run.name}: left out, {why}" for run, why in refused if why is not None]
     used = [run for run, why in refused if why is None]
-    splits = [run for run in used if isinstance(run.record.plan, SplitPlan)]
-    pipelines = [run for run in used if not isinstance(run.record.plan, SplitPlan)]
+    splits = [run for run in used if run.record.plan.kind == "split"]
+    pipelines = [run for run in used if run.record.plan.kind != "split"]
     after, said = corrected_by_splits(profiles, splits)
     after, also_said = corrected_by_pipelines(after, pipelines, retime)
     return Correction(

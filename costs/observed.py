@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..schema.optimizer import OptimizerState
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import DeviceGroup, SplitPlan
+from ..schema.plan import ReplicaGroup
 from ..schema.profile import Profile
 from ..schema.run import DeviceRun, MeasuredTerm, RunRecord, StepTerms
 
@@ -102,7 +101,7 @@ class Worker:
 def workers_of(run: RunRecord) -> tuple[Worker, ...]:
     """The workers of a split's run that `why_not` has let pass."""
     plan = run.plan
-    assert isinstance(plan, SplitPlan)
+    assert plan.kind == "split"
     groups = [group for group in plan.groups for _ in range(group.num_devices)]
     on_host = Counter(device.host for device in run.devices)
     return tuple(
@@ -111,7 +110,7 @@ def workers_of(run: RunRecord) -> tuple[Worker, ...]:
     )
 
 
-def _worker(device: DeviceRun, group: DeviceGroup, host: int, is_alone: bool) -> Worker:
+def _worker(device: DeviceRun, group: ReplicaGroup, host: int, is_alone: bool) -> Worker:
     terms = device.terms or _older_terms(device)
     assert terms is not None
     return Worker(
@@ -150,7 +149,7 @@ def why_not(run: RunRecord, profiles: Sequence[Profile]) -> str | None:
         return f"it is {run.status}"
     if run.status == "interrupted" and len(run.devices) < run.world_size:
         return "it was interrupted before all of its workers had told what they measured"
-    if not isinstance(plan, SplitPlan | PipelinePlan):
+    if plan.kind == "parallel":
         return f"a {plan.kind} plan's run does not tell what its layers took at degree 1"
     if run.generations:
         return "its workers changed, so it did not train as planned"
@@ -166,11 +165,11 @@ def why_not(run: RunRecord, profiles: Sequence[Profile]) -> str | None:
         own = known[name].optimizer
         if not _same(own, plan.optimizer):
             return f"it trained with {plan.optimizer}, the profile of {name} is of {own}"
-    return None if isinstance(plan, PipelinePlan) else _why_not_split(run, known)
+    return None if plan.kind == "pipeline" else _why_not_split(run, known)
 
 
 def _why_not_split(run: RunRecord, known: dict[str, Profile]) -> str | None:
-    assert isinstance(run.plan, SplitPlan)
+    assert run.plan.kind == "split"
     planned = [g.device_type for g in run.plan.groups for _ in range(g.num_devices)]
     found = {device.rank: device.device_type for device in run.devices}
     if len(found) != len(run.devices) or found != dict(enumerate(planned)):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..schema.errors import ProblemError
-from ..schema.plan import DeviceGroup, Prediction
+from ..schema.plan import Prediction, ReplicaGroup
 from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint
 from .comm import exposed_seconds, sync_seconds
@@ -37,7 +37,7 @@ def closing_seconds(costs: DeviceOption | AloneDevice) -> float:
     return costs.update_seconds + costs.fixed_seconds
 
 
-def predict(problem: SplitProblem, groups: Iterable[DeviceGroup]) -> Prediction:
+def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction:
     """Predict a step: the slowest device, plus synchronisation, plus what closes the step.
 
     ``max_i (v_i t_i(b_i / v_i) + e_i(b_i / v_i)) + sync(n) + max (update + fixed)``, the last two
@@ -113,7 +113,7 @@ def _times(count: int, seconds: float | None) -> float | None:
     return None if seconds is None else count * seconds
 
 
-def _option(problem: SplitProblem, group: DeviceGroup) -> DeviceOption:
+def _option(problem: SplitProblem, group: ReplicaGroup) -> DeviceOption:
     for option in problem.devices:
         if option.device_type == group.device_type:
             return option

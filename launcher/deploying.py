@@ -9,9 +9,9 @@ from ..devices.emulated import is_emulated
 from ..schema.cluster import Cluster
 from ..schema.deployment import HostGroup
 from ..schema.errors import ProblemError
-from ..schema.files import Plan
 from ..schema.launch import LaunchConfig
 from ..schema.options import option
+from ..schema.plan import Plan
 from .hosts import assigned_slots
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from ..protocol.control import is_running
 from ..schema.choices import OnFailure
 from ..schema.errors import FileError, TargetError
-from ..schema.files import Plan
 from ..schema.launch import LaunchConfig, Rendezvous
 from ..schema.options import option
+from ..schema.plan import Plan
 
 RUNS_FOLDER = "hetflow-runs"
 MOST_NAMES = 10_000  # default folders of launches of one model in one second

@@ -9,7 +9,8 @@ from pathlib import Path
 from ..schema.cluster import Cluster
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.options import option, told
-from ..schema.pipeline import Objective, PipelinePlan
+from ..schema.pipeline import Objective
+from ..schema.plan import Plan
 from ..schema.schedule_traits import SCHEDULES, traits
 from ..solvers.effort import Effort
 from ..solvers.pipeline.simplest import simplest_of
@@ -38,7 +39,7 @@ def check_flags(question: Question) -> None:
         )
 
 
-def best_pipeline(question: Question, clock: Clock) -> PipelinePlan:
+def best_pipeline(question: Question, clock: Clock) -> Plan:
     """Find the best pipeline plan for the requested schedule.
 
     With the schedule ``auto``, the best of all schedules that flush.
@@ -63,7 +64,7 @@ def best_pipeline(question: Question, clock: Clock) -> PipelinePlan:
     return plan
 
 
-def _in_the_best_part(question: Question, clock: Clock) -> PipelinePlan:
+def _in_the_best_part(question: Question, clock: Clock) -> Plan:
     """The best plan of the pool and of its parts without slow links."""
     profiles, said = question.profiles, question.asked.link_bytes_per_second
 
@@ -96,7 +97,7 @@ def _in_the_best_part(question: Question, clock: Clock) -> PipelinePlan:
     return plan
 
 
-def _say_what_is_simpler(plan: PipelinePlan) -> None:
+def _say_what_is_simpler(plan: Plan) -> None:
     least = (plan.provenance or {}).get("fastest")
     if least is None or plan.proof.tolerance is None:
         return
@@ -116,7 +117,7 @@ def _say_what_is_simpler(plan: PipelinePlan) -> None:
     )
 
 
-def _best(question: Question, clock: Clock) -> PipelinePlan:
+def _best(question: Question, clock: Clock) -> Plan:
     asked = question.asked.schedule
     sizes = _microbatch_sizes(question)
     if question.asked.repetitive:
@@ -126,7 +127,7 @@ def _best(question: Question, clock: Clock) -> PipelinePlan:
     return _scheduled(question, asked, sizes, clock)
 
 
-def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
+def _repetitive(question: Question, sizes: list[int]) -> Plan:
     flags = question.asked
     from .solve_repetitive import solve_repetitive
 
@@ -145,9 +146,9 @@ def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
     )
 
 
-def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> PipelinePlan:
+def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> Plan:
     """Find the best plan over all schedules that flush, which all train to the same result."""
-    plans: list[PipelinePlan] = []
+    plans: list[Plan] = []
     refusals: list[HetflowError] = []
     tried = [known for known in SCHEDULES.all() if known.plannable and known.flushes]
     for number, known in enumerate(tried):
@@ -181,12 +182,12 @@ def _scheduled(
     sizes: list[int],
     clock: Clock,
     others_left: int = 0,
-) -> PipelinePlan:
+) -> Plan:
     """Find the best plan of one schedule over microbatch sizes.
 
     ``others_left`` is the number of searches that follow and must share the time limit.
     """
-    plans: dict[int, PipelinePlan] = {}
+    plans: dict[int, Plan] = {}
     refusals: list[HetflowError] = []
     for number, size in enumerate(sizes):
         effort = clock.effort(others_left + len(sizes) - number)
@@ -254,12 +255,10 @@ def _objective(question: Question) -> Objective | None:
     """The objective that was asked for; None leaves it to the schedule."""
     if question.asked.objective == "bottleneck":
         return "bottleneck"
-    return "step" if "objective" in question.asked.stated else None
+    return "step_seconds" if "objective" in question.asked.stated else None
 
 
-def _pipeline_at(
-    question: Question, schedule: str, microbatch_size: int, effort: Effort
-) -> PipelinePlan:
+def _pipeline_at(question: Question, schedule: str, microbatch_size: int, effort: Effort) -> Plan:
     flags = question.asked
     return solve_pipeline(
         question.profiles,

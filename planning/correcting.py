@@ -10,7 +10,7 @@ from ..costs.from_runs import Correction, correct
 from ..costs.observed import Run
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
-from ..schema.pipeline import PipelinePlan
+from ..schema.plan import Plan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from .judging import pool_of_plan, problem_of_plan
@@ -83,7 +83,7 @@ def corrected_by_runs(
     return found.profiles, found.used
 
 
-def retimed(plan: PipelinePlan, profiles: Sequence[Profile]) -> float | None:
+def retimed(plan: Plan, profiles: Sequence[Profile]) -> float | None:
     """Predict the step of a pipeline plan from other profiles, in seconds.
 
     None if the schedule does not flush, or if the plan does not state all that is needed.

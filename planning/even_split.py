@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ..devices.emulated import is_emulated
 from ..schema.errors import InfeasibleError
 from ..schema.jobs import ModelThroughput
-from ..schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from ..schema.plan import Plan, Prediction, Proof, device_group, split_plan
 
 
 def even_split(
@@ -19,7 +19,7 @@ def even_split(
     *,
     batch_size: int,
     virtual_nodes: int | None = None,
-) -> SplitPlan:
+) -> Plan:
     """Divide a batch evenly over devices of one type. Memory is not checked.
 
     Args:
@@ -47,14 +47,13 @@ def even_split(
         )
     own_nodes = 1 if virtual_nodes is None else virtual_nodes // num_devices
     device_batch_size = batch_size // num_devices
-    return SplitPlan(
+    return split_plan(
         model=entry.model,
         global_batch_size=batch_size,
         groups=(
-            DeviceGroup(
+            device_group(
                 device_type=device_type,
                 num_devices=num_devices,
-                device_batch_size=device_batch_size,
                 virtual_nodes=own_nodes,
                 virtual_node_batch_size=device_batch_size // own_nodes,
             ),

@@ -17,8 +17,8 @@ from ..schema.records import nearest
 from ..schema.requests.kinds import Pool, Profiles
 
 if TYPE_CHECKING:
-    from ..schema.files import Plan
     from ..schema.jobs import Throughputs
+    from ..schema.plan import Plan
 
 _log = logging.getLogger("hetflow")
 

@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 
-from ..checks import plan_dollars, restrictions
+from ..checks import plan as plan_checks
 from ..checks.proofs import Verdict, tolerance_faults
 from ..schema.cluster import Cluster
 from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
-from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
-from ..schema.parallel import ParallelPlan
-from ..schema.pipeline import PipelinePlan, PipelineProblem
-from ..schema.plans import devices_for
+from ..schema.pipeline import PipelineProblem
+from ..schema.plan import Plan, devices_for
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
 from .pool_parts import is_part_of
@@ -53,8 +51,7 @@ def faults_of_plan(
         from ..checks.profiled import stated_faults
 
         found += stated_faults(plan, profiles)
-    found += restrictions.check(plan) + tolerance_faults(plan.proof)
-    found += plan_dollars.check(plan)
+    found += plan_checks.check(plan) + tolerance_faults(plan.proof)
     return found
 
 
@@ -66,7 +63,7 @@ def _faults_of_kind(
     optimizer: OptimizerState | None,
     free: int,
 ) -> Verdict:
-    if isinstance(plan, PipelinePlan):
+    if plan.kind == "pipeline":
         if profiles is None:
             raise ProblemError(
                 "a pipeline plan is judged against its layers",
@@ -74,7 +71,7 @@ def _faults_of_kind(
             )
         link = link_bytes_per_second or plan.link_bytes_per_second
         return _pipeline_faults(plan, profiles, pool, link, optimizer, free)
-    if isinstance(plan, ParallelPlan):
+    if plan.kind == "parallel":
         if profiles is None:
             raise ProblemError(
                 "a parallel plan is judged against its layers",
@@ -109,7 +106,7 @@ def _faults_of_kind(
 
 
 def _pipeline_faults(
-    plan: PipelinePlan,
+    plan: Plan,
     profiles: Sequence[Profile],
     pool: Cluster | None,
     link: float | None,
@@ -126,7 +123,7 @@ def _pipeline_faults(
 
 
 def _parallel_faults(
-    plan: ParallelPlan,
+    plan: Plan,
     profiles: Sequence[Profile],
     pool: Cluster | None,
     link: float | None,
@@ -170,7 +167,7 @@ def pool_of_plan(plan: Plan) -> Cluster:
 
 
 def problem_of_plan(
-    plan: PipelinePlan,
+    plan: Plan,
     profiles: Sequence[Profile],
     pool: Cluster,
     link: float | None,
@@ -201,10 +198,10 @@ def problem_of_plan(
         optimizer=optimizer,
         memory_reserve_bytes=memory_reserve_bytes,
         schedule=plan.schedule,
-        stage_cost=plan.stage_cost,
-        solved=plan.solved,
-        workers=plan.workers,
-        recompute=plan.recompute,
-        objective=plan.objective if plan.traits.flushes else None,
+        stage_cost=plan.stage_cost or "ring",
+        solved=plan.solved or "flat",
+        workers=plan.workers or "at_most",
+        recompute=plan.recomputes,
+        objective=plan.objective if plan.traits.flushes and plan.objective != "waste" else None,
         num_model_chunks=plan.num_model_chunks if plan.traits.takes_chunks else None,
     )

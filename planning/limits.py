@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..schema.files import Plan
+from ..schema.plan import Plan
 from ..solvers.effort import DEFAULT, Effort
 
 

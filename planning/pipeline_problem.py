@@ -71,7 +71,8 @@ def pipeline_problem(
         recompute: Whether stages recompute activations; None lets the solver choose.
         num_stages: Exact number of stages; None lets the solver choose.
         optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
-        objective: ``step`` or ``bottleneck``; None takes ``step`` if the schedule has one.
+        objective: ``step_seconds`` or ``bottleneck``; None takes the first if the schedule has a
+            step.
         num_model_chunks: Stages per device, for ``interleaved``; None tries several.
         launchable: Whether to allow only plans that ``hetflow launch`` can run.
         memory_reserve_bytes: Bytes of each device to leave free, besides what a worker takes

@@ -2,24 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 from ..schema.cluster import Cluster
-from ..schema.files import Plan
-from ..schema.parallel import ParallelPlan, ParallelPrediction
-from ..schema.plan import Prediction
-
-P = TypeVar("P", Prediction, ParallelPrediction)
+from ..schema.plan import Plan, Prediction
 
 
 def with_dollars(plan: Plan, pool: Cluster) -> Plan:
     """Add to a plan's prediction what its devices cost; see ``priced``."""
-    if isinstance(plan, ParallelPlan):
-        return replace(plan, predicted=priced(plan.predicted, plan.devices_by_type, pool))
     return replace(plan, predicted=priced(plan.predicted, plan.devices_by_type, pool))
 
 
-def priced(predicted: P, devices: Mapping[str, int], pool: Cluster) -> P:
+def priced(predicted: Prediction, devices: Mapping[str, int], pool: Cluster) -> Prediction:
     """Add dollars per hour and per million samples; nothing if a price is unknown.
 
     Args:

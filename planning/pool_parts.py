@@ -19,15 +19,12 @@ from typing import NamedTuple, TypeVar
 from ..costs.pipeline import slowest_links
 from ..schema.cluster import Cluster, Link
 from ..schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
-from ..schema.parallel import ParallelPlan, ParallelProof
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
+from ..schema.plan import Plan
 from .limits import Clock
 from .links import Levels, Pair, pairs_of
 
 _log = logging.getLogger("hetflow")
 _Item = TypeVar("_Item")
-_Plan = TypeVar("_Plan", SplitPlan, PipelinePlan, ParallelPlan)
 Key = tuple[str, ...]
 Keys = Callable[[Pair], Mapping[Key, float]]
 """What a plan counts for a pair of devices, at the worst of all pairs; more is better."""
@@ -350,9 +347,9 @@ def is_part_of(part: Cluster, pool: Cluster) -> bool:
 def best_of_parts(
     parts: Parts,
     clock: Clock,
-    solve: Callable[[Cluster, Clock], _Plan],
+    solve: Callable[[Cluster, Clock], Plan],
     least_seconds: Callable[[Cluster], float] | None = None,
-) -> tuple[Cluster, _Plan]:
+) -> tuple[Cluster, Plan]:
     """The best plan of several parts, with the bound of all: (its part, the plan).
 
     Args:
@@ -365,7 +362,7 @@ def best_of_parts(
         InfeasibleError: No part has a plan; says what the first one lacks.
         TooLittleTimeError: The limit of time came before there was a plan.
     """
-    best: tuple[Cluster, _Plan] | None = None
+    best: tuple[Cluster, Plan] | None = None
     bounds: list[float | None] = []
     refused: InfeasibleError | TooLittleTimeError | None = None
     whole_seconds, whole = inf, parts.pools[0]
@@ -415,7 +412,7 @@ def best_of_parts(
     return pool, _among_parts(plan, bounds)
 
 
-def _among_parts(plan: _Plan, bounds: Collection[float | None]) -> _Plan:
+def _among_parts(plan: Plan, bounds: Collection[float | None]) -> Plan:
     """The best plan of several pools, with the least of their bounds in its proof.
 
     Args:
@@ -426,7 +423,7 @@ def _among_parts(plan: _Plan, bounds: Collection[float | None]) -> _Plan:
         return plan
     bound = min(each for each in bounds if each is not None)
     proof = plan.proof
-    if isinstance(proof, ParallelProof):
+    if proof.space is not None:
         said = f"{proof.space}; over the whole pool or a part with faster links"
         proof = replace(proof, space=said)
     own = proof.lower_bound

@@ -1,14 +1,12 @@
 """Plan other devices for a running job, keeping its virtual nodes or microbatches."""
 
 from dataclasses import replace
-from typing import cast
 
 from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.options import option
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
+from ..schema.plan import Plan
 from ..schema.requests.kinds import Pool, Profiles
 from ..schema.requests.solve import SolveRequest
 from ..schema.schedule_traits import is_planned
@@ -16,9 +14,7 @@ from .request import question_of
 from .solve import solve
 
 
-def split_again(
-    now: LaunchConfig, before: SplitPlan, profiles: Profiles, pool: Pool
-) -> SplitPlan | PipelinePlan:
+def split_again(now: LaunchConfig, before: Plan, profiles: Profiles, pool: Pool) -> Plan:
     """Find the best split of a job's equal virtual nodes over other devices.
 
     Args:
@@ -44,12 +40,10 @@ def split_again(
         virtual_nodes=len(sizes),
         interpolate=True,
     )
-    return cast(SplitPlan | PipelinePlan, solve(question_of(asked)))
+    return solve(question_of(asked))
 
 
-def cut_again(
-    now: LaunchConfig, before: PipelinePlan, profiles: Profiles, pool: Pool
-) -> SplitPlan | PipelinePlan:
+def cut_again(now: LaunchConfig, before: Plan, profiles: Profiles, pool: Pool) -> Plan:
     """Find the best pipeline plan with the same schedule, microbatches, links and optimizer.
 
     Args:
@@ -78,10 +72,10 @@ def cut_again(
         microbatch_size=_batch_sizes(now)[0],
         link_bytes_per_second=before.link_bytes_per_second,
     )
-    return cast(SplitPlan | PipelinePlan, solve(question_of(asked)))
+    return solve(question_of(asked))
 
 
-def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:
+def seconds_a_sample(now: LaunchConfig, plan: Plan) -> dict[str, float]:
     """Compute the seconds per sample of each device type from a run's plan.
 
     Args:
@@ -102,9 +96,7 @@ def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:
     return found
 
 
-def _request(
-    now: LaunchConfig, before: SplitPlan | PipelinePlan, profiles: Profiles, pool: Pool
-) -> SolveRequest:
+def _request(now: LaunchConfig, before: Plan, profiles: Profiles, pool: Pool) -> SolveRequest:
     """Request a plan for the launch's model and batch on other devices."""
     return SolveRequest(
         profiles,

@@ -9,11 +9,9 @@ from ..costs.memory import reserve_of
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
-from ..schema.files import Plan
 from ..schema.layer_trace import cannot_spread
 from ..schema.options import asked_of, option
-from ..schema.parallel import ParallelPlan
-from ..schema.plan import EmulatedDevice, PassTime, SplitPlan, SyncBound
+from ..schema.plan import EmulatedDevice, PassTime, Plan, SyncBound
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
@@ -76,10 +74,10 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
     for asked in asked_of(SolveRequest):
         value = getattr(question.asked, asked.name)
         if asked.option.recorded and plan.kind in asked.option.read_by and value != asked.default:
-            if not isinstance(plan, SplitPlan) and asked.name == "microbatch_size":
+            if plan.kind != "split" and asked.name == "microbatch_size":
                 value = plan.microbatch_size  # the nearest profiled
             found = dataclasses.replace(found, **{asked.name: value})
-    if isinstance(plan, ParallelPlan) and plan.sequence_parallel and cannot_spread(plan.trace):
+    if plan.kind == "parallel" and plan.sequence_parallel and cannot_spread(plan.trace):
         found = dataclasses.replace(found, num_stages=1)
     return None if found == Restrictions() else found
 
@@ -98,14 +96,14 @@ def _with_reserves(plan: Plan, question: Question) -> Plan:
 
 def _reserve(plan: Plan, profile: Profile, question: Question) -> MemoryReserve:
     asked = question.asked.memory_reserve_bytes
-    if isinstance(plan, SplitPlan):
+    if plan.kind == "split":
         return reserve_of(_as_used(profile, plan), asked, num_devices=plan.num_devices)
     from .pipeline_problem import reserve_in_pipeline
 
     return reserve_in_pipeline(profile, plan.cluster or question.pool, plan.schedule, asked)
 
 
-def _as_used(profile: Profile, plan: SplitPlan) -> Profile:
+def _as_used(profile: Profile, plan: Plan) -> Profile:
     """Return the profile with no larger sizes than the plan's, as far as it has them."""
     largest = max(
         group.virtual_node_batch_size
@@ -238,7 +236,7 @@ def _expressed_as(plans: dict[str, Plan]) -> str | None:
     synchronisation of whole passes for splits, overheads of a step for pipelines.
     """
     plan = plans.get("parallel")
-    if not isinstance(plan, ParallelPlan):
+    if plan is None:
         return None
     shares_layers = any(
         group.tensor_parallel_size > 1 for stage in plan.stages for group in stage.replicas
@@ -270,7 +268,7 @@ def _why_refused(kind: str, reason: HetflowError) -> dict[str, Any]:
     return {"kind": kind, "refused": reason.message}
 
 
-def _split(question: Question, clock: Clock) -> SplitPlan:
+def _split(question: Question, clock: Clock) -> Plan:
     """The best split of the pool and of its parts without slow links, with the bound of all."""
     _warn_about_one_size(question)
     pools = Parts([question.pool], are_all=True)
@@ -289,7 +287,7 @@ def _split(question: Question, clock: Clock) -> SplitPlan:
     return plan
 
 
-def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -> SplitPlan:
+def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -> Plan:
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
     from .split_problem import split_problem
@@ -311,7 +309,7 @@ def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -
     return plan
 
 
-def _say_what_is_simpler(plan: SplitPlan) -> None:
+def _say_what_is_simpler(plan: Plan) -> None:
     fastest = (plan.provenance or {}).get("fastest")
     if fastest is None or plan.proof.tolerance is None:
         return
@@ -358,7 +356,7 @@ def _warn_about_free_communication(problem: SplitProblem) -> None:
         )
 
 
-def _solve_split(problem: SplitProblem, question: Question, clock: Clock) -> SplitPlan:
+def _solve_split(problem: SplitProblem, question: Question, clock: Clock) -> Plan:
     flags = question.asked
     if question.asked.objective == "waste":
         return _solve_waste(problem, question.asked.top)
@@ -372,7 +370,7 @@ def _solve_split(problem: SplitProblem, question: Question, clock: Clock) -> Spl
     return batch_split_milp.solve(problem, backend=backend, time_limit_seconds=clock.seconds_left)
 
 
-def _solve_waste(problem: SplitProblem, top: int) -> SplitPlan:
+def _solve_waste(problem: SplitProblem, top: int) -> Plan:
     if problem.virtual_nodes is None:
         raise ProblemError(
             f"{option('objective', 'waste')} needs maxP",
@@ -383,7 +381,7 @@ def _solve_waste(problem: SplitProblem, top: int) -> SplitPlan:
     return est_mapping.solve(problem, top=top)
 
 
-def _with_origin(plan: SplitPlan, question: Question) -> SplitPlan:
+def _with_origin(plan: Plan, question: Question) -> Plan:
     """Add the emulated devices' times, which a launch needs, and the plan's provenance."""
     used = {group.device_type for group in plan.groups}
     emulated = tuple(

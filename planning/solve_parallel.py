@@ -7,7 +7,8 @@ from functools import partial
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, InfeasibleError
 from ..schema.layer_trace import LayerTrace, cannot_spread
-from ..schema.parallel import ParallelPlan, ParallelProblem, parallel_schedule
+from ..schema.parallel import ParallelProblem, parallel_schedule
+from ..schema.plan import Plan
 from ..schema.schedule_traits import traits
 from .limits import Clock
 from .parallel_problem import degrees_of, parallel_keys, parallel_problem
@@ -19,7 +20,7 @@ from .solve_pipeline import links_between, say_obstacle, trace_for
 _log = logging.getLogger("hetflow")
 
 
-def best_parallel(question: Question, clock: Clock) -> ParallelPlan:
+def best_parallel(question: Question, clock: Clock) -> Plan:
     """Find and check the plan with the shortest step; with ``top``, the Pareto table too.
 
     Args:
@@ -62,6 +63,7 @@ def best_parallel(question: Question, clock: Clock) -> ParallelPlan:
         alternatives=tuple(
             replace(one, predicted=priced(one.predicted, one.devices_by_type, question.pool))
             for one in others
+            if one.predicted is not None
         ),
         with_more_devices=gains(problem, plan, clock.effort) if others_follow else (),
         sequence_parallel=question.asked.sequence_parallel or None,
@@ -80,7 +82,7 @@ def best_parallel(question: Question, clock: Clock) -> ParallelPlan:
 
 def _in_the_best_part(
     question: Question, trace: LayerTrace | None, clock: Clock
-) -> tuple[Cluster, ParallelProblem, ParallelPlan]:
+) -> tuple[Cluster, ParallelProblem, Plan]:
     """The fastest plan of the pool and of its parts with faster links: (part, its problem, plan).
 
     The plan's bound is that of all of them.

@@ -9,12 +9,8 @@ from ..schema.cluster import Cluster
 from ..schema.errors import BackendError
 from ..schema.layer_trace import LayerTrace
 from ..schema.optimizer import OptimizerState
-from ..schema.pipeline import (
-    Objective,
-    PipelinePlan,
-    Solved,
-    WorkerCount,
-)
+from ..schema.pipeline import Objective, Solved, WorkerCount
+from ..schema.plan import Plan
 from ..schema.profile import Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from ..solvers.effort import DEFAULT, Effort
@@ -44,7 +40,7 @@ def solve_pipeline(
     num_model_chunks: int | None = None,
     effort: Effort = DEFAULT,
     fastest: bool = False,
-) -> PipelinePlan:
+) -> Plan:
     """Cut a profiled model into pipeline stages and check the plan.
 
     Args:
@@ -63,7 +59,8 @@ def solve_pipeline(
         num_stages: Exact number of stages; None lets the solver choose.
         optimizer: The optimizer that will train; None takes the profiles'.
         memory_reserve_bytes: Bytes of each device to leave free besides what is measured.
-        objective: ``step`` or ``bottleneck``; None takes ``step`` if the schedule has one.
+        objective: ``step_seconds`` or ``bottleneck``; None takes the first if the schedule has a
+            step.
         num_model_chunks: Stages per device, for ``interleaved``; None tries several.
         effort: How much to search, and when to stop.
         fastest: Whether to take the plan with the least predicted time, even if a simpler plan is

@@ -9,7 +9,8 @@ from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
-from ..schema.pipeline import PipelinePlan, PipelineProblem
+from ..schema.pipeline import PipelineProblem
+from ..schema.plan import Plan
 from ..schema.profile import Profile
 from ..solvers.pipeline.repetitive.sweep import Configuration, CostModel, Estimate, Measured, Row
 from .solve_pipeline import links_between, trace_for
@@ -28,7 +29,7 @@ def solve_repetitive(
     runs: Path | None,
     optimizer: OptimizerState | None = None,
     memory_reserve_bytes: int = 0,
-) -> PipelinePlan:
+) -> Plan:
     """Choose degrees, microbatch size and recomputation for a model with repeating layers.
 
     Args:
@@ -124,7 +125,7 @@ def _measured(folder: Path | None, model: str) -> Measured:
     paths = sorted(folder.rglob("run.json")) if folder.is_dir() else [folder]
     for path in paths:
         record = files.read_any(path)
-        if isinstance(record, RunRecord) and isinstance(record.plan, PipelinePlan):
+        if isinstance(record, RunRecord) and record.plan.kind == "pipeline":
             found = _configuration(record, model)
             if found is not None:
                 estimates[found[0]] = found[1]
@@ -141,7 +142,7 @@ def _configuration(record: object, model: str) -> tuple[Configuration, Estimate]
 
     assert isinstance(record, RunRecord)
     plan = record.plan
-    assert isinstance(plan, PipelinePlan)
+    assert plan.kind == "pipeline"
     replicas = {stage.num_replicas for stage in plan.stages}
     seconds = record.measured_step_seconds
     is_alike = plan.traits.is_double_buffered and plan.model == model and len(replicas) == 1
@@ -152,10 +153,10 @@ def _configuration(record: object, model: str) -> tuple[Configuration, Estimate]
         data_parallel_size=size,
         pipeline_parallel_size=len(plan.stages),
         microbatch_size=plan.microbatch_size,
-        recompute=plan.recompute,
+        recompute=plan.recomputes,
     )
     peaks = [device.peak_memory_bytes or 0 for device in record.devices]
     return configuration, Estimate(
-        microbatch_seconds=seconds / (plan.microbatches // size),
+        microbatch_seconds=seconds / (plan.num_microbatches // size),
         memory_bytes=float(max(peaks, default=0)),
     )

@@ -18,7 +18,7 @@ from ..schema.errors import BackendError, InfeasibleError, ProblemError
 from ..schema.jobs import ModelThroughput, Throughputs
 from ..schema.market import Market
 from ..schema.options import option
-from ..schema.plan import SplitPlan
+from ..schema.plan import Plan
 from ..schema.profile import Profile
 from ..solvers.split.solve import solve
 from .inputs import model_of
@@ -354,7 +354,7 @@ def plan_of_choice(
     *,
     batch_size: int,
     at: str | None = None,
-) -> SplitPlan:
+) -> Plan:
     """Return the plan of a choice, for a pool whose servers are its machines.
 
     Args:
@@ -386,7 +386,7 @@ def plan_of_choice(
 
 def _plan_of_all(
     profiles: Sequence[Profile], devices: Mapping[str, int], batch_size: int
-) -> SplitPlan | None:
+) -> Plan | None:
     """Find the best plan on the devices; None if it does not use them all.
 
     A plan that leaves devices unused belongs to the choice without these devices.

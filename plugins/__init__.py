@@ -2,7 +2,7 @@
 
     from hetflow import plugins
 
-    @plugins.exporter("markdown", takes=(plugins.SplitPlan,))
+    @plugins.exporter("markdown", takes=(plugins.Plan,))
     def render(record, name): ...
 
 docs/plugins.md describes each kind. Names are imported when they are first used: a worker that

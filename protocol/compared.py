@@ -3,10 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..schema.files import Plan
-from ..schema.parallel import ParallelPlan
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
+from ..schema.plan import Plan
 from ..schema.run import DeviceRun, TermComparison
 
 OFF_FRACTION = 0.05
@@ -23,9 +20,9 @@ def compared(
         devices: Measurements of every worker, by rank.
         step_seconds: The measured step.
     """
-    if isinstance(plan, SplitPlan):
+    if plan.kind == "split":
         found = _of_split(plan, devices)
-    elif isinstance(plan, PipelinePlan):
+    elif plan.kind == "pipeline":
         found = _of_pipeline(plan, devices)
     else:
         found = _of_parallel(plan, devices)
@@ -39,7 +36,7 @@ def _marked(entry: TermComparison, step_seconds: float) -> TermComparison:
     return replace(entry, is_off=error > OFF_FRACTION * step_seconds)
 
 
-def _of_split(plan: SplitPlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+def _of_split(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
     """Compare each group's slowest worker's virtual nodes, and the slowest worker's other terms."""
     known = {device.rank: device for device in devices if device.terms is not None}
     first, slowest = 0, None
@@ -81,7 +78,7 @@ def _nodes_seconds(device: DeviceRun, virtual_nodes: int) -> float:
 
 
 def _of_step(
-    plan: SplitPlan, device: DeviceRun, virtual_nodes: int, *, is_alone: bool
+    plan: Plan, device: DeviceRun, virtual_nodes: int, *, is_alone: bool
 ) -> Iterator[TermComparison]:
     """Compare a worker's terms of the whole step.
 
@@ -114,14 +111,14 @@ def _of_step(
     )
 
 
-def _of_pipeline(plan: PipelinePlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+def _of_pipeline(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
     """Compare each stage's passes of a microbatch on its slowest replica, and the update."""
     for number, stage in enumerate(plan.stages):
         runs = [run for device in devices for run in device.stages if run.stage == number]
         if not runs:
             continue
         forward = stage.forward_seconds
-        backward = None if forward is None else max(0.0, stage.compute_seconds - forward)
+        backward = None if forward is None else max(0.0, (stage.compute_seconds or 0.0) - forward)
         for name, predicted, measured in (
             ("forward", forward, max(run.forward.seconds for run in runs)),
             ("backward", backward, max(run.backward.seconds for run in runs)),
@@ -131,7 +128,7 @@ def _of_pipeline(plan: PipelinePlan, devices: Sequence[DeviceRun]) -> Iterator[T
                 device_type=stage.device_type,
                 predicted_seconds=predicted,
                 measured_seconds=measured,
-                times=-(-plan.microbatches // stage.num_replicas),
+                times=-(-plan.num_microbatches // stage.num_replicas),
             )
     updates = [device.terms.update.seconds for device in devices if device.terms is not None]
     if updates:
@@ -143,7 +140,7 @@ def _of_pipeline(plan: PipelinePlan, devices: Sequence[DeviceRun]) -> Iterator[T
         )
 
 
-def _of_parallel(plan: ParallelPlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+def _of_parallel(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
     """Compare each stage's forward + backward pass of a microbatch, on its slowest replica."""
     for number, stage in enumerate(plan.stages):
         runs = [run for device in devices for run in device.stages if run.stage == number]
@@ -153,7 +150,7 @@ def _of_parallel(plan: ParallelPlan, devices: Sequence[DeviceRun]) -> Iterator[T
                 device_type=stage.replicas[0].device_type,
                 predicted_seconds=stage.compute_seconds,
                 measured_seconds=max(run.forward.seconds + run.backward.seconds for run in runs),
-                times=plan.num_microbatches,
+                times=plan.num_rounds,
             )
     updates = [device.terms.update.seconds for device in devices if device.terms is not None]
     if updates:

@@ -17,8 +17,8 @@ from typing import Literal
 
 from ..schema import files
 from ..schema.errors import FileError, TargetError
-from ..schema.files import Plan
 from ..schema.launch import Determinism, LaunchConfig
+from ..schema.plan import Plan
 from .lower import check_level, lower
 
 PLAN = "HETFLOW_PLAN"

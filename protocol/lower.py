@@ -5,11 +5,9 @@ from itertools import count
 from typing import cast, get_args
 
 from ..schema.errors import ProblemError
-from ..schema.files import Plan
 from ..schema.launch import Determinism, LaunchConfig, VirtualNode, WorkerSlot
 from ..schema.options import option
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
+from ..schema.plan import Plan
 from .limits import check_numbers
 from .lower_parallel import lower_parallel
 from .lower_pipeline import lower_pipeline
@@ -68,9 +66,9 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
         ProblemError: A pipeline or parallel plan cannot run as planned, or cannot keep the level of
             determinism; or there are too many workers or virtual nodes.
     """
-    if not isinstance(plan, SplitPlan):
+    if plan.kind != "split":
         check_pipeline_level(determinism)
-        if isinstance(plan, PipelinePlan):
+        if plan.kind == "pipeline":
             lowered = lower_pipeline(plan, seed)
         else:
             lowered = lower_parallel(plan, seed)

@@ -7,12 +7,13 @@ from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork
 from ..schema.layer_trace import cannot_spread
 from ..schema.options import option
-from ..schema.parallel import ParallelPlan, ParallelStage, first_devices, is_inside
+from ..schema.parallel import first_devices, is_inside
+from ..schema.plan import Plan, Stage
 from .limits import check_numbers
 from .lower_pipeline import check_trace, config_of, schedule_of
 
 
-def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
+def lower_parallel(plan: Plan, seed: int = 0) -> LaunchConfig:
     """Turn a parallel plan into a launch config: the work of each rank.
 
     Ranks follow the positions of the pipeline, then their replicas, then the devices of each
@@ -59,7 +60,7 @@ def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
     return config_of(plan, work, schedule, seed, devices, sizes)
 
 
-def _ranks_of(plan: ParallelPlan) -> list[tuple[int, ...]]:
+def _ranks_of(plan: Plan) -> list[tuple[int, ...]]:
     """[positions] the ranks that hold a position's stages."""
     rank = count()
     return [
@@ -68,7 +69,7 @@ def _ranks_of(plan: ParallelPlan) -> list[tuple[int, ...]]:
     ]
 
 
-def _stage_of(stage: ParallelStage, ranks: tuple[int, ...]) -> PipelineStage:
+def _stage_of(stage: Stage, ranks: tuple[int, ...]) -> PipelineStage:
     degrees = tuple(
         group.tensor_parallel_size for group in stage.replicas for _ in range(group.num_replicas)
     )
@@ -89,7 +90,7 @@ def _stage_of(stage: ParallelStage, ranks: tuple[int, ...]) -> PipelineStage:
     )
 
 
-def _types_of(plan: ParallelPlan) -> list[str]:
+def _types_of(plan: Plan) -> list[str]:
     """[ranks] the device type of each rank."""
     return [
         group.device_type
@@ -99,7 +100,7 @@ def _types_of(plan: ParallelPlan) -> list[str]:
     ]
 
 
-def _devices_of(plan: ParallelPlan) -> list[int]:
+def _devices_of(plan: Plan) -> list[int]:
     """[ranks] index of each rank's device among those of its type.
 
     No group is split over two servers, nor is a stage whose devices divide a server's, which the

@@ -10,11 +10,10 @@ from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNo
 from ..schema.layer_trace import LayerTrace
 from ..schema.operations import Kind, Schedule
 from ..schema.options import option
-from ..schema.parallel import ParallelPlan
-from ..schema.pipeline import PipelinePlan, StagePlan
+from ..schema.plan import Plan, Stage
 
 
-def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
+def lower_pipeline(plan: Plan, seed: int = 0) -> LaunchConfig:
     """Turn a pipeline plan into a launch config: the work of each rank.
 
     Ranks follow the stages; stages on the same device (interleaved) share a rank.
@@ -26,15 +25,15 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
     ranks_of_stage = _ranks_of_stages(plan)
     work = PipelineWork(
         schedule=plan.schedule,
-        num_microbatches=plan.microbatches,
-        recompute=plan.recompute,
+        num_microbatches=plan.num_microbatches,
+        recompute=plan.recomputes,
         stages=tuple(
-            _stage_of(stage, ranks, plan.recompute)
+            _stage_of(stage, ranks, plan.recomputes)
             for stage, ranks in zip(plan.stages, ranks_of_stage, strict=True)
         ),
         trace=plan.trace,
     )
-    schedule = schedule_of(work, plan.microbatches)
+    schedule = schedule_of(work, plan.num_microbatches)
     if schedule.weight_semantics != "flush":
         _check_rounds(plan)
     held = {
@@ -42,12 +41,12 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
         for stage, ranks in zip(plan.stages, ranks_of_stage, strict=True)
         for rank, device in zip(ranks, _devices_of(plan, stage, ranks), strict=True)
     }
-    sizes = [plan.microbatch_size] * plan.microbatches
+    sizes = [plan.microbatch_size] * plan.num_microbatches
     return config_of(plan, work, schedule, seed, [held[rank] for rank in range(len(held))], sizes)
 
 
 def config_of(
-    plan: PipelinePlan | ParallelPlan,
+    plan: Plan,
     work: PipelineWork,
     schedule: Schedule,
     seed: int,
@@ -130,7 +129,7 @@ def check_trace(model: str, trace: LayerTrace | None) -> None:
         )
 
 
-def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
+def _ranks_of_stages(plan: Plan) -> list[tuple[int, ...]]:
     if plan.traits.placement == "both-ways":
         # One pipeline in each direction: rank r holds stages r and p - 1 - r.
         last = len(plan.stages) - 1
@@ -145,14 +144,12 @@ def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
     ]
 
 
-def _devices_of(
-    plan: PipelinePlan, stage: StagePlan, ranks: tuple[int, ...]
-) -> Sequence[int | None]:
+def _devices_of(plan: Plan, stage: Stage, ranks: tuple[int, ...]) -> Sequence[int | None]:
     """Return the planned device of each rank; None (any device) for DualPipe's two directions."""
     return [None] * len(ranks) if plan.traits.placement == "both-ways" else stage.held
 
 
-def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> PipelineStage:
+def _stage_of(stage: Stage, ranks: tuple[int, ...], recompute: bool) -> PipelineStage:
     """Lower one stage, with the times to which an emulated device stretches its passes.
 
     If the plan has one time for both passes, the forward pass takes a third of it, or a quarter
@@ -162,12 +159,12 @@ def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> Pipe
         return PipelineStage(layers=stage.layers, ranks=ranks)
     forward = stage.forward_seconds
     if forward is None:
-        forward = stage.compute_seconds * (0.25 if recompute else 1 / 3)
+        forward = (stage.compute_seconds or 0.0) * (0.25 if recompute else 1 / 3)
     return PipelineStage(
         layers=stage.layers,
         ranks=ranks,
         forward_seconds=forward,
-        backward_seconds=stage.compute_seconds - forward,
+        backward_seconds=(stage.compute_seconds or 0.0) - forward,
     )
 
 
@@ -182,12 +179,12 @@ def microbatches_of(schedule: Schedule, rank: int, stage: int | None = None) -> 
     )
 
 
-def _check_rounds(plan: PipelinePlan) -> None:
+def _check_rounds(plan: Plan) -> None:
     """Check that replicas divide a batch: without flushes, replica k mod R runs microbatch k."""
     for number, stage in enumerate(plan.stages):
-        if plan.microbatches % stage.num_replicas:
+        if plan.num_microbatches % stage.num_replicas:
             raise ProblemError(
-                f"{plan.schedule}: {plan.microbatches} microbatches a batch do not divide among "
-                f"the {stage.num_replicas} replicas of stage {number}",
+                f"{plan.schedule}: {plan.num_microbatches} microbatches a batch do not divide "
+                f"among the {stage.num_replicas} replicas of stage {number}",
                 hint="make the number of microbatches a multiple",
             )

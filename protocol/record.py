@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from ..devices.emulated import is_emulated
-from ..schema.files import Plan, to_json
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import DeviceGroup, SplitPlan
+from ..schema.files import to_json
+from ..schema.plan import Plan, ReplicaGroup
 from ..schema.records import Bytes, Index, Name, Seconds, adapter_of, record
 from ..schema.run import DeviceRun, Generation, RunEvent, RunRecord, StageRun, StepTerms
 from .compared import compared
@@ -128,12 +127,12 @@ def _device_run(
 
 
 def _world_size(plan: Plan) -> int:
-    return lower(plan).world_size if isinstance(plan, PipelinePlan) else plan.num_devices
+    return lower(plan).world_size if plan.kind == "pipeline" else plan.num_devices
 
 
 def _prediction(plan: Plan, report: WorkerReport) -> tuple[float | None, bool]:
     """Return a worker's predicted seconds of passes per step, and whether it is emulated."""
-    if isinstance(plan, SplitPlan):
+    if plan.kind == "split":
         group = group_of(plan, report.rank)
         predicted = group.pass_seconds * group.virtual_nodes if group.pass_seconds else None
         emulated = any(d.device_type == report.device_type for d in plan.emulated)
@@ -146,7 +145,7 @@ def _prediction(plan: Plan, report: WorkerReport) -> tuple[float | None, bool]:
     return seconds * passes or None, is_emulated(report.device_type)
 
 
-def group_of(plan: SplitPlan, rank: int) -> DeviceGroup:
+def group_of(plan: Plan, rank: int) -> ReplicaGroup:
     """Return the group of the plan that a rank belongs to."""
     ranks = [group for group in plan.groups for _ in range(group.num_devices)]
     return ranks[rank]

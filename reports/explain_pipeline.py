@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from math import ceil
 
 from ..schedules.terms import StepTerms, step_terms
-from ..schema.pipeline import PipelinePlan
+from ..schema.plan import Plan
 from .explain import Explanation, Term
 from .grid import four_digits, milliseconds
 
 
-def explain_pipeline(plan: PipelinePlan) -> Explanation:
+def explain_pipeline(plan: Plan) -> Explanation:
     """Explain the predicted step of a pipeline plan.
 
     Parts of a pipeline run at the same time. So a term is the time by which the step would be
@@ -20,7 +20,7 @@ def explain_pipeline(plan: PipelinePlan) -> Explanation:
     """
     predicted = plan.predicted
     return Explanation(
-        title=f"{plan.model}, global batch {plan.global_batch_size} = {plan.microbatches} "
+        title=f"{plan.model}, global batch {plan.global_batch_size} = {plan.num_microbatches} "
         f"microbatches of {plan.microbatch_size}; {plan.config}, {plan.schedule}",
         step_seconds=predicted.step_seconds,
         terms=tuple(_terms(plan)),
@@ -31,7 +31,7 @@ def explain_pipeline(plan: PipelinePlan) -> Explanation:
     )
 
 
-def _terms(plan: PipelinePlan) -> Iterator[Term]:
+def _terms(plan: Plan) -> Iterator[Term]:
     found = step_terms(plan)
     if found is None:
         fixed = plan.predicted.fixed_seconds or 0.0
@@ -55,16 +55,20 @@ def _terms(plan: PipelinePlan) -> Iterator[Term]:
     yield Term("fixed cost of the step", found.fixed_seconds)
 
 
-def _layers(plan: PipelinePlan, found: StepTerms) -> Term:
+def _layers(plan: Plan, found: StepTerms) -> Term:
     """The busiest device's passes: microbatches, times the seconds of its stages."""
     name = "passes of layers on the busiest device"
     if plan.traits.updates_each_round:  # no whole number of microbatches
         return Term(name, found.layer_seconds)
     busiest = max(
-        plan.stages, key=lambda s: s.compute_seconds * ceil(plan.microbatches / s.num_replicas)
+        plan.stages,
+        key=lambda s: (s.compute_seconds or 0.0) * ceil(plan.num_microbatches / s.num_replicas),
     )
     return Term(
-        name, found.layer_seconds, ceil(plan.microbatches / busiest.num_replicas), "a microbatch"
+        name,
+        found.layer_seconds,
+        ceil(plan.num_microbatches / busiest.num_replicas),
+        "a microbatch",
     )
 
 
@@ -72,7 +76,7 @@ def _each(seconds: float, what: str) -> str:
     return f"{milliseconds(seconds)} {what}" if seconds else "not counted"
 
 
-def _remarks(plan: PipelinePlan) -> Iterator[str]:
+def _remarks(plan: Plan) -> Iterator[str]:
     yield from map(str, plan.estimates)
     yield from map(str, plan.reserves)
     yield from plan.assumptions

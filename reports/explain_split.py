@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from ..schema.plan import DeviceGroup, Prediction, SplitPlan
+from ..schema.plan import Plan, Prediction, ReplicaGroup
 from .explain import Explanation, Term
 
 
-def explain_split(plan: SplitPlan) -> Explanation:
+def explain_split(plan: Plan) -> Explanation:
     """Explain the predicted step of a split plan.
 
     Args:
@@ -27,7 +27,7 @@ def explain_split(plan: SplitPlan) -> Explanation:
     )
 
 
-def _terms(plan: SplitPlan, predicted: Prediction) -> Iterator[Term]:
+def _terms(plan: Plan, predicted: Prediction) -> Iterator[Term]:
     if predicted.compute_seconds is None:
         yield Term("whole step", predicted.step_seconds, note="its parts are not in the plan")
         return
@@ -55,14 +55,14 @@ def _terms(plan: SplitPlan, predicted: Prediction) -> Iterator[Term]:
             yield Term(name, seconds, note=note)
 
 
-def _hidden(slowest: DeviceGroup | None) -> str:
+def _hidden(slowest: ReplicaGroup | None) -> str:
     """The batch size of the measurement, where sizes differ in how much of it passes hide."""
     if slowest is None or slowest.exposed_seconds is None:
         return ""
     return f"behind passes of {slowest.virtual_node_batch_size} samples"
 
 
-def _slowest(plan: SplitPlan) -> DeviceGroup | None:
+def _slowest(plan: Plan) -> ReplicaGroup | None:
     """The group that takes longest; None where a group does not give the time of a pass."""
     timed = [group for group in plan.groups if group.pass_seconds is not None]
     if len(timed) < len(plan.groups):
@@ -75,7 +75,7 @@ def _slowest(plan: SplitPlan) -> DeviceGroup | None:
     )
 
 
-def _remarks(plan: SplitPlan, predicted: Prediction) -> Iterator[str]:
+def _remarks(plan: Plan, predicted: Prediction) -> Iterator[str]:
     yield from map(str, plan.estimates)
     yield from map(str, plan.reserves)
     yield from map(str, plan.sync_bounds)

@@ -2,20 +2,12 @@
 
 from dataclasses import asdict
 
-from ..schema.parallel import (
-    ParallelAlternative,
-    ParallelGain,
-    ParallelPlan,
-    ParallelPrediction,
-    ParallelStage,
-)
-from ..schema.plan import Prediction
-from ..schema.plans import claim_of
+from ..schema.plan import Alternative, Gain, Plan, Prediction, Stage, claim_of
 from .grid import grid, layers_text, mebibytes, milliseconds
 from .parallel_terms import step_terms
 
 
-def parallel_table(plan: ParallelPlan) -> str:
+def parallel_table(plan: Plan) -> str:
     """Which layers run where and how, the predicted seconds, and the proof."""
     rows = [
         (
@@ -26,7 +18,7 @@ def parallel_table(plan: ParallelPlan) -> str:
             stage.recompute,
             milliseconds(stage.compute_seconds),
             milliseconds(stage.transfer_seconds),
-            mebibytes(plan.predicted.memory_bytes.get(str(number))),
+            mebibytes(stage.memory_bytes),
         )
         for number, stage in enumerate(plan.stages)
     ]
@@ -36,7 +28,7 @@ def parallel_table(plan: ParallelPlan) -> str:
     proof = plan.proof
     gap = "unknown" if proof.gap is None else f"{100 * proof.gap:.3g} %"
     lines = [
-        f"{plan.model}, global batch {plan.global_batch_size}: up to {plan.num_microbatches} "
+        f"{plan.model}, global batch {plan.global_batch_size}: up to {plan.num_rounds} "
         f"microbatches of {plan.microbatch_size} a replica; {plan.num_devices} devices, "
         f"{plan.schedule}{_chunks(plan)}"
         + ("" if plan.optimizer is None else f"; memory counts {plan.optimizer}")
@@ -52,14 +44,14 @@ def parallel_table(plan: ParallelPlan) -> str:
     return "\n".join([*lines, *map(str, plan.estimates), *map(str, plan.reserves)])
 
 
-def _chunks(plan: ParallelPlan) -> str:
+def _chunks(plan: Plan) -> str:
     if plan.num_model_chunks == 1:
         return ""
     first, second = 0, plan.num_positions
     return f" ({plan.num_model_chunks} stages a device: {first}, {second}, ... on the same)"
 
 
-def _replicas(stage: ParallelStage) -> str:
+def _replicas(stage: Stage) -> str:
     """Text such as ``16 x A100, 11 x (4 V100)``."""
     return ", ".join(
         f"{group.num_replicas} x "
@@ -72,7 +64,7 @@ def _replicas(stage: ParallelStage) -> str:
     )
 
 
-def _step(predicted: ParallelPrediction) -> str:
+def _step(predicted: Prediction) -> str:
     parts = [f"step {milliseconds(predicted.step_seconds)}"]
     if predicted.sync_seconds is not None:
         parts.append(f"all-reduce {milliseconds(predicted.sync_seconds)}")
@@ -84,7 +76,7 @@ def _step(predicted: ParallelPrediction) -> str:
     return f"{', '.join(parts)}; {samples}{dollars_text(predicted)}"
 
 
-def dollars_text(predicted: Prediction | ParallelPrediction) -> str:
+def dollars_text(predicted: Prediction | Prediction) -> str:
     """Text such as ``; 12.24 $/hour, 0.0354 $/million samples``; empty without prices."""
     if predicted.dollars_per_hour is None:
         return ""
@@ -94,9 +86,9 @@ def dollars_text(predicted: Prediction | ParallelPrediction) -> str:
     return text
 
 
-def _points(plan: ParallelPlan) -> str:
+def _points(plan: Plan) -> str:
     """Time against devices and memory; the plan itself comes first."""
-    own = ParallelAlternative(
+    own = Alternative(
         stages=plan.stages,
         microbatch_size=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
@@ -105,15 +97,16 @@ def _points(plan: ParallelPlan) -> str:
     )
     rows = [
         (
-            milliseconds(one.predicted.step_seconds),
+            milliseconds(predicted.step_seconds),
             one.num_devices,
-            mebibytes(max(one.predicted.memory_bytes.values())),
-            _price(one.predicted.dollars_per_hour, ".2f"),
-            _price(one.predicted.dollars_per_million_samples, ".4g"),
+            mebibytes(max(stage.memory_bytes or 0 for stage in one.stages)),
+            _price(predicted.dollars_per_hour, ".2f"),
+            _price(predicted.dollars_per_million_samples, ".4g"),
             _what_grew(own, one),
             _layout(one),
         )
         for one in (own, *plan.alternatives)
+        if (predicted := one.predicted) is not None
     ]
     headers = (
         "step", "devices", "fullest device", "$/hour", "$/million samples", "slower by",
@@ -122,7 +115,7 @@ def _points(plan: ParallelPlan) -> str:
     return grid(headers, rows)
 
 
-def _layout(one: ParallelAlternative) -> str:
+def _layout(one: Alternative) -> str:
     """Text such as ``7: 2 x A100 | 5: 2 x V100``; the layers of a device's chunks are added."""
     positions = len(one.stages) // one.num_model_chunks
     chunks = f" in {one.num_model_chunks} chunks" if one.num_model_chunks > 1 else ""
@@ -133,16 +126,16 @@ def _layout(one: ParallelAlternative) -> str:
     )
 
 
-def _gain(plan: ParallelPlan, gain: ParallelGain) -> str:
+def _gain(plan: Plan, gain: Gain) -> str:
     saved = 1.0 - gain.step_seconds / plan.predicted.step_seconds
     effect = f"the step is {saved:.1%} shorter" if saved > 0 else "no faster plan was found"
     return f"with {gain.num_devices} more {gain.device_type}: {effect}"
 
 
-def _what_grew(best: ParallelAlternative, other: ParallelAlternative) -> str:
+def _what_grew(best: Alternative, other: Alternative) -> str:
     """The term of the step that grows most from ``best`` to ``other``."""
-    before = step_terms(best.num_microbatches, best.stages, best.num_model_chunks)
-    after = step_terms(other.num_microbatches, other.stages, other.num_model_chunks)
+    before = step_terms(best.num_rounds, best.stages, best.num_model_chunks)
+    after = step_terms(other.num_rounds, other.stages, other.num_model_chunks)
     if other is best or before is None or after is None:
         return "-"
     terms = asdict(before)

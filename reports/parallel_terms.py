@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..schema.parallel import ParallelStage
+from ..schema.plan import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class ParallelStepTerms:
 
 
 def step_terms(
-    num_microbatches: int, stages: Sequence[ParallelStage], num_model_chunks: int = 1
+    num_microbatches: int, stages: Sequence[Stage], num_model_chunks: int = 1
 ) -> ParallelStepTerms | None:
     """The terms of a step from what a plan gives for its stages.
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..schema.errors import HetflowError
-from ..schema.plan import Prediction, SplitPlan
+from ..schema.plan import Plan, Prediction
 from ..schema.profile import Profile
 from .tables import device_name
 
@@ -52,7 +52,7 @@ def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
     return rendered(figure, file_format)
 
 
-def split_image(plan: SplitPlan, file_format: str) -> bytes:
+def split_image(plan: Plan, file_format: str) -> bytes:
     """Plot the split of a batch: each device's passes as bars on a time axis.
 
     Args:

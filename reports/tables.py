@@ -7,10 +7,7 @@ from ..schema.launch import LaunchConfig
 from ..schema.market import Market, PriceReport, RentAdvice, RentReport, RentState
 from ..schema.odds import OddsReport
 from ..schema.options import option
-from ..schema.parallel import ParallelPlan
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import Prediction, Proof, SplitPlan
-from ..schema.plans import claim_of
+from ..schema.plan import Plan, Prediction, Proof, claim_of
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from . import cluster_tables
@@ -36,12 +33,9 @@ def table_of(record: "Record") -> str:
         return profile_table(record)
     if isinstance(record, Cluster):
         return cluster_table(record)
-    if isinstance(record, SplitPlan):
-        return plan_table(record)
-    if isinstance(record, PipelinePlan):
-        return pipeline_table(record)
-    if isinstance(record, ParallelPlan):
-        return parallel_table(record)
+    if isinstance(record, Plan):
+        tables = {"split": plan_table, "pipeline": pipeline_table, "parallel": parallel_table}
+        return tables[record.kind](record)
     if isinstance(record, LaunchConfig):
         return launch_table(record)
     if isinstance(record, Market):
@@ -88,7 +82,7 @@ def profile_table(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def plan_table(plan: SplitPlan) -> str:
+def plan_table(plan: Plan) -> str:
     """The batch of each device, the predicted step, and the proof."""
     emulated = {device.device_type for device in plan.emulated}
     estimated = {estimate.device_type for estimate in plan.estimates}
@@ -126,7 +120,7 @@ def plan_table(plan: SplitPlan) -> str:
     return "\n".join(lines)
 
 
-def pipeline_table(plan: PipelinePlan) -> str:
+def pipeline_table(plan: Plan) -> str:
     """Which layers run where, the time of a microbatch there, and the proof."""
     estimated = {estimate.device_type for estimate in plan.estimates}
     rows = [
@@ -147,9 +141,9 @@ def pipeline_table(plan: PipelinePlan) -> str:
         "stage", "devices", "layers", "pass", "transfer", "in flight", "versions", "memory",
     )  # fmt: skip
     lines = [
-        f"{plan.model}, global batch {plan.global_batch_size} = {plan.microbatches} microbatches "
-        f"of {plan.microbatch_size}; {plan.config}, {plan.schedule}"
-        f"{', recomputation' if plan.recompute else ''}"
+        f"{plan.model}, global batch {plan.global_batch_size} = {plan.num_microbatches} "
+        f"microbatches of {plan.microbatch_size}; {plan.config}, {plan.schedule}"
+        f"{', recomputation' if plan.recomputes else ''}"
         f"{'' if plan.optimizer is None else f'; memory counts {plan.optimizer}'}",
         grid(headers, rows),
         _parts_text(plan.predicted, estimated=bool(plan.estimates)),
@@ -161,7 +155,7 @@ def pipeline_table(plan: PipelinePlan) -> str:
     return "\n".join([*lines, *map(str, plan.estimates), *map(str, plan.reserves)])
 
 
-_MINIMISED = {"step": "the whole step", "bottleneck": "the slowest stage or boundary"}
+_MINIMISED = {"step_seconds": "the whole step", "bottleneck": "the slowest stage or boundary"}
 
 
 def _parts_text(predicted: Prediction, *, estimated: bool) -> str:
@@ -190,7 +184,7 @@ def _parts_text(predicted: Prediction, *, estimated: bool) -> str:
     return f"{total}; {predicted.samples_per_second:.1f} samples/s{dollars_text(predicted)}"
 
 
-def _proof_text(plan: SplitPlan | PipelinePlan) -> str:
+def _proof_text(plan: Plan) -> str:
     return f"{claim_of(plan)}, gap {_percent(plan.proof.gap)}: {plan.proof.method}"
 
 
@@ -204,7 +198,7 @@ def _simpler_lines(proof: Proof) -> list[str]:
     ]
 
 
-def _est_lines(plan: SplitPlan) -> list[str]:
+def _est_lines(plan: Plan) -> list[str]:
     if plan.est is None:
         return []
     rows = [
@@ -217,6 +211,7 @@ def _est_lines(plan: SplitPlan) -> list[str]:
             f"{choice.est.overload_factor:.4g}",
         )
         for choice in plan.alternatives
+        if choice.est is not None
     ]
     first = (
         f"EasyScale: throughput {plan.est.throughput:.3f} mini-batches/s, waste "

@@ -29,8 +29,8 @@ from ..mechanisms.rounds.decide import round_end
 from ..mechanisms.rounds.state import RoundState
 from ..mechanisms.rounds.stored import resumed, stored
 from ..schema.errors import FileError, HetflowError, ProblemError
-from ..schema.files import Plan
 from ..schema.options import option
+from ..schema.plan import Plan
 from . import leases, resizes
 from .known_jobs import KnownJobs
 from .leases import Ended, Lease

@@ -17,8 +17,9 @@ from ..protocol.lower import lower
 from ..schema.choices import Strategy
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
-from ..schema.files import Plan, to_plain
+from ..schema.files import to_plain
 from ..schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
+from ..schema.plan import Plan
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
 from .submission import Submission

@@ -11,10 +11,8 @@ from typing import Literal
 from ..protocol import control
 from ..protocol.lower import lower
 from ..schema.errors import HetflowError, ProblemError
-from ..schema.files import Plan
 from ..schema.launch import LaunchConfig
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
+from ..schema.plan import Plan
 from .leases import Lease, folder_of
 from .store import RUN, Store
 
@@ -44,7 +42,7 @@ def mapping(store: Store, lease: Lease, plan: Plan) -> LaunchConfig:
         HetflowError: The launch has not begun to train, is over, or takes no requests; or plans of
             this kind cannot be changed while they run, as for ``hetflow resize``.
     """
-    if not isinstance(plan, SplitPlan | PipelinePlan):
+    if plan.kind == "parallel":
         raise ProblemError(f"a {plan.kind} plan is not changed while it runs")
     now = control.current(_run(store, lease))
     return lower(plan, now.seed, now.determinism)

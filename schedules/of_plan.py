@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from ..schema.errors import ProblemError
 from ..schema.operations import Schedule
-from ..schema.pipeline import PipelinePlan
 from ..schema.pipeline_shape import PipelineShape
+from ..schema.plan import Plan
 from ..schema.schedule_traits import generator_of
 from .timing import StageTimes
 
@@ -13,7 +13,7 @@ from .timing import StageTimes
 _UPDATES_SHOWN = 3
 
 
-def schedule_of(plan: PipelinePlan) -> Schedule:
+def schedule_of(plan: Plan) -> Schedule:
     """Generate the plan's schedule for one batch, or for several if it never flushes.
 
     Raises:
@@ -22,10 +22,10 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
     return generator_of(plan.schedule)(shape_of(plan))
 
 
-def shape_of(plan: PipelinePlan) -> PipelineShape:
+def shape_of(plan: Plan) -> PipelineShape:
     """Return the shape of the plan's schedule: of one batch, or of several without a flush."""
     replicas = plan.position_replicas
-    microbatches = plan.microbatches
+    microbatches = plan.num_microbatches
     return PipelineShape(
         pipeline_parallel_size=len(replicas),
         num_microbatches=microbatches * _UPDATES_SHOWN if not flushes(plan) else microbatches,
@@ -35,7 +35,7 @@ def shape_of(plan: PipelinePlan) -> PipelineShape:
     )
 
 
-def times_of(plan: PipelinePlan) -> StageTimes:
+def times_of(plan: Plan) -> StageTimes:
     """Return the seconds of each stage's passes and transfers that the plan predicts.
 
     A stage's ``output_seconds`` are for an activation and its gradient; each takes half.
@@ -51,9 +51,10 @@ def times_of(plan: PipelinePlan) -> StageTimes:
             )
         forward.append(stage.forward_seconds)
     backward = [
-        stage.compute_seconds - seconds for stage, seconds in zip(plan.stages, forward, strict=True)
+        (stage.compute_seconds or 0.0) - seconds
+        for stage, seconds in zip(plan.stages, forward, strict=True)
     ]
-    links = tuple(stage.output_seconds / 2 for stage in plan.stages[:-1])
+    links = tuple((stage.output_seconds or 0.0) / 2 for stage in plan.stages[:-1])
     reduces = [stage.reduce_seconds for stage in plan.stages]
     updates = [
         None if stage.update_seconds is None else stage.update_seconds + (stage.tied_seconds or 0)
@@ -69,7 +70,7 @@ def times_of(plan: PipelinePlan) -> StageTimes:
     )
 
 
-def flushes(plan: PipelinePlan) -> bool:
+def flushes(plan: Plan) -> bool:
     """Whether the plan's schedule ends each batch with one update.
 
     Without a flush, all-reduces and updates overlap with other work, as in the plan's stage costs.

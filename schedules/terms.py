@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from math import ceil, isclose
 
 from ..schema.errors import ProblemError
-from ..schema.pipeline import PipelinePlan, StagePlan
+from ..schema.plan import Plan, Stage
 from .of_plan import flushes, schedule_of, times_of
 from .timing import time_schedule
 
-StepOf = Callable[[PipelinePlan], float]
+StepOf = Callable[[Plan], float]
 """Plan -> seconds of its step, from the times of its stages, without the step's fixed cost."""
 
 
@@ -45,7 +45,7 @@ class StepTerms:
     fixed_seconds: float
 
 
-def step_terms(plan: PipelinePlan, step_of: StepOf | None = None) -> StepTerms | None:
+def step_terms(plan: Plan, step_of: StepOf | None = None) -> StepTerms | None:
     """Split a plan's predicted step into terms.
 
     Args:
@@ -87,7 +87,7 @@ def step_terms(plan: PipelinePlan, step_of: StepOf | None = None) -> StepTerms |
     )
 
 
-def timer_of(plan: PipelinePlan) -> StepOf:
+def timer_of(plan: Plan) -> StepOf:
     """Make a function that times plans of one shape.
 
     A schedule that flushes is timed event by event; others by their steady state.
@@ -101,57 +101,57 @@ def timer_of(plan: PipelinePlan) -> StepOf:
     return lambda other: time_schedule(schedule, times_of(other)).makespan_seconds
 
 
-def _steady_step(plan: PipelinePlan) -> float:
+def _steady_step(plan: Plan) -> float:
     """Seconds of all microbatches of a step on the slowest stage or boundary (``ring`` cost)."""
-    count, slowest = plan.microbatches, 0.0
+    count, slowest = plan.num_microbatches, 0.0
     for stage in plan.stages:
         share = count / stage.num_replicas
         often = share if plan.traits.updates_each_round else 1.0
         rounds = share if plan.traits.updates_each_round else ceil(share)
-        busy = rounds * stage.compute_seconds + often * (stage.update_seconds or 0.0)
+        busy = rounds * (stage.compute_seconds or 0.0) + often * (stage.update_seconds or 0.0)
         rings = often * (stage.reduce_seconds or 0.0)
-        slowest = max(slowest, busy, rings, count * stage.output_seconds)
+        slowest = max(slowest, busy, rings, count * (stage.output_seconds or 0.0))
     return slowest
 
 
-def _busiest(plan: PipelinePlan) -> float:
+def _busiest(plan: Plan) -> float:
     """Seconds of all passes on the busiest device, over all stages that it holds."""
     found: dict[tuple[str, int], float] = {}
     for stage in plan.stages:
-        share = plan.microbatches / stage.num_replicas
+        share = plan.num_microbatches / stage.num_replicas
         rounds = share if plan.traits.updates_each_round else ceil(share)
         device = (stage.device_type, stage.first_device)
-        found[device] = found.get(device, 0.0) + rounds * stage.compute_seconds
+        found[device] = found.get(device, 0.0) + rounds * (stage.compute_seconds or 0.0)
     return max(found.values())
 
 
-def _no_update(stage: StagePlan) -> StagePlan:
+def _no_update(stage: Stage) -> Stage:
     return replace(stage, update_seconds=0.0)
 
 
-def _no_reduction(stage: StagePlan) -> StagePlan:
+def _no_reduction(stage: Stage) -> Stage:
     return replace(stage, reduce_seconds=0.0, tied_seconds=None)
 
 
-def _no_message_cost(stage: StagePlan) -> StagePlan:
-    seconds = stage.output_seconds - 2 * (stage.message_seconds or 0.0)
+def _no_message_cost(stage: Stage) -> Stage:
+    seconds = (stage.output_seconds or 0.0) - 2 * (stage.message_seconds or 0.0)
     return replace(stage, output_seconds=max(seconds, 0.0))
 
 
-def _no_bytes(stage: StagePlan) -> StagePlan:
+def _no_bytes(stage: Stage) -> Stage:
     return replace(stage, output_seconds=0.0)
 
 
-def _bare(halves: int) -> Callable[[StagePlan], StagePlan]:
+def _bare(halves: int) -> Callable[[Stage], Stage]:
     """Make a function that removes a stage's fixed costs of passes.
 
     ``halves`` is the number of parts of a backward pass.
     """
 
-    def without(stage: StagePlan) -> StagePlan:
+    def without(stage: Stage) -> Stage:
         own = stage.pass_seconds or 0.0
         forward = max((stage.forward_seconds or 0.0) - own, 0.0)
-        compute = max(stage.compute_seconds - (1 + halves) * own, forward)
+        compute = max((stage.compute_seconds or 0.0) - (1 + halves) * own, forward)
         return replace(stage, compute_seconds=compute, forward_seconds=forward)
 
     return without

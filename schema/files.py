@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .launch import LaunchConfig
     from .market import Market, PriceReport, RentAdvice, RentReport, RentState
     from .odds import OddsReport
-    from .plans import Plan as Plan
+    from .plan import Plan
     from .profile import Profile
     from .resize import ResizeAnswer, ResizeRequest
     from .run import RunRecord
@@ -54,45 +54,39 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-# The record classes by a file's ``schema`` and its ``kind`` (None without a kind), as module and
-# class. A class is imported when a file needs it.
-RECORDS: dict[str, dict[str | None, tuple[str, str]]] = {
-    "hetflow.profile/1": {None: ("profile", "Profile")},
-    "hetflow.cluster/1": {None: ("cluster", "Cluster")},
-    "hetflow.cluster/2": {None: ("cluster", "Cluster")},
-    "hetflow.plan/1": {
-        "split": ("plan", "SplitPlan"),
-        "pipeline": ("pipeline", "PipelinePlan"),
-        "parallel": ("parallel", "ParallelPlan"),
-    },
-    "hetflow.launch/1": {None: ("launch", "LaunchConfig")},
-    "hetflow.run/1": {None: ("run", "RunRecord")},
-    "hetflow.jobs/1": {None: ("jobs", "Jobs")},
-    "hetflow.throughputs/1": {None: ("jobs", "Throughputs")},
-    "hetflow.allocation/1": {None: ("jobs", "Allocation")},
-    "hetflow.simulation/1": {None: ("simulation", "SimulationRun")},
-    "hetflow.market/1": {None: ("market", "Market")},
-    "hetflow.rent/1": {None: ("market", "RentReport")},
-    "hetflow.rent_state/1": {None: ("market", "RentState")},
-    "hetflow.rent_advice/1": {None: ("market", "RentAdvice")},
-    "hetflow.rent_prices/1": {None: ("market", "PriceReport")},
-    "hetflow.odds/1": {None: ("odds", "OddsReport")},
+# The record classes by a file's ``schema``, as module and class. A class is imported when a file
+# needs it.
+RECORDS: dict[str, tuple[str, str]] = {
+    "hetflow.profile/1": ("profile", "Profile"),
+    "hetflow.cluster/1": ("cluster", "Cluster"),
+    "hetflow.cluster/2": ("cluster", "Cluster"),
+    "hetflow.plan/1": ("plan", "Plan"),
+    "hetflow.plan/2": ("plan", "Plan"),
+    "hetflow.launch/1": ("launch", "LaunchConfig"),
+    "hetflow.run/1": ("run", "RunRecord"),
+    "hetflow.jobs/1": ("jobs", "Jobs"),
+    "hetflow.throughputs/1": ("jobs", "Throughputs"),
+    "hetflow.allocation/1": ("jobs", "Allocation"),
+    "hetflow.simulation/1": ("simulation", "SimulationRun"),
+    "hetflow.market/1": ("market", "Market"),
+    "hetflow.rent/1": ("market", "RentReport"),
+    "hetflow.rent_state/1": ("market", "RentState"),
+    "hetflow.rent_advice/1": ("market", "RentAdvice"),
+    "hetflow.rent_prices/1": ("market", "PriceReport"),
+    "hetflow.odds/1": ("odds", "OddsReport"),
 }
 MAX_FILE_BYTES = 256 << 20
 
 
 def __getattr__(name: str) -> object:
-    if name == "Plan":  # most files hold none, and its classes take a while to import
-        return import_module(".plans", __package__).Plan
     if name == "Record":
-        each = (record_class(schema, kind) for schema, kinds in RECORDS.items() for kind in kinds)
-        return functools.reduce(operator.or_, each)
+        return functools.reduce(operator.or_, map(record_class, RECORDS))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def record_class(schema: str, kind: str | None = None) -> type:
-    """Import the record class of a file's ``schema`` and ``kind``, which must be in ``RECORDS``."""
-    module, name = RECORDS[schema][kind]
+def record_class(schema: str) -> type:
+    """Import the record class of a file's ``schema``, which must be in ``RECORDS``."""
+    module, name = RECORDS[schema]
     found: type = getattr(import_module(f".{module}", __package__), name)
     return found
 
@@ -118,7 +112,7 @@ def to_plain(value: object) -> Any:
 
 
 def _is_unset(field: "dataclasses.Field[Any]", value: object) -> bool:
-    optional = field.default is not dataclasses.MISSING and field.name not in ("schema", "kind")
+    optional = field.default is not dataclasses.MISSING and field.name != "schema"
     return optional and (value is None or value == ())
 
 
@@ -137,7 +131,7 @@ def from_json(text: str, expected: type[R], *, name: str = "input") -> R:
     data = _parse(text, name)
     _check_schema(data, expected, name)
     try:
-        found: R = adapter_of(expected).validate_json(json.dumps(data))
+        found: R = adapter_of(expected).validate_json(json.dumps(_with_newer_plans(data, name)))
     except ValidationError as error:
         faults = faults_of(error)
         raise FileError(f"{name}: {'; '.join(faults)}") from None
@@ -169,40 +163,32 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     return data
 
 
+def _with_newer_plans(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """Convert plans of the older form: the file, or what its record repeats of one."""
+    plan = data.get("plan")
+    if data.get("schema") != "hetflow.plan/1":
+        newer = isinstance(plan, dict) and _with_newer_plans(plan, name)
+        return {**data, "plan": newer} if newer else data
+    from .plan_1 import KINDS, converted
+
+    kind = data.get("kind")
+    if kind not in KINDS:
+        known = ", ".join(KINDS)
+        if kind is None:
+            raise FileError(f"{name}: $.kind: missing; add one of {known}")
+        raise FileError(f"{name}: $.kind: must be one of {known}, got {str(kind)[:60]!r}")
+    return converted(data)
+
+
 def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
     fields: dict[str, Any] = expected.__dataclass_fields__  # type: ignore[attr-defined]
     wanted, found = str(fields["schema"].default), data.get("schema")
-    kinds = RECORDS.get(str(found), {}).values()
     if found is None:
         raise FileError(f'{name}: $.schema: missing; add "schema": "{wanted}"')
-    if found != wanted and not any(name == expected.__name__ for _, name in kinds):
+    if RECORDS.get(str(found), ("", ""))[1] != expected.__name__ and found != wanted:
         guess = nearest(str(found), list(RECORDS))
         fix = f"; did you mean {guess!r}?" if guess and str(found) not in RECORDS else ""
         raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{fix}")
-    kind = str(data.get("kind"))
-    if "kind" in fields and kind in RECORDS[wanted] and kind != fields["kind"].default:
-        raise FileError(
-            f"{name}: $.kind: a {fields['kind'].default} plan is needed here, this is a {kind} plan"
-        )
-
-
-def _class_of(data: dict[str, Any], name: str) -> type:
-    """Find the record class by a file's ``schema`` and, if there are several, by its ``kind``."""
-    found = str(data.get("schema"))
-    if found not in RECORDS:
-        raise FileError(
-            f"{name}: $.schema: must be one of {', '.join(RECORDS)}, got {found[:60]!r}"
-        )
-    kinds = RECORDS[found]
-    if None in kinds:
-        return record_class(found)
-    known = ", ".join(map(str, kinds))
-    if "kind" not in data:
-        raise FileError(f"{name}: $.kind: missing; add one of {known}")
-    kind = str(data["kind"])
-    if kind not in kinds:
-        raise FileError(f"{name}: $.kind: must be one of {known}, got {kind[:60]!r}")
-    return record_class(found, kind)
 
 
 def read(path: Path, expected: type[R]) -> R:
@@ -215,17 +201,14 @@ def read(path: Path, expected: type[R]) -> R:
 
 
 def read_plan(path: Path) -> "Plan":
-    """Read a plan of any kind.
+    """Read a plan.
 
     Raises:
         FileError: The file is missing, unreadable, too large, has faults, or is not a plan.
     """
-    from .plans import Plan
+    from .plan import Plan
 
-    record = read_any(path)
-    if not isinstance(record, Plan):
-        raise FileError(f"{path}: $.schema: must be 'hetflow.plan/1', got {record.schema!r}")
-    return record
+    return read(path, Plan)
 
 
 def read_any(path: Path) -> "Record":
@@ -235,8 +218,12 @@ def read_any(path: Path) -> "Record":
         FileError: The file is missing, unreadable, too large, has faults, or is not a hetflow file.
     """
     text = read_text(path)
-    data = _parse(text, str(path))
-    record: Record = from_json(text, _class_of(data, str(path)), name=str(path))
+    found = str(_parse(text, str(path)).get("schema"))
+    if found not in RECORDS:
+        raise FileError(
+            f"{path}: $.schema: must be one of {', '.join(RECORDS)}, got {found[:60]!r}"
+        )
+    record: Record = from_json(text, record_class(found), name=str(path))
     return record
 
 

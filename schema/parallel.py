@@ -2,28 +2,20 @@
 
 from collections.abc import Sequence
 from math import log2
-from typing import Any, Literal
+from typing import Literal
 
-from .cluster import Cluster
-from .device_memory import MemoryReserve
 from .errors import ProblemError
-from .estimate import Estimate
-from .frames import Rows, Shown, fields_table
-from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
-from .plan import Proof, plan_title
 from .records import (
     Bytes,
     Count,
     Name,
     NonNegative,
-    PerSecond,
     PositiveBytes,
     Seconds,
     record,
     register_keys,
 )
-from .restrictions import Restrictions
 from .schedule_traits import DEFAULT_SCHEDULE, traits
 
 Recompute = Literal["none", "selective", "full"]
@@ -285,109 +277,6 @@ def _check_names(problem: ParallelProblem) -> None:
         raise ProblemError("sizes must hold those at tensor_parallel_size 1: gradients follow them")
 
 
-@record
-class ReplicaGroup:
-    """Equal replicas of a stage: ``num_replicas`` groups of ``tensor_parallel_size`` devices.
-
-    Together they process ``samples`` of the global batch.
-    """
-
-    device_type: Name
-    tensor_parallel_size: Count
-    num_replicas: Count
-    samples: Count
-    memory_bytes: Bytes | None = None
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices of all replicas in the group."""
-        return self.tensor_parallel_size * self.num_replicas
-
-
-@record
-class ParallelStage:
-    """A stage of the pipeline and the devices that run it; one entry per kind of replica.
-
-    ``compute_seconds`` is the forward + backward time of a microbatch on the slowest replica, with
-    recomputation if planned. ``transfer_seconds`` is the time of a microbatch's messages, and
-    ``reduce_seconds`` that of one all-reduce of the stage's gradients. ``update_seconds`` is the
-    optimizer's step; if it is sharded, with the exchange of what each replica has updated.
-    """
-
-    layers: tuple[Name, ...]
-    recompute: Recompute
-    replicas: tuple[ReplicaGroup, ...]
-    compute_seconds: Seconds | None = None
-    transfer_seconds: Seconds | None = None
-    reduce_seconds: Seconds | None = None
-    update_seconds: Seconds | None = None
-
-    def __post_init__(self) -> None:
-        if not self.layers:
-            raise ProblemError("a stage must hold at least one layer")
-        if not self.replicas:
-            raise ProblemError("a stage must have at least one group of replicas")
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas, of all types together."""
-        return sum(group.num_replicas for group in self.replicas)
-
-
-@record
-class ParallelPrediction:
-    """A plan's predicted times; ``memory_bytes``: [stages] bytes on the stage's fullest device.
-
-    ``dollars_per_hour`` is of the devices in use; None unless the pool states every price.
-    """
-
-    step_seconds: Seconds
-    samples_per_second: PerSecond
-    memory_bytes: dict[str, Bytes]
-    sync_seconds: Seconds | None = None
-    update_seconds: Seconds | None = None
-    bubble_fraction: NonNegative | None = None
-    dollars_per_hour: NonNegative | None = None
-    dollars_per_million_samples: NonNegative | None = None
-
-
-@record
-class ParallelProof(Proof):
-    """As ``Proof``; ``space`` is a sentence that describes the plans that were searched."""
-
-    space: str
-
-
-@record
-class ParallelAlternative:
-    """Another point of the Pareto table: no other is better in time, memory and devices at once."""
-
-    stages: tuple[ParallelStage, ...]
-    microbatch_size: Count
-    num_microbatches: Count
-    num_model_chunks: Count = 1
-    predicted: ParallelPrediction
-
-    @property
-    def devices_by_type(self) -> dict[str, int]:
-        """Device type -> number of devices in use."""
-        return _devices_by_type(self.stages, self.num_model_chunks)
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices in use."""
-        return sum(self.devices_by_type.values())
-
-
-@record
-class ParallelGain:
-    """Seconds per step of the best plan found with ``num_devices`` more devices of a type."""
-
-    device_type: Name
-    num_devices: Count
-    step_seconds: Seconds
-
-
 def parallel_schedule(*, is_chunked: bool) -> str:
     """The schedule of parallel plans; ``is_chunked``: where a device holds several stages.
 
@@ -397,136 +286,6 @@ def parallel_schedule(*, is_chunked: bool) -> str:
     return plain.chunked_as or plain.name if is_chunked else plain.name
 
 
-@record
-class ParallelPlan(Shown):
-    """A model cut into stages, each on replicas of tensor-parallel groups.
-
-    Each replica of a stage runs at most ``num_microbatches`` microbatches of ``microbatch_size``
-    samples; the last microbatches of the last group may be smaller. ``estimates`` are those of the
-    types in use whose profiles were not measured. ``reserves`` is the memory that it leaves free of
-    tensors on devices of the types in use, which ``memory_bytes`` counts. ``trace`` is how the
-    layers were found, so that a launch finds the same ones; None is torch.fx. With
-    ``sequence_parallel`` the devices of a group share the tokens between the layers that they
-    share. With ``shard_optimizer`` each replica of a stage keeps and updates a share of the
-    optimizer's state. With ``num_model_chunks`` v above 1, stages s, s + p, s + 2p, ... of v p
-    stages are on the same devices (4.2.2); each states the same replicas, and the memory that all
-    of them take together.
-    """
-
-    schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
-    kind: Literal["parallel"] = "parallel"
-    model: Name
-    global_batch_size: Count
-    microbatch_size: Count
-    num_microbatches: Count
-    schedule: Name
-    num_model_chunks: Count
-    stages: tuple[ParallelStage, ...]
-    predicted: ParallelPrediction
-    proof: ParallelProof
-    alternatives: tuple[ParallelAlternative, ...] = ()
-    with_more_devices: tuple[ParallelGain, ...] = ()
-    sequence_parallel: bool | None = None
-    shard_optimizer: bool | None = None
-    optimizer: OptimizerState | None = None
-    link_bytes_per_second: NonNegative | None = None
-    cluster: Cluster | None = None
-    assumptions: tuple[str, ...] = ()
-    estimates: tuple[Estimate, ...] = ()
-    reserves: tuple[MemoryReserve, ...] = ()
-    trace: LayerTrace | None = None
-    restrictions: Restrictions | None = None
-    provenance: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.stages:
-            raise ProblemError("a parallel plan must hold at least one stage")
-        names = [name for stage in self.stages for name in stage.layers]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ProblemError(f"layer {twice!r} is in two stages")
-        for number, stage in enumerate(self.stages):
-            total = sum(group.samples for group in stage.replicas)
-            if total != self.global_batch_size:
-                raise ProblemError(
-                    f"stages[{number}]: its replicas take {total} samples, not the global batch "
-                    f"of {self.global_batch_size}"
-                )
-            self._check_shares(number, stage)
-        self._check_chunks()
-
-    def _check_chunks(self) -> None:
-        if len(self.stages) % self.num_model_chunks:
-            raise ProblemError(
-                f"{len(self.stages)} stages do not divide into {self.num_model_chunks} chunks a "
-                "device"
-            )
-        for number, stage in enumerate(self.stages[self.num_positions :], self.num_positions):
-            first = self.stages[number % self.num_positions]
-            if _devices_of(stage) != _devices_of(first):
-                raise ProblemError(
-                    f"stages[{number}] must have the replicas of stages"
-                    f"[{number % self.num_positions}], whose devices hold both"
-                )
-
-    def _check_shares(self, number: int, stage: ParallelStage) -> None:
-        most = self.microbatch_size * self.num_microbatches
-        for group in stage.replicas:
-            if group.samples > group.num_replicas * most:
-                raise ProblemError(
-                    f"stages[{number}]: {group.samples} samples on {group.num_replicas} replicas "
-                    f"of {group.device_type}, which take at most {group.num_replicas * most} in "
-                    f"{self.num_microbatches} microbatches of {self.microbatch_size}"
-                )
-
-    @property
-    def title(self) -> str:
-        """The model, its batch, the devices, and how long a step takes."""
-        return plan_title(self)
-
-    def table(self) -> tuple[list[str], Rows]:
-        """Return a table with a row for each stage's replicas of one kind."""
-        stage_columns, stages = fields_table(self.stages, ParallelStage, but=["replicas"])
-        columns, _ = fields_table((), ReplicaGroup)
-        rows = [
-            {"stage": number, **stage, **replicas}
-            for number, stage in enumerate(stages)
-            for replicas in fields_table(self.stages[number].replicas, ReplicaGroup)[1]
-        ]
-        return ["stage", *stage_columns, *columns], rows
-
-    @property
-    def num_positions(self) -> int:
-        """Positions of the pipeline, p: devices of one replica that pass microbatches on."""
-        return len(self.stages) // self.num_model_chunks
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices in use over all stages, which is the world size of a launch."""
-        return sum(self.devices_by_type.values())
-
-    @property
-    def devices_by_type(self) -> dict[str, int]:
-        """Device type -> number of devices in use."""
-        return _devices_by_type(self.stages, self.num_model_chunks)
-
-
-def _devices_by_type(stages: tuple[ParallelStage, ...], num_model_chunks: int) -> dict[str, int]:
-    used: dict[str, int] = {}
-    for stage in stages[: len(stages) // num_model_chunks]:
-        for group in stage.replicas:
-            used[group.device_type] = used.get(group.device_type, 0) + group.num_devices
-    return used
-
-
-def _devices_of(stage: ParallelStage) -> list[tuple[str, int, int, int]]:
-    return [
-        (g.device_type, g.tensor_parallel_size, g.num_replicas, g.samples) for g in stage.replicas
-    ]
-
-
 register_keys(
-    LinkCurve, ShardTimes, ShardSizes, DegreeLink, TypesLink, ParallelPool, ParallelProblem,
-    ReplicaGroup, ParallelStage, ParallelPrediction, ParallelProof, ParallelAlternative,
-    ParallelGain, ParallelPlan,
-)  # fmt: skip
+    LinkCurve, ShardTimes, ShardSizes, DegreeLink, TypesLink, ParallelPool, ParallelProblem
+)

@@ -1,18 +1,12 @@
-"""Pipeline partitions: the solver's problem (thesis 2.4.1) and its plan."""
+"""Pipeline partitions: the solver's problem (thesis 2.4.1)."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from .choices import StageCost
-from .cluster import Cluster
-from .device_memory import MemoryReserve
 from .errors import ProblemError
-from .estimate import Estimate
-from .frames import Rows, Shown, fields_table
-from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .options import option
-from .plan import Prediction, Proof, plan_title
 from .records import (
     Bytes,
     Count,
@@ -25,17 +19,15 @@ from .records import (
     record,
     register_keys,
 )
-from .restrictions import Restrictions
 from .schedule_traits import DEFAULT_SCHEDULE, ScheduleTraits, planned_schedules, traits
 
 Solved = Literal["flat", "nested"]
 CutRule = Literal["edges", "released"]
 WorkerCount = Literal["at_most", "exactly"]
-Objective = Literal["step", "bottleneck"]
+Objective = Literal["step_seconds", "bottleneck"]
 
 # A schedule lists every pass of every replica. More microbatches are a mistake of the user.
 MAX_MICROBATCHES = 1 << 16
-MAX_REPLICAS = 1 << 16
 
 
 @record
@@ -160,9 +152,9 @@ class PipelineProblem:
             counts as the published optimizer does, which includes some tensors that do not cross
             (nested only; the stage cost ``published`` always does).
         num_stages: Exact number of stages; None lets the solver choose.
-        objective: ``step`` is the whole step of a schedule that flushes, timed event by event.
-            ``bottleneck`` is the slowest stage or boundary. None takes ``step`` if it exists: for
-            flat plans, the stage cost ``ring`` and a schedule that flushes.
+        objective: ``step_seconds`` is the whole step of a schedule that flushes, timed event by
+            event. ``bottleneck`` is the slowest stage or boundary. None takes the step if it
+            exists: for flat plans, the stage cost ``ring`` and a schedule that flushes.
         num_model_chunks: v, stages per device, if the schedule takes any number. None tries the
             numbers that the schedule states.
         launchable: Whether to allow only (flat) plans that ``hetflow launch`` can run. Then every
@@ -205,7 +197,7 @@ class PipelineProblem:
     most_stages: Count | None = None
 
     def __post_init__(self) -> None:
-        _check_microbatches(self.num_microbatches)
+        check_microbatches(self.num_microbatches)
         if not self.traits.plannable:
             raise ProblemError(
                 f"schedule {self.schedule} is none that `hetflow solve` plans; those are "
@@ -228,7 +220,7 @@ class PipelineProblem:
     @property
     def minimises(self) -> Objective:
         """The objective, with the default resolved."""
-        return self.objective or ("step" if _has_step(self) else "bottleneck")
+        return self.objective or ("step_seconds" if _has_step(self) else "bottleneck")
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -263,7 +255,7 @@ class PipelineProblem:
         return self.num_microbatches % num_replicas == 0
 
 
-def _check_microbatches(number: int) -> None:
+def check_microbatches(number: int) -> None:
     """Refuse a schedule that is too long to list: it has events for every microbatch."""
     if number > MAX_MICROBATCHES:
         raise ProblemError(
@@ -372,7 +364,7 @@ def _check_uniform(problem: PipelineProblem) -> None:
 def _check_choices(problem: PipelineProblem) -> None:
     _check_uniform(problem)
     size = len(problem.layers)
-    if problem.objective == "step" and not _has_step(problem):
+    if problem.objective == "step_seconds" and not _has_step(problem):
         raise ProblemError(
             f"schedule {problem.schedule} with {problem.solved} {problem.stage_cost} prices has "
             "no step to minimise, only a steady state",
@@ -434,192 +426,4 @@ def _check_nested(problem: PipelineProblem) -> None:
         )
 
 
-@record
-class NestedBlock:
-    """A stage's place at one level of a nested plan: its block, and the block's replicas."""
-
-    index: Index
-    num_replicas: Count
-
-
-@record
-class StagePlan:
-    """One stage: its layers, its devices, and its costs.
-
-    Devices: ``first_device`` is an index into the pool's devices in the order of the topology.
-    ``devices`` lists all of the stage's devices if they are not consecutive; ``held`` always does.
-    ``num_in_flight`` and ``weight_versions`` are per replica. ``nesting`` is ordered from the
-    highest level down, and is empty in flat plans.
-
-    Times: ``seconds_per_input`` is the stage's part of the objective. ``compute_seconds`` is the
-    forward + backward time of a microbatch, with recomputation if planned; ``forward_seconds`` is
-    its forward part. ``output_seconds`` is the time to send a microbatch's output and to receive
-    its gradient. These include fixed costs: ``pass_seconds`` for each forward and each backward
-    pass, and ``message_seconds`` for each message; None if not counted. ``reduce_seconds`` is one
-    all-reduce of the stage's gradients, including ``reduce_latency_seconds`` per message of its
-    ring (None if all-reduces were not measured). ``tied_seconds`` is the all-reduce of weights tied
-    to other stages, and ``update_seconds`` one update of its weights.
-
-    Memory: ``memory_bytes`` is per device. If the pool states what a worker holds before the model
-    exists, it is the worker's predicted peak; further stages on the same device then count only
-    their own part.
-    """
-
-    layers: tuple[Name, ...]
-    num_replicas: Count
-    device_type: Name
-    first_device: Index
-    num_in_flight: Count
-    weight_versions: Count
-    seconds_per_input: Seconds
-    compute_seconds: Seconds
-    output_seconds: Seconds
-    memory_bytes: Bytes
-    forward_seconds: Seconds | None = None
-    reduce_seconds: Seconds | None = None
-    update_seconds: Seconds | None = None
-    tied_seconds: Seconds | None = None
-    pass_seconds: Seconds | None = None
-    message_seconds: Seconds | None = None
-    reduce_latency_seconds: Seconds | None = None
-    nesting: tuple[NestedBlock, ...] = ()
-    devices: tuple[Index, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.layers:
-            raise ProblemError("a stage must hold at least one layer")
-        if not self.devices:
-            return
-        if sorted(set(self.devices)) != list(self.devices) or len(self.devices) != (
-            self.num_replicas
-        ):
-            raise ProblemError(
-                f"devices must be {self.num_replicas} different ones, ascending, one a replica; "
-                f"got {list(self.devices)}"
-            )
-        if self.devices[0] != self.first_device:
-            raise ProblemError(
-                f"first_device is {self.first_device}, devices begin with {self.devices[0]}"
-            )
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """Indices of the pool's devices that hold the stage, ascending; one per replica."""
-        run = range(self.first_device, self.first_device + self.num_replicas)
-        return self.devices or tuple(run)
-
-
-@record
-class PipelinePlan(Shown):
-    """A model cut into stages.
-
-    The proof's objective is seconds per step if ``objective`` is ``step``, else seconds per input
-    (microbatch) of the slowest stage or boundary. ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per
-    input-stage replica (thesis 2.4.2). ``trace`` is how the profile found the layers; None is
-    torch.fx. ``optimizer`` is the one whose state ``memory_bytes`` counts; None in older plans,
-    which counted none. ``link_bytes_per_second`` is the bandwidth given for links that the pool
-    does not state. ``cluster`` is the pool if it states more than the number of devices of each
-    type. ``assumptions`` are sentences on values that the plan uses but that were not measured
-    directly. ``estimates`` are those of the types in use whose profiles were not measured.
-    ``reserves`` is the memory that it leaves free of tensors on devices of the types in use, which
-    ``memory_bytes`` counts; empty if there is none.
-    """
-
-    schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
-    kind: Literal["pipeline"] = "pipeline"
-    model: Name
-    global_batch_size: Count
-    microbatch_size: Count
-    microbatches: Count
-    schedule: Name
-    recompute: bool
-    stages: tuple[StagePlan, ...]
-    predicted: Prediction
-    proof: Proof
-    noam: Count
-    stage_cost: StageCost
-    solved: Solved
-    workers: WorkerCount = "at_most"
-    objective: Objective = "bottleneck"
-    optimizer: OptimizerState | None = None
-    link_bytes_per_second: PositiveRate | None = None
-    cluster: Cluster | None = None
-    assumptions: tuple[str, ...] = ()
-    trace: LayerTrace | None = None
-    estimates: tuple[Estimate, ...] = ()
-    reserves: tuple[MemoryReserve, ...] = ()
-    restrictions: Restrictions | None = None
-    provenance: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        traits(self.schedule)  # raises for an unknown schedule
-        _check_microbatches(self.microbatches)
-        if not self.stages:
-            raise ProblemError("a pipeline plan must hold at least one stage")
-        if self.microbatch_size * self.microbatches != self.global_batch_size:
-            raise ProblemError(
-                f"{self.microbatches} microbatches of {self.microbatch_size} are not the global "
-                f"batch of {self.global_batch_size}"
-            )
-        most = max(stage.num_replicas for stage in self.stages)
-        if most > MAX_REPLICAS:
-            raise ProblemError(f"a stage has {most} replicas; at most {MAX_REPLICAS}")
-        names = [name for stage in self.stages for name in stage.layers]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ProblemError(f"layer {twice!r} is in two stages")
-
-    @property
-    def traits(self) -> ScheduleTraits:
-        """What the schedule does: whether it flushes, keeps old weights, and so on."""
-        return traits(self.schedule)
-
-    @property
-    def title(self) -> str:
-        """The model, its batch, the devices, and how long a step takes."""
-        return plan_title(self)
-
-    def table(self) -> tuple[list[str], Rows]:
-        """Return a table with a row for each stage."""
-        return fields_table(self.stages, StagePlan)
-
-    @property
-    def devices_by_type(self) -> dict[str, int]:
-        """Number of devices in use, by type."""
-        used: dict[str, int] = {}
-        held = {(stage.device_type, stage.first_device): stage for stage in self.stages}
-        for stage in held.values():  # stages of a device's chunks are on the same devices
-            used[stage.device_type] = used.get(stage.device_type, 0) + stage.num_replicas
-        return used
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices in use over all stages, which is the world size of a launch."""
-        return sum(self.devices_by_type.values())
-
-    @property
-    def num_model_chunks(self) -> int:
-        """v, the number of stages that a device holds."""
-        if not self.traits.is_chunked:
-            return 1
-        first = self.stages[0]
-        return sum(
-            (stage.device_type, stage.first_device) == (first.device_type, first.first_device)
-            for stage in self.stages
-        )
-
-    @property
-    def position_replicas(self) -> list[int]:
-        """[positions] replicas of each position, which holds ``num_model_chunks`` stages."""
-        size = len(self.stages) // self.num_model_chunks
-        return [stage.num_replicas for stage in self.stages[:size]]
-
-    @property
-    def config(self) -> str:
-        """Replicas of each stage in the thesis's notation: ``2-1-1``."""
-        return "-".join(str(stage.num_replicas) for stage in self.stages)
-
-
-register_keys(
-    PipelineLayer, TopologyLevel, DevicePool, PipelineProblem, NestedBlock, StagePlan, PipelinePlan
-)
+register_keys(PipelineLayer, TopologyLevel, DevicePool, PipelineProblem)

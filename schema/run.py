@@ -3,9 +3,7 @@
 from typing import Any, Literal
 
 from .frames import Rows, Shown, fields_table
-from .parallel import ParallelPlan
-from .pipeline import PipelinePlan
-from .plan import SplitPlan
+from .plan import Plan
 from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
 
 
@@ -149,7 +147,7 @@ class RunRecord(Shown):
     """
 
     schema: Literal["hetflow.run/1"] = "hetflow.run/1"
-    plan: SplitPlan | PipelinePlan | ParallelPlan
+    plan: Plan
     status: Literal["done", "failed", "interrupted"]
     exit_code: int
     world_size: Count

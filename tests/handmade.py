@@ -1,9 +1,9 @@
 """Profiles and plans made by hand, which tests of several rooms share."""
 
 from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.pipeline import PipelinePlan, StagePlan
-from hetflow.schema.plan import Prediction, Proof
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.profile import BatchPoint, Profile, Sync
+from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
 
 
 def profile(device_type: str, slowness: float, model: str = "resnet50") -> Profile:
@@ -27,10 +27,10 @@ def profile(device_type: str, slowness: float, model: str = "resnet50") -> Profi
     )
 
 
-def two_stages(types: tuple[str, str]) -> PipelinePlan:
+def two_stages(types: tuple[str, str]) -> Plan:
     """A pipeline of three layers, ``0`` to ``2``, on a device of each type."""
     stages = tuple(
-        StagePlan(
+        pipeline_stage(
             layers=layers,
             num_replicas=1,
             device_type=kind,
@@ -44,11 +44,11 @@ def two_stages(types: tuple[str, str]) -> PipelinePlan:
         )
         for number, (kind, layers) in enumerate(zip(types, (("0", "1"), ("2",)), strict=True))
     )
-    return PipelinePlan(
+    return pipeline_plan(
         model="small",
         global_batch_size=8,
         microbatch_size=2,
-        microbatches=4,
+        num_microbatches=4,
         schedule="1f1b",
         recompute=False,
         stages=stages,

@@ -2,13 +2,8 @@
 
 from collections.abc import Sequence
 
-from hetflow.schema.parallel import (
-    ParallelPlan,
-    ParallelPrediction,
-    ParallelProof,
-    ParallelStage,
-    ReplicaGroup,
-)
+from hetflow.schema.plan import Plan, Prediction, Proof, Stage
+from hetflow.tests.plan_parts import parallel_plan_of, replica_group
 
 GLOBAL_BATCH_SIZE = 8
 
@@ -18,9 +13,9 @@ def parallel_plan(
     *,
     microbatch_size: int = 2,
     num_model_chunks: int = 1,
-) -> ParallelPlan:
+) -> Plan:
     """A plan of a batch of 8 samples; (layers, the degree of each replica) for each stage."""
-    return ParallelPlan(
+    return parallel_plan_of(
         model="m",
         global_batch_size=GLOBAL_BATCH_SIZE,
         microbatch_size=microbatch_size,
@@ -28,11 +23,11 @@ def parallel_plan(
         schedule="1f1b" if num_model_chunks == 1 else "interleaved",
         num_model_chunks=num_model_chunks,
         stages=tuple(
-            ParallelStage(
+            Stage(
                 layers=layers,
                 recompute="none",
                 replicas=tuple(
-                    ReplicaGroup(
+                    replica_group(
                         device_type="cpu:x",
                         tensor_parallel_size=degree,
                         num_replicas=1,
@@ -44,8 +39,8 @@ def parallel_plan(
             )
             for layers, degrees in stages
         ),
-        predicted=ParallelPrediction(step_seconds=0.1, samples_per_second=80.0, memory_bytes={}),
-        proof=ParallelProof(
+        predicted=Prediction(step_seconds=0.1, samples_per_second=80.0),
+        proof=Proof(
             termination="feasible",
             objective=0.1,
             lower_bound=None,

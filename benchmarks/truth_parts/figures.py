@@ -3,8 +3,6 @@
 import math
 import statistics
 
-from hetflow.schema.pipeline import PipelinePlan
-
 TERMS = ("compute", "load", "virtual_node", "fixed", "sync", "update", "transfer", "wait")
 
 
@@ -23,7 +21,7 @@ def row_of(plan, runs, peaks, name, *, is_solved=False):
     terms = terms_of(plan, runs)
     return {
         "plan": name,
-        "kind": "pipeline" if isinstance(plan, PipelinePlan) else "split",
+        "kind": "pipeline" if plan.kind == "pipeline" else "split",
         "is_solved": is_solved,
         "global_batch_size": plan.global_batch_size,
         "predicted_step_seconds": predicted,

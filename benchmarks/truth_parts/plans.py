@@ -8,9 +8,10 @@ from hetflow.costs.split import predict
 from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
-from hetflow.schema.pipeline import PipelinePlan
-from hetflow.schema.plan import DeviceGroup, Proof, SplitPlan
+from hetflow.schema.plan import Proof
+from hetflow.schema.plan import split_plan as made_split
 from hetflow.solvers.pipeline.stated import stated_plan
+from hetflow.tests.plan_parts import whole_group
 
 STATED = Proof(termination="feasible", objective=0.0, lower_bound=None, gap=None, method="stated")
 
@@ -87,7 +88,7 @@ def split_plan(profile, model, split):
     """A stated split, predicted by the tool's own cost model."""
     num_devices = sum(number for number, _, _ in split.groups)
     groups = tuple(
-        DeviceGroup(
+        whole_group(
             device_type=profile.device_type,
             num_devices=number,
             device_batch_size=nodes * times * model.size,
@@ -100,7 +101,7 @@ def split_plan(profile, model, split):
     pool = Cluster.parse(f"{num_devices}x{profile.device_type}")
     problem = split_problem((profile,), pool, batch_size)
     predicted = predict(problem, groups)
-    return SplitPlan(
+    return made_split(
         model=profile.model,
         global_batch_size=batch_size,
         groups=groups,
@@ -144,9 +145,9 @@ def layers_by_share(problem, shares):
 
 def signature(plan):
     """What a plan runs, whatever it was predicted to take: equal ones are launched once."""
-    if isinstance(plan, PipelinePlan):
+    if plan.kind == "pipeline":
         stages = tuple((stage.layers, stage.num_replicas) for stage in plan.stages)
-        return (plan.schedule, plan.microbatch_size, plan.microbatches, plan.recompute, stages)
+        return (plan.schedule, plan.microbatch_size, plan.num_microbatches, plan.recomputes, stages)
     return tuple((g.num_devices, g.virtual_nodes, g.virtual_node_batch_size) for g in plan.groups)
 
 
@@ -156,7 +157,7 @@ def peaks_of(profile, plan):
     A split's is the profile's peak at the size of the device's virtual nodes. A stage's is its
     ``memory_bytes``, which is a whole worker's only where the profile has a base.
     """
-    if isinstance(plan, PipelinePlan):
+    if plan.kind == "pipeline":
         told = profile.base_memory_bytes is not None
         return [
             stage.memory_bytes if told else None

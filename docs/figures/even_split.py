@@ -67,11 +67,11 @@ def solved() -> Split:
         check=True,
     )
     plan = json.loads(answer.stdout)
-    groups = plan["groups"]
+    groups = plan["stages"][0]["replicas"]
     return Split(
         title="solved by hetflow",
         compute_seconds={g["device_type"]: g["virtual_nodes"] * g["pass_seconds"] for g in groups},
-        samples={g["device_type"]: g["device_batch_size"] for g in groups},
+        samples={g["device_type"]: g["samples"] // g["num_replicas"] for g in groups},
         sync_seconds=plan["predicted"]["sync_seconds"],
     )
 

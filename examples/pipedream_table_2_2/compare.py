@@ -12,7 +12,8 @@ from pathlib import Path
 from hetflow.importers.pipedream import read_graph, without_placeholders
 from hetflow.planning.pipeline_problem import layers_of_graph
 from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.pipeline import DevicePool, PipelinePlan, PipelineProblem, TopologyLevel
+from hetflow.schema.pipeline import DevicePool, PipelineProblem, TopologyLevel
+from hetflow.schema.plan import Plan
 from hetflow.solvers.pipeline.solve import solve
 
 # Cluster-A: 4 V100 a server on PCIe (12e9 assumed), 10 Gbps; Cluster-B: 8 on NVLink (150e9
@@ -32,7 +33,7 @@ OPTIMIZERS = {"vgg16": "sgd", "resnet50": "sgd", "gnmt": "adam"}
 PRICES = [("flat", "ring"), ("flat", "thesis"), ("nested", "thesis"), ("nested", "published")]
 
 
-def answer(folder: Path, row: tuple, solved: str, cost: str, *, straight: bool) -> PipelinePlan:
+def answer(folder: Path, row: tuple, solved: str, cost: str, *, straight: bool) -> Plan:
     """The best plan of one row under one stage cost."""
     _, model, _, shape, bandwidths, _ = row
     graph = without_placeholders(read_graph((folder / f"{model}.graph.txt").read_text()))

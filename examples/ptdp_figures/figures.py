@@ -18,16 +18,12 @@ from hetflow.papers.ptdp import closed_forms as parallel
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,
-    ParallelPlan,
     ParallelPool,
-    ParallelPrediction,
     ParallelProblem,
-    ParallelProof,
-    ParallelStage,
-    ReplicaGroup,
     ShardSizes,
     ShardTimes,
 )
+from hetflow.schema.plan import Plan, Prediction, Proof, ReplicaGroup, Stage
 from hetflow.solvers.parallel.solve import solve
 
 SEQUENCE, VOCABULARY, SERVER = 2048, 51_200, 8
@@ -171,33 +167,35 @@ class Shape:
     chunks: int = 1
 
 
-def plan_of(model: Gpt, batch: int, shape: Shape) -> ParallelPlan:
+def plan_of(model: Gpt, batch: int, shape: Shape) -> Plan:
     """The plan of equal stages."""
     group = ReplicaGroup(
         device_type="A100",
         tensor_parallel_size=shape.tensor,
         num_replicas=shape.data,
         samples=batch,
+        virtual_nodes=batch // (shape.microbatch * shape.data),
+        virtual_node_batch_size=shape.microbatch,
     )
     each = model.layers // (shape.pipeline * shape.chunks)
     stages = tuple(
-        ParallelStage(
+        Stage(
             layers=tuple(f"block{i}" for i in range(start, start + each)),
             recompute="full" if shape.recompute else "none",
             replicas=(group,),
         )
         for start in range(0, model.layers, each)
     )
-    return ParallelPlan(
+    return Plan(
         model="gpt",
         global_batch_size=batch,
         microbatch_size=shape.microbatch,
-        num_microbatches=batch // (shape.microbatch * shape.data),
+        num_microbatches=batch // shape.microbatch,
         schedule="1f1b" if shape.chunks == 1 else "interleaved",
         num_model_chunks=shape.chunks,
         stages=stages,
-        predicted=ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={}),
-        proof=ParallelProof(
+        predicted=Prediction(step_seconds=0.0, samples_per_second=0.0),
+        proof=Proof(
             termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
         ),
     )

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import hetflow
 from hetflow.schema.market import Availability, InstanceType, Market
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parent / "live_cluster" / "train.py"
@@ -151,7 +151,7 @@ class Planner:
 
     profiles: Path
     scale: float
-    plans: dict[tuple[str, ...], SplitPlan] = field(default_factory=dict)
+    plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
     def choice_of(self, machines: tuple[str, ...]) -> Choice:
         """Predict a step on machines by a plan of theirs."""
@@ -161,7 +161,7 @@ class Planner:
                 self.profiles, pool, batch_size=BATCH_SIZE, virtual_nodes=VIRTUAL_NODES,
                 strategy="split",
             )  # fmt: skip
-            assert isinstance(plan, SplitPlan)
+            assert plan.kind == "split"
             self.plans[machines] = plan
         price = sum(DOLLARS_PER_HOUR[name] for name in machines)
         return Choice(machines, self.plans[machines].predicted.step_seconds, price)

@@ -11,7 +11,7 @@ from hetflow.costs.split import predict
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles
-from hetflow.schema.plan import DeviceGroup
+from hetflow.schema.plan import ReplicaGroup, device_group
 from hetflow.schema.problem import SplitProblem
 from hetflow.solvers.split.solve import solve
 
@@ -51,13 +51,12 @@ def table_4_seconds() -> dict[str, float]:
 
 def _groups(
     num_v100: int, v100: int, v100_nodes: int, num_p100: int, p100: int, p100_nodes: int
-) -> tuple[DeviceGroup, ...]:
+) -> tuple[ReplicaGroup, ...]:
     rows = (("V100", num_v100, v100, v100_nodes), ("P100", num_p100, p100, p100_nodes))
     return tuple(
-        DeviceGroup(
+        device_group(
             device_type=name,
             num_devices=number,
-            device_batch_size=samples,
             virtual_nodes=nodes,
             virtual_node_batch_size=samples // nodes,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...protocol.environment import PLAN
 from ...schema import files
-from ...schema.plan import SplitPlan
+from ...schema.plan import Plan
 from .training import Training
 
 
@@ -28,7 +28,7 @@ def with_scalars(values: Mapping[str, Any], training: Training) -> dict[str, Any
     start = training.place.start
     found: dict[str, Any] = dict(values)
     plan = start.plan or _plan_beside(os.environ.get(PLAN, ""))
-    if isinstance(plan, SplitPlan):
+    if isinstance(plan, Plan) and plan.kind == "split":
         found["hetflow/predicted_step_seconds"] = plan.predicted.step_seconds
     measured = training.measured_step_seconds
     if measured is not None:

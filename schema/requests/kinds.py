@@ -14,9 +14,7 @@ from ..jobs import Allocation, Jobs, Throughputs
 from ..launch import Rendezvous
 from ..market import Availability, Capacity, Market
 from ..optimizer import OptimizerState
-from ..pipeline import PipelinePlan
-from ..plan import SplitPlan
-from ..plans import Plan
+from ..plan import Plan
 from ..profile import Profile
 from ..records import (
     Bytes,
@@ -48,7 +46,6 @@ __all__ = [
     "Offers",
     "OnFailure",
     "OptimizerState",
-    "PipelinePlan",
     "Plan",
     "Pool",
     "PositiveRate",
@@ -59,7 +56,6 @@ __all__ = [
     "RentDollars",
     "Sequence",
     "Speeds",
-    "SplitPlan",
     "SpotPrices",
     "ThroughputsTable",
     "WaitSeconds",

@@ -9,7 +9,7 @@ from .allocate import POOL
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .kinds import PipelinePlan, Pool, Profiles, SplitPlan, WaitSeconds
+    from .kinds import Plan, Pool, Profiles, WaitSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ResizingRequest:
     ] = None
     _: KW_ONLY
     plan: Annotated[
-        "SplitPlan | PipelinePlan | Path | str | None",
+        "Plan | Path | str | None",
         Option(help="Instead of {pool}: a plan of the same virtual nodes or microbatches."),
     ] = None
     profiles: Annotated[

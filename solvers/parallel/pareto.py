@@ -5,13 +5,8 @@ from dataclasses import replace
 from itertools import product
 
 from ...schema.errors import BackendError, InfeasibleError
-from ...schema.parallel import (
-    ParallelAlternative,
-    ParallelGain,
-    ParallelPlan,
-    ParallelPool,
-    ParallelProblem,
-)
+from ...schema.parallel import ParallelPool, ParallelProblem
+from ...schema.plan import Alternative, Gain, Plan
 from ..effort import DEFAULT, Effort
 from .solve import solve
 
@@ -23,8 +18,8 @@ _MOST_POOLS = 32  # parts of a pool that are solved
 
 
 def alternatives(
-    problem: ParallelProblem, plan: ParallelPlan, most: int, effort: Efforts = lambda _: DEFAULT
-) -> tuple[ParallelAlternative, ...]:
+    problem: ParallelProblem, plan: Plan, most: int, effort: Efforts = lambda _: DEFAULT
+) -> tuple[Alternative, ...]:
     """Plans that no other found is at least as good as in every figure at once.
 
     Figures are time, devices, memory and, where every device has a price, dollars an hour.
@@ -62,8 +57,8 @@ def alternatives(
 
 
 def gains(
-    problem: ParallelProblem, plan: ParallelPlan, effort: Efforts = lambda _: DEFAULT
-) -> tuple[ParallelGain, ...]:
+    problem: ParallelProblem, plan: Plan, effort: Efforts = lambda _: DEFAULT
+) -> tuple[Gain, ...]:
     """What one more device of each type would buy, and one more server of it.
 
     Never more than the plan's own step, which stays possible.
@@ -92,9 +87,7 @@ def gains(
         if share.should_stop():
             continue
         step = min(larger.predicted.step_seconds, plan.predicted.step_seconds)
-        found.append(
-            ParallelGain(device_type=pool.device_type, num_devices=more, step_seconds=step)
-        )
+        found.append(Gain(device_type=pool.device_type, num_devices=more, step_seconds=step))
     return tuple(found)
 
 
@@ -113,8 +106,8 @@ def _parts(problem: ParallelProblem) -> list[tuple[ParallelPool, ...]]:
     return sorted(parts, key=lambda part: -sum(p.num_devices for p in part))[:_MOST_POOLS]
 
 
-def _as_alternative(plan: ParallelPlan) -> ParallelAlternative:
-    return ParallelAlternative(
+def _as_alternative(plan: Plan) -> Alternative:
+    return Alternative(
         stages=plan.stages,
         microbatch_size=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
@@ -123,16 +116,16 @@ def _as_alternative(plan: ParallelPlan) -> ParallelAlternative:
     )
 
 
-def _figures(one: ParallelAlternative, prices: dict[str, float | None]) -> tuple[float, ...]:
+def _figures(one: Alternative, prices: dict[str, float | None]) -> tuple[float, ...]:
     """Seconds, devices, bytes of the fullest device, dollars an hour (0 where a price lacks)."""
     dollars = 0.0
     if all(price is not None for price in prices.values()):
         used = one.devices_by_type
         dollars = sum(number * (prices[name] or 0.0) for name, number in used.items())
     return (
-        one.predicted.step_seconds,
+        0.0 if one.predicted is None else one.predicted.step_seconds,
         one.num_devices,
-        max(one.predicted.memory_bytes.values()),
+        max(stage.memory_bytes or 0 for stage in one.stages),
         dollars,
     )
 

@@ -16,15 +16,8 @@ import numpy as np
 from ...costs.parallel_stage import bubble_fraction
 from ...schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
 from ...schema.options import option
-from ...schema.parallel import (
-    ParallelPlan,
-    ParallelPrediction,
-    ParallelProblem,
-    ParallelProof,
-    ParallelStage,
-    ReplicaGroup,
-    parallel_schedule,
-)
+from ...schema.parallel import ParallelProblem, parallel_schedule
+from ...schema.plan import Plan, Prediction, Proof, ReplicaGroup, Stage
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from . import interleaved
 from .bound import Region
@@ -50,7 +43,7 @@ _METHOD = "branch and bound over stages; devices left are bounded by prices on t
 
 def solve(
     problem: ParallelProblem, *, effort: Effort = DEFAULT, chunked: Effort | None = None
-) -> ParallelPlan:
+) -> Plan:
     """The plan of the shortest step.
 
     Exact over the space that the plan's proof states. For each microbatch size b and number of
@@ -338,24 +331,22 @@ def _sharding_hint(problem: ParallelProblem) -> str:
     return f", or let replicas share the optimizer's state ({option('shard_optimizer')})"
 
 
-def _plan(problem: ParallelProblem, found: Found, bound: float) -> ParallelPlan:
+def _plan(problem: ParallelProblem, found: Found, bound: float) -> Plan:
     stages = tuple(
         _stage(problem, found, choice, len(found.stages) - number)
         for number, choice in enumerate(found.stages)
     )
     slowest = max(c.compute_seconds + c.transfer_seconds for c in found.stages)
-    return ParallelPlan(
+    return Plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
         microbatch_size=found.space.microbatch_size,
-        num_microbatches=found.num_microbatches,
+        num_microbatches=_microbatches(problem, found.space.microbatch_size),
         schedule=parallel_schedule(is_chunked=False),
-        num_model_chunks=1,
         stages=stages,
         predicted=_predicted(
             problem,
             found.step_seconds,
-            stages,
             sync_seconds=max(choice.reduce_seconds for choice in found.stages),
             update_seconds=max(choice.update_seconds for choice in found.stages),
             bubble=_bubble(found, slowest),
@@ -366,21 +357,20 @@ def _plan(problem: ParallelProblem, found: Found, bound: float) -> ParallelPlan:
     )
 
 
-def _interleaved_plan(problem: ParallelProblem, found: Interleaved, bound: float) -> ParallelPlan:
+def _interleaved_plan(problem: ParallelProblem, found: Interleaved, bound: float) -> Plan:
     shape, p = found.shape, found.shape.num_positions
     stages = tuple(_chunk(problem, found, number) for number in range(shape.num_chunks))
-    return ParallelPlan(
+    return Plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
         microbatch_size=shape.microbatch_size,
-        num_microbatches=shape.num_microbatches,
+        num_microbatches=_microbatches(problem, shape.microbatch_size),
         schedule=parallel_schedule(is_chunked=True),
         num_model_chunks=shape.num_model_chunks,
         stages=stages,
         predicted=_predicted(
             problem,
             found.step_seconds,
-            stages,
             sync_seconds=max(sum(found.reduces[position::p]) for position in range(p)),
             update_seconds=max(sum(found.updates[position::p]) for position in range(p)),
             bubble=bubble_fraction(p, shape.num_microbatches, shape.num_model_chunks),
@@ -391,32 +381,31 @@ def _interleaved_plan(problem: ParallelProblem, found: Interleaved, bound: float
     )
 
 
+def _microbatches(problem: ParallelProblem, microbatch_size: int) -> int:
+    return -(-problem.global_batch_size // microbatch_size)
+
+
 def _predicted(
     problem: ParallelProblem,
     step: float,
-    stages: tuple[ParallelStage, ...],
     *,
     sync_seconds: float,
     update_seconds: float,
     bubble: float,
-) -> ParallelPrediction:
-    return ParallelPrediction(
+) -> Prediction:
+    return Prediction(
         step_seconds=step,
         samples_per_second=problem.global_batch_size / step,
-        memory_bytes={
-            str(number): max(group.memory_bytes or 0 for group in stage.replicas)
-            for number, stage in enumerate(stages)
-        },
         sync_seconds=sync_seconds,
         update_seconds=update_seconds,
         bubble_fraction=bubble,
     )
 
 
-def _proof(problem: ParallelProblem, step: float, bound: float) -> ParallelProof:
+def _proof(problem: ParallelProblem, step: float, bound: float) -> Proof:
     is_optimal = bound >= step * (1.0 - 1e-9)
     bound = step if is_optimal else bound
-    return ParallelProof(
+    return Proof(
         termination="optimal" if is_optimal else "feasible",
         objective=step,
         lower_bound=bound,
@@ -432,9 +421,7 @@ def _bubble(found: Found, slowest: float) -> float:
     return max(0.0, (through - slowest) / (found.num_microbatches * slowest)) if slowest else 0.0
 
 
-def _stage(
-    problem: ParallelProblem, found: Found, choice: StageChoice, from_end: int
-) -> ParallelStage:
+def _stage(problem: ParallelProblem, found: Found, choice: StageChoice, from_end: int) -> Stage:
     options = [found.space.options[o] for o in choice.mix]
     in_flight = min(from_end, found.num_microbatches)
     shares = shares_of(
@@ -442,7 +429,7 @@ def _stage(
         choice.replicas,
         found.num_microbatches * found.space.microbatch_size,
     )
-    return ParallelStage(
+    return Stage(
         layers=problem.layers[choice.start : choice.end],
         recompute=options[0].recompute,
         replicas=tuple(
@@ -451,6 +438,8 @@ def _stage(
                 tensor_parallel_size=option.tensor_parallel_size,
                 num_replicas=count,
                 samples=samples,
+                virtual_nodes=found.num_microbatches,
+                virtual_node_batch_size=found.space.microbatch_size,
                 memory_bytes=round(option.stage_memory(choice.start, choice.end, in_flight)),
             )
             for option, count, samples in zip(options, choice.replicas, shares, strict=True)
@@ -462,13 +451,13 @@ def _stage(
     )
 
 
-def _chunk(problem: ParallelProblem, found: Interleaved, number: int) -> ParallelStage:
+def _chunk(problem: ParallelProblem, found: Interleaved, number: int) -> Stage:
     """A stage of an interleaved plan; the memory is that of all chunks of its device."""
     shape, option = found.shape, found.shape.option
     start, end = found.cuts[number : number + 2]
     sent = option.output_seconds[end] if number + 1 < shape.num_chunks else 0.0
     back = option.gradient_seconds[start] if number else 0.0
-    return ParallelStage(
+    return Stage(
         layers=problem.layers[start:end],
         recompute=option.recompute,
         replicas=(
@@ -477,6 +466,8 @@ def _chunk(problem: ParallelProblem, found: Interleaved, number: int) -> Paralle
                 tensor_parallel_size=option.tensor_parallel_size,
                 num_replicas=shape.num_replicas,
                 samples=problem.global_batch_size,
+                virtual_nodes=shape.num_microbatches,
+                virtual_node_batch_size=shape.microbatch_size,
                 memory_bytes=round(found.memory_bytes[number % shape.num_positions]),
             ),
         ),

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...schema.errors import BackendError, InfeasibleError, ProblemError
-from ...schema.pipeline import PipelinePlan, PipelineProblem
+from ...schema.pipeline import PipelineProblem
+from ...schema.plan import Plan
 from .prediction import with_proof
 
-Search = Callable[[PipelineProblem], PipelinePlan]
+Search = Callable[[PipelineProblem], Plan]
 """The least plan of a problem."""
 
 
-def least_of_one_or_more(problem: PipelineProblem, search: Search) -> PipelinePlan:
+def least_of_one_or_more(problem: PipelineProblem, search: Search) -> Plan:
     """The least plan of one stage, at its cost, or of several.
 
     Raises:

@@ -1,10 +1,12 @@
 """Build a plan from placed stages, with the cost of each stage."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from ...costs.pipeline import noam, worker_bytes
-from ...schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, StagePlan
-from ...schema.plan import Prediction, Proof
+from ...schema.pipeline import DevicePool, PipelineProblem
+from ...schema.plan import NestedBlock, Plan, Prediction, Proof, ReplicaGroup, Stage
 from .cuts import layers_of
 from .makespan.bound import output_seconds, stages_of, step_of
 from .packing import Seats
@@ -22,7 +24,7 @@ def assemble(
     objective: float,
     bound: float | None,
     method: str,
-) -> PipelinePlan:
+) -> Plan:
     """Build the plan of a placement.
 
     Args:
@@ -46,7 +48,7 @@ def assemble(
 
 def finish(
     problem: PipelineProblem,
-    stages: Sequence[StagePlan],
+    stages: Sequence[Stage],
     *,
     recompute: bool,
     objective: float,
@@ -54,19 +56,19 @@ def finish(
     step: float,
     method: str,
     chunks: int = 1,
-) -> PipelinePlan:
+) -> Plan:
     """Add prediction and proof to the stages of a plan."""
     lower = objective if bound is None else min(bound, objective)
     places = len(stages) // chunks
     gap = (objective - lower) / objective if objective > 0 else 0.0
-    return PipelinePlan(
+    return Plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
         microbatch_size=problem.microbatch_size,
-        microbatches=problem.num_microbatches,
+        num_microbatches=problem.num_microbatches,
         schedule=problem.schedule,
-        recompute=recompute,
-        stages=tuple(stages),
+        num_model_chunks=chunks,
+        stages=tuple(replace(s, recompute="full") for s in stages) if recompute else tuple(stages),
         predicted=Prediction(
             step_seconds=step,
             samples_per_second=problem.global_batch_size / step if step > 0 else 0.0,
@@ -105,7 +107,7 @@ def fill_seconds(costs: StageCosts, placed: list[PlacedStage]) -> float:
     return total
 
 
-def _stage(problem: PipelineProblem, costs: StageCosts, seats: Seats, index: int) -> StagePlan:
+def _stage(problem: PipelineProblem, costs: StageCosts, seats: Seats, index: int) -> Stage:
     placed, held = seats.placed, seats.devices[index]
     first, last, move = placed[index]
     pool = problem.pools[move.pool]
@@ -113,12 +115,13 @@ def _stage(problem: PipelineProblem, costs: StageCosts, seats: Seats, index: int
     in_flight, versions = costs.stashed(move.num_replicas, workers)
     timed = stages_of(problem, costs, placed)[index]
     tied = costs.tied_seconds(first, last, move.num_replicas)
-    return StagePlan(
+    return stage_on(
+        problem,
+        pool,
+        held,
+        memory_bytes=round(costs.stage_memory(first, last, in_flight, versions))
+        + worker_bytes(pool),
         layers=names_between(problem, costs, first, last),
-        num_replicas=move.num_replicas,
-        device_type=pool.device_type,
-        first_device=held[0],
-        devices=listed(held),
         num_in_flight=in_flight,
         weight_versions=versions,
         seconds_per_input=costs.stage_seconds(first, last, move.pool, move.num_replicas, move.span),
@@ -128,14 +131,30 @@ def _stage(problem: PipelineProblem, costs: StageCosts, seats: Seats, index: int
         reduce_seconds=timed.reduce_seconds,
         update_seconds=timed.update_seconds - tied,
         tied_seconds=tied if costs.cuts.split_bytes is not None else None,
-        memory_bytes=round(costs.stage_memory(first, last, in_flight, versions))
-        + worker_bytes(pool),
     )
 
 
-def listed(devices: tuple[int, ...]) -> tuple[int, ...]:
-    """Devices as a stage of a plan names them: none where they are a run."""
-    return () if devices[-1] - devices[0] + 1 == len(devices) else devices
+def stage_on(
+    problem: PipelineProblem,
+    pool: DevicePool,
+    devices: tuple[int, ...],
+    *,
+    memory_bytes: int,
+    **costs: Any,
+) -> Stage:
+    """Build a stage with a replica on each of these devices of a pool."""
+    is_run = devices[-1] - devices[0] + 1 == len(devices)
+    group = ReplicaGroup(
+        device_type=pool.device_type,
+        num_replicas=len(devices),
+        samples=problem.global_batch_size,
+        virtual_nodes=-(-problem.num_microbatches // len(devices)),
+        virtual_node_batch_size=problem.microbatch_size,
+        first_device=devices[0],
+        devices=() if is_run else devices,
+        memory_bytes=memory_bytes,
+    )
+    return Stage(replicas=(group,), **costs)
 
 
 def names_between(
@@ -146,4 +165,4 @@ def names_between(
     return tuple(problem.layers[layer].id for layer in layers_of(sets[last] & ~sets[first]))
 
 
-__all__ = ["NestedBlock", "assemble", "fill_seconds", "finish", "listed", "names_between"]
+__all__ = ["NestedBlock", "assemble", "fill_seconds", "finish", "names_between", "stage_on"]

@@ -10,15 +10,16 @@ from dataclasses import replace
 
 from ...costs.pipeline import fixed_seconds, slowest_of_all
 from ...schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
-from ...schema.pipeline import PipelinePlan, PipelineProblem
+from ...schema.pipeline import PipelineProblem
+from ...schema.plan import Plan
 from ..effort import Effort
 from .prediction import predicted, with_proof
 
-Search = Callable[[PipelineProblem], PipelinePlan]
+Search = Callable[[PipelineProblem], Plan]
 """The least plan of a problem without its steps' fixed cost."""
 
 
-def least_with_fixed(problem: PipelineProblem, search: Search, effort: Effort) -> PipelinePlan:
+def least_with_fixed(problem: PipelineProblem, search: Search, effort: Effort) -> Plan:
     """The least plan, the step's fixed cost included.
 
     After the limit of ``effort`` no fewer types are searched. No plan on some of the types beats
@@ -29,10 +30,10 @@ def least_with_fixed(problem: PipelineProblem, search: Search, effort: Effort) -
         BackendError: The search was stopped before it had one.
     """
     costs = sorted({fixed_seconds(problem, {pool.device_type}) for pool in problem.pools})
-    is_one = len(costs) == 1 or problem.workers == "exactly" or problem.minimises != "step"
+    is_one = len(costs) == 1 or problem.workers == "exactly" or problem.minimises != "step_seconds"
     if is_one:
         return predicted(problem, search(problem))
-    plans: list[PipelinePlan] = []
+    plans: list[Plan] = []
     bounds, of_all = list[float](), 0.0
     refusals: list[HetflowError] = []
     for cost in reversed(costs):

@@ -5,11 +5,11 @@ from dataclasses import replace
 from ...costs.pipeline import fixed_seconds, overheads
 from ...schedules.replay import StepStage, flush_step_seconds
 from ...schedules.terms import StepOf, step_terms
-from ...schema.pipeline import PipelinePlan, PipelineProblem, StagePlan
-from ...schema.plan import Prediction
+from ...schema.pipeline import PipelineProblem
+from ...schema.plan import Plan, Prediction, Stage
 
 
-def predicted(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
+def predicted(problem: PipelineProblem, plan: Plan) -> Plan:
     """A solver's plan with all that its problem knows of a step.
 
     The step's fixed cost, which no choice but that of device types changes, is added to the step
@@ -32,7 +32,7 @@ def predicted(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
     )
 
 
-def with_proof(plan: PipelinePlan, objective: float, bound: float | None) -> PipelinePlan:
+def with_proof(plan: Plan, objective: float, bound: float | None) -> Plan:
     """The plan with another objective and bound of it, and what then is proved."""
     if bound is None:
         return replace(plan, proof=replace(plan.proof, objective=objective))
@@ -59,7 +59,7 @@ def _counts(problem: PipelineProblem) -> bool:
     return is_reduced or any((*known.forward_seconds, *fixed, known.message_seconds))
 
 
-def _with_fixed(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
+def _with_fixed(problem: PipelineProblem, plan: Plan) -> Plan:
     fixed = fixed_seconds(problem, {stage.device_type for stage in plan.stages})
     step = plan.predicted.step_seconds + fixed
     rate = problem.global_batch_size / step if step > 0 else 0.0
@@ -84,14 +84,14 @@ def _with_fixed(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
     )
     whole = Prediction(step_seconds=step, samples_per_second=rate, fixed_seconds=fixed)
     plan = replace(plan, stages=stages, predicted=whole)
-    if plan.objective != "step":
+    if plan.objective != "step_seconds":
         return plan
     proof = plan.proof
     bound = None if proof.lower_bound is None else proof.lower_bound + fixed
     return with_proof(plan, proof.objective + fixed, bound)
 
 
-def _told_apart(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
+def _told_apart(problem: PipelineProblem, plan: Plan) -> Plan:
     """The prediction's parts; all but the fixed cost in one where the stages do not tell more."""
     whole = plan.predicted
     found = step_terms(plan, _replay_of(problem))
@@ -118,17 +118,17 @@ def _replay_of(problem: PipelineProblem) -> StepOf | None:
     return lambda plan: _replay(problem.schedule, plan)
 
 
-def _replay(schedule: str, plan: PipelinePlan) -> float:
-    return flush_step_seconds(schedule, tuple(map(_timed, plan.stages)), plan.microbatches)
+def _replay(schedule: str, plan: Plan) -> float:
+    return flush_step_seconds(schedule, tuple(map(_timed, plan.stages)), plan.num_microbatches)
 
 
-def _timed(stage: StagePlan) -> StepStage:
+def _timed(stage: Stage) -> StepStage:
     forward = stage.forward_seconds or 0.0
     return StepStage(
         num_replicas=stage.num_replicas,
         forward_seconds=forward,
-        backward_seconds=stage.compute_seconds - forward,
-        transfer_seconds=stage.output_seconds / 2,
+        backward_seconds=(stage.compute_seconds or 0.0) - forward,
+        transfer_seconds=(stage.output_seconds or 0.0) / 2,
         reduce_seconds=stage.reduce_seconds or 0.0,
         update_seconds=(stage.update_seconds or 0.0) + (stage.tied_seconds or 0.0),
     )

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from ...schema.errors import BackendError, InfeasibleError
-from ...schema.pipeline import PipelinePlan, PipelineProblem
-from ...schema.plan import Proof
+from ...schema.pipeline import PipelineProblem
+from ...schema.plan import Plan, Proof
 from ...schema.schedule_traits import SCHEDULES
 from ..effort import DEFAULT, Effort
 from ..tolerance import MOST_GIVEN_UP
 
-Solve = Callable[[PipelineProblem], PipelinePlan]
+Solve = Callable[[PipelineProblem], Plan]
 
 _EQUAL = 1e-9
 
@@ -28,7 +28,7 @@ def simplest(
     *,
     effort: Effort = DEFAULT,
     most_given_up: float = MOST_GIVEN_UP,
-) -> PipelinePlan:
+) -> Plan:
     """The simplest plan within the error of the shortest step; the shortest if no error is known.
 
     As exact as ``solve``: with a plan of every problem it is the fewest stages that have a step
@@ -69,7 +69,7 @@ def simplest(
     return _proved(chosen, best, error)
 
 
-def simplest_of(plans: Sequence[PipelinePlan]) -> PipelinePlan:
+def simplest_of(plans: Sequence[Plan]) -> Plan:
     """Of plans of several schedules or microbatch sizes, the simplest that is as good as the least.
 
     Each is ``simplest`` of its own question, so the least step on paper may be that of a plan that
@@ -92,18 +92,18 @@ def simplest_of(plans: Sequence[PipelinePlan]) -> PipelinePlan:
     return replace(chosen, provenance={**(chosen.provenance or {}), "fastest": least})
 
 
-def _fastest(plan: PipelinePlan) -> dict[str, Any]:
+def _fastest(plan: Plan) -> dict[str, Any]:
     """The least plan of the question that a plan answers."""
     of_plan = {"schedule": plan.schedule, "microbatch_size": plan.microbatch_size}
     own = {"config": plan.config, "step_seconds": plan.predicted.step_seconds}
     return {**own, **(plan.provenance or {}).get("fastest", {}), **of_plan}
 
 
-def _complexity(plan: PipelinePlan) -> tuple[int, int, tuple[bool, int, int]]:
+def _complexity(plan: Plan) -> tuple[int, int, tuple[bool, int, int]]:
     return len(plan.stages), plan.num_devices, _order(plan)
 
 
-def _order(plan: PipelinePlan) -> tuple[bool, int, int]:
+def _order(plan: Plan) -> tuple[bool, int, int]:
     place = SCHEDULES.names().index(plan.schedule)
     return plan.traits.order != "alternating", place, -plan.microbatch_size
 
@@ -113,9 +113,9 @@ def _least_number(
     high: int,
     solve: Solve,
     most: float,
-    chosen: PipelinePlan,
+    chosen: Plan,
     effort: Effort,
-) -> PipelinePlan:
+) -> Plan:
     """The plan under the lowest limit with which one takes at most so long, by halving.
 
     Under a higher limit no plan is slower, so halving finds it. ``chosen`` keeps to ``high``.
@@ -131,7 +131,7 @@ def _least_number(
     return chosen
 
 
-def _within(problem: PipelineProblem, solve: Solve, most: float) -> PipelinePlan | None:
+def _within(problem: PipelineProblem, solve: Solve, most: float) -> Plan | None:
     try:
         found = solve(problem)
     except (InfeasibleError, BackendError):
@@ -139,7 +139,7 @@ def _within(problem: PipelineProblem, solve: Solve, most: float) -> PipelinePlan
     return found if found.proof.objective <= most else None
 
 
-def _proved(chosen: PipelinePlan, best: PipelinePlan, error: float) -> PipelinePlan:
+def _proved(chosen: Plan, best: Plan, error: float) -> Plan:
     """The plan with its proof: the bound of the shortest plan, and the tolerance."""
     if chosen is best:
         return replace(best, proof=replace(best.proof, tolerance=error))

@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 
 from ...schema.errors import InfeasibleError, TooLittleTimeError
-from ...schema.pipeline import PipelinePlan, PipelineProblem
+from ...schema.pipeline import PipelineProblem
+from ...schema.plan import Plan
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from ..tolerance import MOST_GIVEN_UP
 from .alone import least_of_one_or_more
@@ -49,7 +50,7 @@ def solve(
     effort: Effort = DEFAULT,
     fastest: bool = False,
     most_given_up: float = MOST_GIVEN_UP,
-) -> PipelinePlan:
+) -> Plan:
     """Minimise the step, or the slowest stage or boundary in seconds per input.
 
     Over every partition into cuts of the graph, every number of replicas and every placement on
@@ -78,8 +79,8 @@ def solve(
         TooLittleTimeError: ``effort`` stopped the search before it had a plan.
     """
 
-    def least(asked: PipelineProblem) -> PipelinePlan:
-        def at_one_price(part: PipelineProblem) -> PipelinePlan:
+    def least(asked: PipelineProblem) -> Plan:
+        def at_one_price(part: PipelineProblem) -> Plan:
             return least_with_fixed(
                 part,
                 lambda of_types: _least_of_passes(of_types, method=method, effort=effort),
@@ -93,7 +94,7 @@ def solve(
     return simplest(problem, least, effort=effort, most_given_up=most_given_up)
 
 
-def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort) -> PipelinePlan:
+def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort) -> Plan:
     """The least plan without what a step costs beside its passes, messages and updates."""
     if problem.traits.is_uniform:
         return solve_uniform(problem, effort=effort)
@@ -115,10 +116,14 @@ def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort
         if task.was_stopped:
             return _stopped(problem, tables)
         raise explain(problem, tables[-1], space, _search(problem, cuts, method))
-    return _least_step(task, found) if problem.minimises == "step" else _bottleneck(task, found)
+    return (
+        _least_step(task, found)
+        if problem.minimises == "step_seconds"
+        else _bottleneck(task, found)
+    )
 
 
-def _stopped(problem: PipelineProblem, tables: list[StageCosts]) -> PipelinePlan:
+def _stopped(problem: PipelineProblem, tables: list[StageCosts]) -> Plan:
     """The best of the plans that are known at once, for a search that was stopped before its own.
 
     Raises:
@@ -130,7 +135,7 @@ def _stopped(problem: PipelineProblem, tables: list[StageCosts]) -> PipelinePlan
             "the search was stopped before it had a plan", hint="give it more time"
         )
     name = "stopped before a search began; the best of even cuts and single stages"
-    if problem.minimises != "step":
+    if problem.minimises != "step_seconds":
         best = _choose(found)
         bound = min(_spread_bound(tables), best.seconds)
         return assemble(problem, best.costs, best.seats, best.seconds, bound, name)
@@ -203,12 +208,12 @@ class _Task:
         """
         return Candidate(costs, seat(self.problem, space, placed))
 
-    def finish(self, best: "Candidate", seconds: float, bound: float, claim: str) -> PipelinePlan:
+    def finish(self, best: "Candidate", seconds: float, bound: float, claim: str) -> Plan:
         """The plan of a candidate, with what is proved of it."""
         return assemble(self.problem, best.costs, best.seats, seconds, bound, claim)
 
 
-def _bottleneck(task: _Task, found: list["Candidate"]) -> PipelinePlan:
+def _bottleneck(task: _Task, found: list["Candidate"]) -> Plan:
     """The least bottleneck of ordered placements, then of all."""
     problem, cuts = task.problem, task.tables[0].cuts
     ordered = _choose(found)
@@ -282,7 +287,7 @@ def _exactly(
     return other, other.seconds
 
 
-def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
+def _least_step(task: _Task, found: list["Candidate"]) -> Plan:
     """The least step, of placements in any order where the search closes, else of ordered ones."""
     problem, tables, cuts = task.problem, task.tables, task.tables[0].cuts
     search, best = _search(problem, cuts, "auto"), Incumbent()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...schema.errors import ProblemError
-from ...schema.pipeline import PipelinePlan, PipelineProblem
+from ...schema.pipeline import PipelineProblem
+from ...schema.plan import Plan
 from .alone import alone
 from .assemble import assemble
 from .bottleneck.line import objective
@@ -20,9 +21,7 @@ from .stage_costs import StageCosts
 Stated = Sequence[tuple[Sequence[str], int]]
 
 
-def stated_plan(
-    problem: PipelineProblem, stages: Stated, *, recompute: bool = False
-) -> PipelinePlan:
+def stated_plan(problem: PipelineProblem, stages: Stated, *, recompute: bool = False) -> Plan:
     """The plan of a stated partition, with the solver's own costs.
 
     Args:
@@ -62,7 +61,9 @@ def stated_plan(
         missing = next(layer.id for i, layer in enumerate(problem.layers) if i not in inside)
         raise ProblemError(f"layer {missing!r} is in no stage")
     value = (
-        step_of(problem, costs, placed) if problem.minimises == "step" else objective(costs, placed)
+        step_of(problem, costs, placed)
+        if problem.minimises == "step_seconds"
+        else objective(costs, placed)
     )
     plan = assemble(problem, costs, seat(problem, space, placed), value, None, "stated")
     proof = replace(plan.proof, termination="feasible", lower_bound=None, gap=None)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...costs.comm import sync_seconds
 from ...costs.split import closing_seconds
-from ...schema.plan import DeviceGroup
+from ...schema.plan import ReplicaGroup, device_group
 from ...schema.problem import SplitProblem
 from .pool import Pool
 
@@ -34,7 +34,7 @@ class Alone:
     """A plan on a single device: nothing to synchronise, and no other device busy."""
 
     step_seconds: float
-    group: DeviceGroup
+    group: ReplicaGroup
 
 
 def single_devices(problem: SplitProblem) -> list[Alone]:
@@ -48,10 +48,9 @@ def single_devices(problem: SplitProblem) -> list[Alone]:
             size = point.batch_size
             if batch % size == 0 and only in (None, size):
                 compute = batch // size * point.step_seconds
-                group = DeviceGroup(
+                group = device_group(
                     device_type=option.device_type,
                     num_devices=1,
-                    device_batch_size=batch,
                     virtual_nodes=batch // size,
                     virtual_node_batch_size=size,
                     pass_seconds=point.step_seconds,

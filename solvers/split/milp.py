@@ -11,7 +11,7 @@ from typing import Any
 from ...costs.comm import exposed_seconds, sync_seconds
 from ...costs.split import closing_seconds, predict
 from ...schema.errors import BackendError, InfeasibleError, TooLittleTimeError
-from ...schema.plan import DeviceGroup, Proof, SplitPlan
+from ...schema.plan import Plan, Proof, ReplicaGroup, device_group, split_plan
 from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
 from ..lp import Backend, Program, Solved
@@ -44,7 +44,7 @@ class _Single:
 
 def solve(
     problem: SplitProblem, backend: Backend = "cbc", time_limit_seconds: float | None = None
-) -> SplitPlan:
+) -> Plan:
     """Minimise the predicted step time with PuLP.
 
     Where a device was also measured alone, or sizes differ in what synchronisation adds, plans on
@@ -230,7 +230,7 @@ def _plan(
     solved: Solved,
     backend: Backend,
     unit: float,
-) -> SplitPlan:
+) -> Plan:
     devices, singles = choices
     groups = _groups(devices, solved.values)
     groups += tuple(s.plan.group for s in singles if round(solved.values[s.takes.name]))
@@ -248,7 +248,7 @@ def _plan(
             for costs in (option, option.measured_with(1))
         )
         bound = min(step, max(simple, (solved.lower_bound or 0.0) * unit))
-    return SplitPlan(
+    return split_plan(
         model=problem.model,
         global_batch_size=_batch(problem),
         groups=groups,
@@ -265,7 +265,7 @@ def _plan(
     )
 
 
-def _groups(devices: list[_Device], values: dict[str, float]) -> tuple[DeviceGroup, ...]:
+def _groups(devices: list[_Device], values: dict[str, float]) -> tuple[ReplicaGroup, ...]:
     alike: dict[tuple[str, int, int], int] = {}
     entries: dict[tuple[str, int, int], tuple[DeviceOption, BatchPoint]] = {}
     for device in devices:
@@ -276,10 +276,9 @@ def _groups(devices: list[_Device], values: dict[str, float]) -> tuple[DeviceGro
                 alike[key] = alike.get(key, 0) + 1
                 entries[key] = (device.option, point)
     return tuple(
-        DeviceGroup(
+        device_group(
             device_type=name,
             num_devices=number,
-            device_batch_size=count * size,
             virtual_nodes=count,
             virtual_node_batch_size=size,
             pass_seconds=entries[name, count, size][1].step_seconds,

@@ -20,7 +20,7 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from ...schema.plan import DeviceGroup
+from ...schema.plan import ReplicaGroup
 from ...schema.problem import SplitProblem
 from .levels import Alone, Level, first_bound, holds, levels, single_devices
 from .pool import Pool
@@ -220,10 +220,10 @@ def _together(one: Sequence[_Move], most: int, target: int) -> Iterator[_Move]:
 def simplest(
     problem: SplitProblem,
     pool: Pool,
-    fastest: tuple[DeviceGroup, ...],
+    fastest: tuple[ReplicaGroup, ...],
     limit_seconds: float,
     work_limit: float = WORK_LIMIT,
-) -> tuple[DeviceGroup, ...]:
+) -> tuple[ReplicaGroup, ...]:
     """The simplest plan whose predicted step is at most ``limit_seconds``.
 
     Args:

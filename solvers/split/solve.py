@@ -16,7 +16,7 @@ import numpy as np
 
 from ...costs.split import predict
 from ...schema.errors import InfeasibleError
-from ...schema.plan import DeviceGroup, Proof, SplitPlan
+from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import SplitProblem
 from ..tolerance import MOST_GIVEN_UP
 from .feasible import feasible_batches, feasible_sums
@@ -36,7 +36,7 @@ class _Best:
     """The best answer so far: its step time, and a function that gives its groups."""
 
     step_seconds: float
-    groups: Callable[[], tuple[DeviceGroup, ...]]
+    groups: Callable[[], tuple[ReplicaGroup, ...]]
 
 
 def solve(
@@ -45,7 +45,7 @@ def solve(
     fastest: bool = False,
     work_limit: float = WORK_LIMIT,
     most_given_up: float = MOST_GIVEN_UP,
-) -> SplitPlan:
+) -> Plan:
     """Minimise the predicted step; of plans within the measurements' uncertainty, the simplest.
 
     Exact in both regimes; devices of one type may differ, and devices may stay unused.
@@ -118,8 +118,8 @@ def _search_levels(problem: SplitProblem, pool: Pool, first: _Best | None) -> _B
 
 def _groups_within(
     pool: Pool, counts: tuple[int, ...], seconds: float
-) -> Callable[[], tuple[DeviceGroup, ...]]:
-    def groups() -> tuple[DeviceGroup, ...]:
+) -> Callable[[], tuple[ReplicaGroup, ...]]:
+    def groups() -> tuple[ReplicaGroup, ...]:
         found = feasible_sums(pool, counts, seconds)
         if found is None:
             raise AssertionError("the search returned counts that do not reach the batch")
@@ -128,9 +128,9 @@ def _groups_within(
     return groups
 
 
-def _plan(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> SplitPlan:
+def _plan(problem: SplitProblem, groups: tuple[ReplicaGroup, ...]) -> Plan:
     predicted = predict(problem, groups)
-    return SplitPlan(
+    return split_plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
         groups=groups,
@@ -147,7 +147,7 @@ def _plan(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> SplitPlan:
     )
 
 
-def _within_tolerance(fastest: SplitPlan, simple: SplitPlan, high: float) -> SplitPlan:
+def _within_tolerance(fastest: Plan, simple: Plan, high: float) -> Plan:
     """The simplest plan of steps up to ``high``, proved against the fastest."""
     best, step = fastest.predicted.step_seconds, simple.predicted.step_seconds
     tolerance = (high - best) / best
@@ -167,7 +167,7 @@ def _within_tolerance(fastest: SplitPlan, simple: SplitPlan, high: float) -> Spl
     return replace(simple, proof=proof, provenance={"fastest": _described(fastest)})
 
 
-def _described(plan: SplitPlan) -> dict[str, Any]:
+def _described(plan: Plan) -> dict[str, Any]:
     return {
         "step_seconds": plan.predicted.step_seconds,
         "devices": plan.num_devices,

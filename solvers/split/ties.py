@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ...costs.comm import exposed_seconds
-from ...schema.plan import DeviceGroup
+from ...schema.plan import ReplicaGroup, device_group
 from .feasible import FeasibleSums, TypeSums
 from .pool import Pool
 from .subset_sums import members, sumset
@@ -125,7 +125,7 @@ def _halved(feasible: FeasibleSums, one: TypeSums, share: int) -> Work:
     return work
 
 
-def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[DeviceGroup, ...]:
+def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[ReplicaGroup, ...]:
     """The plan's groups: each device's work in the fewest passes of at most ``bound`` seconds.
 
     Args:
@@ -141,10 +141,9 @@ def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[Devic
         for samples, num_devices in sorted(amounts.items(), reverse=True):
             size, count = fewest_passes(pool.entries(passes, kind), samples) or (0, 0)
             groups.append(
-                DeviceGroup(
+                device_group(
                     device_type=option.device_type,
                     num_devices=num_devices,
-                    device_batch_size=samples,
                     virtual_nodes=count,
                     virtual_node_batch_size=size,
                     pass_seconds=times[size],

@@ -20,11 +20,22 @@ from ...costs.comm import exposed_seconds
 from ...costs.split import predict
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.options import option
-from ...schema.plan import Alternative, DeviceGroup, EstEstimate, Proof, SplitPlan
+from ...schema.plan import (
+    Alternative,
+    EstEstimate,
+    Plan,
+    Proof,
+    ReplicaGroup,
+    Stage,
+    device_group,
+    passes_of,
+    split_plan,
+)
 from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
 
 METHOD = "EasyScale 3.4: ascending f_overload, exact k-best covers"
 Floats = npt.NDArray[np.float64]
+_Choice = tuple[tuple[ReplicaGroup, ...], EstEstimate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,7 @@ class _Type:
         return ests - (ests * self.seconds > overload)
 
 
-def solve(problem: SplitProblem, top: int = 1) -> SplitPlan:
+def solve(problem: SplitProblem, top: int = 1) -> Plan:
     """Choose the configuration with the highest estimated throughput.
 
     Every subset of the pool is a configuration, if no device of it could be dropped at the same
@@ -208,7 +219,7 @@ def _cover_costs(types: list[_Type], ests: list[int], max_p: int) -> list[Floats
     return costs[::-1]
 
 
-def _alternative(problem: SplitProblem, configuration: _Configuration) -> Alternative:
+def _alternative(problem: SplitProblem, configuration: _Configuration) -> _Choice:
     max_p = problem.virtual_nodes or 0
     used = [
         (one, n, one.ests_within(configuration.overload))
@@ -217,25 +228,24 @@ def _alternative(problem: SplitProblem, configuration: _Configuration) -> Altern
     ]
     spare = sum(n * a for _, n, a in used) - max_p
     last = max(range(len(used)), key=lambda i: used[i][2] * used[i][0].seconds)
-    groups: list[DeviceGroup] = []
+    groups: list[ReplicaGroup] = []
     for index, (one, number, ests) in enumerate(used):
         total = number * ests - (spare if index == last else 0)
         groups += _groups(problem, one, number, total, sum(configuration.numbers))
-    return Alternative(groups=tuple(groups), est=estimate(problem, tuple(groups)))
+    return tuple(groups), estimate(problem, tuple(groups))
 
 
 def _groups(
     problem: SplitProblem, one: _Type, number: int, total: int, num_devices: int
-) -> list[DeviceGroup]:
+) -> list[ReplicaGroup]:
     """``total`` ESTs on ``number`` devices, as even as whole numbers allow."""
     size = problem.global_batch_size // (problem.virtual_nodes or 1)
     few, more = divmod(total, number)
     shares = [(more, few + 1), (number - more, few)]
     return [
-        DeviceGroup(
+        device_group(
             device_type=one.option.device_type,
             num_devices=devices,
-            device_batch_size=ests * size,
             virtual_nodes=ests,
             virtual_node_batch_size=size,
             pass_seconds=one.seconds,
@@ -248,7 +258,7 @@ def _groups(
     ]
 
 
-def estimate(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> EstEstimate:
+def estimate(problem: SplitProblem, groups: tuple[ReplicaGroup, ...]) -> EstEstimate:
     """Equations 1a-1d for a plan whose groups hold maxP ESTs."""
     max_p = problem.virtual_nodes or 1
     in_use = sum(group.num_devices for group in groups)
@@ -275,23 +285,26 @@ def estimate(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> EstEstim
     )
 
 
-def _plan(problem: SplitProblem, ranked: list[Alternative]) -> SplitPlan:
-    best = ranked[0]
-    return SplitPlan(
+def _plan(problem: SplitProblem, ranked: list[_Choice]) -> Plan:
+    (best, est), *others = ranked
+    return split_plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
-        groups=best.groups,
+        groups=best,
         uniform_virtual_nodes=problem.virtual_nodes,
         optimizer=problem.optimizer,
-        predicted=predict(problem, best.groups),
+        predicted=predict(problem, best),
         proof=Proof(
             termination="optimal",
-            objective=best.est.overload_factor,
-            lower_bound=best.est.overload_factor,
+            objective=est.overload_factor,
+            lower_bound=est.overload_factor,
             gap=0.0,
             method=METHOD,
         ),
         objective="waste",
-        est=best.est,
-        alternatives=tuple(ranked[1:]),
+        est=est,
+        alternatives=tuple(
+            Alternative(stages=(Stage(replicas=groups),), **passes_of(groups), est=est)
+            for groups, est in others
+        ),
     )

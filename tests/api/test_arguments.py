@@ -130,7 +130,7 @@ def test_faults_that_were_silent_or_tracebacks(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="nothing: no such file"):
         hetflow.check("nothing")
     hetflow.write(tmp_path / "pool.json", hetflow.Cluster.parse("V100"))
-    with pytest.raises(FileError, match=r"pool\.json: must be hetflow\.plan/1 or .*cluster/1"):
+    with pytest.raises(FileError, match=r"pool\.json: must be hetflow\.plan/2 or .*cluster/1"):
         hetflow.check(tmp_path / "pool.json")
 
 

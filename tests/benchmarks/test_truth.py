@@ -10,8 +10,7 @@ from hetflow.checks.batch_split import check as split_faults
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.pipeline import PipelinePlan
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
 from hetflow.schema.run import DeviceRun, RunRecord
 from hetflow.schema.step_costs import Links
@@ -39,7 +38,7 @@ PROFILE = Profile(
 )  # fmt: skip
 
 
-def run_of(plan: SplitPlan | PipelinePlan, *devices: dict[str, object]) -> RunRecord:
+def run_of(plan: Plan, *devices: dict[str, object]) -> RunRecord:
     """A record of a launch in which each worker measured what is given."""
     blank: dict[str, object] = dict.fromkeys(
         field.name for field in dataclasses.fields(DeviceRun) if field.name.endswith("_seconds")

@@ -26,7 +26,7 @@ from tests.checks import tampered
 
 import hetflow
 from hetflow.schema.errors import BackendError
-from hetflow.schema.files import Plan
+from hetflow.schema.plan import Plan
 
 ROOT = Path(hetflow.__file__).parent
 CAMPAIGN = 200

@@ -20,8 +20,9 @@ import hetflow
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.estimate import Estimate
-from hetflow.schema.files import Plan, from_json, to_json
+from hetflow.schema.files import from_json, to_json
 from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import (
     BatchPoint,
     Emulation,

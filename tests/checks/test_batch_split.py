@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from hetflow.checks.batch_split import check, continuous_bound
-from hetflow.schema.plan import Alternative, DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof, ReplicaGroup
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
+from hetflow.tests.plan_parts import split_plan, whole_group, with_groups
 
 
 def option(name: str, number: int, speed: float, update: float) -> DeviceOption:
@@ -29,8 +30,8 @@ PROBLEM = SplitProblem(
 )
 
 
-def group(name: str, number: int, passes: int, size: int, seconds: float | None) -> DeviceGroup:
-    return DeviceGroup(
+def group(name: str, number: int, passes: int, size: int, seconds: float | None) -> ReplicaGroup:
+    return whole_group(
         device_type=name,
         num_devices=number,
         device_batch_size=passes * size,
@@ -41,7 +42,7 @@ def group(name: str, number: int, passes: int, size: int, seconds: float | None)
 
 
 # 2 A x 2 x 4 and 1 B x 2 x 2: both 2.0 s; sync 0.25 s, update 1.0 s.
-PLAN = SplitPlan(
+PLAN = split_plan(
     model="m",
     global_batch_size=20,
     groups=(group("A", 2, 2, 4, 1.0), group("B", 1, 2, 2, 1.0)),
@@ -61,16 +62,16 @@ def test_a_right_plan_has_no_faults() -> None:
     assert check(PLAN, None) == []
 
 
-def predicted(**changes: float) -> SplitPlan:
+def predicted(**changes: float) -> Plan:
     return replace(PLAN, predicted=replace(PLAN.predicted, **changes))
 
 
-def proof(**changes: object) -> SplitPlan:
+def proof(**changes: object) -> Plan:
     return replace(PLAN, proof=replace(PLAN.proof, **changes))
 
 
-def groups(*changed: DeviceGroup) -> SplitPlan:
-    return replace(PLAN, groups=changed)
+def groups(*changed: ReplicaGroup) -> Plan:
+    return with_groups(PLAN, groups=changed)
 
 
 A, B = PLAN.groups
@@ -88,14 +89,14 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("plan", "fault"), ALONE, ids=[fault for _, fault in ALONE])
-def test_a_plan_at_odds_with_itself_is_refused(plan: SplitPlan, fault: str) -> None:
+def test_a_plan_at_odds_with_itself_is_refused(plan: Plan, fault: str) -> None:
     assert any(fault in found for found in check(plan, None))
 
 
-def slower(seconds: float) -> SplitPlan:
+def slower(seconds: float) -> Plan:
     """A plan whose numbers agree with each other but not with the profiles."""
     step = seconds + 1.25
-    return replace(
+    return with_groups(
         PLAN,
         groups=(replace(A, pass_seconds=None), replace(B, pass_seconds=None)),
         predicted=replace(
@@ -123,7 +124,7 @@ AGAINST = [
 
 
 @pytest.mark.parametrize(("plan", "fault"), AGAINST, ids=[str(fault) for _, fault in AGAINST])
-def test_a_plan_at_odds_with_its_problem_is_refused(plan: SplitPlan, fault: str | None) -> None:
+def test_a_plan_at_odds_with_its_problem_is_refused(plan: Plan, fault: str | None) -> None:
     faults = check(plan, PROBLEM)
     assert any(fault in found for found in faults) if fault else faults == []
 
@@ -142,7 +143,7 @@ def test_the_uniform_regime_fixes_number_and_size() -> None:
 def test_an_optimal_claim_is_refuted_by_an_obvious_plan() -> None:
     """All on B takes 11 s; two As with 10 samples each take 2.5 + 0.25 + 0.5 s."""
     step = 10.0 + 1.0
-    plan = replace(
+    plan = with_groups(
         PLAN,
         groups=(group("B", 1, 5, 4, 2.0),),
         predicted=Prediction(step_seconds=step, samples_per_second=20 / step),
@@ -160,7 +161,7 @@ def test_the_continuous_bound_divides_work_at_will() -> None:
 
 
 def test_a_single_device_must_not_claim_synchronisation() -> None:
-    plan = replace(
+    plan = with_groups(
         PLAN,
         groups=(group("B", 1, 5, 4, 2.0),),
         predicted=Prediction(
@@ -175,7 +176,7 @@ def test_a_single_device_must_not_claim_synchronisation() -> None:
     assert any("one device has nothing to synchronise" in fault for fault in check(plan, None))
 
 
-def est_plan() -> tuple[SplitPlan, SplitProblem]:
+def est_plan() -> tuple[Plan, SplitProblem]:
     from hetflow.solvers.split.waste import solve
 
     problem = replace(PROBLEM, virtual_nodes=5)
@@ -207,22 +208,24 @@ def test_a_wrong_estimate_is_refused(field: str, value: object, fault: str) -> N
 def test_alternatives_must_be_ranked_and_hold_the_batch() -> None:
     plan, problem = est_plan()
     second, third = plan.alternatives
-    best = Alternative(groups=plan.groups, est=plan.est)
-    out_of_order = replace(plan, groups=third.groups, est=third.est, alternatives=(second, best))
+    best = with_groups(third, groups=plan.groups, est=plan.est)
+    out_of_order = with_groups(
+        plan, groups=third.groups, est=third.est, alternatives=(second, best)
+    )
     assert any("a higher throughput than" in fault for fault in check(out_of_order, None))
-    short = replace(second, groups=second.groups[:1])
+    short = with_groups(second, groups=second.groups[:1])
     faults = check(replace(plan, alternatives=(short,)), problem)
     assert any("samples, not 20" in fault for fault in faults)
 
 
 def test_a_plan_that_says_it_is_uniform_is_held_to_it_without_profiles() -> None:
     assert any("differ from 20/5" in fault for fault in check(_uniform(PLAN, 5), None))
-    alike = replace(PLAN, groups=(group("A", 2, 2, 4, 1.0), group("B", 1, 1, 4, 2.0)))
+    alike = with_groups(PLAN, groups=(group("A", 2, 2, 4, 1.0), group("B", 1, 1, 4, 2.0)))
     assert check(_uniform(alike, 5), None) == []
     assert any("not uniform_virtual_nodes 4" in fault for fault in check(_uniform(alike, 4), None))
 
 
-def _uniform(plan: SplitPlan, nodes: int) -> SplitPlan:
+def _uniform(plan: Plan, nodes: int) -> Plan:
     return replace(plan, uniform_virtual_nodes=nodes)
 
 
@@ -248,7 +251,7 @@ def busy_problem() -> SplitProblem:
     return SplitProblem(model="m", global_batch_size=96, devices=(device,))
 
 
-def altered(plan: SplitPlan, **predicted: object) -> SplitPlan:
+def altered(plan: Plan, **predicted: object) -> Plan:
     return replace(plan, predicted=replace(plan.predicted, **predicted))
 
 
@@ -279,7 +282,7 @@ def test_terms_and_intervals_are_recomputed() -> None:
         "come together": altered(plan, step_seconds_low=None),
         "is not within": altered(plan, step_seconds_low=told.step_seconds * 1.01),
         "its parts add up": altered(plan, fixed_seconds=None),
-        "measured_busy is False": replace(
+        "measured_busy is False": with_groups(
             plan, groups=tuple(replace(g, measured_busy=False) for g in plan.groups)
         ),
     }
@@ -301,12 +304,12 @@ def test_what_a_size_hides_of_synchronisation_is_recomputed() -> None:
     assert plan.groups[0].virtual_node_batch_size == 24
     assert plan.groups[0].exposed_seconds == 0.0
     assert check(plan, problem) == []
-    moved = replace(plan, groups=tuple(replace(g, exposed_seconds=0.1) for g in plan.groups))
+    moved = with_groups(plan, groups=tuple(replace(g, exposed_seconds=0.1) for g in plan.groups))
     assert any("exposed_seconds is 0.1" in fault for fault in check(moved, problem))
     told = plan.predicted
     hidden = altered(plan, sync_seconds=0.1, update_seconds=told.update_seconds + 0.1)
     assert any("predicted.sync_seconds is 0.1" in fault for fault in check(hidden, problem))
-    small = replace(
+    small = with_groups(
         plan,
         groups=tuple(replace(g, virtual_nodes=6, virtual_node_batch_size=8) for g in plan.groups),
     )

@@ -14,8 +14,9 @@ from hetflow.schedules.timing import Timing, time_schedule
 from hetflow.schema.errors import BackendError
 from hetflow.schema.operations import Schedule
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.parallel import LinkCurve, ReplicaGroup
+from hetflow.schema.parallel import LinkCurve
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
+from hetflow.schema.plan import ReplicaGroup
 from hetflow.solvers.parallel import pareto
 from hetflow.solvers.pipeline import prediction
 from hetflow.solvers.pipeline.makespan import bound

@@ -11,14 +11,14 @@ from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,
-    ParallelPlan,
     ParallelPool,
     ParallelProblem,
-    ReplicaGroup,
     ShardSizes,
     ShardTimes,
 )
+from hetflow.schema.plan import Plan
 from hetflow.solvers.parallel.solve import solve
+from hetflow.tests.plan_parts import replica_group, with_rounds
 
 
 def pool(name: str, slowness: float) -> ParallelPool:
@@ -55,26 +55,26 @@ def problem() -> ParallelProblem:
 
 
 @pytest.fixture(scope="module")
-def plan(problem: ParallelProblem) -> ParallelPlan:
+def plan(problem: ParallelProblem) -> Plan:
     found = solve(problem)
     assert len(found.stages) > 1  # one device cannot hold the weights
     return found
 
 
-def with_stage(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
+def with_stage(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, stages=(replace(plan.stages[0], **changes), *plan.stages[1:]))
 
 
-def with_group(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
+def with_group(plan: Plan, **changes: Any) -> Plan:
     first, *others = plan.stages[0].replicas
     return with_stage(plan, replicas=(replace(first, **changes), *others))
 
 
-CHANGES: list[tuple[str, Callable[[ParallelPlan], ParallelPlan]]] = [
+CHANGES: list[tuple[str, Callable[[Plan], Plan]]] = [
     ("the plan is for", lambda p: replace(p, model="other")),
     ("all layers once", lambda p: with_stage(p, layers=p.stages[0].layers[:-1])),
     ("is not judged", lambda p: replace(p, schedule="gpipe")),
-    ("num_microbatches is", lambda p: replace(p, num_microbatches=p.num_microbatches + 1)),
+    ("virtual nodes (number, size) are", lambda p: with_group(p, virtual_nodes=9)),
     ("shards the optimizer's state", lambda p: replace(p, shard_optimizer=True)),
     ("which was not asked for", lambda p: with_stage(p, recompute="full")),
     ("the pool has no", lambda p: with_group(p, device_type="fats")),
@@ -91,10 +91,7 @@ CHANGES: list[tuple[str, Callable[[ParallelPlan], ParallelPlan]]] = [
         "samples_per_second is",
         lambda p: replace(p, predicted=replace(p.predicted, samples_per_second=7.0)),
     ),
-    (
-        "predicted.memory_bytes",
-        lambda p: replace(p, predicted=replace(p.predicted, memory_bytes={})),
-    ),
+    ("memory_bytes on", lambda p: with_group(p, memory_bytes=None)),
     ("objective 7 is not the step", lambda p: replace(p, proof=replace(p.proof, objective=7.0))),
     ("is above the objective", lambda p: replace(p, proof=replace(p.proof, lower_bound=1e9))),
     ("leaves a gap of", lambda p: replace(p, proof=replace(p.proof, lower_bound=1.0))),
@@ -102,16 +99,16 @@ CHANGES: list[tuple[str, Callable[[ParallelPlan], ParallelPlan]]] = [
 ]  # fmt: skip
 
 
-def test_the_plan_itself_holds(plan: ParallelPlan, problem: ParallelProblem) -> None:
+def test_the_plan_itself_holds(plan: Plan, problem: ParallelProblem) -> None:
     assert check(plan, problem) == []
 
 
 @pytest.mark.parametrize(("said", "change"), CHANGES, ids=[said for said, _ in CHANGES])
 def test_every_change_is_found(
-    plan: ParallelPlan,
+    plan: Plan,
     problem: ParallelProblem,
     said: str,
-    change: Callable[[ParallelPlan], ParallelPlan],
+    change: Callable[[Plan], Plan],
 ) -> None:
     faults = check(change(plan), problem)
     assert any(said in fault for fault in faults), faults
@@ -143,26 +140,32 @@ def test_what_crosses_a_boundary(problem: ParallelProblem) -> None:
     assert transfers == pytest.approx([10 / 50, 20 / 50, 40 / 50])
 
 
-def test_devices_and_memory_that_are_not_there(
-    plan: ParallelPlan, problem: ParallelProblem
-) -> None:
+def test_devices_and_memory_that_are_not_there(plan: Plan, problem: ParallelProblem) -> None:
     fewer = replace(problem, pools=tuple(replace(p, num_devices=1) for p in problem.pools))
     assert any("in use, the pool has 1" in fault for fault in check(plan, fewer))
     small = replace(problem, pools=tuple(replace(p, memory_bytes=100) for p in problem.pools))
     assert any("which has 0.0 MiB" in fault for fault in check(plan, small))
 
 
-def test_shares_that_do_not_add_up(plan: ParallelPlan) -> None:
+def test_shares_that_do_not_add_up(plan: Plan) -> None:
     group = plan.stages[0].replicas[0]
     with pytest.raises(ProblemError, match="not the global batch of 8"):
-        with_group(plan, samples=group.samples + 1)
-    lone = ReplicaGroup(device_type="fast", tensor_parallel_size=1, num_replicas=1, samples=8)
+        with_group(plan, samples=group.samples - 1)
+    lone = replica_group(device_type="fast", tensor_parallel_size=1, num_replicas=1, samples=8)
     with pytest.raises(ProblemError, match="which take at most"):
-        replace(with_stage(plan, replicas=(lone,)), num_microbatches=1)
+        replace(lone, virtual_nodes=1)
+    with pytest.raises(ProblemError, match="are not the global batch of 8"):
+        replace(plan, num_microbatches=plan.num_microbatches + 1)
+
+
+def with_batches_of(plan: Plan, size: int) -> Plan:
+    """The plan with one microbatch of the whole batch on its only replicas."""
+    stages = with_rounds(plan.stages, 1, size)
+    return replace(plan, microbatch_size=size, num_microbatches=1, stages=stages)
 
 
 @pytest.fixture(scope="module")
-def interleaved(problem: ParallelProblem) -> tuple[ParallelPlan, ParallelProblem]:
+def interleaved(problem: ParallelProblem) -> tuple[Plan, ParallelProblem]:
     fast = replace(problem.pools[0], memory_bytes=700)
     asked = replace(problem, pools=(fast,), num_model_chunks=(2,))
     return solve(asked), asked
@@ -172,16 +175,16 @@ def interleaved(problem: ParallelProblem) -> tuple[ParallelPlan, ParallelProblem
     ("said", "change"),
     [
         ("is not judged", lambda p: replace(p, schedule="1f1b")),
-        ("do not interleave", lambda p: replace(p, microbatch_size=8, num_microbatches=1)),
+        ("do not interleave", lambda p: with_batches_of(p, 8)),
         ("memory_bytes on", lambda p: with_group(p, memory_bytes=7)),
         ("compute_seconds is", lambda p: with_stage(p, compute_seconds=7.0)),
         ("step_seconds is", lambda p: replace(p, predicted=replace(p.predicted, step_seconds=7.0))),
     ],
 )
 def test_every_change_of_an_interleaved_plan_is_found(
-    interleaved: tuple[ParallelPlan, ParallelProblem],
+    interleaved: tuple[Plan, ParallelProblem],
     said: str,
-    change: Callable[[ParallelPlan], ParallelPlan],
+    change: Callable[[Plan], Plan],
 ) -> None:
     plan, asked = interleaved
     assert plan.num_model_chunks == 2

@@ -1,6 +1,7 @@
 """The judge finds each kind of fault in a good plan that was tampered with."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -8,14 +9,10 @@ from hetflow.checks.pipeline import check, crossing_bytes
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.files import from_json, read_any, to_json
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.pipeline import (
-    DevicePool,
-    PipelineLayer,
-    PipelinePlan,
-    PipelineProblem,
-    TopologyLevel,
-)
+from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
+from hetflow.schema.plan import Plan, ReplicaGroup
 from hetflow.solvers.pipeline.solve import solve
+from hetflow.tests.plan_parts import with_replicas
 
 SIZES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 
@@ -49,13 +46,15 @@ def problem(**options) -> PipelineProblem:
 
 
 @pytest.fixture
-def plan() -> PipelinePlan:
+def plan() -> Plan:
     return solve(problem())
 
 
-def with_stage(plan: PipelinePlan, index: int, **changes) -> PipelinePlan:
+def with_stage(plan: Plan, index: int, **changes) -> Plan:
     stages = list(plan.stages)
-    stages[index] = dataclasses.replace(stages[index], **changes)
+    of_replicas = {field.name for field in dataclasses.fields(ReplicaGroup)} & changes.keys()
+    moved = with_replicas(stages[index], **{name: changes.pop(name) for name in of_replicas})
+    stages[index] = dataclasses.replace(moved, **changes)
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
@@ -132,7 +131,7 @@ def test_json_round_trip_and_dispatch(plan, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(to_json(plan))
     assert read_any(path) == plan
-    assert from_json(path.read_text(), PipelinePlan) == plan
+    assert from_json(path.read_text(), Plan) == plan
 
 
 def test_a_plan_of_one_layer_twice_is_refused(plan):
@@ -142,6 +141,7 @@ def test_a_plan_of_one_layer_twice_is_refused(plan):
 
 def test_a_mistyped_kind_is_refused(plan, tmp_path):
     path = tmp_path / "plan.json"
-    path.write_text(to_json(plan).replace('"kind": "pipeline"', '"kind": "piepline"'))
+    older = {**json.loads(to_json(plan)), "schema": "hetflow.plan/1", "kind": "piepline"}
+    path.write_text(json.dumps(older))
     with pytest.raises(FileError, match="must be one of split, pipeline"):
         read_any(path)

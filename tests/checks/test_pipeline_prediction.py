@@ -6,13 +6,8 @@ import pytest
 
 from hetflow.checks.pipeline import check
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.pipeline import (
-    DevicePool,
-    PipelineLayer,
-    PipelinePlan,
-    PipelineProblem,
-    TopologyLevel,
-)
+from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
+from hetflow.schema.plan import Plan
 from hetflow.solvers.pipeline.solve import solve
 
 POOL = DevicePool(
@@ -81,7 +76,7 @@ def test_a_step_without_its_fixed_cost_is_a_fault() -> None:
     assert any("predicted.step_seconds" in fault for fault in check(solve(free), PROBLEM))
 
 
-def with_bound(bound: float, tolerance: float | None = PLAN.proof.tolerance) -> PipelinePlan:
+def with_bound(bound: float, tolerance: float | None = PLAN.proof.tolerance) -> Plan:
     objective = PLAN.proof.objective
     gap = (objective - bound) / objective
     proof = dataclasses.replace(PLAN.proof, lower_bound=bound, gap=gap, tolerance=tolerance)

@@ -10,10 +10,11 @@ from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
 from hetflow.schema.step_costs import PipelineCosts
 from hetflow.solvers.split.solve import solve
+from hetflow.tests.plan_parts import with_groups
 
 NODES = tuple(
     LayerNode(
@@ -34,7 +35,7 @@ PROFILE = Profile(
 POOL = Cluster.parse("1xV100")
 
 
-def split(size: int) -> SplitPlan:
+def split(size: int) -> Plan:
     return solve(split_problem([PROFILE], POOL, size, interpolate=True))
 
 
@@ -50,10 +51,8 @@ def test_a_pass_that_does_not_fit_is_refused() -> None:
     adam = named_optimizer("adam")
     tight = dataclasses.replace(PROFILE, device_memory_bytes=14_999)
     (group,) = plan.groups
-    between = dataclasses.replace(
-        group, virtual_node_batch_size=5, device_batch_size=5, pass_seconds=None
-    )
-    middle = dataclasses.replace(plan, groups=(between,), global_batch_size=5)
+    between = dataclasses.replace(group, virtual_node_batch_size=5, samples=5, pass_seconds=None)
+    middle = with_groups(plan, groups=(between,), global_batch_size=5)
     assert split_faults(middle, [tight], POOL, None) == []
     (fault,) = split_faults(middle, [tight], POOL, adam)
     assert "needs 15000 bytes on a V100 of 14999: 1 too many" in fault

@@ -12,14 +12,13 @@ import hetflow
 from hetflow.cli.main import run
 from hetflow.reports.tables import pipeline_table
 from hetflow.schema.files import from_json, to_json, write
-from hetflow.schema.pipeline import PipelinePlan
-from hetflow.schema.plans import claim_of
+from hetflow.schema.plan import Plan, claim_of
 from hetflow.schema.restrictions import Restrictions
 
 LINK = 1e9
 
 
-def solved(pool: str = "2xA,2xB", **options: Any) -> PipelinePlan:
+def solved(pool: str = "2xA,2xB", **options: Any) -> Plan:
     return hetflow.solve(
         PROFILES,
         pool,
@@ -44,7 +43,7 @@ def test_what_was_asked_for_stands_in_the_plan_and_in_its_proof() -> None:
     )
     assert claim_of(plan) == "optimal among plans with 2 stages, no replicas"
     assert f"{claim_of(plan)}, gap" in pipeline_table(plan)
-    assert from_json(to_json(plan), PipelinePlan) == plan
+    assert from_json(to_json(plan), Plan) == plan
     assert hetflow.check(plan, PROFILES, "2xA,2xB") == []
     assert hetflow.check(plan, PROFILES) == []  # for the pool that it states
 

@@ -10,7 +10,7 @@ import pytest
 
 from hetflow.scheduler.store import Store
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import DeviceRun, MeasuredTerm, RunRecord, StepTerms
 
@@ -51,7 +51,7 @@ def runs(hetflow: Hetflow, profiles: Path, tmp_path: Path) -> Path:
     """A folder with one run of one V100: 4 virtual nodes of 64."""
     solved = ("solve", "--profiles", profiles, "--gpus", "1xV100", "--batch-size", 256)
     assert hetflow(*solved, "--virtual-nodes", 4, "-o", tmp_path / "plan.json").code == 0
-    plan = files.read(tmp_path / "plan.json", SplitPlan)
+    plan = files.read(tmp_path / "plan.json", Plan)
     record = RunRecord(
         plan=plan,
         status="done",
@@ -155,7 +155,7 @@ def test_solve_folds_the_runs_of_its_model_in_memory(
     files.write(runs / "other" / "run.json", other)
     solved = ("solve", "--profiles", profiles, "--gpus", "1xV100", "--batch-size", 256)
     plain, folded = (
-        files.from_json(answer.stdout, SplitPlan)
+        files.from_json(answer.stdout, Plan)
         for answer in (hetflow(*solved), hetflow(*solved, "--runs", runs))
     )
     assert plain.predicted.step_seconds < folded.predicted.step_seconds

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
@@ -73,9 +73,7 @@ def test_a_corrected_profile_gives_the_run_its_step(tmp_path: Path) -> None:
 
     hetflow(tmp_path, *solve, "--profiles", "corrected", "-o", "again.json")
     hetflow(tmp_path, *solve, "--profiles", "profiles", "--runs", "runs", "-o", "folded.json")
-    again, folded = (
-        files.read(tmp_path / name, SplitPlan) for name in ("again.json", "folded.json")
-    )
+    again, folded = (files.read(tmp_path / name, Plan) for name in ("again.json", "folded.json"))
     assert again.predicted == folded.predicted
     assert again.groups == folded.groups
     hetflow(tmp_path, "launch", "-o", "runs/second", "again.json", "train.py")

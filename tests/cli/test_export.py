@@ -9,7 +9,7 @@ import pytest
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.market import InstanceType, Market
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests.exporters.launch_cases import plan_of
 
 PROFILES = Path(__file__).parents[2] / "examples" / "virtualflow_6_5"
@@ -91,7 +91,7 @@ def test_the_machines_that_were_chosen_become_a_task(hetflow: Any, tmp_path: Pat
              1000, "--most-devices", 2, "--deadline-hours", 0.4)  # fmt: skip
     answer = hetflow(*asked, "-o", plan)
     assert answer.code == 0, answer.stderr
-    assert files.read(plan, SplitPlan).cluster == Cluster.parse("2x(1xV100)")
+    assert files.read(plan, Plan).cluster == Cluster.parse("2x(1xV100)")
     task = hetflow("export", plan, "--to", "skypilot", "--market", market, "--", "a.py")
     assert task.code == 0, task.stderr
     document = yaml.safe_load(task.stdout)

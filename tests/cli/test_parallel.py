@@ -13,8 +13,9 @@ from hetflow.protocol.lower import lower
 from hetflow.reports.grid import milliseconds
 from hetflow.reports.parallel_terms import step_terms
 from hetflow.schema import files
-from hetflow.schema.parallel import ParallelPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import LayerCore, LayerGraph, LayerNode, Profile, TensorLayers
+from hetflow.tests.plan_parts import kind_of
 
 Hetflow = Callable[..., Any]
 LINK = ("--link-bytes-per-second", "1e9")
@@ -67,11 +68,11 @@ def test_solve_check_show(hetflow: Hetflow, folder: Path) -> None:
     answer = solve(hetflow, folder, *LINK, "-o", plan)
     assert answer.code == 0, answer.stderr
     document = json.loads(plan.read_text())
-    assert document["kind"] == "parallel"
+    assert kind_of(document) == "parallel"
     assert document["proof"]["termination"] == "optimal"
     assert "equally many replicas" in document["proof"]["space"]
     promised = {
-        "schema", "kind", "model", "global_batch_size", "microbatch_size", "num_microbatches",
+        "schema", "model", "global_batch_size", "microbatch_size", "num_microbatches",
         "schedule", "num_model_chunks", "stages", "predicted", "proof",
     }  # fmt: skip
     assert promised <= document.keys()
@@ -120,7 +121,7 @@ def test_cores_are_recomputed_where_memory_asks_for_it(hetflow: Hetflow, folder:
     assert stage["compute_seconds"] == pytest.approx(6 * 0.031)
     assert "valid (unproved: 'optimal'" in hetflow("check", plan, "--profiles", folder).stdout
     assert "selective" in hetflow("show", plan).stdout
-    lowered = lower(files.read(plan, ParallelPlan)).pipeline
+    lowered = lower(files.read(plan, Plan)).pipeline
     assert lowered is not None
     assert (lowered.recomputes(0), lowered.stages[0].recompute_cores) == (False, True)
     assert hetflow("solve", "parallel", *pool, "--no-recompute").code == 3
@@ -172,8 +173,8 @@ def test_replicas_may_share_the_optimizer_s_state(hetflow: Hetflow, folder: Path
         assert document.get("shard_optimizer", False) is bool(shards)
         (group,) = document["stages"][0]["replicas"]
         assert (group["num_replicas"], group["tensor_parallel_size"]) == (2, 2)
-        memory[bool(shards)] = document["predicted"]["memory_bytes"]["0"]
-        work = lower(files.read(plan, ParallelPlan)).pipeline
+        memory[bool(shards)] = document["stages"][0]["replicas"][0]["memory_bytes"]
+        work = lower(files.read(plan, Plan)).pipeline
         assert work is not None
         assert bool(work.shard_optimizer) is bool(shards)
     # Of 6 blocks with 64 MiB of state on a device, each of 2 replicas keeps at most (6 + 1) / 2.
@@ -181,7 +182,7 @@ def test_replicas_may_share_the_optimizer_s_state(hetflow: Hetflow, folder: Path
     assert "valid" in hetflow("check", plan, "--profiles", folder, *adam).stdout
     assert "shared by the replicas of a stage" in hetflow("show", plan).stdout
     asked_alone = hetflow("solve", *asked, "--shard-optimizer")
-    assert json.loads(asked_alone.stdout)["kind"] == "parallel"
+    assert kind_of(json.loads(asked_alone.stdout)) == "parallel"
     refused = hetflow("solve", "--strategy", "split", *asked[:-4], "--shard-optimizer")
     assert refused.stderr == (
         "hetflow: --shard-optimizer is for parallel plans: it has no effect on splits\n"
@@ -207,10 +208,10 @@ def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
     eight = json.loads(hetflow("solve", "parallel", *wider, "--json").stdout)
     assert more["V100", 4] == pytest.approx(eight["predicted"]["step_seconds"])
     assert more["V100", 4] < steps[0]
-    plan = files.from_json(answer.stdout, ParallelPlan)
+    plan = files.from_json(answer.stdout, Plan)
     assert [p for p in plan.alternatives if p.stages == plan.stages] == []
     for one in (plan, *plan.alternatives):
-        terms = step_terms(one.num_microbatches, one.stages, one.num_model_chunks)
+        terms = step_terms(one.num_rounds, one.stages, one.num_model_chunks)
         assert terms is not None
         assert sum(asdict(terms).values()) == pytest.approx(one.predicted.step_seconds, rel=1e-9)
 
@@ -225,7 +226,7 @@ def test_the_table_says_which_term_made_a_plan_slower(hetflow: Hetflow, folder: 
     assert " - " in table[0]  # the plan itself
     # Fewer devices of one type take more time for the same passes.
     own, *others = [
-        one["num_microbatches"]
+        one["stages"][0]["replicas"][0]["virtual_nodes"]
         * one["num_model_chunks"]
         * max(stage["compute_seconds"] for stage in one["stages"])
         for one in (document, *document["alternatives"])
@@ -271,7 +272,7 @@ def test_a_dry_run_shows_a_worker_a_device(hetflow: Hetflow, folder: Path) -> No
     script.write_text("")
     answer = hetflow("launch", "--dry-run", plan, script, "--devices", "4xV100,4xP100")
     assert answer.code == 0, answer.stderr
-    found = files.read(plan, ParallelPlan)
+    found = files.read(plan, Plan)
     assert len(answer.stdout.splitlines()) == found.num_devices
 
 

@@ -15,6 +15,7 @@ from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.profile import LayerGraph, LayerNode, Profile, TensorLayers
 from hetflow.schema.step_costs import Links
+from hetflow.tests.plan_parts import kind_of
 
 Hetflow = Callable[..., Any]
 LINK = ("--link-bytes-per-second", "1e9")
@@ -174,7 +175,7 @@ def test_what_the_optimizer_keeps_is_never_assumed(
         assert answer.stdout == ""
         # The split is still compared with nothing, and says so in a pipe too.
         chosen = solve(hetflow, folder, *LINK)
-        assert json.loads(chosen.stdout)["kind"] == "split"
+        assert kind_of(json.loads(chosen.stdout)) == "split"
         assert "warning: there is no pipeline plan to compare with" in chosen.stderr
     stages = {
         name: json.loads(told(by_default, "--optimizer", name).stdout)["stages"]
@@ -182,7 +183,7 @@ def test_what_the_optimizer_keeps_is_never_assumed(
     }
     # Two layers of 25 MiB a stage: weights, gradients and 0, 1 or 2 tensors of state.
     for name, copies in (("sgd", 2), ("sgd-momentum", 3), ("adamw", 4)):
-        assert stages[name][1]["memory_bytes"] // (50 << 20) == copies
+        assert stages[name][1]["replicas"][0]["memory_bytes"] // (50 << 20) == copies
     measured = OptimizerState(name="Lion", state_bytes_per_weight_byte=1.0)
     assert json.loads(told(measured).stdout)["optimizer"]["name"] == "Lion"
     said = told(measured, "--optimizer", "adam").stderr
@@ -209,7 +210,7 @@ def test_the_memory_that_is_named_is_the_device_s(
 def test_a_tampered_pipeline_plan_fails_its_check(hetflow: Hetflow, folder: Path) -> None:
     plan = folder.parent / "plan.json"
     document = json.loads(solve(hetflow, folder, "--strategy", "pipeline", *LINK).stdout)
-    document["stages"][0]["memory_bytes"] = 1
+    document["stages"][0]["replicas"][0]["memory_bytes"] = 1
     plan.write_text(json.dumps(document))
     answer = hetflow("check", plan, "--profiles", folder, "--gpus", "2xV100")
     assert answer.code == 2
@@ -224,7 +225,7 @@ def test_auto_takes_the_faster_kind_and_says_what_it_beat(hetflow: Hetflow, fold
         for kind, link in (("split", ()), ("pipeline", LINK), ("parallel", LINK))
     }
     chosen = json.loads(solve(hetflow, folder, *LINK).stdout)
-    best = chosen["kind"]
+    best = kind_of(chosen)
     others = compared(chosen)
     assert others.keys() == steps.keys() - {best}
     for kind, other in others.items():
@@ -256,13 +257,13 @@ def test_auto_takes_a_parallel_plan_that_no_other_kind_is(
     files.write(folder / "v100.json", replace(whole, tensor_layers=(cut,)), force=True)
     answer = solve(hetflow, folder, "--link-bytes-per-second", "1e12")
     chosen = json.loads(answer.stdout)
-    assert chosen["kind"] == "parallel", answer.stderr
+    assert kind_of(chosen) == "parallel", answer.stderr
     assert {g["tensor_parallel_size"] for s in chosen["stages"] for g in s["replicas"]} == {2}
     assert compared(chosen).keys() == {"split", "pipeline"}
     # An option of pipelines leaves the other kinds out.
     alone = solve(hetflow, folder, "--num-stages", "2", *LINK)
     document = json.loads(alone.stdout)
-    assert document["kind"] == "pipeline"
+    assert kind_of(document) == "pipeline"
     assert "compared_with" not in document["provenance"]
 
 
@@ -313,7 +314,7 @@ def test_auto_by_hand(hetflow: Hetflow, folder: Path, make_profile: Callable[...
     files.write(folder / "v100.json", small_layers(make_profile("V100", 1.0)), force=True)
     chosen = json.loads(solve(hetflow, folder, "--no-replication", *LINK).stdout)
     # Two stages of 3 ms, 8 microbatches: (8 + 1) * 3 ms, transfers of 2 us, half an update each.
-    assert chosen["kind"] == "pipeline"
+    assert kind_of(chosen) == "pipeline"
     by_hand = 9 * 0.003 + 0.002
     assert chosen["predicted"]["step_seconds"] == pytest.approx(by_hand, rel=1e-3)
     # Two devices of 32 samples: 34 ms, 20 ms of synchronisation, 4 ms of update.
@@ -332,7 +333,7 @@ def test_auto_takes_the_only_kind_there_is(
     tight = small_layers(make_profile("V100", 1.0), device_memory_bytes=1 << 30)
     files.write(folder / "v100.json", tight, force=True)
     chosen = json.loads(solve(hetflow, folder, *LINK).stdout)
-    assert chosen["kind"] == "pipeline"
+    assert kind_of(chosen) == "pipeline"
     assert "refused" in compared(chosen)["split"]
     # 1 MiB of memory holds neither: both reasons are told.
     heavy = replace(layered(make_profile("V100", 1.0)), device_memory_bytes=1 << 20)
@@ -353,7 +354,7 @@ def test_auto_without_a_bandwidth_still_splits(hetflow: Hetflow, folder: Path) -
     profile = files.read(folder / "v100.json", Profile)
     files.write(folder / "v100.json", replace(profile, sync=None), force=True)
     made = json.loads(solve(hetflow, folder).stdout)
-    assert made["kind"] == "split"
+    assert kind_of(made) == "split"
     refused = compared(made)["pipeline"]["refused"]
     assert "bandwidth inside V100 servers is missing" in refused
 
@@ -377,7 +378,7 @@ def test_more_stages_than_layers_is_one_line(hetflow: Hetflow, folder: Path) -> 
 
 def test_a_plan_without_a_kind_is_refused(hetflow: Hetflow, folder: Path) -> None:
     document = json.loads(solve(hetflow, folder, "--strategy", "split").stdout)
-    del document["kind"]
+    document["schema"] = "hetflow.plan/1"
     path = folder.parent / "plan.json"
     path.write_text(json.dumps(document))
     answer = hetflow("show", path)
@@ -403,7 +404,7 @@ def test_a_pipeline_plan_has_timelines(hetflow: Hetflow, folder: Path) -> None:
         refused = hetflow("show", split, *flag)
         assert (refused.code, refused.stdout) == (2, "")
         assert refused.stderr.startswith(f"hetflow: {flag[0]} is for ")
-        assert "it has no effect on this file (hetflow.plan/1 split)" in refused.stderr
+        assert "it has no effect on this file (hetflow.plan/2 split)" in refused.stderr
         assert f"hint: leave {flag[0]} out" in refused.stderr
     for more in (("--by-cloud",), ("--timeline", "--json"), ("--timeline", "--explain")):
         assert hetflow("show", plan, *more).code == 2
@@ -431,7 +432,7 @@ def test_an_interleaved_plan_is_checked_shown_and_lowered(hetflow: Hetflow, fold
     asked = ("--strategy", "pipeline", "--schedule", "interleaved", "--chunks-per-device", 2)
     assert solve(hetflow, folder, *asked, "--no-replication", *LINK, "-o", plan).code == 0
     stages = json.loads(plan.read_text())["stages"]
-    assert [stage["first_device"] for stage in stages] == [0, 1, 0, 1]
+    assert [stage["replicas"][0]["first_device"] for stage in stages] == [0, 1, 0, 1]
     assert "valid" in hetflow("check", plan, "--profiles", folder, "--gpus", "2xV100").stdout
     assert "valid" in hetflow("check", plan, "--profiles", folder).stdout
     assert "rank 1" in hetflow("show", plan, "--timeline").stdout
@@ -443,7 +444,7 @@ def test_an_interleaved_plan_is_checked_shown_and_lowered(hetflow: Hetflow, fold
 def test_the_objective_is_said_and_can_be_the_bottleneck(hetflow: Hetflow, folder: Path) -> None:
     asked = ("--strategy", "pipeline", "--no-replication", *LINK)
     step = json.loads(solve(hetflow, folder, *asked).stdout)
-    assert step["objective"] == "step"
+    assert step["objective"] == "step_seconds"
     assert step["proof"]["objective"] == step["predicted"]["step_seconds"]
     steady = json.loads(solve(hetflow, folder, *asked, "--objective", "bottleneck").stdout)
     assert steady["objective"] == "bottleneck"
@@ -472,7 +473,7 @@ def test_a_plan_that_cannot_be_launched_says_so_when_it_is_made(
     assert said in hetflow("show", plan).stdout
     # With the choice left open, only what can be launched is chosen.
     chosen = hetflow("solve", *pool[: -len(LINK)])
-    assert json.loads(chosen.stdout)["kind"] == "split"
+    assert kind_of(json.loads(chosen.stdout)) == "split"
 
 
 def test_limits_of_a_search_and_their_exit_codes(

@@ -36,7 +36,7 @@ def test_a_repetitive_model_gets_a_2bw_plan(hetflow: Hetflow, folder: Path) -> N
     document = json.loads(plan.read_text())
     stages = document["stages"]
     assert len({len(stage["layers"]) for stage in stages}) == 1
-    assert sum(stage["num_replicas"] for stage in stages) == 4
+    assert sum(stage["replicas"][0]["num_replicas"] for stage in stages) == 4
     rows = document["provenance"]["configurations"]
     best = document["global_batch_size"] / document["predicted"]["step_seconds"]
     assert max(row["samples_per_second"] for row in rows if row["fits"]) == pytest.approx(best)

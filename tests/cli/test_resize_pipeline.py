@@ -12,9 +12,9 @@ from hetflow.launcher.repartition import check_same_job
 from hetflow.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
-from hetflow.schema.parallel import ParallelPlan
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
+from hetflow.tests.plan_parts import with_rounds
 
 from .test_pipeline import LINK, layered, solve
 
@@ -30,14 +30,14 @@ def folder(tmp_path: Path, make_profile: Callable[..., Profile]) -> Path:
 
 
 @pytest.fixture
-def plan(hetflow: Hetflow, folder: Path, tmp_path: Path) -> PipelinePlan:
+def plan(hetflow: Hetflow, folder: Path, tmp_path: Path) -> Plan:
     asked = ("--strategy", "pipeline", "--no-replication", *LINK, "-o", tmp_path / "plan.json")
     assert solve(hetflow, folder, *asked).code == 0
-    return files.read(tmp_path / "plan.json", PipelinePlan)
+    return files.read(tmp_path / "plan.json", Plan)
 
 
 def test_profiles_cut_the_model_anew_for_the_same_microbatches(
-    hetflow: Hetflow, folder: Path, plan: PipelinePlan, tmp_path: Path
+    hetflow: Hetflow, folder: Path, plan: Plan, tmp_path: Path
 ) -> None:
     box = Inbox(tmp_path)
     box.show(lower(plan))
@@ -53,9 +53,11 @@ def test_profiles_cut_the_model_anew_for_the_same_microbatches(
     assert config.world_size == 1
     assert config.pipeline is not None
     assert config.pipeline.schedule == plan.schedule
-    assert config.pipeline.num_microbatches == plan.microbatches
-    files.write(tmp_path / "other.json", replace(plan, microbatch_size=plan.microbatch_size * 2,
-                                                 microbatches=plan.microbatches // 2))  # fmt: skip
+    assert config.pipeline.num_microbatches == plan.num_microbatches
+    size, number = plan.microbatch_size * 2, plan.num_microbatches // 2
+    stages = with_rounds(plan.stages, number, size)
+    larger = replace(plan, microbatch_size=size, num_microbatches=number, stages=stages)
+    files.write(tmp_path / "other.json", larger)
     other = hetflow("resize", tmp_path, "--no-wait", "--plan", tmp_path / "other.json")
     assert other.code == 2
     assert "the new plan has 4 microbatches of 16 samples, the job has 8 of 8" in other.stderr
@@ -63,12 +65,12 @@ def test_profiles_cut_the_model_anew_for_the_same_microbatches(
 
 
 def test_a_parallel_plan_is_changed_by_a_relaunch(
-    hetflow: Hetflow, folder: Path, plan: PipelinePlan, tmp_path: Path
+    hetflow: Hetflow, folder: Path, plan: Plan, tmp_path: Path
 ) -> None:
     target = tmp_path / "parallel.json"
     asked = ("--strategy", "parallel", *LINK, "-o", target)
     assert solve(hetflow, folder, *asked).code == 0
-    parallel = lower(files.read(target, ParallelPlan))
+    parallel = lower(files.read(target, Plan))
     box = Inbox(tmp_path)
     box.show(parallel)
     for ask in (("--gpus", "1xV100"), ("--gpus", "1xV100", "--profiles", folder),

@@ -13,8 +13,9 @@ import pytest
 
 from hetflow.planning.limits import Limits
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile, Sync
+from hetflow.tests.plan_parts import kind_of
 
 COMMANDS = (
     "demo", "devices", "doctor", "profile", "solve", "check", "launch", "resize",
@@ -46,7 +47,7 @@ def solve(hetflow: Hetflow, profiles: Path, *more: object) -> Any:
 def test_a_plan_goes_to_stdout_as_json(hetflow: Hetflow, profiles: Path) -> None:
     answer = solve(hetflow, profiles)
     assert answer.code == 0
-    plan = files.from_json(answer.stdout, SplitPlan)
+    plan = files.from_json(answer.stdout, Plan)
     assert plan.proof.termination == "optimal"
     assert sum(g.num_devices * g.device_batch_size for g in plan.groups) == 256
 
@@ -59,7 +60,7 @@ def test_the_chain_solve_check_show(hetflow: Hetflow, profiles: Path, tmp_path: 
     shown = hetflow("show", target)
     assert "V100" in shown.stdout
     assert "optimal" in shown.stdout
-    assert json.loads(hetflow("show", target, "--json").stdout)["kind"] == "split"
+    assert kind_of(json.loads(hetflow("show", target, "--json").stdout)) == "split"
 
 
 @pytest.mark.parametrize("method", ["cbc", "highs"])
@@ -240,8 +241,8 @@ def test_the_simpler_plan_is_taken_said_and_refused(
     assert "2 x V100: 8 x 16, is predicted at 186 ms" in answer.stderr
     assert "--fastest takes the other" in answer.stderr
     plan = json.loads(target.read_text())
-    assert [group["virtual_nodes"] for group in plan["groups"]] == [4]
-    assert not Limits(time_limit_seconds=1.0).is_missed(files.read(target, SplitPlan))
+    assert [group["virtual_nodes"] for group in plan["stages"][0]["replicas"]] == [4]
+    assert not Limits(time_limit_seconds=1.0).is_missed(files.read(target, Plan))
     assert "simplest of the plans within 2 %" in plan["proof"]["method"]
     checked = hetflow("check", target, "--profiles", folder, "--gpus", "2xV100")
     assert "valid (optimal)" in checked.stdout
@@ -249,7 +250,7 @@ def test_the_simpler_plan_is_taken_said_and_refused(
     assert "simpler than the fastest on paper, 186 ms" in shown
     assert "the measurements allow" in shown
     plan = json.loads(hetflow("solve", *asked, "--fastest").stdout)
-    assert [group["virtual_nodes"] for group in plan["groups"]] == [8]
+    assert [group["virtual_nodes"] for group in plan["stages"][0]["replicas"]] == [8]
     assert "tolerance" not in plan["proof"]
 
 
@@ -287,7 +288,7 @@ def test_an_unknown_synchronisation_and_a_sweep_of_one_size_are_said(
     )
     sentence = "synchronisation of V100 could not be told from zero"
     assert f"{sentence}: plans count the most that it can be, 3 ms a step" in solved.stderr
-    plan = files.read(target, SplitPlan)
+    plan = files.read(target, Plan)
     assert plan.predicted.sync_seconds == 0.003
     checked = hetflow("check", target, "--profiles", profiles, "--gpus", "2xV100")
     assert checked.code == 0

@@ -11,7 +11,7 @@ import pytest
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster, DeviceType, ServerGroup
 from hetflow.schema.market import InstanceType, Market
-from hetflow.schema.plans import Plan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import LayerGraph, LayerNode, Profile
 from hetflow.tests.handmade import profile
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hetflow.costs.from_runs import Correction, correct
 from hetflow.costs.observed import Run
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.pipeline import PipelinePlan, StagePlan
-from hetflow.schema.plan import Prediction, Proof
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.profile import BatchPoint, Emulation, LayerGraph, LayerNode, Profile
 from hetflow.schema.run import DeviceRun, MeasuredTerm, RunRecord, StageRun, StepTerms
 from hetflow.schema.step_costs import PipelineCosts
+from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
 
 SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)
 NAMES = ("a", "b", "c", "d")
@@ -65,7 +65,7 @@ def run_of(
     size: int = 4,
 ) -> Run:
     stages = tuple(
-        StagePlan(
+        pipeline_stage(
             layers=layers,
             num_replicas=1,
             device_type="A",
@@ -79,11 +79,11 @@ def run_of(
         )
         for index, layers in enumerate(took)
     )
-    plan = PipelinePlan(
+    plan = pipeline_plan(
         model="m",
         global_batch_size=16,
         microbatch_size=size,
-        microbatches=16 // size,
+        num_microbatches=16 // size,
         schedule="1f1b",
         recompute=recompute,
         stages=stages,
@@ -144,7 +144,7 @@ def corrected(before: Profile, *runs: Run, step: float | None = None) -> Correct
     It waits for 20 messages.
     """
 
-    def retime(plan: PipelinePlan, profiles: Sequence[Profile]) -> float | None:
+    def retime(plan: Plan, profiles: Sequence[Profile]) -> float | None:
         costs = profiles[0].pipeline
         if step is None or costs is None:
             return step

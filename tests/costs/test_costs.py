@@ -12,9 +12,10 @@ from hetflow.costs.memory import fitting_points
 from hetflow.costs.split import predict
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import LinkCurve
-from hetflow.schema.plan import DeviceGroup
+from hetflow.schema.plan import ReplicaGroup
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
+from hetflow.tests.plan_parts import whole_group
 
 CURVE = (
     BatchPoint(batch_size=8, step_seconds=1.0, peak_memory_bytes=101),
@@ -146,7 +147,7 @@ def test_a_step_is_the_slowest_device_plus_sync_plus_update() -> None:
         devices=(option("A", sync=LINK), option("B", update_seconds=0.75)),
     )
     groups = [
-        DeviceGroup(
+        whole_group(
             device_type=name,
             num_devices=1,
             device_batch_size=passes * size,
@@ -169,8 +170,8 @@ def told(size: int, seconds: float, **parts: float) -> BatchPoint:
     return BatchPoint(batch_size=size, step_seconds=seconds, peak_memory_bytes=1, **parts)
 
 
-def group(name: str, number: int, passes: int, size: int) -> DeviceGroup:
-    return DeviceGroup(
+def group(name: str, number: int, passes: int, size: int) -> ReplicaGroup:
+    return whole_group(
         device_type=name,
         num_devices=number,
         device_batch_size=passes * size,

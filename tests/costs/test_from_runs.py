@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hetflow.costs.from_runs import Correction, correct
 from hetflow.costs.observed import Run
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.parallel import ParallelPlan
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.profile import BatchPoint, BusyHost, Emulation, Profile, Sync, SyncPoint
 from hetflow.schema.run import DeviceRun, Generation, MeasuredTerm, RunRecord, StepTerms
 from hetflow.tests.parallel_plans import parallel_plan
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)
 ADAM = OptimizerState(name="adam", state_bytes_per_weight_byte=2.0)
@@ -51,9 +51,9 @@ Group = tuple[str, int, int, int]
 """Device type, devices, virtual nodes of each, samples of one."""
 
 
-def plan(*groups: Group, **fields: Any) -> SplitPlan:
+def plan(*groups: Group, **fields: Any) -> Plan:
     made = tuple(
-        DeviceGroup(
+        whole_group(
             device_type=name,
             num_devices=number,
             device_batch_size=nodes * size,
@@ -64,7 +64,7 @@ def plan(*groups: Group, **fields: Any) -> SplitPlan:
     )
     samples = sum(group.num_devices * group.device_batch_size for group in made)
     given = {"model": "m", "optimizer": SGD, **fields}
-    return SplitPlan(
+    return split_plan(
         global_batch_size=samples,
         groups=made,
         predicted=Prediction(step_seconds=1.0, samples_per_second=float(samples)),
@@ -115,9 +115,7 @@ def device(
     )
 
 
-def run_of(
-    plan: SplitPlan | ParallelPlan, *devices: DeviceRun, name: str = "r", **fields: Any
-) -> Run:
+def run_of(plan: Plan, *devices: DeviceRun, name: str = "r", **fields: Any) -> Run:
     step = max(d.step_seconds for d in devices if d.step_seconds is not None)
     given = {
         "status": "done",
@@ -140,7 +138,7 @@ def corrected(profiles: Profile | list[Profile], *runs: Run) -> Correction:
     return correct(asked, runs, corrected_at="now", retime=lambda plan, profiles: None)
 
 
-def predicted(profiles: tuple[Profile, ...], plan: SplitPlan) -> float:
+def predicted(profiles: tuple[Profile, ...], plan: Plan) -> float:
     """The step by its definition, all devices on one host."""
     own, updates, syncs = [], [], [0.0]
     for group in plan.groups:
@@ -379,7 +377,7 @@ def runs(draw: st.DrawFn, name: str = "r") -> Run:
 def test_one_run_gives_its_plan_the_step_that_it_measured(before: list[Profile], run: Run) -> None:
     found = corrected(before, run)
     assert found.used == ("r",)
-    assert isinstance(run.record.plan, SplitPlan)
+    assert run.record.plan.kind == "split"
     assert run.record.measured_step_seconds is not None
     got = predicted(found.profiles, run.record.plan)
     assert got == pytest.approx(run.record.measured_step_seconds)

@@ -4,14 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hetflow.schema.parallel import (
-    ParallelPlan,
-    ParallelPrediction,
-    ParallelProof,
-    ParallelStage,
-    ReplicaGroup,
-)
+from hetflow.schema.plan import Plan, Prediction, Proof, Stage
 from hetflow.solvers.parallel.solve import shares_of
+from hetflow.tests.plan_parts import parallel_plan_of, replica_group
 
 
 def plan_of(
@@ -22,7 +17,7 @@ def plan_of(
     global_batch_size: int,
     microbatch_size: int,
     data_parallel_size: int,
-) -> ParallelPlan:
+) -> Plan:
     """One of Sailor's plans.
 
     Args:
@@ -40,7 +35,7 @@ def plan_of(
         counts = Counter((servers[0][0], degree) for servers, degree, *_ in replicas)
         shares = shares_of(global_batch_size, tuple(counts.values()), rounds * microbatch_size)
         groups = tuple(
-            ReplicaGroup(
+            replica_group(
                 device_type=name,
                 tensor_parallel_size=degree,
                 num_replicas=count,
@@ -49,7 +44,7 @@ def plan_of(
             for ((name, degree), count), share in zip(counts.items(), shares, strict=True)
         )
         names = tuple(f"layer{layer}" for layer in layers)
-        stages.append(ParallelStage(layers=names, recompute="none", replicas=groups))
+        stages.append(Stage(layers=names, recompute="none", replicas=groups))
     return unjudged(model, global_batch_size, microbatch_size, rounds, stages)
 
 
@@ -58,10 +53,10 @@ def unjudged(
     global_batch_size: int,
     microbatch_size: int,
     num_microbatches: int,
-    stages: Sequence[ParallelStage],
-) -> ParallelPlan:
+    stages: Sequence[Stage],
+) -> Plan:
     """A plan without a prediction or a proof of its own."""
-    return ParallelPlan(
+    return parallel_plan_of(
         model=model,
         global_batch_size=global_batch_size,
         microbatch_size=microbatch_size,
@@ -69,8 +64,8 @@ def unjudged(
         schedule="1f1b",
         num_model_chunks=1,
         stages=tuple(stages),
-        predicted=ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={}),
-        proof=ParallelProof(
+        predicted=Prediction(step_seconds=0.0, samples_per_second=0.0),
+        proof=Proof(
             termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
         ),
     )

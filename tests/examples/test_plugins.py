@@ -29,7 +29,7 @@ from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.schema.market import Market
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
 from hetflow.schema.schedule_traits import SCHEDULES
 from hetflow.solvers.allocation.policy import POLICIES
@@ -106,7 +106,7 @@ def test_a_schedule_from_outside_is_planned_checked_shown_and_lowered(
     own, plain = tmp_path / "eager.json", tmp_path / "1f1b.json"
     assert solve(hetflow, profiles, eager, own)[0] == 0
     assert solve(hetflow, profiles, "1f1b", plain)[0] == 0
-    plan, before = files.read(own, PipelinePlan), files.read(plain, PipelinePlan)
+    plan, before = files.read(own, Plan), files.read(plain, Plan)
     assert plan.schedule == eager
     # What it is for: transfers of a tenth of a second hide behind passes.
     assert plan.predicted.step_seconds < before.predicted.step_seconds
@@ -117,7 +117,7 @@ def test_a_schedule_from_outside_is_planned_checked_shown_and_lowered(
     assert eager in shown
     work = lower_pipeline(plan).pipeline
     assert work is not None
-    schedule = schedule_of(work, plan.microbatches)
+    schedule = schedule_of(work, plan.num_microbatches)
     assert validate(schedule) == []
     assert peak_in_flight(schedule) == (7, 5, 3, 1)
 
@@ -190,7 +190,7 @@ def test_a_format_from_outside_is_exported(
     assert table[2] == "| 0 | 1xV100 | layer0 to layer0 (1) | 30 |"
     assert json.loads(printed) == {"format": "markdown", "text": page.read_text()}
     assert code == 2
-    assert "markdown is a format of PipelinePlan, SplitPlan, not of a Profile" in errors
+    assert "must be 'hetflow.plan/2', got 'hetflow.profile/1'" in errors
 
 
 def test_a_format_from_outside_is_imported(hetflow: Hetflow, site: Path, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from hetflow.costs.split import predict
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles
-from hetflow.schema.plan import DeviceGroup, SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.solvers.split.solve import solve
+from hetflow.tests.plan_parts import whole_group
 
 pytestmark = pytest.mark.measures
 
@@ -24,14 +25,14 @@ FOLDER = Path(hetflow.examples.__file__).parent / "virtualflow_6_5"
 BATCH = 8192
 
 
-def recommended(pool: str, profiles: tuple[Profile, ...] | None = None) -> SplitPlan:
+def recommended(pool: str, profiles: tuple[Profile, ...] | None = None) -> Plan:
     problem = split_problem(profiles or read_profiles(FOLDER), Cluster.parse(pool), BATCH)
     plan = solve(problem)
     assert check(plan, problem) == []
     return plan
 
 
-def shares(plan: SplitPlan) -> list[tuple[str, int, int, int]]:
+def shares(plan: Plan) -> list[tuple[str, int, int, int]]:
     return [
         (g.device_type, g.num_devices, g.device_batch_size, g.virtual_node_batch_size)
         for g in plan.groups
@@ -55,7 +56,7 @@ def test_figure_7_uneven_is_44_percent_shorter() -> None:
 
     def seconds(v100: int, p100: int) -> float:
         groups = [
-            DeviceGroup(
+            whole_group(
                 device_type=name,
                 num_devices=2,
                 device_batch_size=samples,

@@ -10,8 +10,9 @@ from typing import Any
 from hetflow.api.export import export
 from hetflow.protocol.pins import pins
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.tests import programs
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 ARGUMENTS = ("it's; $(touch x)", "two\nlines", "%d")
 PLAN, SCRIPT = "the plan's $(y).json", "train it.py"
@@ -32,14 +33,14 @@ for batch in job.batches(DataLoader(data, batch_size=16)):
 """
 
 
-def plan_of(*groups: tuple[str, int, int]) -> SplitPlan:
+def plan_of(*groups: tuple[str, int, int]) -> Plan:
     """(device type, number, virtual nodes of 4 samples each)."""
     made = tuple(
-        DeviceGroup(device_type=name, num_devices=number, device_batch_size=4 * nodes,
+        whole_group(device_type=name, num_devices=number, device_batch_size=4 * nodes,
                     virtual_nodes=nodes, virtual_node_batch_size=4)
         for name, number, nodes in groups
     )  # fmt: skip
-    return SplitPlan(
+    return split_plan(
         model="a model's",
         global_batch_size=sum(group.num_devices * group.device_batch_size for group in made),
         groups=made,

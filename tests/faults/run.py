@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hetflow.runtime.parts import is_complete
 from hetflow.schema import files
-from hetflow.schema.pipeline import PipelinePlan, StagePlan
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
+from hetflow.tests.plan_parts import pipeline_stage
 
 from ..launcher.elastic_runs import plan_of as plan_by_hand
 from ..launcher.test_hosts import free_port
@@ -46,7 +46,7 @@ class Ended(Exception):
     """The launch has ended by itself."""
 
 
-def plan_of(mapping: str) -> SplitPlan:
+def plan_of(mapping: str) -> Plan:
     """Four virtual nodes on the devices of a specification; the first ones hold more."""
     types = []
     for part in mapping.split(","):
@@ -56,11 +56,11 @@ def plan_of(mapping: str) -> SplitPlan:
     return plan_by_hand(counts, types, model="faults", samples=NODE_SAMPLES)
 
 
-def pipeline_plan() -> PipelinePlan:
+def pipeline_plan() -> Plan:
     """Two stages of the model, and four microbatches."""
     layers = (tuple("01234"), tuple("567"))
     stages = tuple(
-        StagePlan(
+        pipeline_stage(
             layers=own,
             num_replicas=1,
             device_type="cpu:fast",
@@ -75,11 +75,11 @@ def pipeline_plan() -> PipelinePlan:
         for number, own in enumerate(layers)
     )
     split = plan_of("2xcpu:fast")
-    return PipelinePlan(
+    return pipeline_plan(
         model=split.model,
         global_batch_size=split.global_batch_size,
         microbatch_size=NODE_SAMPLES,
-        microbatches=NODES,
+        num_microbatches=NODES,
         schedule="1f1b",
         recompute=False,
         stages=stages,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.launcher.elastic_runs import plan_of
 
@@ -77,7 +77,7 @@ if sys.argv[1] == "whole":
 ON_THE_HOST = "is too small for the whole model, which is on the host outside of steps"
 
 
-def stages(kind: str, layers: Sequence[int]) -> PipelinePlan:
+def stages(kind: str, layers: Sequence[int]) -> Plan:
     """A plan with so many layers in each stage."""
     plan, ends = two_stages((kind, kind)), [sum(layers[: n + 1]) for n in range(len(layers))]
     return replace(

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.parallel import ParallelPlan
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.launcher.elastic_runs import plan_of
 from hetflow.tests.parallel_plans import parallel_plan
@@ -92,7 +91,7 @@ DEGREES = {
 }
 
 
-def plan_on(kind: str, name: str) -> PipelinePlan | ParallelPlan:
+def plan_on(kind: str, name: str) -> Plan:
     """A plan for four workers: stages on replicas, on tensor-parallel groups, or on both."""
     if name in DEGREES:
         plan = parallel_plan(DEGREES[name])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import handmade
 
 
 @pytest.fixture(scope="session")
-def two_stages() -> PipelinePlan:
+def two_stages() -> Plan:
     return handmade.two_stages(("cpu:slow", "cpu:slow"))

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.tests import programs
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 SCRIPT = Path(__file__).with_name("elastic_script.py")
@@ -26,14 +27,14 @@ def plan_of(
     *,
     model: str = "elastic",
     samples: int = NODE_SAMPLES,
-) -> SplitPlan:
+) -> Plan:
     """One device for each number of virtual nodes of so many samples."""
     names = types or ["cpu:fast"] * len(nodes)
-    return SplitPlan(
+    return split_plan(
         model=model,
         global_batch_size=sum(nodes) * samples,
         groups=tuple(
-            DeviceGroup(
+            whole_group(
                 device_type=name,
                 num_devices=1,
                 device_batch_size=number * samples,

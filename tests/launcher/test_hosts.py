@@ -14,9 +14,10 @@ import pytest
 
 from hetflow.api.export import export
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 pytestmark = pytest.mark.processes
 
@@ -50,10 +51,10 @@ pathlib.Path(os.environ["HERE"], "seen%d" % job.rank).write_text(
 """
 
 
-def plan_of(*groups: tuple[str, int, int]) -> SplitPlan:
+def plan_of(*groups: tuple[str, int, int]) -> Plan:
     """(device type, number, samples of its one virtual node)."""
     made = tuple(
-        DeviceGroup(
+        whole_group(
             device_type=name,
             num_devices=number,
             device_batch_size=size,
@@ -62,7 +63,7 @@ def plan_of(*groups: tuple[str, int, int]) -> SplitPlan:
         )
         for name, number, size in groups
     )
-    return SplitPlan(
+    return split_plan(
         model="m",
         global_batch_size=sum(g.num_devices * g.device_batch_size for g in made),
         groups=made,

@@ -15,9 +15,10 @@ import pytest
 from hetflow.protocol.launch_token import prefix_of
 from hetflow.protocol.pins import pins
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 pytestmark = pytest.mark.processes
 
@@ -75,9 +76,9 @@ print("err of", os.environ["RANK"], file=sys.stderr)
 """
 
 
-def make_plan(*types: str, model: str = "m") -> SplitPlan:
+def make_plan(*types: str, model: str = "m") -> Plan:
     groups = tuple(
-        DeviceGroup(
+        whole_group(
             device_type=name,
             num_devices=1,
             device_batch_size=4,
@@ -86,7 +87,7 @@ def make_plan(*types: str, model: str = "m") -> SplitPlan:
         )
         for name in types
     )
-    return SplitPlan(
+    return split_plan(
         model=model,
         global_batch_size=4 * len(types),
         groups=groups,
@@ -286,7 +287,10 @@ def test_bad_requests_end_in_one_line_and_no_file(
     write_script(here, TELLS)
     many = make_plan("cpu")
     group = files.to_plain(many)
-    group["groups"][0]["num_devices"], group["global_batch_size"] = 4096, 4 * 4096
+    replicas = group["stages"][0]["replicas"][0]
+    nodes = 4096 * replicas["virtual_nodes"]
+    replicas["num_replicas"], replicas["samples"] = 4096, 4 * 4096
+    group["global_batch_size"], group["num_microbatches"] = 4 * 4096, nodes
     (here / "many.json").write_text(json.dumps(group))
     files.write(here / "gpu.json", make_plan("NoSuchGPU"))
     before = sorted(here.iterdir())

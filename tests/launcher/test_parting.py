@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 
 from .elastic_runs import HETFLOW, Launch
@@ -70,7 +70,7 @@ def test_one_flipped_bit_is_found_and_no_checkpoint_keeps_it(
 
 
 def test_replicas_of_a_stage_are_compared_as_well(
-    tmp_path: Path, parts: Callable[[str], None], two_stages: PipelinePlan
+    tmp_path: Path, parts: Callable[[str], None], two_stages: Plan
 ) -> None:
     """The last stage, on worker 2, has nothing to compare but settings."""
     parts("bit 12")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
 
@@ -65,7 +65,7 @@ for epoch in range(2):
 
 
 @pytest.fixture
-def plan(tmp_path: Path, two_stages: PipelinePlan) -> Path:
+def plan(tmp_path: Path, two_stages: Plan) -> Path:
     files.write(tmp_path / "plan.json", two_stages)
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "plan.json"
@@ -82,7 +82,7 @@ def launch(plan: Path, *arguments: str, flags: tuple[str, ...] = (), run: str = 
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePlan):
+def whole(tmp_path_factory: pytest.TempPathFactory, two_stages: Plan):
     """The record of a run that nothing disturbs, by schedule; each made once."""
     records: dict[str, RunRecord] = {}
 
@@ -101,7 +101,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePlan):
 
 
 @pytest.fixture(scope="module")
-def hanging(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePlan):
+def hanging(tmp_path_factory: pytest.TempPathFactory, two_stages: Plan):
     """A launch in which a worker hangs; it waits beside the tests that ask for it first."""
     folder = tmp_path_factory.mktemp("hanging")
     plan = folder / "plan.json"
@@ -119,7 +119,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePlan):
 @pytest.mark.usefixtures("hanging")
 def test_the_record_holds_prediction_beside_measurement(whole) -> None:
     record = whole("1f1b")
-    assert isinstance(record.plan, PipelinePlan)
+    assert record.plan.kind == "pipeline"
     assert [device.predicted_compute_seconds for device in record.devices] == [0.08, 0.08]
     assert record.num_steps == 10
     # Emulated passes are held: no step can be shorter than (4 + 1) passes of 20 ms.
@@ -144,7 +144,7 @@ def go_on(plan: Path) -> tuple[str, str | None]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("pipedream", marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_all_is_named_and_a_restart_ends_as_if_undisturbed(
-    plan: Path, two_stages: PipelinePlan, whole, schedule: str
+    plan: Path, two_stages: Plan, whole, schedule: str
 ) -> None:
     files.write(plan, dataclasses.replace(two_stages, schedule=schedule), force=True)
     died = launch(plan, "die", "5", flags=(*saving(plan), "--on-failure", "stop"), run="died")
@@ -159,7 +159,7 @@ def test_a_killed_worker_ends_all_is_named_and_a_restart_ends_as_if_undisturbed(
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("pipedream", marks=pytest.mark.slow)])
 def test_a_stop_saves_and_a_restart_ends_as_if_undisturbed(
-    plan: Path, two_stages: PipelinePlan, whole, schedule: str
+    plan: Path, two_stages: Plan, whole, schedule: str
 ) -> None:
     files.write(plan, dataclasses.replace(two_stages, schedule=schedule), force=True)
     stopped = programs.run_until_stopped(

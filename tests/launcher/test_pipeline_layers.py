@@ -9,7 +9,7 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
 
@@ -90,7 +90,7 @@ def test_gpt2_of_transformers_trains_as_on_one_device(tmp_path: Path) -> None:
 
 
 def test_layers_found_by_hooks_are_refused_before_anything_starts(
-    tmp_path: Path, two_stages: PipelinePlan
+    tmp_path: Path, two_stages: Plan
 ) -> None:
     trace = LayerTrace(way="hooks", reason="torch.export: data-dependent")
     files.write(tmp_path / "plan.json", replace(two_stages, trace=trace))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.schema.schedule_traits import SCHEDULES
 from hetflow.tests.examples.plugins import PLUGINS, forget, install
@@ -34,7 +34,7 @@ for batch in job.batches(DataLoader(data, batch_size=8)):
 
 @pytest.mark.slow
 def test_workers_find_the_schedule_and_train_as_1f1b_does(
-    tmp_path: Path, two_stages: PipelinePlan, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, two_stages: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "site"
     site.mkdir()

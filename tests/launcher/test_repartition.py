@@ -23,8 +23,9 @@ from hetflow.protocol.control import ask
 from hetflow.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
+from hetflow.tests.plan_parts import with_rounds
 
 from ..faults.processes import is_gone
 
@@ -35,12 +36,12 @@ SCRIPT = Path(__file__).with_name("pipeline_script.py")
 EPOCHS, STEPS = 3, 15
 
 
-def one_stage(plan: PipelinePlan) -> PipelinePlan:
+def one_stage(plan: Plan) -> Plan:
     layers = tuple(layer for stage in plan.stages for layer in stage.layers)
     return replace(plan, stages=(replace(plan.stages[0], layers=layers, num_in_flight=1),))
 
 
-def other_cut(plan: PipelinePlan) -> PipelinePlan:
+def other_cut(plan: Plan) -> Plan:
     first, second = plan.stages
     return replace(plan, stages=(replace(first, layers=("0",)), replace(second, layers=("1", "2"))))
 
@@ -49,7 +50,7 @@ class Run:
     """A launch of the script in a folder of its own."""
 
     def __init__(
-        self, folder: Path, plan: PipelinePlan, *options: str, holds: tuple[int, ...] = ()
+        self, folder: Path, plan: Plan, *options: str, holds: tuple[int, ...] = ()
     ) -> None:
         folder.mkdir()
         self.folder, self.run = folder, folder / "run"
@@ -82,7 +83,7 @@ class Run:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def resize(self, plan: PipelinePlan, *, go: int) -> dict[str, Any]:
+    def resize(self, plan: Plan, *, go: int) -> dict[str, Any]:
         """Ask for a plan; let the workers go on when they were asked to hand over; the answer."""
         files.write(self.folder / "next.json", plan, force=True)
         return self.ask("--plan", str(self.folder / "next.json"), go=go)
@@ -122,7 +123,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePlan) -> Run:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, two_stages: Plan) -> Run:
     run = Run(tmp_path_factory.mktemp("whole") / "a", two_stages)
     run.end()
     return run
@@ -140,7 +141,7 @@ def assert_alike(run: Run, undisturbed: Run) -> None:
 
 
 def test_a_pipeline_goes_from_two_workers_to_one_and_back(
-    tmp_path: Path, two_stages: PipelinePlan, undisturbed: Run
+    tmp_path: Path, two_stages: Plan, undisturbed: Run
 ) -> None:
     run = Run(tmp_path / "a", two_stages, holds=(2, 8))
     run.wait_for_step(2, workers=2)
@@ -187,7 +188,7 @@ def test_profile_solve_launch_and_resize_to_other_devices(tmp_path: Path, undist
     pipeline = ("--strategy", "pipeline", "--num-stages", "2", "--microbatch-size", "2")
     # The resize counts the same optimizer, which the profiles do not say.
     hetflow("solve", *asked, *pipeline, "--optimizer", "sgd-momentum", "-o", "plan.json")
-    run = Run(tmp_path / "a", files.read(tmp_path / "plan.json", PipelinePlan), holds=(2, 8))
+    run = Run(tmp_path / "a", files.read(tmp_path / "plan.json", Plan), holds=(2, 8))
     profiles = ("--profiles", str(tmp_path / "profiles"))
     run.wait_for_step(2, workers=2)
     answer = run.ask("--gpus", "1xcpu:fast", *profiles, go=2)
@@ -208,7 +209,7 @@ def test_profile_solve_launch_and_resize_to_other_devices(tmp_path: Path, undist
 
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_from_the_last_checkpoint(
-    tmp_path: Path, two_stages: PipelinePlan, undisturbed: Run
+    tmp_path: Path, two_stages: Plan, undisturbed: Run
 ) -> None:
     options = ("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2")
     run = Run(tmp_path / "a", two_stages, *options, holds=(5,))
@@ -229,7 +230,7 @@ def test_a_killed_worker_is_replaced_from_the_last_checkpoint(
 
 @pytest.mark.slow
 def test_a_frozen_worker_is_found_by_its_heartbeat(
-    tmp_path: Path, two_stages: PipelinePlan, undisturbed: Run
+    tmp_path: Path, two_stages: Plan, undisturbed: Run
 ) -> None:
     options = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2"]
     options += ["--heartbeat", "3"]
@@ -255,7 +256,7 @@ def undisturbed_digest(undisturbed: Run) -> str:
 
 @pytest.mark.slow
 def test_a_plan_whose_workers_fail_leaves_the_job_as_it_was(
-    tmp_path: Path, two_stages: PipelinePlan, undisturbed: Run
+    tmp_path: Path, two_stages: Plan, undisturbed: Run
 ) -> None:
     wrong = replace(two_stages.stages[1], layers=("7",))
     run = Run(tmp_path / "a", two_stages, holds=(2,))
@@ -270,7 +271,7 @@ def test_a_plan_whose_workers_fail_leaves_the_job_as_it_was(
 class Processes:
     """Workers without processes: what they were started for, and how they left."""
 
-    def __init__(self, plan: PipelinePlan, folder: Path, *, restarts: bool) -> None:
+    def __init__(self, plan: Plan, folder: Path, *, restarts: bool) -> None:
         self.box = Inbox(folder)
         self.codes: dict[str, int] = {"0": 0, "1": 0}
         self.store: dict[str, str] = {"hetflow/0/training": "2"}
@@ -330,7 +331,7 @@ class Processes:
 
 
 @pytest.fixture
-def processes(tmp_path: Path, two_stages: PipelinePlan) -> Iterator[Callable[[bool], Processes]]:
+def processes(tmp_path: Path, two_stages: Plan) -> Iterator[Callable[[bool], Processes]]:
     made: list[Processes] = []
 
     def make(restarts: bool) -> Processes:
@@ -369,7 +370,7 @@ def test_without_a_checkpoint_or_by_an_error_of_the_script_the_launch_ends(
 
 
 def test_newcomers_that_fail_before_or_after_their_turn_leave_the_plan_before(
-    tmp_path: Path, two_stages: PipelinePlan, processes: Callable[[bool], Processes]
+    tmp_path: Path, two_stages: Plan, processes: Callable[[bool], Processes]
 ) -> None:
     workers = processes(False)
     ask(tmp_path, lower(one_stage(two_stages)))
@@ -390,7 +391,7 @@ def test_newcomers_that_fail_before_or_after_their_turn_leave_the_plan_before(
     assert workers.codes == {"4": 0, "5": 0}
 
 
-def test_a_pipeline_without_a_checkpoint_cannot_be_replaced(two_stages: PipelinePlan) -> None:
+def test_a_pipeline_without_a_checkpoint_cannot_be_replaced(two_stages: Plan) -> None:
     asked = LaunchRequest(
         plan=two_stages, config=lower(two_stages), script=("t.py",), folder=Path("r")
     )
@@ -402,10 +403,12 @@ def test_a_pipeline_without_a_checkpoint_cannot_be_replaced(two_stages: Pipeline
         replace(asked, on_failure="shrink", checkpoint=Path("c"))
 
 
-def test_other_microbatches_or_models_are_refused(two_stages: PipelinePlan) -> None:
+def test_other_microbatches_or_models_are_refused(two_stages: Plan) -> None:
     config = lower(two_stages)
     check_same_job(config, lower(other_cut(two_stages)))
+    larger = with_rounds(two_stages.stages, 2, 4)
+    other = lower(replace(two_stages, num_microbatches=2, microbatch_size=4, stages=larger))
     with pytest.raises(ProblemError, match="has 2 microbatches of 4 samples, the job has 4 of 2"):
-        check_same_job(config, lower(replace(two_stages, microbatches=2, microbatch_size=4)))
+        check_same_job(config, other)
     with pytest.raises(ProblemError, match="the plan is of x, the run trains small"):
         check_same_job(config, lower(replace(two_stages, model="x")))

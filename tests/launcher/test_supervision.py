@@ -20,8 +20,7 @@ from hetflow.protocol.lower import lower
 from hetflow.schema.choices import OnFailure
 from hetflow.schema.errors import TargetError
 from hetflow.schema.launch import LaunchConfig, Rendezvous
-from hetflow.schema.pipeline import PipelinePlan
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 
 from .test_dealing import gpu_of
 from .test_hosts import plan_of
@@ -31,7 +30,7 @@ TWO_HOSTS = Rendezvous(num_nodes=2, node_rank=0, host="127.0.0.1", port=29400, d
 SAVED = Path("saved")
 
 
-def asked(plan: SplitPlan | PipelinePlan, **options: Any) -> LaunchRequest:
+def asked(plan: Plan, **options: Any) -> LaunchRequest:
     return LaunchRequest(
         plan=plan, config=lower(plan), script=("train.py",), folder=Path("run"), **options
     )
@@ -59,7 +58,7 @@ def test_a_split_is_looked_after_by_hosts_and_policy(
 
 @pytest.mark.parametrize("on_failure", [None, "stop"])
 def test_a_pipeline_on_one_host_changes_its_plan_as_a_whole(
-    two_stages: PipelinePlan, on_failure: OnFailure | None
+    two_stages: Plan, on_failure: OnFailure | None
 ) -> None:
     request = asked(two_stages, on_failure=on_failure)
     supervision = supervision_of(request)

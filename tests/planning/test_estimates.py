@@ -24,8 +24,7 @@ from hetflow.schema.operator_counts import (
     PassCounts,
 )
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.pipeline import PipelinePlan
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 
 
@@ -68,8 +67,8 @@ def profile(name: str) -> Profile:
     return estimated_profile(COUNTS, Estimator(spec=spec_of(name)), model="toy")
 
 
-def shown(plan: SplitPlan | PipelinePlan) -> str:
-    explained = explain_split(plan) if isinstance(plan, SplitPlan) else explain_pipeline(plan)
+def shown(plan: Plan) -> str:
+    explained = explain_split(plan) if plan.kind == "split" else explain_pipeline(plan)
     assert explanation_document(explained)["estimated"] is True
     return f"{table_of(plan)}\n{explanation_table(explained)}"
 

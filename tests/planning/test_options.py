@@ -24,6 +24,7 @@ from hetflow.schema.profile import (
 )
 from hetflow.schema.requests.solve import SolveRequest
 from hetflow.tests.handmade import profile
+from hetflow.tests.plan_parts import kind_of
 
 PLANNERS = get_args(Planner)
 OPTIONS = {each.name: each for each in asked_of(SolveRequest)}
@@ -194,7 +195,7 @@ def test_auto_compares_the_kinds_that_read_what_is_asked() -> None:
     def compared(values: dict[str, Any]) -> set[str]:
         plan: Any = to_plain(solve(question_of(replace(base, **values))))
         others = plan["provenance"].get("compared_with", [])
-        return {plan["kind"], *(other["kind"] for other in others)}
+        return {kind_of(plan), *(other["kind"] for other in others)}
 
     base = replace(asked("split"), strategy="auto")
     assert compared(LINK) == {"split", "pipeline", "parallel"}

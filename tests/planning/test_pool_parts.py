@@ -17,8 +17,7 @@ from hetflow.planning.pool_parts import MOST_PARTS, Parts, best_of_parts, is_par
 from hetflow.protocol.lower import lower
 from hetflow.schema.cluster import Cluster, DeviceType, Link, ServerGroup
 from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.parallel import ParallelPlan
-from hetflow.schema.plan import Proof
+from hetflow.schema.plan import Plan, Proof
 from hetflow.schema.profile import (
     BatchPoint,
     LayerGraph,
@@ -329,7 +328,7 @@ def test_a_parallel_plan_is_the_best_over_all_sets_of_devices(
     assert lowers_inside_servers(plan)
 
 
-def lowers_inside_servers(plan: ParallelPlan) -> bool:
+def lowers_inside_servers(plan: Plan) -> bool:
     """Whether a launch puts each stage that the plan's pool can hold in one server into one."""
     assert plan.cluster is not None
     workers = iter(lower(plan).workers)

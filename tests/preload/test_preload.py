@@ -20,7 +20,8 @@ from hetflow import preload
 from hetflow.preload import settings
 from hetflow.preload.process import _keep
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Prediction, Proof
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 pytestmark = pytest.mark.processes
 
@@ -69,14 +70,14 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(name="two_workers")
 def plan_two_workers(here: Path) -> Path:
-    group = DeviceGroup(
+    group = whole_group(
         device_type="cpu:fast",
         num_devices=2,
         device_batch_size=4,
         virtual_nodes=2,
         virtual_node_batch_size=2,
     )
-    plan = SplitPlan(
+    plan = split_plan(
         model="m",
         global_batch_size=8,
         groups=(group,),

@@ -18,10 +18,10 @@ from hetflow.profilers.timing import RepeatPolicy
 from hetflow.protocol.lower_pipeline import lower_pipeline
 from hetflow.runtime.step_times import StepTimes
 from hetflow.schema.launch import LaunchConfig
-from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import Prediction, Proof
 from hetflow.schema.profile import LayerGraph, LayerNode
 from hetflow.schema.step_costs import LinkPoint, Links, PipelineCosts
+from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
 from hetflow.tests.profiles import examples
 
 pytestmark = pytest.mark.measures
@@ -142,15 +142,15 @@ def test_a_trial_is_what_a_launch_of_the_plan_would_run() -> None:
     trial = Trial(cut=1, schedule="1f1b", num_microbatches=3)
     config = launch_config(known.graph, trial, device_type="cpu")
     stages = tuple(
-        StagePlan(
+        pipeline_stage(
             layers=layers, num_replicas=1, device_type="cpu", first_device=first, num_in_flight=1,
             weight_versions=1, seconds_per_input=1.0, compute_seconds=1.0, output_seconds=0.0,
             memory_bytes=1,
         )
         for first, layers in enumerate([("layer0",), ("layer1", "layer2", "layer3")])
     )  # fmt: skip
-    plan = PipelinePlan(
-        model="model", global_batch_size=12, microbatch_size=4, microbatches=3, schedule="1f1b",
+    plan = pipeline_plan(
+        model="model", global_batch_size=12, microbatch_size=4, num_microbatches=3, schedule="1f1b",
         recompute=False, stages=stages, predicted=Prediction(step_seconds=1, samples_per_second=1),
         proof=Proof(termination="optimal", objective=1.0, lower_bound=1.0, gap=0.0, method=""),
         noam=2, stage_cost="ring", solved="flat",

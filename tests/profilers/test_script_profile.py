@@ -10,7 +10,7 @@ import pytest
 from hetflow.cli.main import run
 from hetflow.runtime.adapters.measured import Sized
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
@@ -190,7 +190,7 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
 
     gpus = ["--gpus", "1xcpu:fast,1xcpu:slow", "--batch-size", "32"]
     assert run(["solve", "--profiles", "profiles", *gpus, "-o", "plan.json", "--fastest"]) in (0, 4)
-    plan = files.read(tmp_path / "plan.json", SplitPlan)
+    plan = files.read(tmp_path / "plan.json", Plan)
     shares = {group.device_type: group.device_batch_size for group in plan.groups}
     assert shares["cpu:fast"] > shares["cpu:slow"] > 0
 

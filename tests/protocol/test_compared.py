@@ -6,14 +6,15 @@ import pytest
 
 from hetflow.protocol.record import WorkerReport, assemble
 from hetflow.reports.tables import run_table
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.run import MeasuredTerm, RunRecord, StepTerms
+from hetflow.tests.plan_parts import split_plan, whole_group, with_groups
 
-PLAN = SplitPlan(
+PLAN = split_plan(
     model="m",
     global_batch_size=80,
     groups=(
-        DeviceGroup(
+        whole_group(
             device_type="fast",
             num_devices=1,
             device_batch_size=48,
@@ -21,7 +22,7 @@ PLAN = SplitPlan(
             virtual_node_batch_size=16,
             pass_seconds=0.1,
         ),
-        DeviceGroup(
+        whole_group(
             device_type="slow",
             num_devices=2,
             device_batch_size=16,
@@ -65,7 +66,7 @@ def report(rank: int, name: str, nodes: int, node: float, sync: float) -> Worker
     )
 
 
-def assembled(plan: SplitPlan = PLAN) -> RunRecord:
+def assembled(plan: Plan = PLAN) -> RunRecord:
     reports = [
         report(0, "fast", 3, 0.101, 0.127),
         report(1, "slow", 2, 0.15, 0.13),
@@ -108,9 +109,9 @@ def test_loading_is_shown_where_the_plan_tells_it() -> None:
 
 def test_medians_of_parts_above_the_median_step_are_a_record_all_the_same() -> None:
     group = replace(
-        PLAN.groups[0], virtual_nodes=1, device_batch_size=80, virtual_node_batch_size=80
+        PLAN.groups[0], num_replicas=1, samples=80, virtual_nodes=1, virtual_node_batch_size=80
     )
-    plan = replace(PLAN, groups=(group,))
+    plan = with_groups(PLAN, groups=(group,))
     terms = StepTerms(
         num_steps=17,
         step=MeasuredTerm(seconds=0.0100),

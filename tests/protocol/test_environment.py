@@ -1,6 +1,5 @@
 """A worker's place under hetflow's launcher, torchrun, srun, or none."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,12 @@ from hetflow.schema.launch import (
     VirtualNode,
     WorkerSlot,
 )
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Prediction, Proof, ReplicaGroup
+from hetflow.tests.plan_parts import split_plan, whole_group, with_groups
 
 
-def group(device_type: str, number: int, nodes: int, size: int) -> DeviceGroup:
-    return DeviceGroup(
+def group(device_type: str, number: int, nodes: int, size: int) -> ReplicaGroup:
+    return whole_group(
         device_type=device_type,
         num_devices=number,
         device_batch_size=nodes * size,
@@ -29,7 +29,7 @@ def group(device_type: str, number: int, nodes: int, size: int) -> DeviceGroup:
     )
 
 
-PLAN = SplitPlan(
+PLAN = split_plan(
     model="m",
     global_batch_size=48,
     groups=(group("V100", 1, 2, 8), group("P100", 2, 4, 4)),
@@ -88,7 +88,7 @@ def test_srun_names_the_first_host(plan_path: str, nodes: str, host: str) -> Non
 
 def test_one_task_of_a_foreign_launcher_has_nobody_to_meet(tmp_path: Path) -> None:
     """Nobody holds a store there: waiting for one would last until the time limit."""
-    alone = dataclasses.replace(PLAN, global_batch_size=16, groups=(group("V100", 1, 2, 8),))
+    alone = with_groups(PLAN, global_batch_size=16, groups=(group("V100", 1, 2, 8),))
     files.write(tmp_path / "alone.json", alone)
     env = {"HETFLOW_PLAN": str(tmp_path / "alone.json"), "RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}

@@ -8,10 +8,16 @@ from hetflow.reports.explain import Explanation, Term, explanation_document, exp
 from hetflow.reports.explain_pipeline import explain_pipeline
 from hetflow.reports.explain_split import explain_split
 from hetflow.schema.errors import ProblemError
-from hetflow.schema.pipeline import PipelinePlan, StagePlan
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Prediction, Proof, Stage
+from hetflow.tests.plan_parts import (
+    pipeline_plan,
+    pipeline_stage,
+    split_plan,
+    whole_group,
+    with_groups,
+)
 
-FAST = DeviceGroup(
+FAST = whole_group(
     device_type="A",
     num_devices=2,
     device_batch_size=24,
@@ -21,10 +27,10 @@ FAST = DeviceGroup(
     measured_busy=True,
 )
 SLOW = replace(
-    FAST, device_type="B", num_devices=1, device_batch_size=16, virtual_nodes=2, pass_seconds=0.02
+    FAST, device_type="B", num_replicas=1, samples=16, virtual_nodes=2, pass_seconds=0.02
 )
 STEP = 0.0524
-PLAN = SplitPlan(
+PLAN = split_plan(
     model="m",
     global_batch_size=64,
     groups=(FAST, SLOW),
@@ -47,7 +53,7 @@ PLAN = SplitPlan(
 def test_synchronisation_names_the_size_that_hides_it_where_sizes_differ() -> None:
     """The slowest device is the one whose sums come last: 3 x 10 ms and 12 more."""
     late = replace(FAST, exposed_seconds=0.012)
-    found = explain_split(replace(PLAN, groups=(late, replace(SLOW, exposed_seconds=0.001))))
+    found = explain_split(with_groups(PLAN, groups=(late, replace(SLOW, exposed_seconds=0.001))))
     assert found.terms[0].name == "passes on the slowest A"
     assert [t.note for t in found.terms if "synchron" in t.name] == ["behind passes of 8 samples"]
     assert [t.note for t in explain_split(PLAN).terms if "synchron" in t.name] == [""]
@@ -93,7 +99,7 @@ def test_what_was_not_measured_is_said() -> None:
         update_seconds=0.0,
     )
     groups = tuple(replace(group, measured_busy=False) for group in PLAN.groups)
-    table = explanation_table(explain_split(replace(PLAN, groups=groups, predicted=plain)))
+    table = explanation_table(explain_split(with_groups(PLAN, groups=groups, predicted=plain)))
     for said in (
         "waiting for samples was not measured apart",
         "fixed cost of a step was not measured",
@@ -115,7 +121,7 @@ def test_terms_that_do_not_add_up_are_refused() -> None:
         Explanation(title="m", step_seconds=2.0, terms=(Term("a", 1.0), Term("b", 0.5)))
 
 
-def stage(name: str, **changes: object) -> StagePlan:
+def stage(name: str, **changes: object) -> Stage:
     given = {
         "layers": (name,), "num_replicas": 1, "device_type": "A", "first_device": ord(name) - 97,
         "num_in_flight": 1, "weight_versions": 1, "seconds_per_input": 0.0, "memory_bytes": 0,
@@ -123,15 +129,15 @@ def stage(name: str, **changes: object) -> StagePlan:
         "reduce_seconds": 0.0, "update_seconds": 0.001, "pass_seconds": 0.0025,
         "message_seconds": 0.0, **changes,
     }  # fmt: skip
-    return StagePlan(**given)
+    return pipeline_stage(**given)
 
 
 SENDING = stage("a", output_seconds=0.025, message_seconds=0.0075)
-PIPELINE = PipelinePlan(
+PIPELINE = pipeline_plan(
     model="m",
     global_batch_size=4,
     microbatch_size=4,
-    microbatches=1,
+    num_microbatches=1,
     schedule="1f1b",
     recompute=False,
     stages=(SENDING, stage("b")),

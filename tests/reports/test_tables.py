@@ -8,16 +8,10 @@ from hetflow.reports.grid import fitted_to
 from hetflow.reports.plots import curves_image, split_image
 from hetflow.reports.tables import plan_table, profile_table, table_of
 from hetflow.schema.cluster import Cluster
-from hetflow.schema.plan import (
-    DeviceGroup,
-    EmulatedDevice,
-    PassTime,
-    Prediction,
-    Proof,
-    SplitPlan,
-)
+from hetflow.schema.plan import EmulatedDevice, PassTime, Prediction, Proof
 from hetflow.schema.profile import BatchPoint, BusyHost, Emulation, Profile
 from hetflow.schema.run import RunEvent, RunRecord
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 PROFILE = Profile(
     model="digits",
@@ -32,11 +26,11 @@ PROFILE = Profile(
     emulation=Emulation(speed=0.25),
     out_of_memory_batch_size=96,
 )
-PLAN = SplitPlan(
+PLAN = split_plan(
     model="digits",
     global_batch_size=128,
     groups=(
-        DeviceGroup(
+        whole_group(
             device_type="cpu:slow",
             num_devices=2,
             device_batch_size=64,

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from hetflow.runtime.agreement.strangers import OtherOptimizers
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
+from hetflow.tests.plan_parts import split_plan, whole_group
 
 
 @pytest.fixture(autouse=True)
@@ -17,14 +18,14 @@ def _jobs_watch_no_longer_than_their_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def plan_of() -> Callable[[Sequence[tuple[int, int]]], SplitPlan]:
+def plan_of() -> Callable[[Sequence[tuple[int, int]]], Plan]:
     """Makes a plan of one device each for (virtual nodes, samples of each)."""
     return _plan_of
 
 
-def _plan_of(devices: Sequence[tuple[int, int]]) -> SplitPlan:
+def _plan_of(devices: Sequence[tuple[int, int]]) -> Plan:
     groups = tuple(
-        DeviceGroup(
+        whole_group(
             device_type="cpu:fast",
             num_devices=1,
             device_batch_size=nodes * size,
@@ -33,7 +34,7 @@ def _plan_of(devices: Sequence[tuple[int, int]]) -> SplitPlan:
         )
         for nodes, size in devices
     )
-    return SplitPlan(
+    return split_plan(
         model="scenarios",
         global_batch_size=sum(group.device_batch_size for group in groups),
         groups=groups,

@@ -15,16 +15,16 @@ from tensorboardX.proto.event_pb2 import Event
 from hetflow.runtime.adapters.patching import check_version
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 
 SCRIPTS = Path(__file__).parent / "adapters"
 ROOT = Path(__file__).parents[2]
-Plans = Callable[..., SplitPlan]
+Plans = Callable[..., Plan]
 LAUNCH = [sys.executable, "-m", "hetflow.cli.main", "launch", "plan.json"]
 
 
-def launch(folder: Path, plan: SplitPlan, *script: str | Path) -> tuple[int, str]:
+def launch(folder: Path, plan: Plan, *script: str | Path) -> tuple[int, str]:
     files.write(folder / "plan.json", plan)
     done = programs.run([*LAUNCH, *map(str, script)], timeout=180, cwd=folder)
     return done.returncode, done.stderr

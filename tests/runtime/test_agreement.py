@@ -26,7 +26,7 @@ from hetflow.runtime.agreement.settings import (
 from hetflow.runtime.agreement.verdict import Statement, find_fault
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 
 # Fingerprints
 
@@ -256,9 +256,7 @@ def loader() -> DataLoader:
 
 
 @pytest.fixture
-def launched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan_of: Callable[..., SplitPlan]
-) -> None:
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan_of: Callable[..., Plan]) -> None:
     """This process is the only worker of a plan with two virtual nodes."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

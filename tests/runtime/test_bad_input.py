@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 
 pytestmark = pytest.mark.processes
@@ -19,7 +19,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., SplitPlan]) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., Plan]) -> Path:
     """A folder with plans, and a checkpoint of eight virtual nodes after step 3 of 7."""
     folder = tmp_path_factory.mktemp("saved")
     for name, devices in {"a": [(4, 2)] * 2, "b": [(2, 4)] * 2, "one": [(8, 2)]}.items():
@@ -71,8 +71,8 @@ def test_the_traceback_is_there_for_who_asks(saved: Path) -> None:
 
 
 def test_more_devices_than_virtual_nodes_are_refused_before_a_start(saved: Path) -> None:
-    plan = files.read(saved / "one.json", SplitPlan)
-    text = (saved / "one.json").read_text().replace('"num_devices": 1', '"num_devices": 3')
+    plan = files.read(saved / "one.json", Plan)
+    text = (saved / "one.json").read_text().replace('"num_replicas": 1', '"num_replicas": 3')
     assert plan.groups[0].num_devices == 1
     (saved / "three.json").write_text(text)
     done = launch(saved, "three.json", 8, 100, 0)
@@ -156,7 +156,7 @@ slow = pytest.mark.slow
     ],
 )
 def test_batch_norm_of_one_sample_ends_in_one_line(
-    form: str, launches: bool, tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    form: str, launches: bool, tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     (tmp_path / "bad_input.py").write_text(NORMS)
     files.write(tmp_path / "plan.json", plan_of([(4, 1), (2, 6)]))
@@ -179,7 +179,7 @@ job.batches(torch.utils.data.DataLoader(torch.randn(16, 5), batch_size=16))
 
 @slow
 def test_a_worker_that_leaves_by_os_exit_is_named(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     (tmp_path / "leaves.py").write_text(LEAVES)
     files.write(tmp_path / "plan.json", plan_of([(2, 4), (2, 4)]))

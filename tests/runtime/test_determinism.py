@@ -21,7 +21,7 @@ from hetflow.runtime.invariant import InvariantSum
 from hetflow.runtime.subtrees import Subtree, turns_of
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 
 from . import digests
@@ -151,7 +151,7 @@ def test_an_obstacle_is_one_line_with_a_way_out() -> None:
     ("which", "operator"), [("module", "unpool (MaxUnpool1d)"), ("function", "max_unpool")]
 )
 def test_an_operator_without_a_deterministic_form_is_refused_in_one_line(
-    which: str, operator: str, tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    which: str, operator: str, tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     files.write(tmp_path / "plan.json", plan_of([(1, 16)]))
     command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", "static"]
@@ -196,7 +196,7 @@ def test_static_repeats_itself_and_heterogeneous_holds_on_every_mapping(tmp_path
     assert all(each == found[0] for each in found)
 
 
-def against_ddp(which: str, plan: SplitPlan, folder: Path) -> torch.Tensor:
+def against_ddp(which: str, plan: Plan, folder: Path) -> torch.Tensor:
     """The parameters after one training."""
     folder.mkdir()
     script = Path(__file__).parent / "against_ddp.py"
@@ -215,7 +215,7 @@ def against_ddp(which: str, plan: SplitPlan, folder: Path) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_two_virtual_nodes_have_the_bits_of_plain_ddp_on_two_workers(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     one, two = plan_of([(2, 12)]), plan_of([(1, 12), (1, 12)])
     theirs = against_ddp("ddp", two, tmp_path / "ddp")
@@ -228,7 +228,7 @@ def test_two_virtual_nodes_have_the_bits_of_plain_ddp_on_two_workers(
 def test_more_virtual_nodes_differ_from_plain_ddp_in_the_last_bits_only(
     num_nodes: int,
     tmp_path: Path,
-    plan_of: Callable[..., SplitPlan],
+    plan_of: Callable[..., Plan],
     record_property: Callable[[str, object], None],
 ) -> None:
     size = 24 // num_nodes

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 
 pytestmark = pytest.mark.processes
@@ -27,7 +27,7 @@ spec.loader.exec_module(predicting)
 MAPPINGS = {"1": [8], "2": [5, 3], "3": [5, 2, 1], "4": [2, 1, 2, 3]}
 
 
-def launched(devices: list[int], folder: Path, plan_of: Callable[..., SplitPlan]) -> list[dict]:
+def launched(devices: list[int], folder: Path, plan_of: Callable[..., Plan]) -> list[dict]:
     folder.mkdir()
     files.write(folder / "plan.json", plan_of([(nodes, 2) for nodes in devices]))
     command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", "elastic"]
@@ -55,7 +55,7 @@ def check(results: list[dict], expected: dict) -> None:
 
 
 def test_unlike_mappings_give_the_same_outputs_in_order(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     one = launched(MAPPINGS["1"], tmp_path / "1", plan_of)
     outputs = one[0]["all"]
@@ -69,9 +69,7 @@ def test_unlike_mappings_give_the_same_outputs_in_order(
 
 
 @pytest.mark.slow
-def test_two_and_four_workers_give_them_too(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan]
-) -> None:
+def test_two_and_four_workers_give_them_too(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
     one = launched(MAPPINGS["1"], tmp_path / "1", plan_of)
     for name in ("2", "4"):
         check(launched(MAPPINGS[name], tmp_path / name, plan_of), one[0])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 from hetflow.tests.launcher.elastic_runs import Launch
 from hetflow.tests.runtime import looping
@@ -33,7 +33,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def launched(
-    tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., SplitPlan]
+    tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., Plan]
 ) -> dict[str, list[dict[str, looping.Result]]]:
     found = {}
     for name, devices in {**WHOLE, **PARTS}.items():
@@ -265,7 +265,7 @@ def test_a_batch_is_what_the_loader_gives() -> None:
 
 @pytest.mark.processes
 def test_a_device_with_several_virtual_nodes_needs_parts(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     (tmp_path / "train.py").write_text(
         "from hetflow import runtime as hf\n"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 from hetflow.tests.runtime import over_batch, sync_norms
 
@@ -29,7 +29,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(
-    folder: Path, plan: SplitPlan, script: Path = SCRIPT, determinism: str = "elastic"
+    folder: Path, plan: Plan, script: Path = SCRIPT, determinism: str = "elastic"
 ) -> list[Any]:
     """Each worker's results."""
     folder.mkdir()
@@ -43,9 +43,7 @@ def launch(
 
 
 @pytest.fixture(scope="module")
-def on_two(
-    tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., SplitPlan]
-) -> list[Results]:
+def on_two(tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., Plan]) -> list[Results]:
     """The results of two unequal workers with four virtual nodes."""
     return launch(tmp_path_factory.mktemp("over_batch") / "two", plan_of([(3, 4), (1, 4)]))
 
@@ -97,7 +95,7 @@ def test_virtual_nodes_and_unequal_workers_train_the_same(on_two: list[Results])
 @pytest.mark.slow
 @pytest.mark.processes
 def test_every_mapping_has_the_same_bits(
-    tmp_path: Path, on_two: list[Results], plan_of: Callable[..., SplitPlan]
+    tmp_path: Path, on_two: list[Results], plan_of: Callable[..., Plan]
 ) -> None:
     """With dropout and batch-norm too, whose buffers are updated once a step."""
     first, *others = [*launch(tmp_path / "one", plan_of([(4, 4)])), *on_two]
@@ -133,7 +131,7 @@ def test_what_cannot_be_a_loss_of_outputs_is_refused(
 
 @pytest.mark.processes
 def test_sync_batch_norm_has_the_statistics_of_one_device(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     from hetflow.runtime.streams import generator_of
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hetflow.schema import files
-from hetflow.schema.pipeline import PipelinePlan, StagePlan
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import Plan, Prediction, Proof
+from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage, split_plan, whole_group
 
 from . import pipeline_cases as cases
 from .gloo_workers import run_workers
@@ -95,18 +95,18 @@ FLUSHING = [
 ]
 
 
-def make_plan(schedule, stages, replicas, microbatches, recompute=False) -> PipelinePlan:
+def make_plan(schedule, stages, replicas, microbatches, recompute=False) -> Plan:
     size = len(stages)
     on = PLACES.get(schedule, range(size))
-    return PipelinePlan(
+    return pipeline_plan(
         model="m",
         global_batch_size=24,
         microbatch_size=24 // microbatches,
-        microbatches=microbatches,
+        num_microbatches=microbatches,
         schedule=schedule,
         recompute=recompute,
         stages=tuple(
-            StagePlan(
+            pipeline_stage(
                 layers=layers,
                 num_replicas=(replicas * size)[number],
                 device_type="cpu:x",
@@ -158,14 +158,14 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
 @pytest.fixture
 def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     def train(case: str, microbatches: int) -> dict:
-        group = DeviceGroup(
+        group = whole_group(
             device_type="cpu",
             num_devices=1,
             device_batch_size=24,
             virtual_nodes=microbatches,
             virtual_node_batch_size=24 // microbatches,
         )
-        plan = SplitPlan(
+        plan = split_plan(
             model="m", global_batch_size=24, groups=(group,), predicted=PREDICTED, proof=PROOF
         )
         files.write(tmp_path / "plan.json", plan)

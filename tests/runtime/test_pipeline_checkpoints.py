@@ -10,7 +10,7 @@ import torch
 
 from hetflow import runtime as hf
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 
 from . import pipeline_restarts as restarts
 from . import test_pipeline as plans
@@ -196,7 +196,7 @@ def test_another_model_is_refused(two: list[dict]) -> None:
 def test_three_workers_go_on_from_two_and_one_from_three(
     two: list[dict],
     folder: Path,
-    plan_of: Callable[..., SplitPlan],
+    plan_of: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pipelines of two, three (one stage twice) and a split plan, each from the other's parts."""

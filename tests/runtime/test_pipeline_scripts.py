@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 
 from . import pipeline_scripts as scripts
 from . import test_pipeline as plans
@@ -62,7 +62,7 @@ def test_it_comes_out_as_on_one_device(
     number: str,
     two: list[dict],
     tmp_path: Path,
-    plan_of: Callable[..., SplitPlan],
+    plan_of: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case, _, _, microbatches = AS_ONE[number]

@@ -18,7 +18,7 @@ from hetflow.runtime import late
 from hetflow.runtime.promise import graph
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 from hetflow.tests.runtime.losses import RIGHT, WRONG
 
@@ -94,7 +94,7 @@ def test_other_losses_are_refused_before_an_update(jobs: Callable[..., hf.Job], 
 
 @pytest.fixture
 def small_virtual_nodes(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.write(tmp_path / "plan.json", plan_of([(16, 1)]))
     monkeypatch.setenv("HETFLOW_PLAN", str(tmp_path / "plan.json"))
@@ -237,7 +237,7 @@ for batch in job.batches(DataLoader(test_promise.data(), batch_size=16)):
 @pytest.mark.processes
 @pytest.mark.parametrize("launches", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_script_ends_with_one_line(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan], launches: bool
+    tmp_path: Path, plan_of: Callable[..., Plan], launches: bool
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     files.write(tmp_path / "plan.json", plan_of([(2, 4), (2, 4)]))

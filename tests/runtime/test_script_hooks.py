@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 
 GLOBAL_BATCH_SIZE, NUM_STEPS = 8, 3
 Put = Callable[[nn.Module, torch.optim.Optimizer], Any]
@@ -20,7 +20,7 @@ Put = Callable[[nn.Module, torch.optim.Optimizer], Any]
 
 @pytest.fixture(autouse=True)
 def four_virtual_nodes(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.write(tmp_path / "plan.json", plan_of([(4, 2)]))
     monkeypatch.setenv("HETFLOW_PLAN", str(tmp_path / "plan.json"))

@@ -17,7 +17,7 @@ from hetflow import runtime as hf
 from hetflow.runtime.streaming import digest_of, num_rows, rows_of
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 from hetflow.tests.launcher.elastic_runs import Launch
 from hetflow.tests.runtime import streamed
@@ -34,7 +34,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(
-    folder: Path, plan: SplitPlan, *arguments: str, options: tuple[str, ...] = ()
+    folder: Path, plan: Plan, *arguments: str, options: tuple[str, ...] = ()
 ) -> tuple[int, str]:
     folder.mkdir(exist_ok=True)
     files.write(folder / "plan.json", plan)
@@ -53,7 +53,7 @@ def results(folder: Path, number: int) -> list[dict[str, streamed.Result]]:
 
 @pytest.fixture(scope="module")
 def launched(
-    tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., SplitPlan]
+    tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., Plan]
 ) -> dict[str, list[dict[str, streamed.Result]]]:
     found = {}
     for name, devices in WORLDS.items():
@@ -110,7 +110,7 @@ def test_plain_python_trains_on_the_batches_that_the_source_gives() -> None:
 @pytest.mark.parametrize("stop", [2, 4])
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
     tmp_path: Path,
-    plan_of: Callable[..., SplitPlan],
+    plan_of: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     stop: int,
@@ -136,7 +136,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
 @pytest.mark.parametrize("name", ["drawn", "read_on", "workers", "bucketed", "iterable"])
 def test_other_sources_go_on_after_a_stop(
     tmp_path: Path,
-    plan_of: Callable[..., SplitPlan],
+    plan_of: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
@@ -167,7 +167,7 @@ def test_resizes_and_losses_change_no_bit(
 
 @pytest.mark.processes
 def test_workers_that_draw_unlike_batches_end_before_an_update(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     (tmp_path / "train.py").write_text(
         "import os, torch\n"

@@ -11,7 +11,7 @@ import torch
 from hetflow import runtime as hf
 from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace, TracedInput
-from hetflow.schema.parallel import ParallelPlan
+from hetflow.schema.plan import Plan
 
 from ..parallel_plans import parallel_plan
 from .gloo_workers import TRANSFORMERS, run_workers
@@ -212,7 +212,7 @@ COMPARED = [p for p in TRAININGS if not str(p.values[1]).startswith(ONLY_SHARDED
 SAME_BITS = [p for p in TRAININGS if str(p.values[1]).endswith(("-shards", "-cores"))]
 
 
-def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]]) -> list[dict]:
+def run_world(folder: Path, size: int, plans: dict[str, tuple[str, Plan]]) -> list[dict]:
     """All cases of one number of workers, in one set of processes."""
     for name, (_, plan) in plans.items():
         files.write(folder / f"{name}.json", plan)
@@ -224,7 +224,7 @@ def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 
-def planned(key: str, stages: list) -> ParallelPlan:
+def planned(key: str, stages: list) -> Plan:
     """The plan of a case.
 
     "tokens" has sequence parallelism, "again" recomputes, "cores" recomputes attention cores,

@@ -14,7 +14,7 @@ from torch import nn
 
 from hetflow.runtime.streams import generator_of
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
 
@@ -52,7 +52,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def worlds(
-    tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., SplitPlan]
+    tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., Plan]
 ) -> dict[str, World]:
     made = {}
     for name, devices in {**UNIFORM, **UNEVEN}.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 
 pytestmark = pytest.mark.processes
@@ -74,7 +74,7 @@ UNPLANNED = {
 }
 
 
-def launch(folder: Path, plan: SplitPlan, script: str) -> tuple[int, str]:
+def launch(folder: Path, plan: Plan, script: str) -> tuple[int, str]:
     files.write(folder / "plan.json", plan)
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "hetflow.cli.main", "launch", "plan.json", "script.py"]
@@ -85,7 +85,7 @@ def launch(folder: Path, plan: SplitPlan, script: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", UNPLANNED)
 def test_a_training_that_is_not_under_its_plan_is_refused(
-    kind: str, tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    kind: str, tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     script, said = UNPLANNED[kind]
     code, stderr = launch(tmp_path, plan_of([(2, 2), (2, 2)]), script)
@@ -104,7 +104,7 @@ def test_a_training_that_is_not_under_its_plan_is_refused(
 
 @pytest.mark.slow
 def test_a_script_that_does_not_train_ends_well_and_is_told_the_truth(
-    tmp_path: Path, plan_of: Callable[..., SplitPlan]
+    tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     code, stderr = launch(tmp_path, plan_of([(2, 2), (2, 2)]), START + "print(model)\n")
     assert code == 0, stderr

@@ -17,7 +17,7 @@ from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, read_submission, submission, submit
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
-from hetflow.schema.files import Plan
+from hetflow.schema.plan import Plan
 
 from .conftest import FakeEngine, profile
 

@@ -21,7 +21,6 @@ from hetflow.scheduler.submission import Submission, read_submission
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.files import from_json, read, read_plan, to_json, write
 from hetflow.schema.jobs import ModelThroughput
-from hetflow.schema.plan import SplitPlan
 from hetflow.schema.run import RunRecord
 
 from .conftest import FakeEngine, write_workplace
@@ -71,7 +70,7 @@ def test_rates_are_the_tables_and_the_plan_is_the_even_split(known: Known) -> No
         {"V100": 18.0, "P100": 7.0}
     )
     plan = plan_on(job, {"P100": 2})
-    assert isinstance(plan, SplitPlan)
+    assert plan.kind == "split"
     assert check(plan, None) == []
     assert plan.predicted.step_seconds == pytest.approx(1 / 7.0)
     nodes = [[node.batch_size for node in worker.virtual_nodes] for worker in lower(plan).workers]

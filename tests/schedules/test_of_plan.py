@@ -8,17 +8,13 @@ from hetflow.schedules.of_plan import schedule_of, times_of
 from hetflow.schedules.timing import time_schedule
 from hetflow.schedules.validate import validate
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.pipeline import (
-    DevicePool,
-    PipelineLayer,
-    PipelinePlan,
-    PipelineProblem,
-    TopologyLevel,
-)
+from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
+from hetflow.schema.plan import Plan
 from hetflow.solvers.pipeline.solve import solve
+from hetflow.tests.plan_parts import with_replicas
 
 
-def planned(schedule: str) -> PipelinePlan:
+def planned(schedule: str) -> Plan:
     layers = tuple(PipelineLayer(id=f"l{i}", activation_bytes=0, weight_bytes=1) for i in range(4))
     pool = DevicePool(
         device_type="V100",
@@ -57,10 +53,10 @@ def test_a_plan_of_dualpipe_v_holds_two_stages_a_device() -> None:
     """Its pipeline is as long as there are devices, not as there are stages."""
     chunked = planned("1f1b")
     stages = tuple(
-        replace(stage, first_device=min(number, 3 - number), devices=())
+        with_replicas(stage, first_device=min(number, 3 - number), devices=())
         for number, stage in enumerate(chunked.stages)
     )
-    plan = replace(chunked, schedule="dualpipe-v", stages=stages)
+    plan = replace(chunked, schedule="dualpipe-v", num_model_chunks=2, stages=stages)
     schedule = schedule_of(plan)
     assert schedule.placement == ((0,), (1,), (1,), (0,))
     assert validate(schedule) == []

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from hetflow.schedules.terms import step_terms, total_seconds
-from hetflow.schema.pipeline import PipelinePlan, StagePlan
-from hetflow.schema.plan import Prediction, Proof
+from hetflow.schema.plan import Plan, Prediction, Proof, Stage
+from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
 
 
-def stage(name: str, **changes) -> StagePlan:
+def stage(name: str, **changes) -> Stage:
     """A forward pass of 1 s and a backward one of 2 s, each with 0.25 s of its own."""
     given = {
         "layers": (name,), "num_replicas": 1, "device_type": "A", "first_device": ord(name) - 97,
@@ -18,18 +18,18 @@ def stage(name: str, **changes) -> StagePlan:
         "reduce_seconds": 0.0, "update_seconds": 0.125, "pass_seconds": 0.25,
         "message_seconds": 0.0, **changes,
     }  # fmt: skip
-    return StagePlan(**given)
+    return pipeline_stage(**given)
 
 
 FIRST = stage("a", output_seconds=2 * 0.5 + 2 * 0.75, message_seconds=0.75)
 
 
-def plan(schedule: str, stages: tuple[StagePlan, ...], step: float, count: int) -> PipelinePlan:
-    return PipelinePlan(
+def plan(schedule: str, stages: tuple[Stage, ...], step: float, count: int) -> Plan:
+    return pipeline_plan(
         model="m",
         global_batch_size=count,
         microbatch_size=1,
-        microbatches=count,
+        num_microbatches=count,
         schedule=schedule,
         recompute=False,
         stages=stages,

@@ -19,11 +19,11 @@ JOBS = hetflow.Jobs(jobs=(hetflow.Job(id="<a>", model="m", steps=3),))
 ALONE = hetflow.ModelThroughput(model="m", scale_factor=1, steps_per_second={"V100": 2})
 SHOWN: list[tuple[Any, str, int, str]] = [
     (hetflow.solve(PROFILES, "2xV100,1xP100", batch_size=64),
-     "<SplitPlan m, batch 64 on 2xV100: 0.058 s a step, optimal>", 1, "device_batch_size"),
+     "<Plan m, batch 64 on 2xV100: 0.058 s a step, optimal>", 1, "virtual_nodes"),
     (handmade.two_stages(("A", "B")),
-     "<PipelinePlan small, batch 8 on 1xA, 1xB: 0.1 s a step, feasible>", 2, "layers"),
+     "<Plan small, batch 8 on 1xA, 1xB: 0.1 s a step, feasible>", 2, "layers"),
     (parallel_plan([(("a",), (1, 2)), (("b",), (2,))]),
-     "<ParallelPlan m, batch 8 on 5xcpu:x: 0.1 s a step, feasible>", 3, "tensor_parallel_size"),
+     "<Plan m, batch 8 on 5xcpu:x: 0.1 s a step, feasible>", 3, "tensor_parallel_size"),
     (PROFILES[0], "<Profile m on V100, batches 8 to 64>", 4, "peak_memory_bytes"),
     (hetflow.Cluster.parse("2x(4xV100)"), "<Cluster 8xV100 on 2 servers>", 1, "num_devices"),
     (JOBS, "<Jobs 1 jobs of 1 models>", 1, "steps"),
@@ -68,10 +68,10 @@ def test_a_long_table_is_cut_and_one_without_parts_is_its_line() -> None:
 def test_reprs_of_records_that_files_hold_are_short_where_they_have_tables() -> None:
     shown = {kind for kind in _classes() if issubclass(kind, Shown)}
     names = {kind.__name__ for kind in shown}
-    assert {"SplitPlan", "RunRecord", "SimulationRun", "Allocation", "Profile"} <= names
+    assert {"Plan", "RunRecord", "SimulationRun", "Allocation", "Profile"} <= names
     for kind in shown:
         assert kind.__repr__ is Shown.__repr__
 
 
 def _classes() -> list[type]:
-    return [record_class(schema, kind) for schema, kinds in RECORDS.items() for kind in kinds]
+    return list(dict.fromkeys(map(record_class, RECORDS)))

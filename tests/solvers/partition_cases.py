@@ -14,18 +14,11 @@ from hetflow.importers.pipedream import read_graph, without_placeholders
 from hetflow.protocol.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.pipeline import (
-    DevicePool,
-    NestedBlock,
-    PipelineLayer,
-    PipelinePlan,
-    PipelineProblem,
-    StagePlan,
-    TopologyLevel,
-)
-from hetflow.schema.plan import Prediction, Proof
+from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
+from hetflow.schema.plan import NestedBlock, Plan, Prediction, Proof
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.data import reference
+from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
 
 
 def levels(*pairs: tuple[int, float]) -> tuple[TopologyLevel, ...]:
@@ -222,17 +215,17 @@ def plan_of(
     placed: Sequence[tuple[str, int, int] | tuple[str, int, int, tuple[int, ...]]],
     recompute: bool,
     nesting: list[tuple[NestedBlock, ...]] | None = None,
-) -> PipelinePlan:
+) -> Plan:
     """A plan with nothing but its stages; the numbers are for the checker to find."""
-    return PipelinePlan(
+    return pipeline_plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
         microbatch_size=problem.microbatch_size,
-        microbatches=problem.num_microbatches,
+        num_microbatches=problem.num_microbatches,
         schedule=problem.schedule,
         recompute=recompute,
         stages=tuple(
-            StagePlan(
+            pipeline_stage(
                 layers=names, num_replicas=m, device_type=kind, first_device=first,
                 devices=devices[0] if devices else (),
                 num_in_flight=1, weight_versions=1, seconds_per_input=0.0, compute_seconds=0.0,
@@ -251,7 +244,7 @@ def plan_of(
     )  # fmt: skip
 
 
-def fits(plan: PipelinePlan, problem: PipelineProblem) -> bool:
+def fits(plan: Plan, problem: PipelineProblem) -> bool:
     limits = {pool.device_type: pool.memory_bytes for pool in problem.pools}
     aside = {pool.device_type: pool.workspace_bytes for pool in problem.pools}
     return all(
@@ -262,7 +255,7 @@ def fits(plan: PipelinePlan, problem: PipelineProblem) -> bool:
     )
 
 
-def replayed_step(plan: PipelinePlan, problem: PipelineProblem) -> float:
+def replayed_step(plan: Plan, problem: PipelineProblem) -> float:
     """The step of a plan's stages, pass by pass; ``makespan/test_solve`` holds it to the timer's.
 
     The step's fixed cost included.
@@ -300,7 +293,7 @@ def replayed_step(plan: PipelinePlan, problem: PipelineProblem) -> float:
     return max(ends) + fixed_cost(plan, problem)
 
 
-def fixed_cost(plan: PipelinePlan, problem: PipelineProblem) -> float:
+def fixed_cost(plan: Plan, problem: PipelineProblem) -> float:
     """Of a step on the device types of a plan: the dearest one's; the papers' prices know none."""
     used = {stage.device_type for stage in plan.stages}
     costs = [pool.fixed_seconds for pool in problem.pools if pool.device_type in used]
@@ -354,7 +347,7 @@ def best_flat(problem: PipelineProblem, placements=any_placements) -> float | No
 
     ``placements`` gives the devices of so many stages: any (the default), or ``runs`` in order.
     """
-    judge = replayed_step if problem.minimises == "step" else seconds_per_input
+    judge = replayed_step if problem.minimises == "step_seconds" else seconds_per_input
     best = None
     options = (False, True) if problem.recompute is None else (problem.recompute,)
     for stages in partitions(problem):

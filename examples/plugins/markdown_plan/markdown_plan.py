@@ -1,18 +1,18 @@
 """Plans as Markdown tables, for a pull request or a wiki page."""
 
-from hetflow import PipelinePlan, SplitPlan
+from hetflow import Plan
 from hetflow.plugins import exporter
 
 
-@exporter("markdown", takes=(SplitPlan, PipelinePlan))
-def table(plan: SplitPlan | PipelinePlan, name: str) -> str:
+@exporter("markdown", takes=(Plan,))
+def table(plan: Plan, name: str) -> str:
     """A Markdown table of a plan's devices and the work of each."""
-    if isinstance(plan, PipelinePlan):
+    if plan.kind != "split":
         heads = ("stage", "devices", "layers", "ms a microbatch")
         rows = [
             (
                 str(number),
-                f"{stage.num_replicas}x{stage.device_type}",
+                ", ".join(f"{group.num_devices}x{group.device_type}" for group in stage.replicas),
                 f"{stage.layers[0]} to {stage.layers[-1]} ({len(stage.layers)})",
                 f"{stage.compute_seconds * 1e3:.4g}",
             )

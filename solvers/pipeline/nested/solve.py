@@ -24,9 +24,10 @@ from ....costs.pipeline import (
 )
 from ....schema.errors import BackendError, InfeasibleError
 from ....schema.options import option
-from ....schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, StagePlan
+from ....schema.pipeline import PipelineProblem
+from ....schema.plan import NestedBlock, Plan, Stage
 from ...effort import DEFAULT, Effort
-from ..assemble import finish, listed
+from ..assemble import finish, stage_on
 from ..cuts import Floats, cuts_of, layers_of
 from . import line
 from .states import (
@@ -41,9 +42,7 @@ from .states import (
 _CLOSE = 1 + 1e-12
 
 
-def solve(
-    problem: PipelineProblem, *, method: str = "auto", effort: Effort = DEFAULT
-) -> PipelinePlan:
+def solve(problem: PipelineProblem, *, method: str = "auto", effort: Effort = DEFAULT) -> Plan:
     """Minimise the slowest block over nested levels, in seconds per input.
 
     Exact for the recurrence, with exactly or at most the components of each level: its plans are
@@ -64,14 +63,14 @@ def solve(
     return plan if cuts.complete else _of_own_order(plan)
 
 
-def _of_own_order(plan: PipelinePlan) -> PipelinePlan:
+def _of_own_order(plan: Plan) -> Plan:
     """A plan of one order of the layers out of many, which bounds nothing."""
     method = f"{plan.proof.method}; cuts in the layers' own order only"
     proof = replace(plan.proof, termination="feasible", lower_bound=None, gap=None, method=method)
     return replace(plan, proof=proof)
 
 
-def _by_tables(problem: PipelineProblem, states: States, effort: Effort) -> PipelinePlan:
+def _by_tables(problem: PipelineProblem, states: States, effort: Effort) -> Plan:
     tables = _fill(problem, states, effort)
     seconds = float(tables[-1].best[0, -1, -1])
     if not np.isfinite(seconds):
@@ -315,7 +314,7 @@ def _plan(
     nested: tuple[Nested, ...],
     seconds: float,
     method: str,
-) -> PipelinePlan:
+) -> Plan:
     leaves = _leaves(problem, nested, len(problem.pools[0].levels) - 1, (), 0)
     stages = [_stage(problem, ranges, leaves, index) for index in range(len(leaves))]
     return finish(
@@ -370,7 +369,7 @@ def _product(path: Path) -> int:
     return total
 
 
-def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: int) -> StagePlan:
+def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: int) -> Stage:
     path, block, device = leaves[index]
     pool, replicas = problem.pools[0], [_product(leaf[0]) for leaf in leaves]
     in_flight = num_in_flight(
@@ -380,11 +379,12 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
     own = overheads(problem)
     compute = ranges.total(ranges.compute, block) + own.stage_seconds[0]
     layers = layers_of(ranges.between(block))
-    return StagePlan(
+    return stage_on(
+        problem,
+        pool,
+        _devices(problem, path, device),
+        memory_bytes=_memory(problem, ranges, block, in_flight, versions) + worker_bytes(pool),
         layers=tuple(problem.layers[layer].id for layer in layers),
-        num_replicas=replicas[index],
-        device_type=pool.device_type,
-        first_device=device,
         num_in_flight=in_flight,
         weight_versions=versions,
         seconds_per_input=_lowest_price(problem, ranges, block, replicas[index]),
@@ -392,9 +392,7 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         forward_seconds=sum(pool.forward_seconds[layer] for layer in layers)
         + own.forward_seconds[0],
         output_seconds=_output(problem, ranges, leaves, index),
-        memory_bytes=_memory(problem, ranges, block, in_flight, versions) + worker_bytes(pool),
         nesting=path,
-        devices=listed(_devices(problem, path, device)),
     )
 
 

@@ -13,7 +13,8 @@ from functools import cached_property
 from ....schedules.registry import generate
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.options import option, told
-from ....schema.pipeline import PipelineLayer, PipelinePlan, PipelineProblem
+from ....schema.pipeline import PipelineLayer, PipelineProblem
+from ....schema.plan import Plan
 from ..assemble import ORDERED, finish
 from ..cuts import cuts_of
 from ..placements import bandwidths_of
@@ -190,12 +191,12 @@ class Profiled:
         per_input, pool = option.slowest(cut), option.problem.pools[0]
         return Estimate(
             microbatch_seconds=per_input * configuration.data_parallel_size,
-            memory_bytes=max(stage.memory_bytes for stage in option.stages(cut))
+            memory_bytes=max(stage.memory_bytes or 0 for stage in option.stages(cut))
             + (pool.workspace_bytes if pool.base_memory_bytes is None else 0),
         )
 
 
-def solve(model: Repetitive, cost_model: CostModel | None = None) -> tuple[PipelinePlan, list[Row]]:
+def solve(model: Repetitive, cost_model: CostModel | None = None) -> tuple[Plan, list[Row]]:
     """The fastest configuration that fits, as a plan; and all rows, fastest first.
 
     Exhaustive over configurations: every device is used, every stage has as many blocks. With
@@ -231,9 +232,7 @@ def _least_per_sample(model: Repetitive, rows: list[Row]) -> float:
     return least
 
 
-def _plan(
-    option: Option, cut: Cut, *, least_per_sample: float | None, num_rows: int
-) -> PipelinePlan:
+def _plan(option: Option, cut: Cut, *, least_per_sample: float | None, num_rows: int) -> Plan:
     """A configuration as a plan; ``least_per_sample`` bounds all, None where nothing does."""
     seconds, is_own = option.slowest(cut), least_per_sample is not None
     bound = seconds

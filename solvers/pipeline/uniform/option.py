@@ -8,9 +8,10 @@ import numpy as np
 from ....costs.pipeline import shared_level, slowest_links, worker_bytes
 from ....schedules.timing import StageTimes, time_schedule
 from ....schema.operations import Schedule
-from ....schema.pipeline import PipelineProblem, StagePlan
+from ....schema.pipeline import PipelineProblem
+from ....schema.plan import Stage
 from ...effort import Effort
-from ..assemble import listed, names_between
+from ..assemble import names_between, stage_on
 from ..at_once import even_cuts, in_one_line
 from ..cuts import Floats
 from ..infeasible import needs
@@ -218,7 +219,7 @@ class Option:
                 slowest = max(slowest, sent)
         return slowest
 
-    def stages(self, cut: Cut) -> list[StagePlan]:
+    def stages(self, cut: Cut) -> list[Stage]:
         """The stages of a cut, as a plan has them."""
         problem, costs, layout = self.problem, self.costs, self.shape.layout
         found = []
@@ -232,12 +233,13 @@ class Option:
             in_flight, versions = self.shape.held[stage]
             is_further = place in self.shape.place[:stage]
             found.append(
-                StagePlan(
+                stage_on(
+                    problem,
+                    problem.pools[pool],
+                    layout.places[place].devices,
+                    memory_bytes=round(self.memory(stage, first, last))
+                    + (0 if is_further else worker_bytes(problem.pools[pool])),
                     layers=names_between(problem, costs, first, last),
-                    num_replicas=layout.num_replicas,
-                    device_type=problem.pools[pool].device_type,
-                    first_device=layout.places[place].devices[0],
-                    devices=listed(layout.places[place].devices),
                     num_in_flight=in_flight,
                     weight_versions=versions,
                     seconds_per_input=costs.stage_seconds(
@@ -252,8 +254,6 @@ class Option:
                     update_seconds=problem.pools[pool].update_seconds
                     * (weight / max(costs.total_weight, 1.0)),
                     tied_seconds=self._tied(first, last),
-                    memory_bytes=round(self.memory(stage, first, last))
-                    + (0 if is_further else worker_bytes(problem.pools[pool])),
                 )
             )
         return found
@@ -270,12 +270,13 @@ class Option:
     def step(self, cut: Cut) -> float:
         """The step of a cut as the timer has it."""
         stages = self.stages(cut)
-        links = tuple(stage.output_seconds / 2 for stage in stages[:-1])
+        links = tuple((stage.output_seconds or 0.0) / 2 for stage in stages[:-1])
         forward = tuple(stage.forward_seconds or 0.0 for stage in stages)
         times = StageTimes(
             forward_seconds=forward,
             backward_seconds=tuple(
-                stage.compute_seconds - ahead for stage, ahead in zip(stages, forward, strict=True)
+                (stage.compute_seconds or 0.0) - ahead
+                for stage, ahead in zip(stages, forward, strict=True)
             ),
             activation_seconds=links,
             gradient_seconds=links,

@@ -19,7 +19,8 @@ from ....schedules.counting import held_by_stage
 from ....schedules.registry import generate
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.operations import Schedule
-from ....schema.pipeline import PipelinePlan, PipelineProblem
+from ....schema.pipeline import PipelineProblem
+from ....schema.plan import Plan
 from ...effort import DEFAULT, Effort, OutOfTimeError
 from ..assemble import ORDERED, finish
 from ..cuts import cuts_of
@@ -53,7 +54,7 @@ class _Best:
         return True
 
 
-def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan:
+def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> Plan:
     """Plan a schedule of pipelines side by side; see the module.
 
     Raises:

@@ -9,7 +9,7 @@ import pytest
 from hetflow.checks.parallel import check, counted_step
 from hetflow.papers.sailor.read import read_problem
 from hetflow.schema.errors import FileError
-from hetflow.schema.parallel import ParallelPlan
+from hetflow.schema.plan import Plan
 from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.data import sailor_plans
 from hetflow.tests.data.reference import planners
@@ -25,7 +25,7 @@ def judged(name: str) -> dict[str, Any]:
     return answers[0]
 
 
-def plan_of(answer: dict[str, Any]) -> ParallelPlan:
+def plan_of(answer: dict[str, Any]) -> Plan:
     """One of Sailor's answers as a plan; what it predicts is not judged."""
     pipeline = answer["plan"]["pipelines"][0]
     return sailor_plans.plan_of(

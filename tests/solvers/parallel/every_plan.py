@@ -10,24 +10,21 @@ from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,
-    ParallelPlan,
     ParallelPool,
-    ParallelPrediction,
     ParallelProblem,
-    ParallelProof,
-    ParallelStage,
     Recompute,
-    ReplicaGroup,
     ShardSizes,
     ShardTimes,
 )
+from hetflow.schema.plan import Plan, Prediction, Proof, Stage
 from hetflow.solvers.parallel.solve import shares_of
+from hetflow.tests.plan_parts import parallel_plan_of, replica_group
 
-UNPROVED = ParallelProof(
+UNPROVED = Proof(
     termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
 )
 ADAM = OptimizerState(state_bytes_per_weight_byte=2.0)  # of the 4 bytes that problems count
-NOTHING = ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={})
+NOTHING = Prediction(step_seconds=0.0, samples_per_second=0.0)
 
 
 def compositions(total: int) -> Iterator[tuple[int, ...]]:
@@ -52,7 +49,7 @@ def fastest(problem: ParallelProblem) -> float | None:
     return best
 
 
-def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[ParallelPlan]:
+def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Plan]:
     choices = []
     for pool in problem.pools:
         degrees = [
@@ -81,18 +78,18 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Parall
             yield built(problem, size, rounds, cuts, chosen)
 
 
-def built(problem, size, rounds, cuts, chosen) -> ParallelPlan:  # type: ignore[no-untyped-def]
+def built(problem, size, rounds, cuts, chosen) -> Plan:  # type: ignore[no-untyped-def]
     stages, start = [], 0
     for length, (dealt, recompute) in zip(cuts, chosen, strict=True):
         shares = shares_of(
             problem.global_batch_size, tuple(count for _, count in dealt), rounds * size
         )
         stages.append(
-            ParallelStage(
+            Stage(
                 layers=problem.layers[start : start + length],
                 recompute=recompute,
                 replicas=tuple(
-                    ReplicaGroup(
+                    replica_group(
                         device_type=name,
                         tensor_parallel_size=degree,
                         num_replicas=count,
@@ -103,7 +100,7 @@ def built(problem, size, rounds, cuts, chosen) -> ParallelPlan:  # type: ignore[
             )
         )
         start += length
-    return ParallelPlan(
+    return parallel_plan_of(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
         microbatch_size=size,
@@ -117,7 +114,7 @@ def built(problem, size, rounds, cuts, chosen) -> ParallelPlan:  # type: ignore[
     )
 
 
-def fits(plan: ParallelPlan, problem: ParallelProblem) -> bool:
+def fits(plan: Plan, problem: ParallelProblem) -> bool:
     room = {pool.device_type: pool.memory_bytes for pool in problem.pools}
     return all(
         needed <= (room[group.device_type] or float("inf")) * (1 + 1e-9)

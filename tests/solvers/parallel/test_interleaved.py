@@ -15,12 +15,12 @@ from hetflow.schema.operations import Kind
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,
-    ParallelPlan,
     ParallelPool,
     ParallelProblem,
     ShardSizes,
     ShardTimes,
 )
+from hetflow.schema.plan import Plan
 from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.profiles import examples
 from hetflow.tests.solvers.parallel.every_plan import (
@@ -93,7 +93,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
     )
 
 
-def every_interleaved(problem: ParallelProblem) -> Iterator[ParallelPlan]:
+def every_interleaved(problem: ParallelProblem) -> Iterator[Plan]:
     """All interleaved plans of one type, degree and recomputation that fit."""
     size = problem.global_batch_size  # microbatches of one sample
     for pool in problem.pools:

@@ -10,12 +10,12 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,
-    ParallelPlan,
     ParallelPool,
     ParallelProblem,
     ShardSizes,
     ShardTimes,
 )
+from hetflow.schema.plan import Plan
 from hetflow.solvers.parallel.solve import solve
 
 # A block: what attention keeps beside its core, the core, and all the rest.
@@ -61,7 +61,7 @@ def problem(memory_bytes: int, *, num_devices: int = 2, chunks: int = 1) -> Para
     )
 
 
-def chosen(problem: ParallelProblem) -> tuple[ParallelPlan, list[str]]:
+def chosen(problem: ParallelProblem) -> tuple[Plan, list[str]]:
     plan = solve(problem)
     assert check(plan, problem) == []
     return plan, [stage.recompute for stage in plan.stages]
@@ -73,15 +73,15 @@ def test_a_stage_recomputes_no_more_than_its_memory_needs() -> None:
     two = weights + 2 * 2 * (KEPT + CORE)
     plan, kinds = chosen(problem(two, num_devices=2))
     assert (len(kinds), set(kinds)) == (2, {"none"})
-    assert plan.predicted.memory_bytes["0"] == two
+    assert plan.stages[0].memory_bytes == two
     # A byte less: the first stage recomputes its cores, and has one of them at a time.
     plan, kinds = chosen(problem(two - 1))
     assert kinds == ["selective", "none"]
-    assert plan.predicted.memory_bytes["0"] == weights + 2 * 2 * KEPT + CORE
+    assert plan.stages[0].memory_bytes == weights + 2 * 2 * KEPT + CORE
     assert plan.stages[0].compute_seconds == 2 * 3.125
     plan, kinds = chosen(problem(weights + 2 * 2 * KEPT + CORE))
     assert kinds == ["selective", "selective"]
-    assert plan.predicted.memory_bytes["1"] == weights + 2 * KEPT + CORE
+    assert plan.stages[1].memory_bytes == weights + 2 * KEPT + CORE
     # No recomputation keeps less than one microbatch of a stage, or than a core.
     with pytest.raises(InfeasibleError, match="no plan fits"):
         solve(problem(weights + 2 * 2 * KEPT + CORE - 1))
@@ -106,7 +106,7 @@ def test_chunks_of_a_device_share_the_room_for_a_core() -> None:
     assert (plan.num_model_chunks, set(kinds)) == (2, {"none"})
     plan, kinds = chosen(problem(2 * WEIGHTS + most * (KEPT + CORE) - 1, chunks=2))
     assert (plan.num_model_chunks, set(kinds)) == (2, {"selective"})
-    assert plan.predicted.memory_bytes["0"] == 2 * WEIGHTS + most * KEPT + CORE
+    assert plan.stages[0].memory_bytes == 2 * WEIGHTS + most * KEPT + CORE
 
 
 def test_cores_of_unknown_size_are_not_planned() -> None:

@@ -19,6 +19,7 @@ from hetflow.solvers.pipeline.assemble import ORDERED
 from hetflow.solvers.pipeline.packing import Seats
 from hetflow.solvers.pipeline.placements import Move
 from hetflow.solvers.pipeline.solve import solve
+from hetflow.tests.plan_parts import with_replicas
 from hetflow.tests.profiles import examples
 
 FEW = settings(max_examples=examples(25))
@@ -88,7 +89,7 @@ def test_a_better_placement_out_of_order_is_found(seed, schedule):
 @FEW
 @given(two_level_problems())
 def test_the_least_bottleneck_is_that_of_any_devices(problem):
-    objective = "bottleneck" if problem.minimises == "step" else None
+    objective = "bottleneck" if problem.minimises == "step_seconds" else None
     problem = dataclasses.replace(problem, objective=objective)
     plan = answer(problem)
     assert same(value(plan), best_flat(problem))
@@ -141,12 +142,12 @@ def test_check_recounts_links_from_the_devices():
     problem = drawn(20)
     plan = answer(problem)
     first, second, *rest = plan.stages
-    far = dataclasses.replace(second, first_device=0, devices=(0, 1, 4, 5))
-    near = dataclasses.replace(first, first_device=2, devices=(2, 6))
+    far = with_replicas(second, first_device=0, devices=(0, 1, 4, 5))
+    near = with_replicas(first, first_device=2, devices=(2, 6))
     moved = dataclasses.replace(plan, stages=(near, far, *rest))
     faults = check(moved, problem)
     assert any("given out twice" in fault for fault in faults)
-    apart = dataclasses.replace(plan.stages[-1], first_device=4, devices=(4, 6))
+    apart = with_replicas(plan.stages[-1], first_device=4, devices=(4, 6))
     faults = check(dataclasses.replace(plan, stages=(*plan.stages[:-1], apart)), problem)
     assert faults
 
@@ -156,7 +157,7 @@ def test_devices_are_ascending_one_a_replica_from_the_first(devices):
     plan = answer(drawn(20))
     stage = next(stage for stage in plan.stages if stage.num_replicas == 2)
     with pytest.raises(ProblemError, match="devices"):
-        dataclasses.replace(stage, first_device=3, devices=devices)
+        with_replicas(stage, first_device=3, devices=devices)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b", "zb-h1", "pipedream-vertical-sync"])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from partition_cases import chain, levels
 
-from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import Plan
 from hetflow.solvers.pipeline.simplest import simplest_of
 from hetflow.solvers.pipeline.solve import solve
 
@@ -20,17 +20,16 @@ def plan(
     microbatch_size: int = 4,
     error: float | None = 0.02,
     fastest: float | None = None,
-) -> PipelinePlan:
+) -> Plan:
     """A plan of so many stages whose step is predicted to take ``seconds``."""
-    found = solve(dataclasses.replace(LAYERS, num_stages=stages))
+    asked = dataclasses.replace(LAYERS, num_stages=stages, microbatch_size=microbatch_size)
+    found = solve(asked)
     least = None
     if fastest is not None:
         least = {"fastest": {"config": "1-1-1-1", "step_seconds": fastest}}
     return dataclasses.replace(
         found,
         schedule=schedule,
-        microbatch_size=microbatch_size,
-        global_batch_size=microbatch_size * found.microbatches,
         predicted=dataclasses.replace(found.predicted, step_seconds=seconds),
         proof=dataclasses.replace(found.proof, tolerance=error),
         provenance=least,

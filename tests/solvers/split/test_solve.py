@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hetflow.checks.batch_split import check
 from hetflow.schema.errors import InfeasibleError
-from hetflow.schema.plan import SplitPlan
+from hetflow.schema.plan import Plan
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
 from hetflow.solvers.split import milp as batch_split_milp
@@ -386,7 +386,7 @@ def free(batch: int, *devices: DeviceOption) -> SplitProblem:
     return SplitProblem(model="m", global_batch_size=batch, devices=devices)
 
 
-def shape(plan: SplitPlan) -> list[tuple[str, int, int, int]]:
+def shape(plan: Plan) -> list[tuple[str, int, int, int]]:
     return [
         (g.device_type, g.num_devices, g.virtual_nodes, g.virtual_node_batch_size)
         for g in plan.groups

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hetflow.checks.batch_split import check
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.plan import DeviceGroup
+from hetflow.schema.plan import ReplicaGroup
 from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint
 from hetflow.solvers.split.waste import solve
@@ -93,7 +93,7 @@ def test_the_database_is_every_configuration_in_order(problem: SplitProblem) -> 
     assert found == [(entry[0], entry[3]) for entry in every_configuration(problem)]
 
 
-def numbers_of(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> tuple[int, ...]:
+def numbers_of(problem: SplitProblem, groups: tuple[ReplicaGroup, ...]) -> tuple[int, ...]:
     return tuple(
         sum(g.num_devices for g in groups if g.device_type == option.device_type)
         for option in problem.devices

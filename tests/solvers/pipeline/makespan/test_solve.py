@@ -44,7 +44,7 @@ def least_step(problem: PipelineProblem) -> float | None:
     except InfeasibleError:
         return None
     assert check(plan, problem) == []
-    assert plan.objective == "step"
+    assert plan.objective == "step_seconds"
     assert plan.predicted.step_seconds == plan.proof.objective
     timed = time_schedule(schedule_of(plan), times_of(plan)).makespan_seconds
     timed += fixed_cost(plan, problem)
@@ -172,7 +172,7 @@ def test_a_steady_state_has_no_step_to_minimise(change):
     problem = chain([(1.0, 1.0)] * 3, [(1, 1)] * 3, levels((4, 1.0)))
     assert dataclasses.replace(problem, **change).minimises == "bottleneck"
     with pytest.raises(ProblemError, match="no step to minimise"):
-        dataclasses.replace(problem, objective="step", **change)
+        dataclasses.replace(problem, objective="step_seconds", **change)
 
 
 def test_check_recounts_a_plan_s_step():

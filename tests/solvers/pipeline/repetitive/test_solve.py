@@ -83,7 +83,7 @@ def test_the_plan_is_the_best_configuration(problems):
     best = max(row.samples_per_second for row in rows if row.fits)
     assert plan.predicted.samples_per_second == pytest.approx(best)
     # A free choice of cuts and replicas is never slower.
-    same_size = dataclasses.replace(problems[plan.microbatch_size], recompute=plan.recompute)
+    same_size = dataclasses.replace(problems[plan.microbatch_size], recompute=plan.recomputes)
     free = pipeline.solve(same_size)
     assert free.proof.objective <= plan.proof.objective * (1 + 1e-9)
 

@@ -21,7 +21,8 @@ from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, time
 from hetflow.schedules.of_plan import schedule_of, times_of
 from hetflow.schedules.timing import time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.pipeline import PipelinePlan, PipelineProblem
+from hetflow.schema.pipeline import PipelineProblem
+from hetflow.schema.plan import Plan
 from hetflow.schema.schedule_traits import planned_schedules, traits
 from hetflow.solvers.pipeline.assemble import ORDERED
 from hetflow.solvers.pipeline.solve import solve
@@ -100,7 +101,7 @@ def best(problem: PipelineProblem) -> float | None:
     return found
 
 
-def fits(plan: PipelinePlan, problem: PipelineProblem) -> bool:
+def fits(plan: Plan, problem: PipelineProblem) -> bool:
     limits = {pool.device_type: pool.memory_bytes for pool in problem.pools}
     aside = {pool.device_type: pool.workspace_bytes for pool in problem.pools}
     used: dict[tuple[str, int], float] = {}

@@ -1,0 +1,221 @@
+"""Check what any plan states beside its costs: its facts, its passes, its prices, its restrictions.
+
+Nothing is shared with the solvers. What a plan states of its costs is judged by what its structure
+makes of it (``Plan.kind``): batch_split.py, pipeline.py, parallel.py.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from math import ceil, isclose
+from typing import Any
+
+from ..schema.plan import Plan, Stage, passes_of
+
+_TOLERANCE = 1e-9
+
+_OBJECTIVES = {
+    "split": ("step_seconds", "waste"),
+    "pipeline": ("step_seconds", "bottleneck"),
+    "parallel": ("step_seconds",),
+}
+_STEP = "step_seconds samples_per_second dollars_per_hour dollars_per_million_samples"
+_PARTS = "sync_seconds update_seconds"
+_OF_ALL = (
+    "schema model global_batch_size microbatch_size num_microbatches stages predicted proof "
+    "objective optimizer cluster estimates reserves restrictions provenance "
+)
+_OF_CUTS = f"{_OF_ALL} schedule num_model_chunks link_bytes_per_second assumptions trace"
+_OF_STAGES = "layers recompute replicas compute_seconds reduce_seconds update_seconds"
+_OF_REPLICAS = "device_type num_replicas samples virtual_nodes virtual_node_batch_size"
+_STATED = {
+    "split": {
+        "plan": f"{_OF_ALL} uniform_virtual_nodes est emulated sync_bounds alternatives",
+        "stage": "replicas",
+        "replicas": f"{_OF_REPLICAS} pass_seconds interpolated measured_busy exposed_seconds",
+        "predicted": f"{_STEP} {_PARTS} compute_seconds load_seconds virtual_node_seconds "
+        "fixed_seconds step_seconds_low step_seconds_high",
+    },
+    "pipeline": {
+        "plan": f"{_OF_CUTS} noam stage_cost solved workers",
+        "stage": f"{_OF_STAGES} num_in_flight weight_versions seconds_per_input forward_seconds "
+        "output_seconds tied_seconds pass_seconds message_seconds reduce_latency_seconds nesting",
+        "replicas": f"{_OF_REPLICAS} first_device devices memory_bytes",
+        "predicted": f"{_STEP} {_PARTS} compute_seconds load_seconds virtual_node_seconds "
+        "fixed_seconds transfer_seconds step_seconds_low step_seconds_high",
+    },
+    "parallel": {
+        "plan": f"{_OF_CUTS} sequence_parallel shard_optimizer alternatives with_more_devices",
+        "stage": f"{_OF_STAGES} transfer_seconds",
+        "replicas": f"{_OF_REPLICAS} tensor_parallel_size memory_bytes",
+        "predicted": f"{_STEP} {_PARTS} bubble_fraction",
+    },
+}
+"""Kind of plan -> the fields that its planner states; others are of another kind."""
+
+
+def check(plan: Plan) -> list[str]:
+    """List every fault of what a plan states beside its costs, as sentences."""
+    return [
+        *_foreign_facts(plan),
+        *_pass_faults(plan),
+        *dollar_faults(plan),
+        *(f"restrictions: {fault}" for fault in _broken(plan)),
+    ]
+
+
+def _foreign_facts(plan: Plan) -> Iterator[str]:
+    kind = plan.kind
+    if plan.objective not in _OBJECTIVES[kind]:
+        yield f"objective is {plan.objective}, which no {kind} plan has"
+    yield from _foreign(plan, "plan", kind, "")
+    yield from _foreign(plan.predicted, "predicted", kind, "predicted.")
+    stages = [("", plan.stages)]
+    for number, other in enumerate(plan.alternatives):
+        where = f"alternatives[{number}]."
+        stages.append((where, other.stages))
+        if other.predicted is not None:
+            yield from _foreign(other.predicted, "predicted", kind, f"{where}predicted.")
+        passes = passes_of(other.groups).items()
+        if kind == "split" and any(getattr(other, name) != number for name, number in passes):
+            yield f"{where}microbatch_size or num_microbatches: not those of its groups"
+        if (other.est is None) == (kind == "split") or (other.predicted is None) != (
+            kind == "split"
+        ):
+            yield f"{where}est or predicted: not as in a {kind} plan"
+    for before, every in stages:
+        for number, stage in enumerate(every):
+            where = f"{before}stages[{number}]."
+            yield from _foreign(stage, "stage", kind, where)
+            for place, group in enumerate(stage.replicas):
+                yield from _foreign(group, "replicas", kind, f"{where}replicas[{place}].")
+
+
+def _foreign(part: Any, of: str, kind: str, where: str) -> Iterator[str]:
+    stated = _STATED[kind][of].split()
+    for field in fields(part):
+        if field.default is MISSING or field.name in stated:
+            continue
+        if getattr(part, field.name) != field.default:
+            yield f"{where}{field.name}: {kind} plans have no such fact"
+
+
+def _pass_faults(plan: Plan) -> Iterator[str]:
+    """List replicas whose passes are not those that the plan's kind gives them."""
+    every = [("", plan.stages), *((f"alternatives[{n}].", other.stages)
+             for n, other in enumerate(plan.alternatives))]  # fmt: skip
+    for before, stages in every:
+        for number, stage in enumerate(stages):
+            for fault in _stage_faults(plan, stage):
+                yield f"{before}stages[{number}]: {fault}"
+
+
+def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
+    if plan.kind == "split":
+        for group in stage.replicas:
+            full = group.num_replicas * group.virtual_nodes * group.virtual_node_batch_size
+            if group.samples != full:
+                yield f"{group.samples} samples on {group.device_type}, its passes hold {full}"
+    if plan.kind != "pipeline":
+        return
+    if len(stage.replicas) > 1:
+        yield "replicas of several kinds, which a pipeline does not mix"
+    group = stage.replicas[0]
+    passes = (ceil(plan.num_microbatches / group.num_replicas), plan.microbatch_size)
+    if (group.virtual_nodes, group.virtual_node_batch_size) != passes:
+        yield f"virtual nodes (number, size) are not {passes}"
+    if stage.recompute == "selective" or stage.recompute != plan.stages[0].recompute:
+        yield f"recompute is {stage.recompute}, which is not that of the first stage"
+
+
+def dollar_faults(plan: Plan) -> Iterator[str]:
+    """List what is wrong with a plan's dollars per hour and per million samples.
+
+    They are counted from the prices of the pool that the plan states. A plan without dollars has no
+    fault; nor has a plan of an older version that states only dollars per hour.
+    """
+    hourly = plan.predicted.dollars_per_hour
+    per_million = plan.predicted.dollars_per_million_samples
+    if hourly is None:
+        if per_million is not None:
+            yield "predicted: dollars_per_million_samples without dollars_per_hour"
+        return
+    counted = _hourly(plan)
+    if counted is None:
+        yield "predicted: dollars_per_hour, and the plan's cluster does not state every price"
+    elif not isclose(hourly, counted, rel_tol=_TOLERANCE):
+        yield f"predicted.dollars_per_hour is {hourly}, the cluster's prices give {counted}"
+    if per_million is not None:
+        # What an hour costs is what its samples cost.
+        paid = per_million * plan.predicted.samples_per_second * 3600 / 1e6
+        if not isclose(paid, hourly, rel_tol=_TOLERANCE):
+            yield (
+                f"predicted.dollars_per_million_samples is {per_million}: an hour's samples cost "
+                f"{paid}, not dollars_per_hour {hourly}"
+            )
+
+
+def _hourly(plan: Plan) -> float | None:
+    """Count the price of the devices in use; None if one is not known."""
+    if plan.cluster is None:
+        return None
+    exact = {name: kind.dollars_per_hour for name, kind in plan.cluster.device_types.items()}
+    prices = {name.lower(): price for name, price in exact.items()} | exact
+    total = 0.0
+    for name, number in _devices(plan).items():
+        price = prices.get(name, prices.get(name.lower()))
+        if price is None:
+            return None
+        total += number * price
+    return total
+
+
+def _devices(plan: Plan) -> Counter[str]:
+    used: Counter[str] = Counter()
+    seen = set()
+    for number, stage in enumerate(plan.stages):  # several stages may be on the same devices
+        chunk = number // (len(plan.stages) // plan.num_model_chunks)
+        for group in stage.replicas:
+            place = (group.device_type, group.first_device)
+            if chunk > 0 if group.first_device is None else place in seen:
+                continue
+            seen.add(place)
+            used[group.device_type] += group.tensor_parallel_size * group.num_replicas
+    return used
+
+
+def _broken(plan: Plan) -> Iterator[str]:
+    asked = plan.restrictions
+    if asked is None:
+        return
+    if asked.devices is not None:
+        for name, used in plan.devices_by_type.items():
+            if used > asked.devices.get(name, 0):
+                yield f"{used} {name} are used, the pool has {asked.devices.get(name, 0)}"
+        if plan.cluster is not None and plan.cluster.num_devices != asked.devices:
+            yield "devices are not those of cluster"
+    counts: list[tuple[str, int | None]] = [
+        ("microbatch_size", None), ("num_stages", None), ("num_model_chunks", None)
+    ]  # fmt: skip
+    if plan.kind != "split":
+        counts = [
+            ("microbatch_size", plan.microbatch_size),
+            ("num_stages", len(plan.stages)),
+            ("num_model_chunks", plan.num_model_chunks),
+        ]
+    for name, stated in counts:
+        limit = getattr(asked, name)
+        if limit is not None and stated != limit:
+            yield f"{name} is {limit}, the plan has {stated}"
+    if asked.replication is not None and (asked.replication or _replicates(plan)):
+        yield "replication is stated, and the plan has replicas or may have them"
+    if asked.recompute is not None and (asked.recompute or _recomputes(plan)):
+        yield "recompute is stated, and the plan recomputes or may do so"
+
+
+def _replicates(plan: Plan) -> bool:
+    return plan.kind == "split" or any(stage.num_replicas > 1 for stage in plan.stages)
+
+
+def _recomputes(plan: Plan) -> bool:
+    return plan.kind == "split" or any(stage.recompute != "none" for stage in plan.stages)

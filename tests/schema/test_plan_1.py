@@ -1,0 +1,58 @@
+"""Plans of the older form are read as those that the planners make today."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.errors import FileError
+from hetflow.schema.plan import Plan
+from hetflow.schema.run import RunRecord
+from hetflow.tests.checks import tampered
+
+FOLDER = Path(__file__).parents[1] / "data" / "plan_1"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_of_the_older_form_is_read(name: str) -> None:
+    """Written by the last version of that form; today's planner has the same answer."""
+    question = tampered.answer(name.replace("-", " "))
+    found = files.read(FOLDER / f"{name}.json", Plan)
+    assert found == replace(question.plan, provenance=found.provenance)
+    assert question.faults(found) == []
+
+
+def test_a_run_record_of_an_older_plan_is_read(tmp_path: Path) -> None:
+    plan = json.loads((FOLDER / "1f1b.json").read_text())
+    record = {
+        "schema": "hetflow.run/1", "plan": plan, "status": "done", "exit_code": 0,
+        "world_size": 2, "wall_seconds": 1.0, "num_steps": 3, "predicted_step_seconds": None,
+        "measured_step_seconds": None, "step_seconds_error": None, "final_loss": None,
+        "parameters_digest": None, "devices": [],
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert files.read(tmp_path / "run.json", RunRecord).plan.kind == "pipeline"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "cut"}, "$.kind: must be one of split, pipeline, parallel"),
+        ({"groups": 3}, "$.groups: unknown key"),
+        ({"colour": 1}, "$.colour: unknown key"),
+        ({"groups": [{"device_type": "A"}]}, "$.stages: missing"),
+    ],
+)
+def test_faults_of_the_older_form_are_one_line(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    document = json.loads((FOLDER / "split.json").read_text()) | changes
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(FileError) as caught:
+        files.read_any(path)
+    assert said in caught.value.message
