@@ -1,10 +1,9 @@
 """``hetflow.export``."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, Unpack
 
 from ..exporters.registry import EXPORTERS
 from ..launcher.deploying import host_groups, host_types, virtual_types
@@ -16,68 +15,15 @@ from ..schema.deployment import Deployment, HostGroup, Machine, job_name
 from ..schema.errors import ProblemError
 from ..schema.files import read_text
 from ..schema.options import option
-from ..schema.records import Count, Index
-from ..schema.requests.kinds import Markets, Pool
-from .calls import checks
+from ..schema.requests.export import ExportRequest
+from ..schema.requests.kinds import Markets
+from .calls import takes
 from .files import plan_of
 
 
-class ExportOptions(TypedDict, total=False):
-    """Options of an export.
-
-    Attributes:
-        hosts: The hosts in order of ranks, such as ``"1x(2xV100),2x(4xP100)"``; None takes the
-            servers of the plan's pool, or one host for each device type of a flat one.
-        names: Device type -> what the target calls it.
-        job: Name of the job; None makes one of the model's.
-        directory: Where to start; None: where the target starts jobs.
-        setup: Lines of shell that run before the launch on each host.
-        seed: Seed of sample order, dropout and augmentation.
-        determinism: As in ``hetflow.launch``.
-        checkpoint: Folder of checkpoints that all hosts see.
-        checkpoint_every: Steps between checkpoints.
-        cpus_per_device: Processors to ask for beside each device.
-        image: The container image, for Kubernetes.
-        volume: ``CLAIM:/PATH`` of a volume that all pods see, for Kubernetes.
-        directives: Options of ``sbatch``, for Slurm.
-        market: Markets, or their files, to rent machines of, the cheapest first.
-        at: The time of the market's prices, in UTC; None takes the last known.
-    """
-
-    hosts: Pool | None
-    names: Mapping[str, str]
-    job: str | None
-    directory: str | None
-    setup: Sequence[str]
-    seed: Index
-    determinism: str
-    checkpoint: str | None
-    checkpoint_every: Index
-    cpus_per_device: Count
-    image: str | None
-    volume: str | None
-    directives: Sequence[str]
-    market: Markets | None
-    at: str | None
-
-
-@checks
-def export(
-    plan: Path | str,
-    target: str,
-    script: Path | str,
-    arguments: Sequence[str] = (),
-    **options: Unpack[ExportOptions],
-) -> str:
+@takes(ExportRequest)
+def export(request: ExportRequest) -> str:
     """Write the script or manifest that starts a plan elsewhere; nothing is started.
-
-    Args:
-        plan: The plan's file.
-        target: ``slurm``, ``kubernetes``, ``skypilot``, ``torchrun``, ``ray``, ``hosts``, or a
-            plug-in's.
-        script: The training script, or ``"-m"`` with a module as the first argument.
-        arguments: Arguments of the script.
-        options: See ``ExportOptions``.
 
     Returns:
         The text.
@@ -93,60 +39,61 @@ def export(
         >>> text.splitlines()[0]
         '#!/bin/bash'
     """
-    made = deployment_of(plan, (str(script), *arguments), **options)
-    chosen = EXPORTERS.get(target)
+    made = _deployment(request)
+    chosen = EXPORTERS.get(request.target)
     if Deployment not in chosen.takes:
         raise ProblemError(
-            f"{target} starts no plan",
+            f"{request.target} starts no plan",
             hint="targets are slurm, kubernetes, skypilot, torchrun, ...",
         )
-    return chosen.render(made, str(plan))
+    return chosen.render(made, str(request.plan))
 
 
-@checks
-def deployment_of(
-    plan: Path | str, script: tuple[str, ...], **options: Unpack[ExportOptions]
-) -> Deployment:
+@takes(ExportRequest)
+def deployment_of(request: ExportRequest) -> Deployment:
     """Lay out the launch of a plan; see ``export``."""
-    found = plan_of(plan)
-    level = check_level(options.get("determinism", "none"))
-    config = lower(found, options.get("seed", 0), level)
-    checkpoint, every = options.get("checkpoint"), options.get("checkpoint_every", 0)
+    return _deployment(request)
+
+
+def _deployment(request: ExportRequest) -> Deployment:
+    found = plan_of(request.plan)
+    level = check_level(request.determinism)
+    config = lower(found, request.seed, level)
+    checkpoint, every = request.checkpoint, request.checkpoint_every
     if every and checkpoint is None:
         raise ProblemError(
             f"{option('checkpoint_every', every)} needs a folder",
             hint=f"give {option('checkpoint', 'DIR')} too",
         )
-    hosts = options.get("hosts")
-    pool = None if hosts is None else pool_of(hosts, field="hosts")
+    pool = None if request.hosts is None else pool_of(request.hosts, field="hosts")
     groups = host_groups(config, found, pool)
-    if (market := options.get("market")) is not None:
-        groups = _rented(groups, market, options.get("at"))
-    elif options.get("at") is not None:
+    if request.market is not None:
+        groups = _rented(groups, request.market, request.at)
+    elif request.at is not None:
         raise ProblemError(
             "a time of prices is given, and no market", hint=f"add {option('market', 'FILE')}"
         )
     return Deployment(
-        name=job_name(options.get("job") or found.model),
+        name=job_name(request.job or found.model),
         model=found.model,
-        plan=str(plan),
-        plan_text=read_text(Path(plan)),
-        script=script,
+        plan=str(request.plan),
+        plan_text=read_text(Path(request.plan)),
+        script=(str(request.script), *request.arguments) if request.script else (),
         groups=groups,
-        names=dict(options.get("names", {})),
+        names=dict(request.names or {}),
         virtual_types=virtual_types(config),
         host_types=host_types(config),
-        directory=options.get("directory"),
-        setup=tuple(options.get("setup", ())),
+        directory=request.directory,
+        setup=tuple(request.setup),
         seed=config.seed,
         determinism=level,
         pins=pins(level),
         checkpoint=checkpoint,
         checkpoint_every=every,
-        cpus_per_device=options.get("cpus_per_device", 1),
-        image=options.get("image"),
-        volume=_volume(options.get("volume")),
-        directives=tuple(options.get("directives", ())),
+        cpus_per_device=request.cpus_per_device,
+        image=request.image,
+        volume=_volume(request.volume),
+        directives=tuple(request.directives),
     )
 
 

@@ -1,9 +1,9 @@
 """``hetflow.simulate`` and ``hetflow.sweep``."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
+from typing import Any, get_args
 
 from .. import simulator
 from ..importers.jobs_files import read_jobs
@@ -12,100 +12,29 @@ from ..planning.inputs import pool_of, spelled_as
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.jobs import Entity, Job, Jobs
-from ..schema.options import option
-from ..schema.records import Count, Index, nearest
-from ..schema.requests.kinds import JobsTable, Markets, Pool, ThroughputsTable
+from ..schema.options import asked_of, option
+from ..schema.requests.simulate import Simulated, SimulateRequest, SweepRequest
 from ..schema.simulation import SimulationRun
+from ..schema.spelling import nearest
 from ..simulator import Case, TraceOptions
 from ..simulator.market.many_jobs import MarketOptions
 from ..simulator.traces.draws import TraceKind
-from .calls import checks
+from .calls import takes
 from .files import jobs_of, throughputs_of
-
-if TYPE_CHECKING:
-    pass
 
 KINDS: tuple[str, ...] = get_args(TraceKind)
 
 
-class SimulationOptions(TypedDict, total=False):
-    """Options of a simulation; the defaults, in parentheses, are those of ``hetflow simulate``.
-
-    Jobs: ``policy`` (las) is used by the ``scheduler`` rounds only. ``agnostic`` ignores
-    differences between device types. ``space_sharing`` lets pairs of jobs share devices. The
-    ``placement`` mixed considers devices on several servers too. ``optimum`` selects one of LAS's
-    optimal allocations. ``round_seconds`` (360) is the length of a round, ``restart_seconds`` (0)
-    the time that a job loses when it starts or restarts, ``resize_seconds`` (None: the same) when
-    it goes over to other devices of its server. ``early_rounds`` (False) ends a round as soon as no
-    job holds a device, as a live cluster does.
-
-    Failures: ``failure_seconds`` and ``server_failure_seconds`` are the mean times between failures
-    of a device and of a server (None: no failures); ``repair_seconds`` (3600) is the time until
-    what failed is back.
-
-    Traces and results: ``window``, such as (4000, 5000), averages over these jobs of the trace
-    only. ``seed`` (0) is the seed of all random numbers, ``num_jobs`` (1000) the length of a drawn
-    trace.
-
-    With ``market`` (markets, or their files), jobs rent machines at the market's prices, at most as
-    many devices as the pool has. The simulation begins at ``start`` (None: the first time at which
-    the largest number of prices is known at once). A spot machine is preempted after
-    ``preemption_seconds`` on average (None: only when the market's availability says so). The work
-    since the last checkpoint is then lost; checkpoints are written every ``checkpoint_seconds``
-    (0: when a preemption is announced). Moving to another cloud costs ``cloud_move_dollars``.
-    """
-
-    policy: str
-    scheduler: str
-    agnostic: bool
-    space_sharing: bool
-    placement: Literal["consolidated", "mixed"]
-    optimum: Literal["centre", "vertex"]
-    round_seconds: float
-    restart_seconds: float
-    resize_seconds: float | None
-    early_rounds: bool
-    failure_seconds: float | None
-    server_failure_seconds: float | None
-    repair_seconds: float
-    window: tuple[Index, Index] | None
-    seed: Index
-    num_jobs: Count
-    market: "Markets"
-    start: str | None
-    preemption_seconds: float | None
-    checkpoint_seconds: float
-    cloud_move_dollars: float
-
-
+_OF_CASES = tuple(
+    asked.name for asked in asked_of(Simulated) if asked.name in Case.__dataclass_fields__
+    and asked.name not in ("trace", "throughputs", "scheduler", "market")
+)  # fmt: skip
 _OF_MARKETS = ("start", "preemption_seconds", "checkpoint_seconds", "cloud_move_dollars")
 
 
-@checks
-def simulate(
-    trace: JobsTable,
-    throughputs: ThroughputsTable,
-    pool: Pool,
-    *,
-    jobs_per_hour: float | None = None,
-    with_jobs: bool = True,
-    with_spans: bool = False,
-    progress: Callable[[int, float], None] | None = None,
-    **options: Unpack[SimulationOptions],
-) -> SimulationRun:
+@takes(SimulateRequest)
+def simulate(request: SimulateRequest) -> SimulationRun:
     """Simulate a cluster in virtual time; the same seed gives exactly the same results.
-
-    Args:
-        trace: Jobs, their DataFrame or file, or a kind of random trace: ``continuous-single``,
-            ``continuous-multiple``, ``static-single`` or ``static-multiple``.
-        throughputs: Throughputs, their DataFrame, or their file.
-        pool: ``"36xV100,36xP100"``, ``{"V100": 36, "P100": 36}``, a ``Cluster``, or the ``Path`` of
-            a cluster's file.
-        jobs_per_hour: Load of a random trace.
-        with_jobs: Whether to keep the outcome of every job.
-        with_spans: Whether to keep which job held which devices when; takes longer.
-        progress: Called with the number of completed jobs and the virtual seconds.
-        options: See ``SimulationOptions``.
 
     Returns:
         The simulated run: its metrics and, if asked for, its jobs and spans.
@@ -122,12 +51,10 @@ def simulate(
         >>> run.metrics.makespan_seconds
         3600.0
     """
-    if not isinstance(trace, Path | str):
-        trace = jobs_of(trace)
-    case = _case(throughputs, pool, options)
-    loads = () if jobs_per_hour is None else (jobs_per_hour,)
-    (case,) = _drawn(case, trace, 1, loads, options.get("num_jobs", 1000))
-    case = replace(case, records_spans=with_spans)
+    trace = request.trace if isinstance(request.trace, Path | str) else jobs_of(request.trace)
+    loads = () if request.jobs_per_hour is None else (request.jobs_per_hour,)
+    (case,) = _drawn(_case(request), trace, 1, loads, request.num_jobs)
+    case = replace(case, records_spans=request.with_spans)
     if isinstance(trace, Jobs):
         jobs: Iterable[Job] | None = trace.jobs
         case, name = replace(case, entities=trace.entities), "jobs"
@@ -136,31 +63,13 @@ def simulate(
         if case.trace is None:
             jobs, entities = _read(Path(trace), case)
             case = replace(case, entities=entities)
-    run = simulator.run_case(case, jobs, progress)
-    return simulator.report(case, run, name, with_jobs=with_jobs)
+    run = simulator.run_case(case, jobs, request.progress)
+    return simulator.report(case, run, name, with_jobs=request.with_jobs)
 
 
-@checks
-def sweep(
-    trace: str,
-    throughputs: ThroughputsTable,
-    pool: Pool,
-    *,
-    loads: Sequence[float] = (),
-    seeds: Count = 1,
-    processes: Count = 1,
-    **options: Unpack[SimulationOptions],
-) -> Iterator[SimulationRun]:
+@takes(SweepRequest)
+def sweep(request: SweepRequest) -> Iterator[SimulationRun]:
     """Simulate random traces of several loads and seeds.
-
-    Args:
-        trace: A kind of random trace; see ``simulate``.
-        throughputs: Throughputs, their DataFrame, or their file.
-        pool: The devices, in any form that ``simulate`` takes.
-        loads: Loads in jobs per hour.
-        seeds: Number of seeds for each load, counted from the option ``seed``.
-        processes: Number of processes that simulate at the same time.
-        options: See ``SimulationOptions``.
 
     Returns:
         An iterator over the runs, in order of loads and then seeds.
@@ -176,55 +85,48 @@ def sweep(
         >>> [run.metrics.num_jobs for run in runs]
         [3, 3]
     """
-    case = _case(throughputs, pool, options)
-    cases = _drawn(case, trace, seeds, loads, options.get("num_jobs", 1000))
+    cases = _drawn(_case(request), request.trace, request.seeds, request.loads, request.num_jobs)
     if cases[0].trace is None:
-        raise ProblemError(f"only drawn traces are swept, {trace!r} is no kind to draw")
-    return simulator.sweep(cases, processes)
+        raise ProblemError(f"only drawn traces are swept, {request.trace!r} is no kind to draw")
+    return simulator.sweep(cases, request.processes)
 
 
-def _case(throughputs: ThroughputsTable, pool: Pool, options: SimulationOptions) -> Case:
-    needs_pairs = options.get("space_sharing", False) or always_pairs(options.get("policy", "las"))
-    table = throughputs_of(throughputs, pairs=needs_pairs)
-    devices = spelled_as(pool_of(pool), table)
-    ours = ("num_jobs", "market", *_OF_MARKETS)
-    chosen: dict[str, Any] = {k: v for k, v in options.items() if k not in ours}
-    chosen |= _market(options, devices)
+def _case(asked: Simulated) -> Case:
+    needs_pairs = asked.space_sharing or always_pairs(asked.policy)
+    table = throughputs_of(asked.throughputs, pairs=needs_pairs)
+    devices = spelled_as(pool_of(asked.pool), table)
+    chosen: dict[str, Any] = {name: getattr(asked, name) for name in _OF_CASES}
+    if asked.scheduler is not None:
+        chosen["scheduler"] = asked.scheduler
     return Case(
         throughputs=table,
         num_devices=devices.num_devices,
         servers=devices.sizes,
         server_numbers=devices.server_numbers,
         dollars_per_hour=devices.dollars_per_hour,
-        **chosen,
+        **_market(asked, devices) | chosen,
     )
 
 
-def _market(options: SimulationOptions, devices: Cluster) -> dict[str, Any]:
+def _market(asked: Simulated, devices: Cluster) -> dict[str, Any]:
     """Return the fields of a case that describe its market; empty without a market."""
-    if "market" not in options:
+    if asked.market is None:
         for name in _OF_MARKETS:
-            if options.get(name):
-                raise ProblemError(f"{name} is for a market, and none is given")
+            if getattr(asked, name):
+                raise ProblemError(f"{option(name)} is for a market, and none is given")
         return {}
     from ..planning.market_prices import market_offers, markets_of
 
-    prices, is_told = market_offers(
-        markets_of(options["market"]), devices.num_devices, options.get("start")
-    )
+    prices, is_told = market_offers(markets_of(asked.market), devices.num_devices, asked.start)
     told = MarketOptions(
-        restart_seconds=options.get("restart_seconds", 0.0),
-        cloud_move_dollars=options.get("cloud_move_dollars", 0.0),
-        preemption_seconds=options.get("preemption_seconds"),
-        checkpoint_seconds=options.get("checkpoint_seconds", 0.0),
-        seed=options.get("seed", 0),
+        restart_seconds=asked.restart_seconds,
+        cloud_move_dollars=asked.cloud_move_dollars,
+        preemption_seconds=asked.preemption_seconds,
+        checkpoint_seconds=asked.checkpoint_seconds,
+        seed=asked.seed,
         is_told=is_told,
     )
-    return {
-        "scheduler": options.get("scheduler", "market"),
-        "market": prices,
-        "market_options": told,
-    }
+    return {"scheduler": "market", "market": prices, "market_options": told}
 
 
 def _drawn(

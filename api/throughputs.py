@@ -12,34 +12,20 @@ from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.jobs import MixThroughput, ModelThroughput, Throughputs
 from ..schema.options import option
 from ..schema.profile import Profile
-from ..schema.records import Bytes, Count, nearest
-from ..schema.requests.kinds import Profiles
+from ..schema.requests.throughputs import ThroughputsRequest
+from ..schema.spelling import nearest
 from ..simulator.mixes import split_throughput
-from .calls import checks
+from .calls import takes
 
 _log = logging.getLogger("hetflow")
 
 
-@checks
-def throughputs(
-    profiles: Profiles,
-    *,
-    batch_size: Count | Mapping[str, Count],
-    scale_factors: Sequence[Count] = (1,),
-    mixes: bool = False,
-    memory_reserve_bytes: Bytes = 0,
-) -> Throughputs:
+@takes(ThroughputsRequest)
+def throughputs(request: ThroughputsRequest) -> Throughputs:
     """Turn profiles into the throughputs that ``allocate`` and ``simulate`` need.
 
     A job keeps its batch whatever it runs on: a rate is one over the step that ``solve`` predicts
     for that batch on so many devices of the type.
-
-    Args:
-        profiles: Profiles of one or more models, or the folder that ``hetflow profile`` wrote.
-        batch_size: Samples of a job's step: a number, or one for each model.
-        scale_factors: Numbers of devices that jobs ask for.
-        mixes: Whether to add jobs that hold several device types at once.
-        memory_reserve_bytes: Bytes of each device that jobs leave free.
 
     Returns:
         The steps per second of each model and scale factor, by device type.
@@ -59,13 +45,15 @@ def throughputs(
         >>> hetflow.throughputs([v100], batch_size=16).models[0].steps_per_second
         {'V100': 5.0}
     """
+    profiles, scale_factors = request.profiles, request.scale_factors
+    memory_reserve_bytes = request.memory_reserve_bytes
     where = {"profiles": str(profiles)} if isinstance(profiles, str | Path) else {}
     if isinstance(profiles, str | Path):
         measured = files.read_profiles(Path(profiles))
     else:
         measured = tuple(profiles)
     models = sorted({profile.model for profile in measured})
-    batches = _batches(batch_size, models)
+    batches = _batches(request.batch_size, models)
     if len(set(scale_factors)) < len(scale_factors):
         raise ProblemError(
             f"{option('scale_factors')}: a number appears twice: {list(scale_factors)}"
@@ -79,7 +67,7 @@ def throughputs(
                 own, batches[model], scale, max(scale_factors), memory_reserve_bytes
             )
             rates.append(alone)
-            mixed += together if mixes else ()
+            mixed += together if request.mixes else ()
     return Throughputs(
         models=tuple(rates),
         mixes=tuple(mixed),

@@ -10,14 +10,17 @@ what was given, under the record's names and in its units::
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ForwardRef, Literal, get_args, get_origin
 
 import typer
 
 from ..schema import options, requests
+from ..schema.arguments import Arguments
+from ..schema.errors import ProblemError
 from ..schema.options import asked_of, told
+from ..schema.spelling import whole_number
 from . import completing
 from .common import RARE, Settings, asked_pool, asked_reserve, rates_of, spot_prices
 
@@ -50,45 +53,109 @@ class Reading:
 
     Args:
         kind: The type that the parser reads.
-        read: Returns the field's value, from what the parser read.
+        read: Returns the field's value, from what the parser read. A ValueError says that it is
+            none.
+        form: What a value must be, for errors.
+        range: The numbers that the help names. The record's type refuses others, in one sentence
+            for both doors.
     """
 
     kind: Any
     read: Callable[[Any], Any] = lambda value: value
+    form: str = ""
+    range: str = ""
 
 
-_RECORDS = ("Plan | Allocation | Path | str", "Plan | Path | str")
-_NUMBERS = dict.fromkeys(("int", "Count", "Index"), Reading(int)) | dict.fromkeys(
-    (
-        "float",
-        "Dollars",
-        "Fraction",
-        "PositiveRate",
-        "PositiveSeconds",
-        "RentDollars",
-        "WaitSeconds",
-    ),
+def _counts(text: str) -> list[int]:
+    found = [whole_number(part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise ValueError(text)
+    return [number for number in found if number]
+
+
+def _counts_of_models(text: str) -> int | dict[str, int]:
+    parts = [part.partition("=") for part in text.split(",")]
+    if "=" in text:
+        return {name.strip(): _counts(number)[0] for name, _, number in parts}
+    (number,) = _counts(text)
+    return number
+
+
+def _names(given: list[str]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        name, _, called = text.partition("=")
+        if not name or not called:
+            message = f"{flag_of('names')} {text!r} is not TYPE=NAME"
+            raise ProblemError(message, hint="write V100=tesla_v100")
+        found[name] = called
+    return found
+
+
+def _window(text: str) -> tuple[int, int]:
+    first, last = map(int, text.split(":"))
+    if not 0 <= first < last:
+        raise ValueError(text)
+    return first, last
+
+
+_RECORDS = (
+    "Plan | Allocation | Path | str",
+    "Profile | Path | str",
+    "Plan | Path | str",
+)
+_NUMBERS = {
+    "Count": Reading(int, range="x>=1"),
+    "JobCount": Reading(int, range="1<=x<=10000000"),
+    "Index": Reading(int, range="x>=0"),
+    "int": Reading(int),
+}
+_NUMBERS |= dict.fromkeys(
+    ("float", "Dollars", "Fraction", "PositiveRate", "PositiveSeconds", "RentDollars"),
     Reading(float),
 )
+_NUMBERS |= {
+    "GraceSeconds": Reading(int, range="1<=x<=100000000"),
+    "HeartbeatSeconds": Reading(float, range="x>=0.5"),
+    "RoundSeconds": Reading(float, range="x>=1"),
+    "TimeoutSeconds": Reading(float, range="x>=1"),
+    "WaitSeconds": Reading(float, range="x>=0"),
+}
 _PATHS = dict.fromkeys(
-    ("Path | str", "Profiles", "JobsTable", "ThroughputsTable", *_RECORDS), Reading(Path)
+    ("Path", "Path | str", "Profiles", "JobsTable", "ThroughputsTable", *_RECORDS), Reading(Path)
 ) | dict.fromkeys(("Markets", "Windows", "Offers"), Reading(list[Path]))
 _READINGS: dict[str, Reading] = {
     **_NUMBERS,
     **_PATHS,
     "str": Reading(str),
+    "str | Path": Reading(str),
     "bool": Reading(bool),
     "Bytes": Reading(str, asked_reserve),
     "Sequence[str]": Reading(list[str]),
     "Sequence[Path | str]": Reading(list[Path]),
+    "str | Pool": Reading(str),
     "Mapping[str, float]": Reading(list[str], rates_of),
     "Speeds": Reading(list[float], lambda speeds: (0.0, *speeds)),
     "SpotPrices": Reading(list[str], spot_prices),
+    "Mapping[str, str]": Reading(list[str], _names),
+    "Sequence[Count]": Reading(str, _counts, "whole numbers of at least 1, such as 4,8,16"),
+    "Sequence[Count] | str": Reading(str),
+    "Count | Mapping[str, Count]": Reading(str, _counts_of_models, "a whole number of at least 1"),
+    "SyncDevices": Reading(int, range="0<=x<=64"),
+    "Sequence[float]": Reading(
+        str, lambda text: list(map(float, text.split(","))), "numbers such as 2,4,5.6"
+    ),
+    "tuple[Index, Index]": Reading(str, _window, "FROM:TO such as 4000:5000"),
 }
 
 
 def asks(
-    record: type, *, only: Collection[str] | None = None, doc: str | None = None, **fixed: Any
+    record: type,
+    *,
+    only: Collection[str] | None = None,
+    doc: str | None = None,
+    optional: Collection[str] = (),
+    **fixed: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of a request record.
 
@@ -96,6 +163,7 @@ def asks(
         record: The request record.
         only: Planners; options that none of these reads are left out.
         doc: The command's help, where that is not the function's.
+        optional: Fields that the record needs and some ways of the command do not.
         fixed: Fields that the command decides, so that there is no option.
 
     Returns:
@@ -104,8 +172,10 @@ def asks(
     """
     flags: list[Flag] = []
     reads: list[tuple[str, Collection[str], Callable[[Values], Any]]] = []
-    required = {asked.name for asked in asked_of(record) if asked.is_required}
+    required = {asked.name for asked in asked_of(record) if asked.is_required} - set(optional)
     for asked in asked_of(record):
+        if asked.name in optional:
+            asked = replace(asked, is_required=False)
         readers = asked.option.read_by
         if asked.name in fixed or (only and readers and not set(readers) & set(only)):
             continue
@@ -116,10 +186,12 @@ def asks(
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def command(**values: Any) -> None:
             Settings.record = record
-            given = dict(fixed)
+            given, arguments = dict(fixed), Arguments(record)
             for name, names, read in reads:
                 if name in required or Settings.given.intersection(names):
-                    given[name] = read({each: values[each] for each in names})
+                    value = given[name] = read({each: values[each] for each in names})
+                    if value is not None:
+                        arguments.check(name, value)
             own = {name: value for name, value in values.items() if name in kept}
             function(given, **own)
 
@@ -152,6 +224,8 @@ def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[Flag]
     said, text = asked.option, _text(asked.kind)
     with options.spelled_by(flag_of):
         words = told(said.help) + (f" [default: {told(said.default)}]" if said.default else "")
+    if (reading := _READINGS.get(text)) is not None and reading.range:
+        words += f" [{reading.range}]"
     panel = (RARE if said.rare else "") + said.panel or None
     shown: dict[str, Any] = {
         "help": words,
@@ -166,7 +240,10 @@ def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[Flag]
     default = ... if asked.is_required else asked.default
     if said.argument:
         kind = _READINGS[text].kind
-        yield Flag(asked.name, kind, inspect.Parameter.empty, typer.Argument(**shown))
+        kind, default = (
+            (kind, inspect.Parameter.empty) if asked.is_required else (kind | None, None)
+        )
+        yield Flag(asked.name, kind, default, typer.Argument(**shown))
         return
     if text == "Pool":
         shown["autocompletion"] = completing.pools
@@ -176,8 +253,9 @@ def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[Flag]
         yield Flag("cluster", Path | None, None, typer.Option("--cluster", **shown))
         return
     flag = said.flag_of(asked.name)
+    parsed = flag.lstrip("-").replace("-", "_")  # also names its variable and its key in a file
     if text == "OptimizerState | str":
-        yield Flag(asked.name, str | None, None, typer.Option(flag, **shown))
+        yield Flag(parsed, str | None, None, typer.Option(flag, **shown))
         shown = {**shown, "help": "Instead: bytes that it keeps for each byte of weights; Adam: 2."}
         other = "--state-bytes-per-weight-byte"
         name = "state_bytes_per_weight_byte"
@@ -192,7 +270,7 @@ def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[Flag]
         if not is_switch:
             shown["show_default"] = False
         yield Flag(
-            asked.name,
+            parsed,
             bool if is_switch or asked.default is True else bool | None,
             asked.default,
             typer.Option(flag if is_switch else f"{flag}/{negative}", **shown),
@@ -204,10 +282,12 @@ def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[Flag]
         default = inspect.Parameter.empty
     elif isinstance(default, int | float) and said.unit == "hours":
         default = default / 3600
+    elif isinstance(default, tuple):
+        default = ",".join(map(str, default))
     elif text == "Bytes":
         default, shown["show_default"] = None, False
         kind = str | None
-    yield Flag(asked.name, kind, default, typer.Option(flag, **shown))
+    yield Flag(parsed, kind, default, typer.Option(flag, **shown))
 
 
 def _kind(text: str, asked: options.Asked, only: Collection[str] | None) -> tuple[Any, bool]:
@@ -232,10 +312,21 @@ def _reader(asked: options.Asked) -> Callable[[Values], Any]:
     if text == "OptimizerState | str":
         return _optimizer
     reading = _READINGS.get(text, Reading(str))
-    name = asked.name
-    if asked.option.unit == "hours":
-        return lambda values: None if values[name] is None else values[name] * 3600
-    return lambda values: None if values[name] is None else reading.read(values[name])
+    name, scale = asked.name, 3600 if asked.option.unit == "hours" else None
+
+    def read(values: Values) -> Any:
+        (value,) = values.values()
+        if value is None or scale is not None:
+            return None if value is None else value * scale
+        try:
+            return reading.read(value)
+        except ProblemError:
+            raise
+        except ValueError:
+            message = f"{flag_of(name)}: must be {reading.form}, got {value[:60]!r}"
+            raise ProblemError(message) from None
+
+    return read
 
 
 def _optimizer(values: Values) -> Any:

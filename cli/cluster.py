@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from ..schema.errors import ProblemError
-from .common import ForceFlag, JsonFlag, asked_pool, emit, emit_json
+from ..schema.requests.start import StartRequest
+from .asking import Asked, asks
+from .common import ForceFlag, JsonFlag, emit, emit_json
 
 StateOption = Annotated[
     Path,
@@ -22,52 +24,13 @@ StateOption = Annotated[
 DEFAULT_STATE = Path("hetflow-cluster")  # as in api/cluster.py, which commands load when they run
 
 
+@asks(StartRequest)
 def start(
-    gpus: Annotated[
-        str | None, typer.Option(help="The devices, e.g. 2xV100,2xP100 or 1xcpu:fast,2xcpu:slow.")
-    ] = None,
-    cluster: Annotated[Path | None, typer.Option(help="A cluster file instead of --gpus.")] = None,
-    engine: Annotated[
-        str, typer.Option(help="Where jobs run: local (this host), slurm or ray (their nodes).")
-    ] = "local",
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="How devices are shared: a policy of `hetflow allocate`; elastic, weighted fair "
-            "sharing that changes how many devices jobs hold; or easyscale, easyscale-taking or "
-            "easyscale-homogeneous, which also change their types."
-        ),
-    ] = "las_weighted",
-    round_seconds: Annotated[
-        float, typer.Option("--round", min=1.0, help="Seconds between decisions.")
-    ] = 360.0,
-    grace: Annotated[
-        int,
-        typer.Option(min=1, max=10**8, help="Seconds that a job has to save before it is killed."),
-    ] = 30,
-    entities: Annotated[
-        Path | None,
-        typer.Option(help="The tree of entities that share the devices, for policy hierarchical."),
-    ] = None,
+    asked: Asked,
     state: StateOption = DEFAULT_STATE,
     dashboard: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS:PORT", help="Serve a web page too, e.g. 127.0.0.1:8080."),
-    ] = None,
-    on_change: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PROGRAM|URL",
-            help="Tell this program (on its stdin), or this http(s) address, when a job's state "
-            "changes. No shell runs it.",
-        ),
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option(
-            help="Let this Unix group's users submit, too, and look after their own jobs, which "
-            "run as them. Needs root and the engine local."
-        ),
     ] = None,
     print_unit: Annotated[
         bool, typer.Option("--print-unit", help="Print a systemd unit that runs this; stop.")
@@ -91,13 +54,17 @@ def start(
     from ..scheduler.settings import Settings
     from ..scheduler.submission import read_entities
 
-    pool = pool_of(asked_pool(gpus, cluster))
-    rules = RoundRules(round_seconds=round_seconds, reset_seconds=0.0)
+    request = StartRequest(**asked)
+    pool, entities = pool_of(request.pool), request.entities
     settings = Settings(
-        policy=policy, rules=rules, grace_seconds=grace,
+        policy=request.policy,
+        rules=RoundRules(round_seconds=request.round_seconds, reset_seconds=0.0),
+        grace_seconds=request.grace_seconds,
         entities=() if entities is None else read_entities(entities),
-        dollars_per_hour=pool.dollars_per_hour, on_change=on_change, group=group,
-    )  # fmt: skip
+        dollars_per_hour=pool.dollars_per_hour,
+        on_change=request.on_change,
+        group=request.group,
+    )
     if print_unit:
         emit(_unit(state))
         return
@@ -106,7 +73,7 @@ def start(
             from ..dashboard.server import serving
 
             _say(f"dashboard: {beside.enter_context(serving(dashboard, state)).url}")
-        serve(state, pool, engine, settings, _say)
+        serve(state, pool, request.engine, settings, _say)
 
 
 def drain(

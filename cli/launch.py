@@ -1,35 +1,37 @@
 """``hetflow launch``: train under a plan."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..schema.errors import ProblemError
+from ..schema.requests.launch import LaunchingRequest
+from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, say
 
 if TYPE_CHECKING:
-    from ..api.launch import LaunchOptions
     from ..launcher.spawn import WorkerCommand
     from ..schema.launch import Rendezvous
     from ..schema.run import RunRecord
 
 
+@asks(
+    LaunchingRequest,
+    folder=None,
+    force=False,
+    rendezvous=None,
+    stdout_to_stderr=False,
+    ends_process=True,
+)
 def launch(
-    plan: Annotated[Path, typer.Argument(help="A plan (hetflow.plan/1).")],
-    script: Annotated[str, typer.Argument(help="The training script: file.py, or -m MODULE.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The script's own arguments, passed on untouched.")
-    ] = None,
+    asked: Asked,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output", "-o", help="Folder of the run [default: hetflow-runs/<model>-<time>]."
         ),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of data order, dropout and augmentation.")
-    ] = 0,
     nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts in the launch.")] = 1,
     node_rank: Annotated[
         int | None,
@@ -44,58 +46,6 @@ def launch(
             help="Several hosts: what this one gives, e.g. 2xV100 [default: its CUDA devices]."
         ),
     ] = None,
-    determinism: Annotated[
-        str,
-        typer.Option(
-            help="What must end in the same bits: none, static (same devices), elastic (any "
-            "mapping), heterogeneous (also unlike types)."
-        ),
-    ] = "none",
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Folder of checkpoints; goes on from the newest one there."),
-    ] = None,
-    checkpoint_every: Annotated[
-        int, typer.Option(min=0, help="Steps between checkpoints [0: at SIGTERM and the end].")
-    ] = 0,
-    restart_from_scratch: Annotated[
-        bool,
-        typer.Option(
-            "--restart-from-scratch",
-            help="Start at step 0; move what is in the --checkpoint folder aside.",
-        ),
-    ] = False,
-    compare_every: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Steps between comparisons of all workers' parameters [default: 50; 0: only after "
-            "changes of workers, before checkpoints and at the end].",
-        ),
-    ] = None,
-    grace: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Seconds that workers have to write a checkpoint after SIGTERM, and scripts to "
-            "handle the KeyboardInterrupt of Ctrl-C.",
-        ),
-    ] = 30,
-    timeout: Annotated[
-        int, typer.Option(min=1, help="Longest wait for other workers, in seconds.")
-    ] = 600,
-    on_failure: Annotated[
-        Literal["stop", "shrink", "replace"] | None,
-        typer.Option(
-            help="When a worker dies or hangs: stop the launch, shrink to the others, or also "
-            "replace it [default: shrink for split plans on one host, replace (from the last "
-            "checkpoint) for pipelines and several hosts with --checkpoint, else stop]."
-        ),
-    ] = None,
-    heartbeat: Annotated[
-        float,
-        typer.Option(min=0.5, help="Kill a worker that sends no heartbeat for so many seconds."),
-    ] = 30.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run on this host; run nothing.")
     ] = False,
@@ -117,30 +67,15 @@ def launch(
     from ..api.files import plan_of
     from ..launcher.request import default_folder, run_folder
 
-    found = plan_of(plan)
-    options: LaunchOptions = {
-        "force": force,
-        "seed": seed,
-        "determinism": determinism,
-        "checkpoint": checkpoint,
-        "checkpoint_every": checkpoint_every,
-        "from_scratch": restart_from_scratch,
-        "compare_every": compare_every,
-        "on_failure": on_failure,
-        "grace_seconds": float(grace),
-        "timeout_seconds": float(timeout),
-        "heartbeat_seconds": heartbeat,
-        "rendezvous": _rendezvous(nnodes, node_rank, rdzv_endpoint, devices),
-        "stdout_to_stderr": json,
-        "ends_process": True,
-    }
+    found = plan_of(asked["plan"])
+    asked |= {"plan": found, "force": force, "stdout_to_stderr": json}
+    asked["rendezvous"] = _rendezvous(nnodes, node_rank, rdzv_endpoint, devices)
     if dry_run:
-        folder = options["folder"] = output or default_folder(found.model)
-        _show_commands(folder, show(found, script, arguments or (), **options), json)
+        folder = asked["folder"] = output or default_folder(found.model)
+        _show_commands(folder, show(**asked), json)
         return
     with run_folder(output, found.model) as folder:
-        options["folder"] = folder
-        _report(folder, run(found, script, arguments or (), **options), json)
+        _report(folder, run(**{**asked, "folder": folder}), json)
 
 
 def _rendezvous(

@@ -11,43 +11,20 @@ import typer
 
 from ..schema.errors import ProblemError
 from ..schema.masking import mask
-from ..schema.precision import Precision
-from ..schema.spelling import whole_number
+from ..schema.requests.profile import ProfileRequest
+from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, emit, emit_json, note, progress_line, warn
 
 if TYPE_CHECKING:
-    from ..api.profile import Progress as Told
+    from collections.abc import Callable
+
     from ..schema.layer_trace import LayerTrace
     from ..schema.profile import BatchPoint, Profile
 
 
+@asks(ProfileRequest, optional=("target",), effort="usual", command="", progress=None)
 def profile(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            help="train.py (your script as it is), file.py:factory, zoo:NAME, "
-            "hf:CONFIG_OR_DIR[@LENGTH] or torchvision:NAME."
-        ),
-    ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The script's own arguments, after --.")
-    ] = None,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Device type (repeatable): V100, cuda:0, cpu, cpu:slow=0.25; or spec:H100, "
-            "which need not be here: it is estimated."
-        ),
-    ] = None,
-    batch_sizes: Annotated[
-        str | None, typer.Option(help="Sizes 8,48,256 or a range 8-256; default: grow from 1.")
-    ] = None,
-    max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Largest batch size to try.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Largest number of repeats of one size.")
-    ] = None,
+    asked: Asked,
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure roughly, within a minute.")
     ] = False,
@@ -55,49 +32,6 @@ def profile(
         bool,
         typer.Option("--thorough", help="Measure until intervals are narrower; takes minutes."),
     ] = False,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="The optimizer that will train, where the target brings none: sgd, "
-            "sgd-momentum, adam, adamw, ... [default: sgd-momentum; the profile says that it is "
-            "only the default]."
-        ),
-    ] = None,
-    links: Annotated[
-        bool | None,
-        typer.Option(
-            help="Measure the link between two devices, and all-reduces over sizes. Without "
-            "either flag: the link where there are --layers.",
-            show_default=False,
-        ),
-    ] = None,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="Profile each layer too, for pipeline plans.")
-    ] = False,
-    microbatch_size: Annotated[
-        str, typer.Option(help="Samples of a microbatch, for --layers; several: 4,8,16.")
-    ] = "8",
-    sync_devices: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=64,
-            help="Number of devices to measure synchronisation over; 0: do not measure it.",
-        ),
-    ] = 2,
-    precision: Annotated[
-        Precision | None,
-        typer.Option(
-            help="With spec: devices, how products of 32-bit tensors are computed [default: as "
-            "torch does, convolutions in TF32 where the device has it].",
-            show_default=False,
-        ),
-    ] = None,
-    from_profile: Annotated[
-        Path | None,
-        typer.Option(help="With spec: devices, carry this measured profile of TARGET to them."),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model in the profile.")] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for <model>.<device type>.json.")
     ] = Path("profiles"),
@@ -124,6 +58,7 @@ def profile(
     hetflow profile zoo:resnet18 --device spec:H100 --device spec:A100 -o profiles
     hetflow profile --from-run RUN --profiles profiles -o corrected
     """
+    target, name = asked.get("target"), asked.get("name")
     if from_run or profiles is not None:
         if target is not None:
             raise ProblemError("--from-run measures nothing, so it takes no target", hint="drop it")
@@ -142,36 +77,19 @@ def profile(
 
     if quick and thorough:
         raise ProblemError("--quick and --thorough: choose one")
-    specs = estimate.specs_of(device or [])
+    devices = asked.get("devices", ())
+    specs = estimate.specs_of(devices)
     types = [spec.device_type for spec in specs]
     if not specs:
-        asked = parse_requests(device or [], local_devices())
-        types = [request.device_type for request in asked]
-    parsed = targets.parse(target, arguments or ())
-    model = name or parsed.model
+        types = [one.device_type for one in parse_requests(devices, local_devices())]
+    parsed = targets.parse(target, asked.get("arguments", ()))
     if parsed.source == "hf" and parsed.length is None:
         note(f"samples have 128 tokens, or are an image; {target}@1024 states another length")
-    with _paths(output, model, types, force=force) as paths:
+    asked["effort"] = "quick" if quick else "thorough" if thorough else "usual"
+    asked["command"] = shlex.join(["hetflow", *mask(sys.argv[1:])])
+    with _paths(output, name or parsed.model, types, force=force) as paths:
         with _progress() as progress:
-            measured_all = measure(
-                target,
-                device or [],
-                arguments=arguments or (),
-                name=name,
-                batch_sizes=batch_sizes,
-                max_batch_size=max_batch_size,
-                effort="quick" if quick else "thorough" if thorough else "usual",
-                steps=steps,
-                optimizer=optimizer,
-                links=links,
-                layers=layers,
-                microbatch_sizes=_microbatch_sizes(microbatch_size) if layers else (),
-                sync_devices=sync_devices,
-                precision=precision,
-                from_profile=from_profile,
-                command=shlex.join(["hetflow", *mask(sys.argv[1:])]),
-                progress=progress,
-            )
+            measured_all = measure(**{**asked, "progress": progress})
         for path, measured in zip(paths, measured_all, strict=True):
             files.write(path, measured, force=force)
     if json:
@@ -217,16 +135,6 @@ def fold_runs(
     note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")
 
 
-def _microbatch_sizes(text: str) -> tuple[int, ...]:
-    sizes = [whole_number(part.strip()) or 0 for part in text.split(",")]
-    if not all(sizes):
-        raise ProblemError(
-            f"--microbatch-size {text!r}: must be whole numbers of at least 1",
-            hint="such as 8, or 4,8,16",
-        )
-    return tuple(dict.fromkeys(sizes))
-
-
 _TOOLS = {"fx": "torch.fx", "export": "torch.export", "hooks": "hooks"}
 
 
@@ -270,7 +178,7 @@ def _file_name(name: str) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator["Told"]:
+def _progress() -> "Iterator[Callable[[str, float | None], None]]":
     with progress_line() as tell:
         yield lambda text, left: tell(text + _left(left))
 

@@ -1,61 +1,22 @@
 """``hetflow cluster replay``: a live cluster's jobs in the simulator, beside what happened."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..schema.errors import ProblemError
+from ..schema.requests.replay import ReplayRequest
 from ..schema.spelling import whole_number
-from . import completing
+from .asking import Asked, asks
 from .cluster import DEFAULT_STATE, StateOption
-from .common import JsonFlag, emit, emit_json, note, rates_of
+from .common import JsonFlag, emit, emit_json, note
 
 if TYPE_CHECKING:
     from ..scheduler.history import History
     from ..schema.simulation import JobOutcome
 
 
-def replay(
-    policy: Annotated[
-        str | None,
-        typer.Option(autocompletion=completing.policies, help="Another policy than the live one."),
-    ] = None,
-    restart_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Seconds that a job loses when it starts or restarts.")
-    ] = 0.0,
-    resize_seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="Seconds that a job loses when it changes devices while it runs "
-            "[default: --restart-seconds].",
-        ),
-    ] = None,
-    sacct: Annotated[
-        Path | None,
-        typer.Option(
-            help="What `sacct` says of a Slurm cluster's jobs, instead of a state folder: "
-            "--parsable2 or --json."
-        ),
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(help="With --sacct: the pool [default: the most GPUs held at once]."),
-    ] = None,
-    rate: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With --sacct: a type's relative speed, v100=3.5; may be repeated [default: a "
-            "job runs only on the type that it ran on]."
-        ),
-    ] = None,
-    round_seconds: Annotated[
-        float, typer.Option(min=1.0, help="With --sacct: length of a round.")
-    ] = 360.0,
-    state: StateOption = DEFAULT_STATE,
-    json: JsonFlag = False,
-) -> None:
+@asks(ReplayRequest)
+def replay(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = False) -> None:
     """Simulate the jobs of a live cluster, or of a Slurm cluster's log, and compare.
 
     Simulated jobs run at their predicted speed. What a job was to get is the sum of its shares, by
@@ -73,15 +34,17 @@ def replay(
     from ..simulator import Case, run_case
     from .allocate import warn_of_left_out
 
-    if sacct is None:
-        if gpus is not None or rate:
+    request = ReplayRequest(**asked)
+    if request.sacct is None:
+        if request.gpus is not None or request.rates:
             raise ProblemError("--gpus and --rate are for a log", hint="add --sacct FILE")
         live = history(Store.open(state))
     else:
-        live = _history_of_log(sacct, gpus, rates_of(rate or ()), policy or "fifo", round_seconds)
-    if (name := policy or live.policy) in (elastic.NAME, *easyscale.VARIANTS):
+        live = _history_of_log(Path(request.sacct), request)
+    policy = request.policy or live.policy
+    if policy in (elastic.NAME, *easyscale.VARIANTS):
         raise ProblemError(
-            f"jobs with a range of devices are not simulated under {name}",
+            f"jobs with a range of devices are not simulated under {policy}",
             hint="name another policy with --policy: each job then holds the most of its range",
         )
     case = Case(
@@ -89,11 +52,11 @@ def replay(
         num_devices=live.num_devices,
         dollars_per_hour=live.dollars_per_hour,
         entities=live.entities,
-        policy=policy or live.policy,
+        policy=policy,
         round_seconds=live.round_seconds,
         reset_seconds=0.0,
-        restart_seconds=restart_seconds,
-        resize_seconds=resize_seconds,
+        restart_seconds=request.restart_seconds,
+        resize_seconds=request.resize_seconds,
         early_rounds=True,
     )
     run = run_case(case, [one.job for one in live.jobs])
@@ -105,21 +68,15 @@ def replay(
         emit(_table(document))
 
 
-def _history_of_log(
-    path: Path,
-    gpus: str | None,
-    rates: "dict[str, float] | None",
-    policy: str,
-    round_seconds: float,
-) -> "History":
+def _history_of_log(path: Path, request: ReplayRequest) -> "History":
     """The jobs of ``sacct`` as a live cluster's; what a policy was to give them is not known."""
     from ..importers.sacct import read_sacct
     from ..scheduler.history import History, LiveJob
     from ..schema.cluster import Cluster
 
     log = read_sacct(path)
-    jobs, throughputs = log.as_jobs(rates)
-    pool = Cluster.parse(gpus).num_devices if gpus else log.num_devices
+    jobs, throughputs = log.as_jobs(request.rates or {})
+    pool = Cluster.parse(request.gpus).num_devices if request.gpus else log.num_devices
     if log.num_left_out:
         note(f"{log.num_left_out} jobs left out: no GPU, or not over")
     return History(
@@ -137,8 +94,8 @@ def _history_of_log(
         ),
         throughputs=throughputs,
         num_devices=pool,
-        policy=policy,
-        round_seconds=round_seconds,
+        policy=request.policy or "fifo",
+        round_seconds=request.round_seconds,
     )
 
 

@@ -103,13 +103,20 @@ class Arguments:
             default = None if known is None else known.default
             if value is None and default is not None and default is not inspect.Parameter.empty:
                 continue
-            fault = None
             if value is not default:
-                fault = fault_of(value, self.kind_of(name), option(name))
-            if fault is not None:
-                raise ProblemError(fault)
+                self.check(name, value)
             found[name] = value
         return found
+
+    def check(self, name: str, value: Any) -> None:
+        """Check the value of one argument.
+
+        Raises:
+            ProblemError: It is of the wrong type, out of its range, or none of the known choices.
+        """
+        fault = fault_of(value, self.kind_of(name), option(name))
+        if fault is not None:
+            raise ProblemError(fault)
 
     def kind_of(self, name: str) -> Any:
         """Return the type of an argument, with the names in its annotation looked up."""

@@ -165,7 +165,8 @@ def in_circles(graph: Mapping[str, set[str]]) -> set[str]:
 
 def test_no_import_goes_in_a_circle() -> None:
     graph = dependencies()
-    assert "api.launch" in graph["cli.launch"]  # inside a function, and for types alone
+    assert "launcher.request" in graph["cli.launch"]  # inside a function
+    assert "launcher.spawn" in graph["cli.launch"]  # for types alone
     # Loaded by name: commands when they are used, records when a file holds one.
     graph["cli.main"] |= {f"cli.{listed.where.split('.')[0]}" for listed in COMMANDS.values()}
     graph["schema.files"] |= {f"schema.{module}" for module, _ in RECORDS.values()}
@@ -295,8 +296,8 @@ NAMES_A_SCHEDULE = {
     "checks/schedule_lists.py",  # the judge's own definition of each
 }
 PIPEDREAM_FILES = {  # a format of layers has the name of a schedule
-    "cli/export.py", "cli/import_.py", "exporters/pipedream.py", "exporters/registry.py",
-    "importers/pipedream.py",
+    "cli/export.py", "exporters/pipedream.py", "exporters/registry.py", "importers/pipedream.py",
+    "schema/requests/import_.py",
 }  # fmt: skip
 
 

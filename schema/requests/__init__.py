@@ -6,23 +6,20 @@ from importlib import import_module
 
 from ..options import asked_of
 
-_ROOMS = ("solve", "allocate", "check", "resize", "rent")
-_OTHER_FLAGS = {
-    "deadline_seconds": "--deadline-hours",
-    "devices": "--device",
-    "directives": "--directive",
-    "every_seconds": "--every-hours",
-    "folder": "--output",
-    "from_scratch": "--restart-from-scratch",
-    "grace_seconds": "--grace",
-    "jobs_per_hour": "--loads",
-    "names": "--name",
-    "rendezvous": "--nnodes",
-    "target": "--to",
-    "timeout_seconds": "--timeout",
-    "work_seconds": "--work-hours",
-}
-"""Flags of options that have no record yet."""
+_ROOMS = (
+    "solve",
+    "allocate",
+    "check",
+    "resize",
+    "rent",
+    "simulate",
+    "launch",
+    "profile",
+    "throughputs",
+    "export",
+    "replay",
+    "import_",
+)
 
 
 def flag_of(name: str, value: str | bool | None = None, first: type | None = None) -> str:
@@ -44,7 +41,7 @@ def _known_flag(name: str, first: type | None) -> str:
         for asked in asked_of(record):
             if asked.name == name:
                 return "--gpus" if name == "pool" else asked.option.flag_of(name)
-    return _OTHER_FLAGS.get(name, "--" + name.replace("_", "-"))
+    return "--" + name.replace("_", "-")
 
 
 def _all_requests() -> Iterator[type]:

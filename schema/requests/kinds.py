@@ -5,7 +5,9 @@ The request records name these types as text, because importing them takes longe
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from ..choices import OnFailure
 from ..cluster import Cluster
@@ -39,7 +41,10 @@ __all__ = [
     "Count",
     "Dollars",
     "Fraction",
+    "GraceSeconds",
+    "HeartbeatSeconds",
     "Index",
+    "JobCount",
     "JobsTable",
     "Mapping",
     "Markets",
@@ -50,14 +55,18 @@ __all__ = [
     "Pool",
     "PositiveRate",
     "PositiveSeconds",
+    "Profile",
     "Profiles",
     "Record",
     "Rendezvous",
     "RentDollars",
+    "RoundSeconds",
     "Sequence",
     "Speeds",
     "SpotPrices",
+    "SyncDevices",
     "ThroughputsTable",
+    "TimeoutSeconds",
     "WaitSeconds",
     "Windows",
 ]
@@ -77,6 +86,13 @@ Speeds = Sequence[float]
 """The speed of a job on 0, 1, ... machines."""
 SpotPrices = SpotDollars | Mapping[str, SpotDollars]
 """Dollars per hour of a spot machine, or of one in each zone."""
+GraceSeconds = Annotated[int, Field(ge=1, le=10**8)]
+HeartbeatSeconds = Annotated[float, Field(ge=0.5, le=1e8)]
+RoundSeconds = Annotated[float, Field(ge=1)]
+TimeoutSeconds = Annotated[float, Field(ge=1, le=1e8)]
+SyncDevices = Annotated[int, Field(ge=0, le=64)]
+JobCount = Annotated[int, Field(ge=1, le=10_000_000)]
+"""A number of jobs to draw."""
 JobsTable = Jobs | Table | Path | str
 """Jobs; a DataFrame with the columns of a CSV file of jobs; or the file of jobs."""
 ThroughputsTable = Throughputs | Table | Path | str

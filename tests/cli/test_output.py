@@ -129,3 +129,23 @@ def test_an_interrupt_is_one_line(
     monkeypatch.setattr(time, "sleep", interrupted)
     assert run(["queue", "--watch", "--state", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "hetflow: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "variable", "value"),
+    [
+        (["allocate", "jobs.json", "--throughputs", "t.json"], "HETFLOW_ALLOCATE_BUDGET", "5.0"),
+        (["launch", "plan.json", "train.py"], "HETFLOW_LAUNCH_GRACE", "5.0"),
+        (["simulate", "a.trace", "--throughputs", "t"], "HETFLOW_SIMULATE_FAILURE_HOURS", "5.0"),
+    ],
+)
+def test_an_option_is_read_from_the_variable_of_its_flag(
+    asked: list[str],
+    variable: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert run([asked[0], "--show-config", *asked[1:]]) == 0
+    assert f" = {value}  (environment {variable})" in capsys.readouterr().out

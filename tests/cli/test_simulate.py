@@ -104,8 +104,8 @@ def test_bad_traces_write_nothing(
     ("trace", "more", "words"),
     [
         ("continuous-single", (), "needs jobs_per_hour"),
-        ("continuous-single", ("--loads", "a"), "--loads a"),
-        ("static-single", ("--window", "9:3"), "--window 9:3"),
+        ("continuous-single", ("--loads", "a"), "--loads: must be numbers"),
+        ("static-single", ("--window", "9:3"), "--window: must be FROM:TO"),
         ("static-single", ("--policy", "lass"), "did you mean 'las'"),
         ("static-single", ("--scheduler", "elastic", "--num-jobs", "3"), "one device type"),
         ("nowhere.trace", (), "no such file"),

@@ -53,7 +53,7 @@ def test_the_report_has_dollars_deadlines_and_moves(hetflow, asked, tmp_path: Pa
 
 def test_what_goes_with_a_market_only(hetflow, asked, tmp_path: Path) -> None:
     answer = hetflow(*asked, "--preemption-hours", "3")
-    assert (answer.code, "preemption_seconds is for a market" in answer.stderr) == (2, True)
+    assert (answer.code, "--preemption-hours is for a market" in answer.stderr) == (2, True)
     answer = hetflow(*asked, "--market", tmp_path / "market.json", "--failure-hours", "3")
     assert (answer.code, "--preemption-hours instead" in answer.stderr) == (2, True)
     answer = hetflow(*asked, "--scheduler", "market")

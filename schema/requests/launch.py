@@ -1,0 +1,111 @@
+"""The request to train under a plan."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from ..choices import OnFailure
+from ..options import Option
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .kinds import (
+        HeartbeatSeconds,
+        Index,
+        Plan,
+        Rendezvous,
+        Sequence,
+        TimeoutSeconds,
+        WaitSeconds,
+    )
+
+CHECKPOINT_EVERY = Option(help="Steps between checkpoints [0: at SIGTERM and the end].")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchingRequest:
+    """What ``launch`` and ``dry_run`` need to know."""
+
+    plan: Annotated["Plan | Path | str", Option(argument=True, help="A plan (hetflow.plan/1).")]
+    script: Annotated[
+        "str | Path",
+        Option(argument=True, help="The training script: file.py, or -m MODULE."),
+    ]
+    arguments: Annotated[
+        "Sequence[str]",
+        Option(argument=True, help="The script's own arguments, passed on untouched."),
+    ] = ()
+    _: KW_ONLY
+    folder: Annotated[
+        "Path | str | None",
+        Option(flag="--output", help="Folder of the run.", default="hetflow-runs/<model>-<time>"),
+    ] = None
+    force: Annotated[bool, Option(help="Whether the folder may already hold files.")] = False
+    seed: Annotated["Index", Option(help="Seed of data order, dropout and augmentation.")] = 0
+    rendezvous: Annotated[
+        "Rendezvous | None",
+        Option(flag="--nnodes", help="Where the launchers of several hosts meet."),
+    ] = None
+    determinism: Annotated[
+        str,
+        Option(
+            help="What must end in the same bits: none, static (same devices), elastic (any "
+            "mapping), heterogeneous (also unlike types)."
+        ),
+    ] = "none"
+    checkpoint: Annotated[
+        "Path | str | None",
+        Option(help="Folder of checkpoints; goes on from the newest one there."),
+    ] = None
+    checkpoint_every: Annotated["Index", CHECKPOINT_EVERY] = 0
+    from_scratch: Annotated[
+        bool,
+        Option(
+            flag="--restart-from-scratch",
+            help="Start at step 0; move what is in the {checkpoint} folder aside.",
+        ),
+    ] = False
+    compare_every: Annotated[
+        "Index | None",
+        Option(
+            help="Steps between comparisons of all workers' parameters.",
+            default="50; 0: only after changes of workers, before checkpoints and at the end",
+        ),
+    ] = None
+    grace_seconds: Annotated[
+        "WaitSeconds",
+        Option(
+            flag="--grace",
+            help="Seconds that workers have to write a checkpoint after SIGTERM, and scripts to "
+            "handle the KeyboardInterrupt of Ctrl-C.",
+        ),
+    ] = 30.0
+    timeout_seconds: Annotated[
+        "TimeoutSeconds",
+        Option(flag="--timeout", help="Longest wait for other workers, in seconds."),
+    ] = 600.0
+    on_failure: Annotated[
+        OnFailure | None,
+        Option(
+            help="When a worker dies or hangs: stop the launch, shrink to the others, or also "
+            "replace it.",
+            default="shrink for split plans on one host, replace (from the last checkpoint) for "
+            "pipelines and several hosts with {checkpoint}, else stop",
+        ),
+    ] = None
+    heartbeat_seconds: Annotated[
+        "HeartbeatSeconds",
+        Option(
+            flag="--heartbeat", help="Kill a worker that sends no heartbeat for so many seconds."
+        ),
+    ] = 30.0
+    stdout_to_stderr: Annotated[
+        bool, Option(help="Whether to send the script's output to stderr, to keep stdout free.")
+    ] = False
+    ends_process: Annotated[
+        bool,
+        Option(
+            help="Whether this process ends with the launch. Signals that come after the launch's "
+            "end are then ignored, so they do not change the exit code."
+        ),
+    ] = False

@@ -1,0 +1,97 @@
+"""The request to measure a model."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from ..options import Option
+from ..precision import Precision
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .kinds import Callable, Count, Profile, Sequence, SyncDevices
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRequest:
+    """What ``profile`` needs to know."""
+
+    target: Annotated[
+        str,
+        Option(
+            argument=True,
+            help="train.py (your script as it is), file.py:factory, zoo:NAME, "
+            "hf:CONFIG_OR_DIR[@LENGTH] or torchvision:NAME.",
+            python="A script is run until its loop has been measured. LENGTH is the tokens of a "
+            "sample, or the pixels of an image's side.",
+        ),
+    ]
+    devices: Annotated[
+        "Sequence[str]",
+        Option(
+            flag="--device",
+            help="Device type (repeatable): V100, cuda:0, cpu, cpu:slow=0.25; or spec:H100, "
+            "which need not be here: it is estimated.",
+            python="Empty: every type of GPU here, or the processor where there is none.",
+        ),
+    ] = ()
+    _: KW_ONLY
+    arguments: Annotated[
+        "Sequence[str]", Option(argument=True, help="The script's own arguments, after --.")
+    ] = ()
+    batch_sizes: Annotated[
+        "Sequence[Count] | str | None",
+        Option(help="Sizes 8,48,256 or a range 8-256; default: grow from 1."),
+    ] = None
+    max_batch_size: Annotated["Count | None", Option(help="Largest batch size to try.")] = None
+    steps: Annotated["Count | None", Option(help="Largest number of repeats of one size.")] = None
+    effort: Annotated[
+        Literal["quick", "usual", "thorough"],
+        Option(
+            help="How narrow the confidence intervals must be, and how long measuring may take."
+        ),
+    ] = "usual"
+    optimizer: Annotated[
+        str | None,
+        Option(
+            help="The optimizer that will train, where the target brings none: sgd, "
+            "sgd-momentum, adam, adamw, ...",
+            default="sgd-momentum; the profile says that it is only the default",
+        ),
+    ] = None
+    links: Annotated[
+        bool | None,
+        Option(
+            help="Measure the link between two devices, and all-reduces over sizes. Without "
+            "either flag: the link where there are {layers}.",
+        ),
+    ] = None
+    layers: Annotated[bool, Option(help="Profile each layer too, for pipeline plans.")] = False
+    microbatch_sizes: Annotated[
+        "Sequence[Count]",
+        Option(
+            flag="--microbatch-size",
+            help="Samples of a microbatch, for {layers}; several: 4,8,16.",
+        ),
+    ] = (8,)
+    sync_devices: Annotated[
+        "SyncDevices",
+        Option(help="Number of devices to measure synchronisation over; 0: do not measure it."),
+    ] = 2
+    precision: Annotated[
+        Precision | None,
+        Option(
+            help="With spec: devices, how products of 32-bit tensors are computed.",
+            default="as torch does, convolutions in TF32 where the device has it",
+        ),
+    ] = None
+    from_profile: Annotated[
+        "Profile | Path | str | None",
+        Option(help="With spec: devices, carry this measured profile of TARGET to them."),
+    ] = None
+    name: Annotated[str | None, Option(help="Name of the model in the profile.")] = None
+    command: Annotated[str, Option(help="The user's command line, for the provenance.")] = ""
+    progress: Annotated[
+        "Callable[[str, float | None], None] | None",
+        Option(help="Called with what is being measured, and the most seconds it may take."),
+    ] = None
