@@ -74,6 +74,18 @@ def advice(state: RentState | Path | str, offers: Offers, **asked: Any) -> RentA
         ProblemError: A number, the state, a window or a policy's name cannot be used.
         InfeasibleError: The work cannot end in time on any machines.
         FileError: A file is missing or has faults.
+
+    Example:
+        >>> import hetflow
+        >>> from hetflow.schema.market import Availability, RentState
+        >>> there = Availability(zone="a", tick_seconds=600, available=(1, 1, 0, 1, 1, 1))
+        >>> now = RentState(elapsed_seconds=600, work_left_seconds=1200, available={"a": 1})
+        >>> advice = hetflow.rent.advice(
+        ...     now, [there], work_seconds=1800, deadline_seconds=3600, restart_seconds=0,
+        ...     on_demand_dollars_per_hour=3, spot_dollars_per_hour=1, policies=["greedy"],
+        ... )
+        >>> advice.num_spot, advice.num_on_demand, advice.zone
+        (1, 0, 'a')
     """
     request = RentRequest(**Arguments(RentRequest, "advice").checked((offers,), asked))
     job, traces, history = asked_job(request)
@@ -88,12 +100,37 @@ def advice(state: RentState | Path | str, offers: Offers, **asked: Any) -> RentA
 
 
 def zones(windows: Offers, **asked: Any) -> RentReport:
-    """An older name of ``deadline`` with ``between_zones``."""
+    """An older name of ``deadline`` with ``between_zones``.
+
+    Example:
+        >>> import hetflow
+        >>> from hetflow.schema.market import Availability
+        >>> start = "2026-01-01T00:00:00Z"
+        >>> there = Availability(
+        ...     zone="a", start=start, tick_seconds=600, available=(1, 1, 0, 1, 1, 1)
+        ... )
+        >>> hetflow.rent.zones(
+        ...     [there], work_seconds=1800, deadline_seconds=3600, restart_seconds=0,
+        ...     on_demand_dollars_per_hour=3, spot_dollars_per_hour=1,
+        ... ).choice
+        'greedy'
+    """
     return rent(windows, between_zones=True, **asked)
 
 
 def fleet(traces: Offers, *, resize_seconds: float = 60.0, **asked: Any) -> RentReport:
-    """An older name of ``deadline`` with ``num_machines`` or ``speeds``."""
+    """An older name of ``deadline`` with ``num_machines`` or ``speeds``.
+
+    Example:
+        >>> import hetflow
+        >>> from hetflow.schema.market import Capacity
+        >>> there = Capacity(zone="a", tick_seconds=600, num_machines=(2, 2, 0, 1, 2, 2))
+        >>> hetflow.rent.fleet(
+        ...     [there], num_machines=2, work_seconds=1800, deadline_seconds=3600,
+        ...     resize_seconds=0, on_demand_dollars_per_hour=3, spot_dollars_per_hour=1,
+        ... ).choice
+        'greedy'
+    """
     return rent(traces, restart_seconds=resize_seconds, **asked)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,9 @@ from hetflow.api.calls import checks
 from hetflow.cli.asking import flag_of
 from hetflow.schema.arguments import Arguments, fault_of
 from hetflow.schema.errors import FileError, HetflowError, ProblemError
-from hetflow.schema.options import spelled_by
+from hetflow.schema.options import asked_of, spelled_by
 from hetflow.schema.records import Count, Fraction
+from hetflow.schema.requests.rent import RentRequest
 from hetflow.tests import handmade
 
 POINT = handmade.profile("V100", 1.0, model="m")
@@ -33,6 +35,9 @@ def test_every_argument_of_every_public_function_is_checked(verb: Callable[..., 
         assert fault is not None
         assert fault.startswith(f"{name} must be ")
     given = dict.fromkeys(arguments.kinds, object())
+    if any(p.kind is p.VAR_KEYWORD for p in signature(verb).parameters.values()):
+        required = (asked.name for asked in asked_of(RentRequest) if asked.is_required)
+        given |= dict.fromkeys(set(required) - {"offers"}, object())
     with pytest.raises(ProblemError, match=" must be .*, got <object"):
         verb(**given)
 

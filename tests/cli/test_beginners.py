@@ -63,9 +63,9 @@ def test_a_table_takes_options_under_their_flags(
     )
     monkeypatch.chdir(tmp_path)
     assert run(["cluster", "start", "--show-config"]) == 0
-    assert "round_seconds = 45.0  (file hetflow.toml)" in capsys.readouterr().out
+    assert "round = 45.0  (file hetflow.toml)" in capsys.readouterr().out
     assert run(["import", "x", "--show-config"]) == 0
-    assert "source = 'aws-spot-prices'  (file hetflow.toml)" in capsys.readouterr().out
+    assert "format = 'aws-spot-prices'  (file hetflow.toml)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
