@@ -352,6 +352,7 @@ class SplitEngine:
 
     def digest(self) -> str:
         """See ``StepEngine``."""
+        self.totals.look()
         return digest_of(final_tensors(self._session.model, self._session.parameters))
 
     def gather(self) -> None:
@@ -442,6 +443,7 @@ class WholeState:
 
     def with_buffers(self, buffers: dict[str, Any], registered: Sequence[Any]) -> dict[str, Any]:
         """The whole state; ``buffers`` are all virtual nodes' buffers from their ``capture``."""
+        self._totals.look()
         return {
             "parameters": dict(self._session.parameters),
             "optimizer": state_of(self._session.optimizers),

@@ -87,6 +87,7 @@ class StepTotals:
         self._late = LateValues()
         self._losses: dict[int, Tensor | float] = {}
         self._weights: dict[int, Tensor | float] = {}
+        self._keeps_weights = False  # on the device
         self._gradients: dict[tuple[object, ...], Tensor] = {}
         self._layout: PackedSums | None = None
         self._digits_of: tuple[int, list[float]] = (-1, [])
@@ -129,6 +130,7 @@ class StepTotals:
         known: Tensor | float = loss.item() if loss.is_cpu else loss.detach()
         if isinstance(own, Tensor) and self._is_on_host:
             own = weight_number(own)
+        self._keeps_weights = isinstance(own, Tensor)
         if isinstance(own, Tensor):
             known = torch.where(own != 0, known, 0.0)  # a mean over nothing may be no number
         elif own == 0:
@@ -308,7 +310,7 @@ class StepTotals:
             self.stops = known[_STOP]
             if known[_WEIGHTED] > 0:
                 weights = known[middle : middle + self._num_nodes]
-                self._known_weight = float(sum(map(weight_number, weights)))
+                self._known_weight = self._looked_at(weights)
         if exact is not None:
             # Without any weight there is no gradient: each share was 0.
             reducer.scale(torch.where(exact > 0, self._share_of / exact, 0.0))
@@ -333,6 +335,29 @@ class StepTotals:
         self._late.forget()
         found: list[float] = sums.tolist()
         return found
+
+    def _looked_at(self, weights: Sequence[float]) -> float:
+        """The sum of weights that the host has just learned.
+
+        Raises:
+            TargetError: A weight is wrong, or a pass of weight 0 on a device, which could not be
+                left out, has spoilt the parameters.
+        """
+        total = float(sum(map(weight_number, weights)))
+        if self._keeps_weights and not all(weights) and not self._reducer.is_finite():
+            raise TargetError(
+                "parameters are no numbers after a step in which a pass had weight 0: its loss is "
+                "a mean over nothing, or the training has diverged",
+                hint="let the loss divide by weight.clamp(min=1), or give weights as numbers of "
+                "Python, so that such a pass is left out",
+            )
+        return total
+
+    def look(self) -> None:
+        """Test the last step's weights, which the host has not seen yet; waits for the device."""
+        middle = _NODES + self._num_nodes
+        if self._keeps_weights and isinstance(self._sums, Tensor):
+            self._looked_at(self._sums[middle : middle + self._num_nodes].tolist())
 
     def extras_of(self, sums: Sums) -> list[float]:
         """The sums of ``extra`` over the workers."""

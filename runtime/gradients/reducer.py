@@ -114,6 +114,13 @@ class GradientReducer:
         """The number of parameters, trainable or not."""
         return len(self._parameters)
 
+    def is_finite(self) -> bool:
+        """Whether all parameters are numbers. Waits for the device."""
+        sums = [parameter.detach().double().sum() for parameter in self._parameters]
+        return not sums or bool(
+            torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all()
+        )
+
     @property
     def num_launched(self) -> int:
         """How many buckets this worker has begun to reduce in this step."""

@@ -74,6 +74,45 @@ def test_no_step_waits_for_the_device(gpus: GpuHost, losses: str, level: str) ->
         assert "collectives 1.0\n" in found.stdout
 
 
+SPOILT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+
+torch.manual_seed(0)
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = hf.prepare(model, optimizer)
+data = TensorDataset(torch.randn(160, 6), torch.randint(3, (160,)))
+
+def loss_of(x, y):
+    counts = (y >= 0) & (batch.step != int(sys.argv[1]) or job.rank == 0)
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+    return hf.Weighted((losses * counts).sum() / counts.sum(), counts.sum())
+
+for batch in job.batches(DataLoader(data, batch_size=16)):
+    job.backward(loss_of, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("step", ["5", "9"], ids=["amid", "last"])
+def test_a_mean_over_nothing_that_spoils_the_parameters_is_an_error(
+    gpus: GpuHost, step: str
+) -> None:
+    host = gpus(2)
+    kind = host.types[0]
+    (host.folder / "train.py").write_text(SPOILT)
+    files.write(host.folder / "plan.json", plan_of([5, 3], [kind, kind]))
+    found = host.run("launch", "plan.json", "train.py", step)
+    assert found.returncode == 2
+    assert "no numbers after a step in which a pass had weight 0" in found.stderr
+    assert "clamp(min=1)" in found.stderr
+
+
 # By the name of its plan, what is trained under it.
 STEPS = {
     "1f1b": "branches:2",
