@@ -54,23 +54,20 @@ def test_the_checker_counts_what_sailors_simulator_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool", "best_known", "is_proved"),
+    ("pool", "best_known"),
     [
-        ({"A100-40": 32}, 0.12970, True),  # an enumeration's; Sailor 0.12511
-        ({"A100-40": 8, "V100-16": 8}, 0.043496, True),  # Sailor's own
-        ({"A100-40": 32, "V100-16": 96}, 0.17237, False),  # an enumeration's; Sailor 0.16996
+        ({"A100-40": 32}, 0.12970),  # an enumeration's; Sailor 0.12511
+        ({"A100-40": 8, "V100-16": 8}, 0.043496),  # Sailor's own
+        # an enumeration's; Sailor 0.16996
+        pytest.param({"A100-40": 32, "V100-16": 96}, 0.17237, marks=pytest.mark.slow),
     ],
 )
-def test_plans_are_no_slower_than_the_best_known(
-    pool: dict[str, int], best_known: float, is_proved: bool
-) -> None:
+def test_plans_are_no_slower_than_the_best_known(pool: dict[str, int], best_known: float) -> None:
     problem = read_problem(planners() / "sailor", "OPT-350", pool, global_batch_size=BATCH)
     plan = solve(problem)
     assert check(plan, problem) == []
     assert 1 / plan.predicted.step_seconds >= best_known
-    assert (plan.proof.termination == "optimal") == is_proved
-    assert plan.proof.gap is not None
-    assert plan.proof.gap < 0.2
+    assert plan.proof.termination == "optimal"
 
 
 @pytest.mark.parametrize(

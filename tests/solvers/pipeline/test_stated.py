@@ -26,7 +26,7 @@ def test_a_plan_of_the_search_is_priced_alike(schedule: str, num_stages: int) ->
     asked = problem(schedule=schedule, num_stages=num_stages)
     found = solve(asked)
     stages = [(stage.layers, stage.num_replicas) for stage in found.stages]
-    plan = stated_plan(asked, stages, recompute=found.recompute)
+    plan = stated_plan(asked, stages, recompute=found.recomputes)
     assert plan.stages == found.stages
     assert plan.predicted == found.predicted
     assert (plan.proof.termination, plan.proof.lower_bound) == ("feasible", None)
