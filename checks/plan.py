@@ -79,6 +79,8 @@ def _foreign_facts(plan: Plan) -> Iterator[str]:
         passes = passes_of(other.groups).items()
         if kind == "split" and any(getattr(other, name) != number for name, number in passes):
             yield f"{where}microbatch_size or num_microbatches: not those of its groups"
+        if kind == "split" and other.num_model_chunks != 1:
+            yield f"{where}num_model_chunks: {kind} plans have no such fact"
         if (other.est is None) == (kind == "split") or (other.predicted is None) != (
             kind == "split"
         ):

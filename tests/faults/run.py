@@ -14,7 +14,7 @@ from pathlib import Path
 from hetflow.runtime.parts import is_complete
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
-from hetflow.tests.plan_parts import pipeline_stage
+from hetflow.tests import plan_parts
 
 from ..launcher.elastic_runs import plan_of as plan_by_hand
 from ..launcher.test_hosts import free_port
@@ -60,7 +60,7 @@ def pipeline_plan() -> Plan:
     """Two stages of the model, and four microbatches."""
     layers = (tuple("01234"), tuple("567"))
     stages = tuple(
-        pipeline_stage(
+        plan_parts.pipeline_stage(
             layers=own,
             num_replicas=1,
             device_type="cpu:fast",
@@ -75,7 +75,7 @@ def pipeline_plan() -> Plan:
         for number, own in enumerate(layers)
     )
     split = plan_of("2xcpu:fast")
-    return pipeline_plan(
+    return plan_parts.pipeline_plan(
         model=split.model,
         global_batch_size=split.global_batch_size,
         microbatch_size=NODE_SAMPLES,

@@ -11,6 +11,7 @@ from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.launcher.elastic_runs import plan_of
+from hetflow.tests.plan_parts import with_replicas
 
 from .test_changes import two_stages
 
@@ -84,9 +85,8 @@ def stages(kind: str, layers: Sequence[int]) -> Plan:
         plan,
         stages=tuple(
             replace(
-                plan.stages[0],
+                with_replicas(plan.stages[0], first_device=stage),
                 layers=tuple(str(layer) for layer in range(end - number, end)),
-                first_device=stage,
                 num_in_flight=len(layers) - stage,
             )
             for stage, (number, end) in enumerate(zip(layers, ends, strict=True))

@@ -11,6 +11,7 @@ from hetflow.schema.plan import Plan
 from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.launcher.elastic_runs import plan_of
 from hetflow.tests.parallel_plans import parallel_plan
+from hetflow.tests.plan_parts import with_replicas
 from hetflow.tests.runtime.test_pipeline import BRANCH2, CHAIN2, CHAIN4, make_plan
 from hetflow.tests.runtime.test_tensor import FIRST, LAST, WHOLE
 
@@ -139,7 +140,7 @@ def plan_on(kind: str, name: str) -> Plan:
         return replace(plan, stages=tuple(replace(s, replicas=tuple(r)) for s, r in cut))
     layers = {"1f1b": BRANCH2, "interleaved": CHAIN4}.get(name, CHAIN2)
     made = make_plan(name, layers, (2, 2), 8 if name == "interleaved" else 6)
-    return replace(made, stages=tuple(replace(s, device_type=kind) for s in made.stages))
+    return replace(made, stages=tuple(with_replicas(s, device_type=kind) for s in made.stages))
 
 
 def test_no_worker_of_a_pipeline_waits_for_its_device(gpus: GpuHost) -> None:

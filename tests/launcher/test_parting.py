@@ -10,6 +10,7 @@ import pytest
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.tests import programs
+from hetflow.tests.plan_parts import with_replicas
 
 from .elastic_runs import HETFLOW, Launch
 
@@ -76,11 +77,22 @@ def test_replicas_of_a_stage_are_compared_as_well(
     parts("bit 12")
     first, last = two_stages.stages
     stages = (
-        dataclasses.replace(first, layers=("body",), num_replicas=2, num_in_flight=3),
-        dataclasses.replace(last, layers=("relu", "head"), first_device=2),
-    )
+        with_replicas(
+            dataclasses.replace(first, layers=("body",), num_in_flight=3),
+            num_replicas=2, samples=16, virtual_nodes=2, virtual_node_batch_size=4,
+        ),
+        with_replicas(
+            dataclasses.replace(last, layers=("relu", "head")),
+            first_device=2, samples=16, virtual_nodes=4, virtual_node_batch_size=4,
+        ),
+    )  # fmt: skip
     plan = dataclasses.replace(
-        two_stages, stages=stages, global_batch_size=16, microbatch_size=4, noam=3
+        two_stages,
+        stages=stages,
+        global_batch_size=16,
+        microbatch_size=4,
+        num_microbatches=4,
+        noam=3,
     )
     files.write(tmp_path / "plan.json", plan)
     command = [*HETFLOW, "launch", "-o", str(tmp_path / "run"), str(tmp_path / "plan.json")]

@@ -192,7 +192,7 @@ def test_with_devices_alike_and_free_moves_the_bound_is_the_optimum() -> None:
 
 @given(data=st.data())
 def test_many_offers_taken_together_bound_what_each_costs(data: Any) -> None:
-    """What is done beyond 64 offers is a bound on few, and never above the sharper one."""
+    """What is done beyond 64 offers is a bound on few."""
     names = [("aws", "v1"), ("aws", "v8"), ("azure", "v1")]
     prices = prices_of(
         [market({name: data.draw(st.lists(dollars, min_size=5, max_size=5)) for name in names})],
@@ -204,7 +204,6 @@ def test_many_offers_taken_together_bound_what_each_costs(data: Any) -> None:
         prices.dollars_per_second, 22))  # fmt: skip
     if np.isfinite(least):
         assert least_dollars(one, many) <= least * (1 + 1e-9) + 1e-9
-        assert least_dollars(one, many) <= least_dollars(one, prices) * (1 + 1e-9) + 1e-9
 
 
 @given(data=st.data())
