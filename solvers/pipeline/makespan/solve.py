@@ -92,7 +92,7 @@ def best_step(
                 costs = own.model.costs
                 model = StepModel(problem, costs, pessimistic=False, most_seconds=best.seconds)
                 own = Tables(model, space, final, effort)
-                again, sums = _sweep(problem, effort, own, best, most_limits)
+                again, sums = _sweep(problem, effort, own, best, min(most_limits, _COARSE_LIMITS))
                 bound = max(bound, again)
         if sums and not effort.accepts(best.seconds, bound):
             bound = max(bound, Tree(problem, own, sums, best).search(effort))
