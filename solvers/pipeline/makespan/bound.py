@@ -80,6 +80,7 @@ class StepModel:
         self.between: Mask | None = None if self.is_line else costs.between()
         self._rows: dict[tuple[Kind, int], Mask] = {}
         self._rooms: dict[tuple[int, int, int], Mask] = {}
+        self._later: dict[Kind, list[tuple[int, Floats]]] = {}
 
     def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> Kind:
         """The kind of a move's stage; ``workers`` from it on, ``is_last`` if no stage follows."""
@@ -137,9 +138,11 @@ class StepModel:
             Each way's number of times the sum from the stage on, and [cuts, cuts] its other
             seconds for a stage between two cuts.
         """
+        if kind in self._later:
+            return self._later[kind]
         left = self.left(kind) + self.end(kind) * self.weights
         own = self.own_left(kind) + self.end_start(kind)
-        found = [(1, left[None, :] - left[:, None] + own)]
+        found = self._later[kind] = [(1, left[None, :] - left[:, None] + own)]
         rounds = [self.round_of(kind, first) for first in range(self.size)]
         rests = [each[1] + self.reduce_seconds(kind, k) for k, each in enumerate(rounds) if each]
         if rounds[0] is not None:
@@ -196,17 +199,13 @@ class StepModel:
         """[cuts, cuts] where a stage may lie between two cuts, within the memory."""
         limit = self.problem.pools[kind.pool].limit_bytes
         assert self.between is not None
-        found = self.between
-        if limit is not None:
-            key = (kind.pool, kind.in_flight, kind.versions)
-            if key not in self._rooms:
-                used = self.costs.own_bytes(kind.in_flight, kind.versions)
-                self._rooms[key] = self.between & (used <= limit)
-            found = self._rooms[key]
-        if np.isfinite(self.most_seconds):
-            curve, most = self.alone(kind)
-            found = found & (curve[None, :] - curve[:, None] <= most)
-        return found
+        if limit is None:
+            return self.between
+        key = (kind.pool, kind.in_flight, kind.versions)
+        if key not in self._rooms:
+            used = self.costs.own_bytes(kind.in_flight, kind.versions)
+            self._rooms[key] = self.between & (used <= limit)
+        return self._rooms[key]
 
     def row(self, kind: Kind, first: int) -> Mask:
         """[cuts] where a stage that begins at a cut may end: behind it, within the memory."""
@@ -222,9 +221,6 @@ class StepModel:
                 found[: first + 1] = False
             else:
                 found &= self.between[first]
-            if np.isfinite(self.most_seconds):
-                curve, most = self.alone(kind)
-                found &= curve - curve[first] <= most
             self._rows[key] = found
         return self._rows[key]
 

@@ -242,7 +242,6 @@ class Squares:
         self.model, self.batched, self.limit = model, batched, limit
         self.values = np.full((len(batched.row_source), model.size), np.inf)
         self.barred: dict[tuple[int, int], Floats] = {}
-        self.later: dict[int, list[tuple[int, Floats]]] = {}
         self.window, self.distinct = _windows(model, batched.kinds)
 
     def fill(self, behind: Floats, rows: Ints) -> None:
@@ -270,27 +269,26 @@ class Squares:
         rows = zip(batch.kind.tolist(), batch.span.tolist(), batch.row.tolist(), strict=True)
         for kind, link, row in rows:
             at = link if model.pessimistic else 0
-            totals = self._totals(int(self.window[kind]), at, row)[0]
+            totals = self._totals(int(self.window[kind]), at, row, slice(1))[0]
             if not model.pessimistic:
                 totals = totals + model.step_end(self.batched.kinds[kind])
             found.append(float(totals.min()))
         whole: Floats = np.array(found) - model.compute[batch.pool, 0]
         return whole
 
-    def _totals(self, window: int, link: int, row: int) -> Floats:
-        """[cuts, cuts] the sum from each cut on by a stage that ends at each other one.
+    def _totals(self, window: int, link: int, row: int, begins: slice = slice(None)) -> Floats:
+        """[begins, cuts] the sum from cuts on by a stage that ends at each other one.
 
         Left out are stages that with the least sum from them on take longer than what is known.
         """
         model = self.model
-        totals: Floats = self._barred(window, link) + self.values[row]
+        totals: Floats = self._barred(window, link)[begins] + self.values[row]
         if model.pessimistic or np.isinf(model.most_seconds):
             return totals
-        if window not in self.later:
-            self.later[window] = model.later(self.distinct[window])
-        compute = model.compute[self.batched.row_pool[row]][:, None]
-        for times, seconds in self.later[window]:
-            totals[times * (totals - compute) + seconds > model.most_seconds * (1 + 1e-9)] = np.inf
+        compute = model.compute[self.batched.row_pool[row], begins][:, None]
+        for times, seconds in model.later(self.distinct[window]):
+            least = times * (totals - compute) + seconds[begins]
+            totals[least > model.most_seconds * (1 + 1e-9)] = np.inf
         return totals
 
     def _barred(self, window: int, link: int) -> Floats:
