@@ -157,7 +157,7 @@ def asked_job(request: RentRequest) -> tuple[DeadlineJob, list[Traces], list[Tra
         restart_seconds=request.restart_seconds,
         tick_seconds=traces[0].tick_seconds,
         on_demand_dollars_per_hour=request.on_demand_dollars_per_hour,
-        spot_dollars_per_hour=_prices(request.spot_dollars_per_hour, traces[0].zones),
+        spot_dollars_per_hour=_prices(request.spot_dollars_per_hour, traces),
         move_dollars=request.move_dollars,
         speeds=speeds,
     )
@@ -221,10 +221,18 @@ def _split(
     return after, before
 
 
-def _prices(given: float | Mapping[str, float], zones: tuple[str, ...]) -> tuple[float, ...]:
+def _prices(given: float | Mapping[str, float], traces: Sequence[Traces]) -> tuple[float, ...]:
     """The spot price of each zone."""
+    zones = traces[0].zones
     if not isinstance(given, Mapping):
         return (given,) * len(zones)
+    other = next((one.title for one in traces if one.zones != zones), None)
+    if other is not None:
+        raise ProblemError(
+            f"{option('spot_dollars_per_hour')} is by zone, and windows of {traces[0].title} and "
+            f"{other} are replayed one by one",
+            hint=f"add {option('between_zones')}, or compare the windows of one zone",
+        )
     for name in given:
         if name not in zones:
             guess = nearest(name, zones)

@@ -162,3 +162,12 @@ def test_short_ticks_keep_to_the_tables_room(
     report = json.loads(answer.stdout)
     assert report["decision_seconds"] > 600
     assert all(entry["missed_deadlines"] == 0 for entry in report["policies"])
+
+
+def test_prices_of_zones_are_never_another_zones(hetflow, market: Path) -> None:
+    """Windows one by one had the first zone's price, whatever their own."""
+    answer = hetflow("rent", market, "--work-hours", 1, "--deadline-hours", 2, "--on-demand", 3,
+                     "--spot", "a=0.5", "--spot", "b=1")  # fmt: skip
+    assert answer.code == 2
+    assert "--spot is by zone, and windows of a and b are replayed one by one" in answer.stderr
+    assert "add --between-zones" in answer.stderr
