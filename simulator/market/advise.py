@@ -7,7 +7,7 @@ from ...schema.errors import ProblemError
 from ...schema.market import RentAdvice, RentState
 from ...schema.spelling import nearest
 from ...solvers.market import named
-from ...solvers.market.deadline import DeadlineJob, Held, Moment, guarded
+from ...solvers.market.deadline import DeadlineJob, Held, Moment
 from ...solvers.market.windows import Traces
 from .compare import chain_for
 
@@ -40,8 +40,7 @@ def advise(
     every = named.NAMES if chain else tuple(named.PLAIN)
     names = policies or every[::-1]
     asked = {name: named.policy_of(name, job, chain)(job, now) for name in names}
-    choice, wanted = next(iter(asked.items()))
-    held = guarded(job, now, wanted)
+    choice, held = next(iter(asked.items()))
     spare = (job.num_ticks - now.tick - job.ticks_for(now.work_left_seconds)) * job.tick_seconds
     return RentAdvice(
         choice=choice,
