@@ -70,10 +70,8 @@ def _foreign_facts(plan: Plan) -> Iterator[str]:
         yield f"objective is {plan.objective}, which no {kind} plan has"
     yield from _foreign(plan, "plan", kind, "")
     yield from _foreign(plan.predicted, "predicted", kind, "predicted.")
-    stages = [("", plan.stages)]
     for number, other in enumerate(plan.alternatives):
         where = f"alternatives[{number}]."
-        stages.append((where, other.stages))
         if other.predicted is not None:
             yield from _foreign(other.predicted, "predicted", kind, f"{where}predicted.")
         passes = passes_of(other.groups).items()
@@ -85,12 +83,10 @@ def _foreign_facts(plan: Plan) -> Iterator[str]:
             kind == "split"
         ):
             yield f"{where}est or predicted: not as in a {kind} plan"
-    for before, every in stages:
-        for number, stage in enumerate(every):
-            where = f"{before}stages[{number}]."
-            yield from _foreign(stage, "stage", kind, where)
-            for place, group in enumerate(stage.replicas):
-                yield from _foreign(group, "replicas", kind, f"{where}replicas[{place}].")
+    for where, stage in _all_stages(plan):
+        yield from _foreign(stage, "stage", kind, f"{where}.")
+        for place, group in enumerate(stage.replicas):
+            yield from _foreign(group, "replicas", kind, f"{where}.replicas[{place}].")
 
 
 def _foreign(part: Any, of: str, kind: str, where: str) -> Iterator[str]:
@@ -104,12 +100,19 @@ def _foreign(part: Any, of: str, kind: str, where: str) -> Iterator[str]:
 
 def _pass_faults(plan: Plan) -> Iterator[str]:
     """List replicas whose passes are not those that the plan's kind gives them."""
-    every = [("", plan.stages), *((f"alternatives[{n}].", other.stages)
-             for n, other in enumerate(plan.alternatives))]  # fmt: skip
-    for before, stages in every:
+    for where, stage in _all_stages(plan):
+        for fault in _stage_faults(plan, stage):
+            yield f"{where}: {fault}"
+
+
+def _all_stages(plan: Plan) -> Iterator[tuple[str, Stage]]:
+    """The stages of a plan and of its alternatives, and where they stand in the file."""
+    for before, stages in (
+        ("", plan.stages),
+        *((f"alternatives[{n}].", other.stages) for n, other in enumerate(plan.alternatives)),
+    ):
         for number, stage in enumerate(stages):
-            for fault in _stage_faults(plan, stage):
-                yield f"{before}stages[{number}]: {fault}"
+            yield f"{before}stages[{number}]", stage
 
 
 def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
