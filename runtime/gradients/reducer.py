@@ -116,7 +116,7 @@ class GradientReducer:
 
     def is_finite(self) -> bool:
         """Whether all parameters are numbers. Waits for the device."""
-        sums = [parameter.detach().double().sum() for parameter in self._parameters]
+        sums = [parameter.detach().sum(dtype=torch.float64) for parameter in self._parameters]
         return not sums or bool(
             torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all()
         )
