@@ -7,7 +7,12 @@ takes 0.15 s to import. What they compute is computed elsewhere in numpy too, to
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
+
+# Compiling takes 20 CPU s once an installation, a call without it a few milliseconds.
+_OFTEN = 500
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @cache
@@ -31,3 +36,26 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
         kernel = njit(error_model="numpy")(function)
     return kernel
+
+
+def compiled_if_often(plain: _Function, load: Callable[[], _Function]) -> _Function:
+    """A function that goes over to its compiled twin, of the same digits, when it is called often.
+
+    So a single allocation, or a simulation of a few jobs, never waits for the compiler.
+
+    Args:
+        plain: The function in numpy.
+        load: Gives the twin; only called where numba is installed.
+    """
+    calls = 0
+    twin: _Function | None = None
+
+    def call(*args: Any) -> Any:
+        nonlocal calls, twin
+        if twin is None and can_compile():
+            calls += 1
+            if calls > _OFTEN:
+                twin = load()
+        return (twin or plain)(*args)
+
+    return call  # type: ignore[return-value]

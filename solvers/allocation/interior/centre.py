@@ -1,11 +1,10 @@
 """The analytic centre of a face: a feasible guess, and Newton's steps from it."""
 
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 
-from ...compiling import can_compile
+from ...compiling import compiled_if_often
 from ..program import Floats
 from . import face
 from .face import Face, Rows
@@ -25,23 +24,23 @@ def centre(face: Face, start: Floats, climb: Climb | None = None) -> Floats | No
     Args:
         face: The problem; every class has a type.
         start: A guess [types, classes], positive where ``rate`` is; need not be feasible.
-        climb: How steps are taken: compiled where that is possible, or as given.
+        climb: How steps are taken: in numpy, compiled where many are taken, or as given.
 
     Returns:
         The fractions; None where the numbers gave out, as they do where more is tight than the
         face says.
     """
     with np.errstate(all="ignore"):
-        return _newton(face, start, climb or _fastest_climb())
+        return _newton(face, start, climb or _FASTEST_CLIMB)
 
 
-@cache
-def _fastest_climb() -> Climb:
-    if not can_compile():
-        return face.climb
-    from .face_compiled import climb as compiled_climb
+def _compiled_climb() -> Climb:
+    from .face_compiled import climb
 
-    return compiled_climb
+    return climb
+
+
+_FASTEST_CLIMB: Climb = compiled_if_often(face.climb, _compiled_climb)
 
 
 def _newton(f: Face, start: Floats, climb: Climb) -> Floats | None:

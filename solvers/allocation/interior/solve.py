@@ -1,11 +1,10 @@
 """The interior point method from start to proof: steps until the gap is closed."""
 
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 
-from ...compiling import can_compile
+from ...compiling import compiled_if_often
 from ...effort import never
 from ..program import Program, Solution
 from . import method
@@ -24,7 +23,7 @@ def solve(
 
     Args:
         program: The program.
-        walk: How steps are taken: compiled where that is possible, or as given.
+        walk: How steps are taken: in numpy, compiled where many are taken, or as given.
         should_stop: Asked before each step; True ends with the point reached.
 
     Returns:
@@ -32,7 +31,7 @@ def solve(
     """
     # Numbers may run out at the very end; the proof of the best point so far decides then.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore", under="ignore"):
-        return _iterate(program, walk or _fastest_walk(), should_stop)
+        return _iterate(program, walk or _FASTEST_WALK, should_stop)
 
 
 def _iterate(program: Program, walk: Walk, should_stop: Callable[[], bool]) -> Solution | None:
@@ -55,10 +54,10 @@ def _iterate(program: Program, walk: Walk, should_stop: Callable[[], bool]) -> S
     return best
 
 
-@cache
-def _fastest_walk() -> Walk:
-    if not can_compile():
-        return method.walk
-    from .method_compiled import walk as compiled_walk
+def _compiled_walk() -> Walk:
+    from .method_compiled import walk
 
-    return compiled_walk
+    return walk
+
+
+_FASTEST_WALK: Walk = compiled_if_often(method.walk, _compiled_walk)

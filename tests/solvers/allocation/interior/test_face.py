@@ -95,6 +95,7 @@ def test_two_jobs_on_two_equal_types_by_hand() -> None:
     assert 1 / x == pytest.approx(1 / (1 - 2 * x) - 1 / (2 * x - 0.5), rel=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(problem=_problems())
 def test_compiled_steps_give_the_same_digits(problem: tuple[np.ndarray, ...]) -> None:

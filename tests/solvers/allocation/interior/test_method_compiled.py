@@ -17,6 +17,8 @@ compiled = pytest.importorskip(
 
 arithmetic = pytest.importorskip("hetflow.solvers.allocation.interior.arithmetic_compiled")
 
+pytestmark = pytest.mark.slow  # compiling takes 20 CPU s
+
 
 def _program(seed: int, jobs: int, types: int, *, holes: float, idle: float) -> Program:
     draw = np.random.default_rng(seed)
