@@ -9,7 +9,15 @@ from ..importers.registry import TraceOptions
 from ..schema import files
 from ..schema.arguments import Arguments
 from ..schema.errors import FileError, ProblemError
-from ..schema.market import Availability, Capacity, RentAdvice, RentReport, RentState, utc_seconds
+from ..schema.market import (
+    Availability,
+    Capacity,
+    PriceHistory,
+    RentAdvice,
+    RentReport,
+    RentState,
+    utc_seconds,
+)
 from ..schema.options import option
 from ..schema.requests.kinds import Offers
 from ..schema.requests.rent import RentRequest
@@ -137,9 +145,14 @@ def fleet(traces: Offers, *, resize_seconds: float = 60.0, **asked: Any) -> Rent
 def asked_job(request: RentRequest) -> tuple[DeadlineJob, list[Traces], list[Traces]]:
     """The job that a request has, what to replay on, and what to learn from."""
     speeds = _speeds(request)
+    (offers, prices), (past, past_prices) = (
+        _read_all(given, several=len(speeds) > 2) for given in (request.offers, request.history)
+    )
+    told = (*prices, *(one for one in past_prices if one not in prices))
+    if request.spot_dollars_per_hour is not None:
+        told = ()
     traces, history = (
-        _traces(given, several=len(speeds) > 2, between_zones=request.between_zones)
-        for given in (request.offers, request.history)
+        _traces(windows, told, between_zones=request.between_zones) for windows in (offers, past)
     )
     if not traces:
         raise ProblemError("there is no window of availability to replay on")
@@ -179,18 +192,41 @@ def _speeds(request: RentRequest) -> tuple[float, ...]:
     return tuple(speeds)
 
 
-def _traces(given: Offers, *, several: bool, between_zones: bool) -> list[Traces]:
-    read: list[Availability | Capacity] = []
+_Windows = list[Availability | Capacity]
+
+
+def _traces(
+    windows: _Windows, prices: Sequence[PriceHistory], *, between_zones: bool
+) -> list[Traces]:
+    together = windows and between_zones
+    return [traces_of(windows, prices)] if together else apart(windows, prices)
+
+
+def _read_all(given: Offers, *, several: bool) -> tuple[_Windows, list[PriceHistory]]:
+    windows: _Windows = []
+    prices: list[PriceHistory] = []
     for one in given:
-        read += [one] if isinstance(one, Availability | Capacity) else _read(Path(one), several)
-    return [traces_of(read)] if read and between_zones else apart(read)
+        if isinstance(one, PriceHistory):
+            prices.append(one)
+        elif isinstance(one, Availability | Capacity):
+            windows.append(one)
+        else:
+            found, told = _read(Path(one), several)
+            windows += found
+            prices += told
+    return windows, prices
 
 
-def _read(path: Path, several: bool) -> Sequence[Availability | Capacity]:
-    """What a file has: for several machines counts; for one whether there was one, else counts."""
+def _read(
+    path: Path, several: bool
+) -> tuple[Sequence[Availability | Capacity], Sequence[PriceHistory]]:
+    """What a file has: for several machines counts; for one whether there was one, else counts.
+
+    And its price histories, which a file may also have alone.
+    """
     market = read_windows(path, TraceOptions())
     found = market.capacity if several else market.availability or market.capacity
-    if not found:
+    if not found and not market.prices:
         what = "capacity: holds no counts of spot machines" if several else "availability: holds "
         raise FileError(
             f"{path}: $.{what}" + ("" if several else "no windows"),
@@ -198,7 +234,7 @@ def _read(path: Path, several: bool) -> Sequence[Availability | Capacity]:
             if several
             else None,
         )
-    return found
+    return found, market.prices
 
 
 def _split(
@@ -221,9 +257,13 @@ def _split(
     return after, before
 
 
-def _prices(given: float | Mapping[str, float], traces: Sequence[Traces]) -> tuple[float, ...]:
-    """The spot price of each zone."""
+def _prices(
+    given: float | Mapping[str, float] | None, traces: Sequence[Traces]
+) -> tuple[float, ...]:
+    """The spot price of each zone; where prices move, their mean."""
     zones = traces[0].zones
+    if given is None:
+        return tuple(_mean_price(traces, zone) for zone in range(len(zones)))
     if not isinstance(given, Mapping):
         return (given,) * len(zones)
     other = next((one.title for one in traces if one.zones != zones), None)
@@ -249,3 +289,19 @@ def _prices(given: float | Mapping[str, float], traces: Sequence[Traces]) -> tup
             "price for all",
         )
     return tuple(given[zone] for zone in zones)
+
+
+def _mean_price(traces: Sequence[Traces], zone: int) -> float:
+    known = [
+        price
+        for one in traces
+        for price in (one.spot_dollars_per_hour or [()] * (zone + 1))[zone]
+        if price is not None
+    ]
+    if not known:
+        raise ProblemError(
+            f"there is no spot price of zone {traces[0].zones[zone]!r}",
+            hint=f"give {option('spot_dollars_per_hour', 'DOLLARS')}, or offers with price "
+            "histories of the same time",
+        )
+    return sum(known) / len(known)

@@ -6,15 +6,23 @@ are replayed on one half of the time, in windows every 3 hours; the dynamic prog
 other half. Beside it stands the dynamic program that stays in one zone.
 
     python benchmarks/renting_zones.py        a minute
+    python benchmarks/renting_zones.py --moving        prices that move, 10 minutes
+
+With ``--moving``, a machine's price in each zone is that of a machine of AWS in a zone of us-east-1
+from the day given, early in 2020: histories of prices and of availability of one time and place are
+not at hand. V100 (p3.2xlarge) hardly move; of K80 (p2.8xlarge) one goes from 2.16 to 7.20 dollars.
 """
 
 import argparse
 import json
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 from hetflow.importers.availability import read_availability
+from hetflow.importers.aws_spot_prices import read_aws_spot_prices
 from hetflow.simulator.market.compare import compare
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
@@ -27,6 +35,10 @@ from hetflow.tests.data import reference
 ZONES = ("us-west-2a_v100_1", "us-west-2b_v100_1")
 CASES = ((52, 0.02), (52, 0.20), (70, 0.02), (70, 0.20))
 START = "2023-01-01T00:00:00Z"  # any time: the files say when a window begins in its trace only
+MOVING = (
+    ("p3.2xlarge", "bd", "2020-02-10T00:00:00Z", 3.06, (0.02, 0.2)),
+    ("p2.8xlarge", "cd", "2020-02-10T00:00:00Z", 7.20, (0.02,)),
+)
 ON_DEMAND, SPOT, MOVE = 3.06, 0.9731, 0.10
 
 
@@ -45,6 +57,78 @@ def halves() -> tuple[Traces, Traces]:
     traces = traces_of(windows)
     middle = traces.begin_seconds + len(traces.ticks[0]) // 2 * traces.tick_seconds
     return traces.split(middle)
+
+
+def moving(machine: str, letters: str, start: str) -> tuple[Traces, Traces]:
+    """The same halves, with the prices of a machine in two zones of us-east-1 from a time on."""
+    histories = {
+        history.zone: history
+        for history in read_aws_spot_prices(reference.spot_prices() / "aws")
+        if history.instance_type == machine
+    }
+    windows = [
+        window
+        for zone in ZONES
+        for window in read_availability(
+            reference.availability() / "cant_be_late" / zone / "overhead_0.02", trace_start=start
+        )
+    ]
+    names = dict.fromkeys(window.zone for window in windows)
+    prices = [
+        replace(histories[f"us-east-1{letter}"], zone=name)
+        for letter, name in zip(letters, names, strict=True)
+    ]
+    traces = traces_of(windows, prices)
+    return traces.split(traces.begin_seconds + len(traces.ticks[0]) // 2 * traces.tick_seconds)
+
+
+def measure_moving(
+    traces: Traces, history: Traces, on_demand: float, restart_hours: float
+) -> dict[str, object]:
+    """Every policy on one half of the time: 48 h of work within 70 h."""
+    means = [
+        fmean(price for price in zone if price is not None)
+        for zone in traces.spot_dollars_per_hour or ()
+    ]
+    job = replace(
+        job_of(70, restart_hours, len(ZONES)),
+        on_demand_dollars_per_hour=on_demand,
+        spot_dollars_per_hour=tuple(means),
+    )
+    report = compare(job, [traces], history=[history], every_seconds=12 * 3600.0)
+    return {
+        "mean_spot_dollars_per_hour": means,
+        "num_windows": len(report.windows),
+        "least_dollars": fmean(report.bound_dollars),
+        "policies": {
+            entry.policy: {
+                "mean_dollars": entry.mean_dollars,
+                "mean_over_least": entry.mean_over_bound,
+                "missed_deadlines": entry.missed_deadlines,
+            }
+            for entry in report.policies
+        },
+    }
+
+
+def main_moving(path: Path | None) -> None:
+    """Measure and print the cases with prices that move."""
+    rows = []
+    for machine, letters, start, on_demand, restarts in MOVING:
+        first, second = moving(machine, letters, start)
+        halves_in_turn = [(1, (first, second)), (2, (second, first))]
+        for (half, each), restart in product(halves_in_turn, restarts):
+            row = {"machine": machine, "start": start, "half": half, "restart_hours": restart}
+            row |= measure_moving(*each, on_demand, restart)
+            rows.append(row)
+            shown = ", ".join(
+                f"{name} {entry['mean_over_least']:.3f} ({entry['missed_deadlines']} late)"
+                for name, entry in row["policies"].items()
+            )
+            case = f"{machine} {start[:10]}, half {half}, {restart} h a restart"
+            print(f"{case}: least {row['least_dollars']:.2f} $; {shown}", flush=True)
+    if path:
+        path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def job_of(deadline_hours: float, restart_hours: float, num_zones: int) -> DeadlineJob:
@@ -109,8 +193,12 @@ def main() -> None:
     """Measure every case and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one half")
+    parser.add_argument("--moving", action="store_true", help="prices that move")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
+    if arguments.moving:
+        main_moving(arguments.json)
+        return
     first, second = halves()
     rows = []
     for half, (traces, history) in enumerate([(first, second), (second, first)], start=1):

@@ -33,6 +33,7 @@ def read_windows(path: Path, options: TraceOptions) -> Market:
     return Market(
         availability=tuple(window for market in found for window in market.availability),
         capacity=tuple(fleet for market in found for fleet in market.capacity),
+        prices=tuple(history for market in found for history in market.prices),
     )
 
 

@@ -42,6 +42,7 @@ def rent_table(report: RentReport) -> str:
         + (f" in {zones} zones" if zones else "")
         + f", {report.restart_seconds:g} s a restart"
         + (f", {report.move_dollars:g} $ a move" if zones else "")
+        + (", spot prices that move" if report.has_moving_prices else "")
         + f", {len(report.windows)} windows{left_out}",
         grid(heads, rows),
     ]

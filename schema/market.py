@@ -232,7 +232,8 @@ class RentReport:
     """Policies for one job with a deadline, replayed on windows of spot availability.
 
     ``speeds``: [machines + 1] speed on 0, 1, ... machines, relative to work of ``work_seconds``.
-    ``spot_dollars_per_hour`` is by zone where there are several. ``unused_seconds`` of the
+    ``spot_dollars_per_hour`` is by zone where there are several; the means of the offers' where
+    prices move (``has_moving_prices``). ``unused_seconds`` of the
     availability given are in no window: less than a deadline at the ends, and ``num_left_out``
     windows with unknown ticks. ``bound_dollars``: [windows], the least that any policy could pay if
     it knew the window in advance; ``alone_dollars`` likewise for a job that stays in one zone.
@@ -253,6 +254,7 @@ class RentReport:
     speeds: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 1.0)
     on_demand_dollars_per_hour: PositiveDollars
     spot_dollars_per_hour: Dollars | dict[str, Dollars]
+    has_moving_prices: bool = False
     windows: tuple[Name, ...]
     num_left_out: Annotated[int, Field(ge=0)] = 0
     unused_seconds: Annotated[float, Field(ge=0)] = 0.0
@@ -273,6 +275,7 @@ class RentState:
     ``elapsed_seconds`` since its start. ``zone`` is that of its last launch, None before the first.
     ``pending_seconds`` of its restart are still to come. ``available`` is how many spot machines
     each zone has; ``unchanged_seconds`` for how long that has been so, None: not for long.
+    ``spot_dollars_per_hour`` by zone, where it is not what was asked for.
     """
 
     schema: Literal["hetflow.rent_state/1"] = "hetflow.rent_state/1"
@@ -284,6 +287,7 @@ class RentState:
     pending_seconds: Annotated[float, Field(ge=0)] = 0.0
     available: dict[str, Index]
     unchanged_seconds: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    spot_dollars_per_hour: dict[str, Dollars] = Field(default_factory=dict)
 
 
 @record

@@ -7,12 +7,10 @@ takes 0.15 s to import. What they compute is computed elsewhere in numpy too, to
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 # Compiling takes 20 CPU s once an installation, a call without it a few milliseconds.
 _OFTEN = 500
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @cache
@@ -38,7 +36,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def compiled_if_often(plain: _Function, load: Callable[[], _Function]) -> _Function:
+def compiled_if_often(
+    plain: Callable[..., Any], load: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
     """A function that goes over to its compiled twin, of the same digits, when it is called often.
 
     So a single allocation, or a simulation of a few jobs, never waits for the compiler.
@@ -48,7 +48,7 @@ def compiled_if_often(plain: _Function, load: Callable[[], _Function]) -> _Funct
         load: Gives the twin; only called where numba is installed.
     """
     calls = 0
-    twin: _Function | None = None
+    twin: Callable[..., Any] | None = None
 
     def call(*args: Any) -> Any:
         nonlocal calls, twin
@@ -58,4 +58,4 @@ def compiled_if_often(plain: _Function, load: Callable[[], _Function]) -> _Funct
                 twin = load()
         return (twin or plain)(*args)
 
-    return call  # type: ignore[return-value]
+    return call

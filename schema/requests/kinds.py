@@ -14,7 +14,7 @@ from ..cluster import Cluster
 from ..foreign import Table
 from ..jobs import Allocation, Jobs, Throughputs
 from ..launch import Rendezvous
-from ..market import Availability, Capacity, Market
+from ..market import Availability, Capacity, Market, PriceHistory
 from ..optimizer import OptimizerState
 from ..plan import Plan
 from ..profile import Profile
@@ -80,8 +80,8 @@ Markets = Market | Path | str | Sequence[Market | Path | str]
 """Markets, or their files."""
 Windows = Sequence[Availability | Path | str]
 """Windows of availability, or their files and folders."""
-Offers = Sequence[Availability | Capacity | Path | str]
-"""When spot machines were there, and how many; or their files and folders."""
+Offers = Sequence[Availability | Capacity | PriceHistory | Path | str]
+"""When spot machines were there, how many, and at what prices; or their files and folders."""
 Speeds = Sequence[float]
 """The speed of a job on 0, 1, ... machines."""
 SpotPrices = SpotDollars | Mapping[str, SpotDollars]

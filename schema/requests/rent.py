@@ -31,7 +31,7 @@ class RentRequest:
             argument=True,
             help="When spot machines were there: hetflow.market/1, Can't Be Late's JSON, or "
             "folders. One that is several deadlines long counts as so many windows.",
-            python="Also ``Availability`` and ``Capacity`` records.",
+            python="Also ``Availability``, ``Capacity`` and ``PriceHistory`` records.",
         ),
     ]
     _: KW_ONLY
@@ -46,13 +46,14 @@ class RentRequest:
         "RentDollars", Option(flag="--on-demand", help="Dollars per hour of a machine on demand.")
     ]
     spot_dollars_per_hour: Annotated[
-        "SpotPrices",
+        "SpotPrices | None",
         Option(
             flag="--spot",
             help="Dollars per hour of a spot machine; or of each zone, such as us-west-2a=0.97.",
             python="A number, or one by zone.",
+            default="the price histories of the offers, which may move",
         ),
-    ]
+    ] = None
     restart_seconds: Annotated[
         "WaitSeconds",
         Option(

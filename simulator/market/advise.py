@@ -35,8 +35,10 @@ def advise(
             use, or is at or after the deadline; or there is no policy of that name.
     """
     now = _moment(job, zones, state)
+    prices = zip(zones, job.spot_dollars_per_hour, strict=True)
+    job = job.at([state.spot_dollars_per_hour.get(name, price) for name, price in prices])
     learned = [one.of_zones(zones, job.num_machines) for one in history]
-    chain = chain_for(job, learned) if learned else None
+    chain = chain_for(job, [one.ticks for one in learned]) if learned else None
     every = named.NAMES if chain else tuple(named.PLAIN)
     names = policies or every[::-1]
     asked = {name: named.policy_of(name, job, chain)(job, now) for name in names}
@@ -57,7 +59,8 @@ def advise(
 
 
 def _moment(job: DeadlineJob, zones: Sequence[str], state: RentState) -> Moment:
-    for name in (*state.available, *([state.zone] if state.zone else [])):
+    seen = (*state.available, *state.spot_dollars_per_hour)
+    for name in (*seen, *([state.zone] if state.zone else [])):
         if name not in zones:
             guess = nearest(name, list(zones))
             raise ProblemError(

@@ -8,12 +8,12 @@ from ...schema.market import PolicyReplay, RentReport
 from ...solvers.market import named
 from ...solvers.market.chain import Chain, chain_of, most_zones
 from ...solvers.market.deadline import DeadlineJob, Policy
-from ...solvers.market.dynamic_program import DynamicProgram, ticks_a_decision
-from ...solvers.market.offline import least_dollars
+from ...solvers.market.dynamic_program import Programs, ticks_a_decision
+from ...solvers.market.offline import least_dollars, prices_in
 from ...solvers.market.windows import Traces, Window, longer_ticks, windows_of
 from .replay import Outcome, replay
 
-_MOST_PAST = 100  # windows of a history to replay on
+_MOST_PAST, _MOST_PAST_MOVING = 100, 20  # windows of a history to replay on; where prices move
 
 
 def compare(
@@ -27,7 +27,8 @@ def compare(
     """Replay policies on windows of the traces that are as long as the deadline.
 
     Args:
-        job: The job; its ticks are those of the traces, its spot prices are of their zones.
+        job: The job; its ticks are those of the traces, its spot prices are of their zones (where
+            prices move, their means).
         traces: What to replay on, each of as many zones. Windows in which a zone is unknown are
             left out.
         history: What ``dynamic_program`` learns from. It should hold none of the traces. With
@@ -51,24 +52,27 @@ def compare(
     zones, most = traces[0].zones, most_zones(job.num_machines)
     too_many = bool(history) and policies is None and len(zones) > most
     learned = [] if too_many else [one.of_zones(zones, job.num_machines) for one in history]
-    chain = chain_for(job, learned) if learned else None
+    chain = chain_for(job, [one.ticks for one in learned]) if learned else None
     names = policies or (named.NAMES if chain else tuple(named.PLAIN))
-    program: DynamicProgram | None = None
-    bound = [least_dollars(job, window) for _, window in cut.windows]
+    programs: Programs | None = None
+    bound = [least_dollars(job, *window) for _, window in cut.windows]
     replays = []
     for name in dict.fromkeys(names):
         policy = named.policy_of(name, job, chain)
-        program = policy if isinstance(policy, DynamicProgram) else program
-        outcomes = [replay(job, policy, window) for _, window in cut.windows]
+        programs = policy if isinstance(policy, Programs) else programs
+        outcomes = [replay(job, policy, *window) for _, window in cut.windows]
         replays.append(_summary(name, outcomes, bound))
     in_time = [entry for entry in replays if not entry.missed_deadlines]
     best = min(in_time, key=lambda entry: entry.mean_dollars, default=None)
     expected = None
-    if program is not None:
-        first = [program.expected(tuple(zone[0] for zone in each)) for _, each in cut.windows]
+    if programs is not None:
+        first = [
+            programs.of(job.at(prices_in(prices, 0))).expected(tuple(zone[0] for zone in each))
+            for _, (each, prices) in cut.windows
+        ]
         mean = sum(first) / len(first)
         expected = mean if mean <= job.most_dollars else None  # what is late costs more
-    shared = 1 if program is None else program.ticks_a_decision
+    shared = 1 if programs is None else programs.of(job).ticks_a_decision
     return RentReport(
         work_seconds=job.work_seconds,
         deadline_seconds=job.deadline_seconds,
@@ -79,13 +83,15 @@ def compare(
         spot_dollars_per_hour=dict(zip(zones, job.spot_dollars_per_hour, strict=True))
         if job.num_zones > 1
         else job.spot_dollars_per_hour[0],
+        has_moving_prices=any(one.spot_dollars_per_hour is not None for one in traces),
         windows=tuple(name for name, _ in cut.windows),
         num_left_out=cut.num_left_out,
         unused_seconds=cut.unused_seconds,
         bound_dollars=tuple(bound),
         alone_dollars={
             name: tuple(
-                least_dollars(job.alone(place), [window[place]]) for _, window in cut.windows
+                least_dollars(job.alone(place), [each[place]], prices and [prices[place]])
+                for _, (each, prices) in cut.windows
             )
             for place, name in enumerate(zones)
             if job.num_zones > 1
@@ -94,8 +100,8 @@ def compare(
         choice=None if best is None else best.policy,
         expected_dollars=expected,
         expected_dollars_90=None
-        if program is None or expected is None
-        else interval_of(job, program, learned),
+        if programs is None or expected is None
+        else interval_of(job, programs, learned),
         decision_seconds=shared * job.tick_seconds if shared > 1 else None,
         most_zones_to_learn=most if too_many else None,
     )
@@ -134,34 +140,42 @@ def _summary(name: str, outcomes: Sequence[Outcome], bound: Sequence[float]) -> 
     )
 
 
-def interval_of(
-    job: DeadlineJob, policy: Policy, history: Sequence[Sequence[Sequence[int | None]]]
-) -> tuple[float, float]:
+def interval_of(job: DeadlineJob, policy: Policy, history: Sequence[Traces]) -> tuple[float, float]:
     """Between which dollars nine in ten further jobs should cost, if the future is like the past.
 
-    The order statistics at 5 and 95 % of what the policy would have paid in windows of the history
-    [traces][zones][ticks], and one more. Where the past has too few windows for one of them, it is
-    what a job can cost at all.
+    The order statistics at 5 and 95 % of what the policy would have paid in windows of the history,
+    and one more. Where the past has too few windows for one of them, it is what a job can cost at
+    all, at the least and the highest prices of the past.
     """
-    past = [replay(job, policy, window).dollars for window in _past_windows(history, job.num_ticks)]
-    ranked = [job.least_dollars, *sorted(past), job.most_dollars]
+    past = [replay(job, policy, *window).dollars for window in _past_windows(history, job)]
+    low, high = (job.at(prices) for prices in zip(*_ranges(job, history), strict=True))
+    ranked = [low.least_dollars, *sorted(past), high.most_dollars]
     last = len(ranked) - 1
     return ranked[floor(0.05 * last)], ranked[ceil(0.95 * last)]
 
 
-def _past_windows(traces: Sequence[Sequence[Sequence[int | None]]], num_ticks: int) -> list[Window]:
+def _ranges(job: DeadlineJob, history: Sequence[Traces]) -> list[tuple[float, float]]:
+    """[zones] the least and the highest price that is known."""
+    told = [[price] for price in job.spot_dollars_per_hour]
+    for one in history:
+        for zone, prices in enumerate(one.spot_dollars_per_hour or ()):
+            told[zone] += [price for price in prices if price is not None]
+    return [(min(each), max(each)) for each in told]
+
+
+def _past_windows(traces: Sequence[Traces], job: DeadlineJob) -> list[Window]:
     """Windows of a history that are known throughout, an eighth of a window apart.
 
-    Where there are more than 100, as many of them, evenly spread.
+    Where there are more than 100, as many of them, evenly spread; 20 where prices move, as each
+    price has a program of its own.
     """
-    found: list[Window] = []
-    for zones in traces:
-        length = min(map(len, zones))
-        for first in range(0, length - num_ticks + 1, max(num_ticks // 8, 1)):
-            cut = [
-                tuple(tick for tick in zone[first : first + num_ticks] if tick is not None)
-                for zone in zones
-            ]
-            if all(len(zone) == num_ticks for zone in cut):
-                found.append(cut)
-    return found[:: -(-len(found) // _MOST_PAST) or 1]
+    ticks = job.num_ticks
+    moves = any(one.spot_dollars_per_hour is not None for one in traces)
+    most = _MOST_PAST_MOVING if moves else _MOST_PAST
+    found = [
+        window
+        for one in traces
+        for first in range(0, len(one.ticks[0]) - ticks + 1, max(ticks // 8, 1))
+        if (window := one.window(first, ticks, job.num_machines)) is not None
+    ]
+    return found[:: -(-len(found) // most) or 1]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ...schema.errors import ProblemError
 from ...solvers.market.deadline import DeadlineJob, Held, Moment, Policy
+from ...solvers.market.offline import prices_in
 
 _DONE_SECONDS = 1e-3
 
@@ -24,13 +25,19 @@ class Outcome:
     held: tuple[Held, ...]
 
 
-def replay(job: DeadlineJob, policy: Policy, available: Sequence[Sequence[int]]) -> Outcome:
+def replay(
+    job: DeadlineJob,
+    policy: Policy,
+    available: Sequence[Sequence[int]],
+    spot_dollars_per_hour: Sequence[Sequence[float]] | None = None,
+) -> Outcome:
     """Run one job to its end; O(ticks x zones).
 
     Args:
         job: The job.
         policy: Who decides.
         available: [zones][ticks] spot machines that can be held; as long as the job runs.
+        spot_dollars_per_hour: [zones][ticks] of one machine, where prices move.
 
     Raises:
         ProblemError: A window is too short, or the policy asks for what there is not.
@@ -46,6 +53,7 @@ def replay(job: DeadlineJob, policy: Policy, available: Sequence[Sequence[int]])
         if tick >= min(map(len, available)):
             raise ProblemError(f"a window ends after {tick} ticks, while the job runs")
         there = tuple(window[tick] for window in available)
+        job = job.at(prices_in(spot_dollars_per_hour, tick))
         lengths = [
             length + 1 if tick and window[tick] == window[tick - 1] else 1
             for length, window in zip(lengths, available, strict=True)

@@ -3,12 +3,13 @@
 The model of Can't Be Late (NSDI 2024), for one machine or several, in one zone or several: time
 runs in ticks. At the start of a tick the policy sees how many spot machines each zone has; a job
 that holds more than there are loses the rest, and keeps what is left. The policy then chooses what
-to hold in this tick, in one zone, and pays for the whole tick. Whenever the machines change, by
-choice or by loss, no work is done for ``restart_seconds``, which may take several ticks. A launch
-in another zone than the last one also costs ``move_dollars``, the egress of the checkpoint. A job
-that ends after its deadline has failed.
+to hold in this tick, in one zone, and pays for the whole tick, at the spot prices of its start.
+Whenever the machines change, by choice or by loss, no work is done for ``restart_seconds``, which
+may take several ticks. A launch in another zone than the last one also costs ``move_dollars``, the
+egress of the checkpoint. A job that ends after its deadline has failed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, floor, inf
@@ -42,7 +43,7 @@ class DeadlineJob:
         restart_seconds: No work is done for so long whenever the machines change.
         tick_seconds: Length of a tick.
         on_demand_dollars_per_hour: Of one machine, in every zone.
-        spot_dollars_per_hour: [zones] of one machine.
+        spot_dollars_per_hour: [zones] of one machine; where prices move, now (``at``).
         move_dollars: Of a launch in another zone than the last one.
         speeds: [machines + 1] speed on 0, 1, ... machines, in work seconds per second. It never
             falls, and the last one is of all that the job can use.
@@ -141,6 +142,12 @@ class DeadlineJob:
     def moving_dollars(self, before: int | None, zone: int) -> float:
         """Dollars of a launch in a zone, by the zone of the launch before it (None: the first)."""
         return 0.0 if before is None or before == zone else self.move_dollars
+
+    def at(self, spot_dollars_per_hour: Sequence[float] | None) -> "DeadlineJob":
+        """The job at the spot prices [zones] of another time; None: the same ones."""
+        if spot_dollars_per_hour is None or spot_dollars_per_hour == self.spot_dollars_per_hour:
+            return self
+        return replace(self, spot_dollars_per_hour=tuple(spot_dollars_per_hour))
 
     def alone(self, zone: int) -> "DeadlineJob":
         """The job, if it had to stay in a zone."""

@@ -11,7 +11,7 @@ Where the table would take more than ``MOST_BYTES``, several ticks share a decis
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, exp, log
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ MOST_BYTES = 100_000_000
 """What a table may take."""
 _MOST_UNITS, _MOST_UNITS_A_TICK = 1500, 20
 _UNITS_OF_SEVERAL = 200
+_KEPT = 4  # tables, of MOST_BYTES at most
+_STEP = log(1.02)
 _LATE = 4.0  # times the dollars of all machines on demand, for work left at the deadline
 
 
@@ -80,6 +82,40 @@ class DynamicProgram:
     def expected(self, available: tuple[int, ...]) -> float:
         """Expected dollars of a job that starts as spot machines come or go."""
         return self.expected_dollars[self.chain.state_of(available, (1,) * len(available))]
+
+
+class Programs:
+    """The program of a job at the prices of now, as if these stayed.
+
+    Where prices move, those within two hundredths share a program; the latest few are kept.
+
+    Args:
+        job: The job.
+        chain: How spot machines come and go, as for ``solve``.
+    """
+
+    def __init__(self, job: DeadlineJob, chain: Chain) -> None:
+        self._chain = chain
+        self._made = {job.spot_dollars_per_hour: solve(job, chain)}
+
+    def __call__(self, job: DeadlineJob, now: Moment) -> Held:
+        """Look the decision up."""
+        return self.of(job)(job, now)
+
+    def of(self, job: DeadlineJob) -> DynamicProgram:
+        """The program at the prices that a job has."""
+        prices = job.spot_dollars_per_hour
+        if prices not in self._made:
+            prices = tuple(map(_rounded, prices))
+        program = self._made.pop(prices, None) or solve(job.at(prices), self._chain)
+        self._made[prices] = program
+        if len(self._made) > _KEPT:
+            self._made.pop(next(iter(self._made)))
+        return program
+
+
+def _rounded(dollars: float) -> float:
+    return exp(_STEP * round(log(dollars) / _STEP)) if dollars > 0 else 0.0
 
 
 def ticks_a_decision(job: DeadlineJob) -> int:

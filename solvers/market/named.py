@@ -36,4 +36,4 @@ def policy_of(name: str, job: DeadlineJob, history: Chain | None) -> Policy:
     if history is None:
         hint = told("add {history=FILE}, or with zones by time {learn_until=TIME}")
         raise ProblemError(f"{name} learns from a history", hint=hint)
-    return dynamic_program.solve(job, history)
+    return dynamic_program.Programs(job, history)

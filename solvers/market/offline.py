@@ -7,6 +7,7 @@ policy from below. O(ticks x zones^2 x modes x units).
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +17,17 @@ from .deadline import DeadlineJob, Held
 from .grid import Modes, Values, unit_seconds, units_down, units_up
 
 
-def least_dollars(job: DeadlineJob, available: Sequence[Sequence[int]]) -> float:
+def least_dollars(
+    job: DeadlineJob,
+    available: Sequence[Sequence[int]],
+    spot_dollars_per_hour: Sequence[Sequence[float]] | None = None,
+) -> float:
     """The least dollars on a window.
 
     Args:
         job: The job.
         available: [zones][ticks] spot machines that can be had; at least to the deadline.
+        spot_dollars_per_hour: [zones][ticks] of one machine, where prices move.
 
     Raises:
         ProblemError: A zone's window is missing, or is shorter than the deadline.
@@ -36,11 +42,12 @@ def least_dollars(job: DeadlineJob, available: Sequence[Sequence[int]]) -> float
     modes, unit = Modes(job), unit_seconds(job)
     num_units = units_down(job.work_seconds / unit)
     most = units_up(job.worked(job.num_machines, 0.0) / unit)  # in a tick
-    launches, stays = _launches(modes, unit), _stays(modes, unit)
+    steps_at = cache(lambda prices: _steps(modes, job.at(prices), unit))
     values: Values = np.full((modes.num_places, modes.num_modes, num_units + 1), np.inf, np.float32)
     values[..., 0] = 0.0
     for tick in range(num_ticks - 1, -1, -1):
         there = [window[tick] for window in available]
+        launches, stays = steps_at(prices_in(spot_dollars_per_hour, tick))
         # No other work can be left, or done in time.
         low, high = max(0, num_units - tick * most), min(num_units, (num_ticks - tick) * most) + 1
         best = values[:, 0, low:high].copy()
@@ -74,8 +81,21 @@ class _Step(NamedTuple):
     dollars: np.float32
 
 
-def _launches(modes: Modes, unit: float) -> list[_Step]:
-    job, steps = modes.job, []
+def prices_in(
+    spot_dollars_per_hour: Sequence[Sequence[float]] | None, tick: int
+) -> tuple[float, ...] | None:
+    """The prices [zones] of a tick, from those of all ticks [zones][ticks]."""
+    prices = spot_dollars_per_hour
+    return None if prices is None else tuple(zone[tick] for zone in prices)
+
+
+def _steps(modes: Modes, job: DeadlineJob, unit: float) -> tuple[list[_Step], list[_Step]]:
+    """Launches and stays at the prices that a job has."""
+    return _launches(modes, job, unit), _stays(modes, job, unit)
+
+
+def _launches(modes: Modes, job: DeadlineJob, unit: float) -> list[_Step]:
+    steps = []
     for holding, held, work in modes.launches:
         for place in range(modes.num_places):
             moving = job.moving_dollars(place if place < job.num_zones else None, held.zone)
@@ -85,8 +105,8 @@ def _launches(modes: Modes, unit: float) -> list[_Step]:
     return steps
 
 
-def _stays(modes: Modes, unit: float) -> list[_Step]:
-    job, steps = modes.job, []
+def _stays(modes: Modes, job: DeadlineJob, unit: float) -> list[_Step]:
+    steps = []
     for mode, holding, work, after in modes.staying:
         for zone in range(job.num_zones):
             held = Held(*modes.holdings[holding], zone)

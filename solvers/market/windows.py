@@ -7,20 +7,32 @@ compared at the same time.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from ...schema.errors import ProblemError
-from ...schema.market import Availability, Capacity, utc_seconds, utc_text
+from ...schema.market import Availability, Capacity, PriceHistory, utc_seconds, utc_text
 from ...schema.options import option
 
 _MOST_TICKS = 5_000_000
 _MOST_PARTS = 60  # of a tick
 
 Ticks = tuple[int | None, ...]
-Window = Sequence[Sequence[int]]
-"""[zones][ticks] spot machines that can be had."""
+Prices = tuple[float | None, ...]
 _Told = TypeVar("_Told", bound=Availability | Capacity)
 _Key = tuple[str, str | None, float]
+
+
+class Window(NamedTuple):
+    """What a job may rent, until its deadline.
+
+    ``available``: [zones][ticks] spot machines that can be had. ``spot_dollars_per_hour``:
+    [zones][ticks] of one of them, at the start of the tick; None where prices do not move.
+    """
+
+    available: Sequence[Sequence[int]]
+    spot_dollars_per_hour: Sequence[Sequence[float]] | None = None
 
 
 def joined(windows: Iterable[_Told]) -> tuple[_Told, ...]:
@@ -47,14 +59,16 @@ def joined(windows: Iterable[_Told]) -> tuple[_Told, ...]:
 class Traces:
     """Spot machines of some zones over the same time.
 
-    ``ticks``: [zones][ticks]. The first tick begins at ``begin_seconds`` since 1970, None if nobody
-    says when.
+    ``ticks``: [zones][ticks]. ``spot_dollars_per_hour``: likewise, of one machine at the start of
+    the tick, where prices move. The first tick begins at ``begin_seconds`` since 1970, None if
+    nobody says when.
     """
 
     zones: tuple[str, ...]
     tick_seconds: float
     begin_seconds: float | None = None
     ticks: tuple[Ticks, ...]
+    spot_dollars_per_hour: tuple[Prices, ...] | None = None
 
     @property
     def title(self) -> str:
@@ -72,18 +86,45 @@ class Traces:
         ticks = (seconds - self.begin_seconds) / self.tick_seconds
         ticks = min(max(ticks, 0.0), float(len(self.ticks[0])))
         before, after = floor(ticks), ceil(ticks)
-        first = replace(self, ticks=tuple(zone[:before] for zone in self.ticks))
         begin = self.begin_seconds + after * self.tick_seconds
-        last = tuple(zone[after:] for zone in self.ticks)
-        return first, replace(self, begin_seconds=begin, ticks=last)
+        return self._cut(0, before), replace(
+            self._cut(after, len(self.ticks[0])), begin_seconds=begin
+        )
+
+    def _cut(self, first: int, last: int) -> "Traces":
+        prices = self.spot_dollars_per_hour
+        return replace(
+            self,
+            ticks=tuple(zone[first:last] for zone in self.ticks),
+            spot_dollars_per_hour=prices and tuple(zone[first:last] for zone in prices),
+        )
+
+    def window(self, first: int, num_ticks: int, most: int) -> Window | None:
+        """So many ticks from the first on, with so many machines at most; None where unknown."""
+        cut = self._cut(first, first + num_ticks)
+        prices = cut.spot_dollars_per_hour
+        if any(None in zone for zone in (*cut.ticks, *(prices or ()))):
+            return None
+        return Window(
+            [tuple(min(tick, most) for tick in zone if tick is not None) for zone in cut.ticks],
+            None
+            if prices is None
+            else [tuple(one for one in zone if one is not None) for zone in prices],
+        )
 
     def in_parts(self, parts: int) -> "Traces":
         """Each tick cut into so many: when one looked is not when one may decide or pays."""
-        ticks = tuple(tuple(one for one in zone for _ in range(parts)) for zone in self.ticks)
-        return replace(self, tick_seconds=self.tick_seconds / parts, ticks=ticks)
+        prices = self.spot_dollars_per_hour
+        return replace(
+            self,
+            tick_seconds=self.tick_seconds / parts,
+            ticks=tuple(tuple(one for one in zone for _ in range(parts)) for zone in self.ticks),
+            spot_dollars_per_hour=prices
+            and tuple(tuple(one for one in zone for _ in range(parts)) for zone in prices),
+        )
 
-    def of_zones(self, zones: Sequence[str], most: int) -> tuple[Ticks, ...]:
-        """[zones][ticks] in the order of other traces' zones, with so many machines at most.
+    def of_zones(self, zones: Sequence[str], most: int) -> "Traces":
+        """These in the order of other traces' zones, with so many machines at most.
 
         Raises:
             ProblemError: There are several zones, and these say nothing of one.
@@ -94,9 +135,16 @@ class Traces:
                 f"the history says nothing of {', '.join(missing)}; it has {self.title}",
                 hint="give a history of the same zones",
             )
-        ticks = self.ticks if missing else [self.ticks[self.zones.index(name)] for name in zones]
-        return tuple(
-            tuple(None if tick is None else min(tick, most) for tick in zone) for zone in ticks
+        places = [0] if missing else [self.zones.index(name) for name in zones]
+        prices = self.spot_dollars_per_hour
+        return replace(
+            self,
+            zones=tuple(zones),
+            ticks=tuple(
+                tuple(None if tick is None else min(tick, most) for tick in self.ticks[place])
+                for place in places
+            ),
+            spot_dollars_per_hour=prices and tuple(prices[place] for place in places),
         )
 
 
@@ -142,16 +190,17 @@ def windows_of(
             )
         starts, known = range(0, span - num_ticks + 1, step), 0
         for first in starts:
-            cut = [zone[first : first + num_ticks] for zone in trace.ticks]
-            if any(None in zone for zone in cut):
+            window = trace.window(first, num_ticks, most)
+            if window is None:
                 continue
             known += 1
-            window = [tuple(min(tick, most) for tick in zone if tick is not None) for zone in cut]
             found.append((_name(trace, first, is_only=len(starts) == 1), window))
         if not known:
-            unknown = min(zone.index(None) for zone in trace.ticks if None in zone)
+            told = (*trace.ticks, *(trace.spot_dollars_per_hour or ()))
+            unknown = min(zone.index(None) for zone in told if None in zone)
+            what = "" if any(None in zone for zone in trace.ticks) else "the price in "
             raise ProblemError(
-                f"{trace.title}: tick {unknown} is unknown"
+                f"{trace.title}: {what}tick {unknown} is unknown"
                 + (f", and so is one in each of {len(starts)} windows" if len(starts) > 1 else ""),
                 hint="give windows that are known until the deadline, or an earlier deadline",
             )
@@ -168,25 +217,37 @@ def _name(trace: Traces, first: int, *, is_only: bool) -> str:
     return trace.title if is_only else f"{trace.title} +{seconds / 3600:g} h"
 
 
-def apart(windows: Iterable[Availability | Capacity]) -> list[Traces]:
-    """Each window by itself."""
+def apart(
+    windows: Iterable[Availability | Capacity], prices: Sequence[PriceHistory] = ()
+) -> list[Traces]:
+    """Each window by itself, with its zone's prices over time if there are any at all.
+
+    Raises:
+        ProblemError: A window has no prices where there are some, or does not say when it begins.
+    """
     return [
         Traces(
             zones=(one.zone,),
             tick_seconds=one.tick_seconds,
             begin_seconds=None if one.start is None else start_seconds(one),
             ticks=(_ticks(one),),
+            spot_dollars_per_hour=(_prices(one, prices),) if prices else None,
         )
         for one in windows
     ]
 
 
-def traces_of(windows: Sequence[_Told]) -> Traces:
+def traces_of(windows: Sequence[_Told], prices: Sequence[PriceHistory] = ()) -> Traces:
     """Join windows by zone, and cut them to the time that all zones have in common.
+
+    Args:
+        windows: Of the zones.
+        prices: Of the zones' machines over time; none where prices do not move.
 
     Raises:
         ProblemError: There are no windows; one does not say when it begins; ticks differ in length
-            or do not begin together; or the zones have no time in common.
+            or do not begin together; the zones have no time in common; or one has no prices where
+            others have.
     """
     if not windows:
         raise ProblemError("there is no window of availability to replay on")
@@ -216,7 +277,37 @@ def traces_of(windows: Sequence[_Told]) -> Traces:
         ticks=tuple(
             _ticks(one)[first : first + length] for one, first in zip(each, firsts, strict=True)
         ),
+        spot_dollars_per_hour=tuple(
+            _prices(one, prices)[first : first + length]
+            for one, first in zip(each, firsts, strict=True)
+        )
+        if prices
+        else None,
     )
+
+
+def _prices(window: Availability | Capacity, histories: Sequence[PriceHistory]) -> Prices:
+    """The price of a window's machine at the start of each tick; None where it is unknown."""
+    machine, zone = window.instance_type, window.zone
+    found = [one for one in histories if one.place == zone and machine in (None, one.instance_type)]
+    if len(found) != 1:
+        names = ", ".join(one.instance_type for one in found)
+        places = ", ".join(dict.fromkeys(one.place for one in histories))
+        raise ProblemError(
+            f"zone {zone!r} has prices of several machines: {names}"
+            if found
+            else f"zone {zone!r} has no price history" + (f" of {machine}" if machine else ""),
+            hint="name the machine in its availability (instance_type), or give one history"
+            if found
+            else f"there are prices of {places}; or give one price for all with "
+            f"{option('spot_dollars_per_hour')}",
+        )
+    history = found[0]
+    times = np.array([*history.start_seconds(), history.end_seconds()])
+    ticks = start_seconds(window) + window.tick_seconds * np.arange(len(_ticks(window)))
+    at = np.searchsorted(times, ticks, side="right") - 1
+    dollars = history.dollars_per_hour
+    return tuple(dollars[one] if 0 <= one < len(dollars) else None for one in at.tolist())
 
 
 def _ticks(window: Availability | Capacity) -> Ticks:

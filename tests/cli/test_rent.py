@@ -206,3 +206,66 @@ def test_states_that_cannot_be_are_refused(
     answer = hetflow("rent", good, *OPTIONS, "--next", state)
     assert answer.code == 2
     assert said in answer.stderr
+
+
+def _priced(path: Path, **changes: object) -> Path:
+    """Three hours of a zone with ticks of ten minutes, and what a machine costs then."""
+    start = "2024-01-01T00:00:00Z"
+    zone = {"zone": "a", "start": start, "tick_seconds": 600.0, "available": [1] * 18}
+    history = {
+        "cloud": "aws", "zone": "a", "instance_type": "p3.2xlarge", "known_until": changes.pop(
+            "known_until", "2024-01-01T03:00:00Z"),
+        "times": [start, "2024-01-01T01:00:00Z", "2024-01-01T02:00:00Z"],
+        "dollars_per_hour": [2.0, 0.5, 1.0], **changes,
+    }  # fmt: skip
+    path.write_text(
+        json.dumps({"schema": "hetflow.market/1", "availability": [zone], "prices": [history]})
+    )
+    return path
+
+
+def test_prices_that_move_are_those_of_the_offers(hetflow, tmp_path: Path) -> None:
+    market = _priced(tmp_path / "m.json")
+    asked = ("rent", market, "--work-hours", 1, "--deadline-hours", 3, "--on-demand", 3,
+             "--restart-seconds", 0)  # fmt: skip
+    moving = json.loads(hetflow(*asked, "--json").stdout)
+    dollars = {entry["policy"]: entry["dollars"][0] for entry in moving["policies"]}
+    # Greedy takes the dear first hour; who knew waited for the second.
+    assert dollars["greedy"] == pytest.approx(2.0)
+    assert moving["bound_dollars"] == [pytest.approx(0.5)]
+    assert moving["has_moving_prices"]
+    assert moving["spot_dollars_per_hour"] == pytest.approx(3.5 / 3)
+    assert "spot prices that move" in hetflow(*asked).stdout
+    still = json.loads(hetflow(*asked, "--spot", 1, "--json").stdout)
+    assert still["bound_dollars"] == [pytest.approx(1.0)]
+    assert not still["has_moving_prices"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"zone": "b"}, "zone 'a' has no price history"),
+        ({"dollars_per_hour": [None, None, None]}, "there is no spot price of zone 'a'"),
+        ({"known_until": "2024-01-01T02:30:00Z"}, "the price in tick 15 is unknown"),
+    ],
+)
+def test_a_price_that_is_missing_is_said(hetflow, tmp_path: Path, changes: dict, said: str) -> None:
+    market = _priced(tmp_path / "m.json", **changes)
+    answer = hetflow("rent", market, "--work-hours", 1, "--deadline-hours", 3, "--on-demand", 3)
+    assert (answer.code, answer.stdout) == (2, "")
+    assert said in answer.stderr
+
+
+def test_advice_is_at_the_prices_of_now(hetflow, tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    asked = ("rent", _priced(tmp_path / "m.json"), "--work-hours", 1, "--deadline-hours", 2,
+             "--on-demand", 3, "--next", state, "--json")  # fmt: skip
+    holds = []
+    for price in (0.5, 9.0):
+        now = {"schema": "hetflow.rent_state/1", "elapsed_seconds": 600, "work_left_seconds": 3600,
+               "available": {"a": 1}, "spot_dollars_per_hour": {"a": price}}  # fmt: skip
+        state.write_text(json.dumps(now))
+        answer = hetflow(*asked)
+        assert answer.code == 0, answer.stderr
+        holds.append(json.loads(answer.stdout)["num_spot"])
+    assert holds == [1, 0]

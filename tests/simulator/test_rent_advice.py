@@ -49,7 +49,7 @@ def test_a_job_that_follows_the_advice_holds_what_the_replay_holds(
         zone = now.place if said.zone is None else ZONES.index(said.zone)
         return Held(said.num_spot, said.num_on_demand, zone)
 
-    chain = chain_for(job, [past.of_zones(ZONES, job.num_machines)])
+    chain = chain_for(job, [past.of_zones(ZONES, job.num_machines).ticks])
     alone = replay(job, policy_of(name, job, chain), there)
     led = replay(job, follows, there)
     assert (led.dollars, led.is_late) == (pytest.approx(alone.dollars), alone.is_late)

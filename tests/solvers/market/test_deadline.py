@@ -14,6 +14,7 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability
 from hetflow.simulator.market.compare import compare
 from hetflow.simulator.market.replay import replay
+from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import Chain, chain_of
 from hetflow.solvers.market.deadline import DeadlineJob, Held, Policy
 from hetflow.solvers.market.named import NAMES, policy_of
@@ -130,7 +131,7 @@ def test_the_dynamic_program_equals_exhaustive_search(
     one: DeadlineJob, history: list[list[int]]
 ) -> None:
     chain = one_chain(history)
-    policy = policy_of("dynamic_program", one, chain)
+    policy = dynamic_program.solve(one, chain)
     for state, expected in ((0, policy.expected((1,))), (7, policy.expected((0,)))):
         found = _expected(one, chain, 0, state, NOTHING, 0.0, one.work_seconds)
         assert expected == pytest.approx(found, rel=1e-4)
@@ -171,7 +172,7 @@ def test_no_price_is_high_enough_to_risk_the_deadline() -> None:
 
 def test_what_is_expected_is_of_windows_as_they_begin() -> None:
     one, history = job(), [[1, 1, 0, 0, 1, 0, 1, 1]]
-    policy = policy_of("dynamic_program", one, one_chain(history))
+    policy = dynamic_program.solve(one, one_chain(history))
     windows = [
         Availability(zone=name, tick_seconds=3600.0, available=available)
         for name, available in (("a", (1,) * 6), ("b", (0,) * 6), ("c", (0, 1) * 3))

@@ -21,7 +21,7 @@ from hetflow.solvers.market.deadline import DeadlineJob, Held, Moment, Policy, g
 from hetflow.solvers.market.grid import Modes
 from hetflow.solvers.market.named import NAMES, policy_of
 from hetflow.solvers.market.offline import least_dollars
-from hetflow.solvers.market.windows import apart, windows_of
+from hetflow.solvers.market.windows import Window, apart, windows_of
 from hetflow.tests.data import reference
 from hetflow.tests.profiles import examples
 
@@ -275,8 +275,8 @@ def test_on_a_published_trace_ours_is_within_15_percent_of_the_bound() -> None:
 def test_windows_are_cut_at_their_steps_and_machines_at_what_the_job_can_use() -> None:
     trace = Capacity(zone="a", tick_seconds=60.0, num_machines=(1, 2, 3, 4, 5))
     assert windows_of(apart([trace]), 2, 120.0, most=3).windows == (
-        ("a +0 h", [(1, 2)]),
-        ("a +0.0333333 h", [(3, 3)]),
+        ("a +0 h", Window([(1, 2)])),
+        ("a +0.0333333 h", Window([(3, 3)])),
     )
     gap = Capacity(zone="b", tick_seconds=60.0, num_machines=(1, None, 3))
     with pytest.raises(ProblemError, match="b: tick 1 is unknown, and so is one in each of 2"):

@@ -61,10 +61,15 @@ JOBS = st.builds(
 )
 ZONE = st.lists(st.sampled_from([0, 1]), min_size=4, max_size=4)
 WINDOWS = st.tuples(ZONE, ZONE)
+PRICES = st.tuples(*2 * (st.lists(st.sampled_from([0.25, 1.0, 2.5, 4.0]), min_size=4, max_size=4),))
 OFFERS = (Held(0, 0), *(Held(*each, zone) for each in ((1, 0), (0, 1)) for zone in (0, 1)))
 
 
-def exhaustive(one: DeadlineJob, windows: Sequence[Sequence[int]]) -> float:
+def exhaustive(
+    one: DeadlineJob,
+    windows: Sequence[Sequence[int]],
+    prices: Sequence[Sequence[float]] | None = None,
+) -> float:
     """The least dollars over every way to hold machines anywhere."""
     best = float("inf")
     offers = [
@@ -72,26 +77,65 @@ def exhaustive(one: DeadlineJob, windows: Sequence[Sequence[int]]) -> float:
         for tick in range(one.num_ticks)
     ]
     for holds in product(*offers):
-        outcome = replay(one, stated(holds), windows)
+        outcome = replay(one, stated(holds), windows, prices)
         if not outcome.is_late:
             best = min(best, outcome.dollars)
     return best
 
 
 @settings(max_examples=examples(40))
-@given(one=JOBS, windows=WINDOWS)
-def test_the_least_is_that_over_every_way(one: DeadlineJob, windows: tuple) -> None:
-    assert least_dollars(one, windows) == pytest.approx(exhaustive(one, windows), rel=1e-5)
+@given(one=JOBS, windows=WINDOWS, prices=st.none() | PRICES)
+def test_the_least_is_that_over_every_way(
+    one: DeadlineJob, windows: tuple, prices: tuple | None
+) -> None:
+    least = least_dollars(one, windows, prices)
+    assert least == pytest.approx(exhaustive(one, windows, prices), rel=1e-5)
+
+
+def test_each_tick_costs_what_it_costs_then() -> None:
+    """Two hours of work in three, where the second is dear: by hand."""
+    one, windows = job(work=2.0, deadline=3.0, restart=0.0), ([1, 1, 1], [0, 0, 0])
+    prices = ([1.0, 2.5, 0.25], [9.0, 9.0, 9.0])
+    spot = [Held(1, 0), Held(0, 0), Held(1, 0)]
+    assert replay(one, stated(spot), windows, prices).dollars == pytest.approx(1.25)
+    assert least_dollars(one, windows, prices) == pytest.approx(1.25)
+    assert replay(one, policy_of("greedy", one, None), windows, prices).dollars == pytest.approx(
+        3.5
+    )
+
+
+def test_prices_that_stay_are_one_price() -> None:
+    one, windows = job(spot=(1.0, 2.0)), ([1, 0, 1, 1, 0], [0, 1, 1, 0, 1])
+    still = ([1.0] * 5, [2.0] * 5)
+    for name in NAMES:
+        policy = policy_of(name, one, chain_of([windows]))
+        assert replay(one, policy, windows, still) == replay(one, policy, windows)
+    assert least_dollars(one, windows, still) == least_dollars(one, windows)
+
+
+def test_the_program_is_of_the_prices_of_now() -> None:
+    """A spot machine dearer than one on demand is left alone, whatever it cost before."""
+    one = job(work=2.0, deadline=4.0, restart=0.0, spot=(1.0,), on_demand=3.0)
+    policy = policy_of("dynamic_program", one, chain_of([[[1] * 50]]))
+    outcome = replay(one, policy, [[1, 1, 1, 1]], [[4.0, 4.0, 1.0, 1.0]])
+    assert outcome.dollars == pytest.approx(2.0)
+    dear = replay(one, policy, [[1, 1, 1, 1]], [[4.0, 4.0, 4.0, 4.0]])
+    assert dear.dollars == pytest.approx(6.0)
 
 
 @settings(max_examples=examples(60))
-@given(one=JOBS, windows=WINDOWS, history=st.lists(WINDOWS, min_size=1, max_size=2))
+@given(
+    one=JOBS,
+    windows=WINDOWS,
+    prices=st.none() | PRICES,
+    history=st.lists(WINDOWS, min_size=1, max_size=2),
+)
 def test_no_policy_is_late_or_below_the_least(
-    one: DeadlineJob, windows: tuple, history: list[tuple]
+    one: DeadlineJob, windows: tuple, prices: tuple | None, history: list[tuple]
 ) -> None:
-    least = least_dollars(one, windows)
+    least = least_dollars(one, windows, prices)
     for name in NAMES:
-        outcome = replay(one, policy_of(name, one, chain_of(history)), windows)
+        outcome = replay(one, policy_of(name, one, chain_of(history)), windows, prices)
         assert not outcome.is_late, name
         assert outcome.dollars >= least * (1 - 1e-5), name
 
