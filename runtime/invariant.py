@@ -138,6 +138,10 @@ class InvariantSum:
                 flat.zero_()
             self._depth += 1
 
+    def held(self, flat_index: int, start: int, end: int) -> list[Tensor]:
+        """The parts of a bucket's sums that wait beside the gradient buffer."""
+        return [spare[flat_index][start:end] for spare in self._spares[: self._depth]]
+
     def launch(self, flat_index: int, start: int, end: int) -> None:
         """Finish a bucket's local sums and send each slice to its owner."""
         with torch.no_grad():

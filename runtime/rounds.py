@@ -208,6 +208,7 @@ class Rounds:
         loss, stated = loss_and_weight(answer)
         engine, item = self._engine, held.item
         held.given, held.runs = held.given + 1, False
+        held.step = replace(held.step, scaler=scaler)
         is_last = held.given == held.num_parts
         if item is None:
             held.running.close()
@@ -217,8 +218,7 @@ class Rounds:
                 sizes = (item.num_samples, held.step.batch.num_samples)
                 self._losses.check(loss, sizes, has_weight=stated is not None)
             with held.running.pop_all():
-                step = replace(held.step, scaler=scaler)
-                mean = engine.give(step, item, answer, last=is_last)
+                mean = engine.give(held.step, item, answer, last=is_last)
         return self._end(held) if is_last else mean
 
     def _end(self, held: _Round) -> Tensor:

@@ -65,7 +65,12 @@ class SplitEngine:
         )
         warn_of_saving(session.model, self.buffers)
         self.reducer = _reducer_of(session, has_buffers=bool(self.buffers.slots))
-        self.totals = StepTotals(self.reducer, session.place, len(session.batch_sizes) or 1)
+        self.totals = StepTotals(
+            self.reducer,
+            session.place,
+            len(session.batch_sizes) or 1,
+            are_alike=_are_alike(session.place),
+        )
         self.state = WholeState(session, self.buffers, self.totals)
         self._rest: dict[int, Encoded] = {}
         self._norms = synchronised_norms(session.model)
@@ -83,6 +88,7 @@ class SplitEngine:
         if step.has_run:
             return
         self.begin(step)
+        self.totals.take_scaler(step.scaler)
         batch = step.batch
         with self._refusing():
             if self._norms:
@@ -125,6 +131,7 @@ class SplitEngine:
     def end(self, step: Step) -> None:
         """End the passes of a step: ``exchange`` follows."""
         self._script_hooks.check(are_carried=self.reducer.carried)
+        self.totals.take_scaler(step.scaler)
         self.reducer.launch_rest()
         self._session.clock.computed()
 
@@ -170,6 +177,7 @@ class SplitEngine:
 
     def give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> Tensor:
         """Take the loss of a pass and run its backward pass; return the mean loss so far: []."""
+        self.totals.take_scaler(step.scaler)
         self._give(step, item, answer, last=last)
         return self.totals.own_mean()
 
@@ -185,6 +193,7 @@ class SplitEngine:
     def close_sums(self, sums: Sums) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss."""
         loss = self.totals.close(sums)
+        self.totals.skip_overflow(self._session.optimizers)
         if self._script_hooks.are_there:
             seed_streams(self._session.seed, "hooks", self._session.num_steps)
             self._script_hooks.run()
@@ -333,7 +342,7 @@ class SplitEngine:
         self.reducer.close()
         self._session.take(place)
         self.reducer = _reducer_of(self._session, has_buffers=bool(self.buffers.slots))
-        self.totals.move(self.reducer, place)
+        self.totals.move(self.reducer, place, are_alike=_are_alike(place))
 
     def shared(self) -> list[SharedTensors]:
         """Parameters, and buffers as the script last wrote them: equal on all workers."""
@@ -402,13 +411,19 @@ def _sums_are_apart(place: Place, *, on_host: bool, has_buffers: bool) -> bool:
     """Whether sums travel alone, or with mirrored buffers, which others may continue from."""
     if is_on_devices():
         return place.control is not None and place.control.survives_on_devices
-    return has_buffers or not on_host or not _are_alike(place)
+    return has_buffers or not on_host or not _bases_are_alike(place)
+
+
+def _bases_are_alike(place: Place) -> bool:
+    """Whether all workers' devices are of one kind: else some may be hosts, and others not."""
+    config = place.start.config
+    return config is None or len({base_type(w.device_type, config) for w in config.workers}) == 1
 
 
 def _are_alike(place: Place) -> bool:
-    """Whether all workers' devices are of one type: else some may be hosts, and others not."""
+    """Whether all workers' devices are of one type; emulated ones have types of their own."""
     config = place.start.config
-    return config is None or len({base_type(w.device_type, config) for w in config.workers}) == 1
+    return config is None or len({worker.device_type for worker in config.workers}) == 1
 
 
 class WholeState:

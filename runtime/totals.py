@@ -16,7 +16,7 @@ about as long as a megabyte.
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -34,7 +34,7 @@ from .losses import loss_and_weight, weight_number
 from .packed_sums import PackedSums
 
 # Indices in the vector that is summed; the losses and weights of all virtual nodes follow.
-_WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _NODES = 0, 1, 2, 3, 4, 5, 6
+_WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _SCALERS, _SCALED, _NODES = range(9)
 # The settings' number has 22 bits and its square 44: so many digits, whose sums are exact in
 # float32 over 8192 workers.
 _DIGIT_BITS, _NUMBER_DIGITS, _SQUARE_DIGITS = 11, 2, 4
@@ -69,7 +69,14 @@ def _number_of(digits: Sequence[float]) -> float:
 class StepTotals:
     """Weight the passes of a step, and combine their sums over the workers."""
 
-    def __init__(self, reducer: GradientReducer, place: Place, num_nodes: int = 1) -> None:
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        place: Place,
+        num_nodes: int = 1,
+        *,
+        are_alike: bool = True,
+    ) -> None:
         self._reducer, self._place = reducer, place
         self._is_on_host = backend_of(place.device).is_host
         self._num_nodes = num_nodes
@@ -89,6 +96,9 @@ class StepTotals:
         self._weights: dict[int, Tensor | float] = {}
         self._keeps_weights = False  # on the device
         self._gradients: dict[tuple[object, ...], Tensor] = {}
+        self._are_alike = are_alike
+        self._scale: Tensor | None = None
+        self._has_scaler, self.may_overflow_elsewhere = False, False
         self._layout: PackedSums | None = None
         self._digits_of: tuple[int, list[float]] = (-1, [])
 
@@ -97,6 +107,7 @@ class StepTotals:
         self._num_samples = num_samples
         self._weighted = None
         self._losses, self._weights = {}, {}
+        self._scale, self._has_scaler = None, False
         # The total that shares are fractions of: equal on all workers before any weight is known.
         # Any step's total gives the same bits, because shares differ by powers of two.
         guess = self._known_weight if self._known_weight is not None else float(num_samples)
@@ -143,6 +154,21 @@ class StepTotals:
             )
         share = own / self._share_of if weighted else own / self._num_samples
         return loss, share
+
+    def take_scaler(self, scaler: "torch.amp.GradScaler | None") -> None:
+        """Note the scaler of this worker's losses; before the sums of a step start.
+
+        Workers on unlike devices may have unlike scales, or none: each takes its own out of its
+        gradients before they are summed, and gives it back to the sums, for its scaler to remove.
+        """
+        self._has_scaler = scaler is not None and scaler.is_enabled()
+        if scaler is None or not self._has_scaler or self._are_alike or self._scale is not None:
+            return
+        # A scaler makes its state at the first loss, and this worker may have none.
+        scaler.scale(torch.zeros((), device=self._place.device))
+        self._scale = scaler._get_scale_async()
+        assert self._scale is not None
+        self._reducer.multiply(self._scale.double().reciprocal().float())
 
     def own_mean(self) -> Tensor:
         """[] float64: the mean loss of this worker's passes so far; not a number without any."""
@@ -228,6 +254,8 @@ class StepTotals:
         flags[_MOVE] = float(self.wants_move)
         flags[_WORKERS], flags[_SETTINGS] = 1.0, float(self.settings_number)
         flags[_SQUARED] = float(self.settings_number**2)
+        flags[_SCALERS] = float(self._has_scaler)
+        flags[_SCALED] = float(self._has_scaler and self._scale is None)
         return flags
 
     def _start(self, sums: Tensor) -> Callable[[], Tensor]:
@@ -244,12 +272,12 @@ class StepTotals:
         self._step = (self._reducer, self._reducer.unused(), self._place.distributed)
         return self._step
 
-    def move(self, reducer: GradientReducer, place: Place) -> None:
+    def move(self, reducer: GradientReducer, place: Place, *, are_alike: bool = True) -> None:
         """Continue with other workers; ``close`` may still end the step before.
 
         Joining workers know the last weight, so all workers start from it. Waits for the device.
         """
-        self._reducer, self._place = reducer, place
+        self._reducer, self._place, self._are_alike = reducer, place, are_alike
         self._is_on_host, self._layout = backend_of(place.device).is_host, None
         self._known_weight = self.last_weight
         self._late.forget()
@@ -311,9 +339,16 @@ class StepTotals:
             if known[_WEIGHTED] > 0:
                 weights = known[middle : middle + self._num_nodes]
                 self._known_weight = self._looked_at(weights)
+            self._compare_scales(known)
+        elif not self._are_alike and not self._has_scaler:  # of a first step
+            self.may_overflow_elsewhere |= bool(found[_SCALERS] > 0)
+        factor = self._scale
         if exact is not None:
             # Without any weight there is no gradient: each share was 0.
-            reducer.scale(torch.where(exact > 0, self._share_of / exact, 0.0))
+            share = torch.where(exact > 0, self._share_of / exact, 0.0)
+            factor = share if factor is None else share * factor.to(share.device)
+        if factor is not None:
+            reducer.scale(factor)
         # After a change of workers, no other worker holds the earlier gradient buffer.
         self._step = (self._reducer, unused, self._place.distributed)
         if isinstance(loss, float):
@@ -321,6 +356,20 @@ class StepTotals:
             return torch.scalar_tensor(found_mean, dtype=torch.float64)
         mean: Tensor = loss / weight
         return mean
+
+    def _compare_scales(self, known: Sequence[float]) -> None:
+        """Look at which workers scale their losses.
+
+        Raises:
+            TargetError: Scaled gradients of some were summed with unscaled ones of others.
+        """
+        self.may_overflow_elsewhere |= known[_SCALERS] > 0 and not self._has_scaler
+        if 0 < known[_SCALED] < known[_WORKERS]:
+            raise TargetError(
+                f"{known[_SCALED]:.0f} of {known[_WORKERS]:.0f} workers gave job.backward a "
+                f"GradScaler that is enabled, so scaled gradients met others",
+                hint="let all workers on devices of one type scale, or none; types may differ",
+            )
 
     def _known_on_host(self, sums: Tensor, *, is_last: bool) -> list[float] | None:
         """The sums of a device that the host can know without waiting: those of the last step.
@@ -358,6 +407,22 @@ class StepTotals:
         middle = _NODES + self._num_nodes
         if self._keeps_weights and isinstance(self._sums, Tensor):
             self._looked_at(self._sums[middle : middle + self._num_nodes].tolist())
+
+    def skip_overflow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take the gradients from optimizers whose step the scalers of other workers skip.
+
+        It waits for the device, as a scaler does; only where others have scaled and this has not.
+        """
+        if not self.may_overflow_elsewhere or self._has_scaler:
+            return
+        for optimizer in optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            gradients = [p.grad for p in parameters if p.grad is not None and p.numel()]
+            if not gradients:
+                continue
+            norms = torch._foreach_norm(gradients, math.inf)
+            if not torch.stack([norm.to(norms[0]) for norm in norms]).isfinite().all():
+                optimizer.zero_grad(set_to_none=True)
 
     def extras_of(self, sums: Sums) -> list[float]:
         """The sums of ``extra`` over the workers."""

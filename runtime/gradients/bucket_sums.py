@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +24,8 @@ class BucketSums:
     Attributes:
         num_launched: How many buckets' sums were started in this step.
         defers_last: Whether ``launch_ready`` keeps the last bucket back.
+        factor: [] what this worker's gradients are multiplied by before they are summed, if it is
+            not None.
     """
 
     def __init__(
@@ -38,13 +41,14 @@ class BucketSums:
         self._works: list[peers.Transfer] = []
         self._write_sums: Callable[[Tensor], None] | None = None
         self.num_launched, self.defers_last = 0, False
+        self.factor: Tensor | None = None
 
     def begin(self, write_sums: Callable[[Tensor], None] | None) -> None:
         """Start a step; ``write_sums`` as for ``GradientReducer.begin``."""
         # Kept only until it was called: it may refer to the owner, which must be freed at once.
         self._write_sums = write_sums if self._buffers.sums is not None else None
         self._works.clear()
-        self.num_launched = 0
+        self.num_launched, self.factor = 0, None
         if self._invariant is not None:
             self._invariant.begin()
 
@@ -63,6 +67,10 @@ class BucketSums:
     def _launch_next(self) -> None:
         self._firsts.write()
         bucket, sums = self._buffers.buckets[self.num_launched], self._buffers.sums
+        if self.factor is not None:
+            held = self._invariant.held(*bucket.place) if self._invariant is not None else []
+            with torch.no_grad():
+                torch._foreach_mul_([bucket.flat, *held], self.factor)
         if sums is not None and self.num_launched == self._buffers.first_with_sums:
             assert self._write_sums is not None
             self._write_sums(sums)

@@ -204,6 +204,10 @@ class GradientReducer:
             view.copy_(gradient)
         return True
 
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply this worker's gradients of this step by a factor [] before they are summed."""
+        self._sums.factor = factor
+
     def enter(self, node: int) -> None:
         """Begin a virtual node's pass."""
         if self._invariant is not None:

@@ -46,8 +46,9 @@ from .replica_sums import ReplicaSums
 from .transport import Exchange, Transport
 
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
-# For schedules that flush: number of workers, their optimizers' settings number, its square.
-_WORKERS, _SETTINGS, _SQUARED, _NUM_TOLD = 4, 5, 6, 7
+# For schedules that flush: number of workers, their optimizers' settings number, its square, how
+# many have a GradScaler.
+_WORKERS, _SETTINGS, _SQUARED, _SCALERS, _NUM_TOLD = 4, 5, 6, 7, 8
 # Only if workers lack parameters: whether gradients add to earlier ones, which norms were asked.
 _ADDS, _ASKED = _NUM_TOLD, _NUM_TOLD + 1
 # A table follows; or, where norms stay on devices, which parameters have gradients.
@@ -224,6 +225,13 @@ class Synchroniser:
         head = self._sums_of_hosts()[:_HEAD].tolist()
         self.stops = head[_STOP]
         self.settings_sums = head[_WORKERS : _SQUARED + 1]
+        if 0 < head[_SCALERS] < head[_WORKERS]:
+            raise TargetError(
+                f"{head[_SCALERS]:.0f} of {head[_WORKERS]:.0f} workers gave job.backward a "
+                f"GradScaler that is enabled, and a pipeline's gradients have one scale",
+                hint="give it on all workers or on none, whatever their devices; bfloat16 needs "
+                "none, and also trains with one",
+            )
         scale = self._num_samples / head[_WEIGHT] if head[_WEIGHTED] > 0 else 1.0
         if scale != 1:
             gradients = [p.grad for p in self._held if p.grad is not None]
@@ -321,6 +329,7 @@ class Synchroniser:
         own[:_NUM_SUMS] = self._loss_sums()
         own[_WORKERS], own[_SETTINGS] = 1.0, self.settings_number
         own[_SQUARED] = self.settings_number**2
+        own[_SCALERS] = float(self.checks_overflow)
         if self._tells:
             own[_ADDS] = float(bool(self._carried))
             own[_ASKED:_HEAD] = [float(norm in self._norms.asked) for norm in NORMS]

@@ -37,6 +37,7 @@ OTHERS = {
     "left-2bw-short": ("left:short", "2bw", plans.CHAIN2, 6),
     "three": ("clip:3", "1f1b", plans.CHAIN2, 6),
     "stash-scaled": ("scaled:", "pipedream", plans.CHAIN2, 6),
+    "half-scaled": ("scaled:first", "1f1b", plans.CHAIN2, 6),
     "rest": ("one_epoch:27", "interleaved", plans.CHAIN4, 6),
     "lbfgs": ("one_epoch:24,lbfgs", "1f1b", plans.CHAIN2, 6),
     "hooked": ("hooked:", "1f1b", plans.CHAIN2, 6),
@@ -135,6 +136,7 @@ def test_an_epoch_that_is_left_is_drained(number: str, two: list[dict]) -> None:
     [
         ("three", "the 3-norm of a gradient that another worker"),
         ("stash-scaled", "a GradScaler needs a schedule that flushes"),
+        ("half-scaled", "1 of 2 workers gave job.backward a GradScaler"),
         ("rest", "the last batch of an epoch has 3 samples for 6 microbatches"),
         ("hooked", "6.weight has the hook"),
         ("lbfgs", "LBFGS needs all gradients at once"),
