@@ -214,6 +214,7 @@ def answer_counts(
         layers_at,
         optimizer,
         is_default=is_default,
+        precision=precision,
         is_enough=(
             (lambda standing, passes: False)
             if sizes

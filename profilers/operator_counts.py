@@ -29,6 +29,7 @@ from ..schema.operator_counts import (
 )
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
+from ..schema.precision import Precision
 from . import targets
 from .attention_cores import FoundCores, find_cores
 from .bench import Bench
@@ -185,6 +186,7 @@ def count_model(
     optimizer: str,
     *,
     is_default: bool = False,
+    precision: Precision | None = None,
     is_enough: Callable[[int, Sequence[PassCounts]], bool] = lambda standing, passes: False,
 ) -> ModelCounts:
     """Count a target's training at several batch sizes.
@@ -195,6 +197,7 @@ def count_model(
         layers_at: Microbatch sizes to count the layers at.
         optimizer: One of ``schema.optimizer.NAMES``, where the target brings none.
         is_default: Whether that optimizer is only the default.
+        precision: One of 16 bits: count training under torch.autocast with it.
         is_enough: Asked after each size, with the bytes that stand between steps and the passes
             so far, whether larger sizes may be left out.
 
@@ -203,18 +206,90 @@ def count_model(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with _without_onednn(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with (
+        _without_onednn(),
+        _autocast_as_on_gpus(),
+        FakeTensorMode(allow_non_fake_inputs=True) as fake,
+    ):
         workload = _loaded(target, fake)
         first = min([*sizes, *layers_at])
         make = _batches(target, workload.make_batch, first)
         workload = replace(workload, make_batch=partial(_faked_batch, fake, make))
         bench = Bench(workload, TORCH_DEVICE, optimizer)
-        with _values_are_missing(target):
+        with _values_are_missing(target), _mixed_precision(precision):
             counts = _counted(bench, sizes, layers_at, is_enough)
     if workload.make_optimizer is None:
         named = replace(counts.optimizer, name=optimizer, is_default=is_default)
         counts = replace(counts, optimizer=named)
     return counts
+
+
+@contextmanager
+def _mixed_precision(precision: Precision | None) -> Iterator[None]:
+    """Under torch.autocast with a type of 16 bits; as it is with others."""
+    import torch
+
+    if precision not in ("float16", "bfloat16"):
+        yield
+        return
+    # Kept casts of weights would be counted once for all passes.
+    with torch.autocast(TORCH_DEVICE, getattr(torch, precision), cache_enabled=False):
+        yield
+
+
+# What CUDA's autocast computes in 32 bits and a CPU's does not.
+_IN_32_BITS = {
+    "cosine_similarity", "cross_entropy", "cumsum", "exp", "expm1", "group_norm", "l1_loss",
+    "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "norm", "pow", "__pow__",
+    "reciprocal", "rsqrt", "softmax", "softplus", "sum",
+}  # fmt: skip
+
+
+@contextmanager
+def _autocast_as_on_gpus() -> Iterator[None]:
+    """Let an autocast of a GPU act on tensors without values, which are on the CPU.
+
+    A CPU's autocast does, with the types of the GPU's: products in 16 bits, the rest of the list in
+    32. Without this, an autocast in a step would be left out of the counts in silence.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class In32Bits(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
+            if getattr(function, "__name__", "") in _IN_32_BITS and _is_autocast():
+                arguments, named = mapped(_in_32_bits, (list(arguments), named or {}))
+            return function(*arguments, **(named or {}))
+
+    begin = torch.autocast.__init__
+
+    def on_the_host(
+        self: Any, device_type: str, dtype: Any = None, *rest: Any, **named: Any
+    ) -> None:
+        if device_type != TORCH_DEVICE:
+            dtype = dtype or torch.get_autocast_dtype(device_type)
+        begin(self, TORCH_DEVICE, dtype, *rest, **named)
+
+    torch.autocast.__init__ = on_the_host  # type: ignore[method-assign]
+    try:
+        with In32Bits():
+            yield
+    finally:
+        torch.autocast.__init__ = begin  # type: ignore[method-assign]
+
+
+def _is_autocast() -> bool:
+    import torch
+
+    return torch.is_autocast_enabled(TORCH_DEVICE)
+
+
+def _in_32_bits(tensor: Any) -> Any:
+    import torch
+
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 @contextmanager

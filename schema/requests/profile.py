@@ -81,7 +81,8 @@ class ProfileRequest:
     precision: Annotated[
         Precision | None,
         Option(
-            help="With spec: devices, how products of 32-bit tensors are computed.",
+            help="With spec: devices, how products are computed: in tf32, or under autocast with "
+            "float16 or bfloat16.",
             default="as torch does, convolutions in TF32 where the device has it",
         ),
     ] = None

@@ -8,7 +8,8 @@ import torch
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model, tallied
 from hetflow.schema.errors import TargetError
-from hetflow.schema.operator_counts import Operator
+from hetflow.schema.operator_counts import ModelCounts, Operator
+from hetflow.schema.precision import Precision
 
 LINEAR = """
 import torch
@@ -18,6 +19,18 @@ from hetflow import runtime as hf
 def workload():
     model = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
     return model, lambda n: torch.randn(n, 100), lambda m, x: m(x).sum()
+
+def attending():
+    layers = nn.Linear(100, 400), nn.GELU(), nn.Linear(400, 100), nn.Softmax(-1)
+    model = nn.Sequential(*layers, nn.Linear(100, 100))
+    return model, lambda n: torch.randn(n, 100), lambda m, x: m(x).square().mean()
+
+def under_autocast():
+    model, make, loss = attending()
+    def cast(m, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return loss(m, x)
+    return model, make, cast
 
 def huge():
     model = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(20)))
@@ -75,6 +88,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def counted(file: Path, name: str, size: int, precision: Precision | None = None) -> ModelCounts:
+    return count_model(targets.parse(f"{file}:{name}"), (size,), (), "sgd", precision=precision)
+
+
 def flops(operators: tuple[Operator, ...]) -> float:
     return sum(operator.flops * operator.count for operator in operators)
 
@@ -100,6 +117,25 @@ def test_flops_memory_and_layers_of_two_linear_layers(file: Path) -> None:
     assert sum(flops(layer.forward) for layer in table.layers) == products
     assert [layer.weight_bytes for layer in table.layers] == [4 * 20200, 0, 4 * 2010]
     assert sum(layer.stashed_bytes for layer in table.layers) == first.kept_bytes
+
+
+def test_an_autocast_of_a_gpu_counts(file: Path) -> None:
+    """Products run and are kept in 16 bits, softmax in 32, whoever asks for the autocast."""
+    plain = counted(file, "attending", 256).passes[0]
+    own = counted(file, "under_autocast", 256).passes[0]
+    asked = counted(file, "attending", 256, precision="bfloat16").passes[0]
+    assert own == asked
+    kinds = {(op.name, op.dtype) for op in own.forward}
+    assert {("addmm", "bfloat16"), ("_softmax", "float32")} <= kinds
+    assert ("mm", "bfloat16") in {(op.name, op.dtype) for op in own.backward}
+    assert flops(own.forward) == flops(plain.forward)
+    assert counted(file, "attending", 256, precision="tf32").passes[0] == plain
+    # Of many samples, what is kept is activations: about half as large.
+    many, half = (
+        counted(file, "attending", 65536, precision=kind).passes[0].kept_bytes
+        for kind in (None, "float16")
+    )
+    assert 0.5 * many < half < 0.75 * many
 
 
 def test_an_update_moves_weights_gradients_and_state(file: Path) -> None:
