@@ -140,9 +140,10 @@ def _leave_inherited_modules() -> None:
 
 def _keep(inherited: dict[str, ModuleType]) -> None:
     """The last exit function. What is no module in ``sys.modules``, Python leaves alone."""
-    # An inherited module may hold what holds an open file of the program's.
+    # An inherited module may hold what holds an open file of the program's. A weak proxy, such as
+    # inductor leaves, must not be asked for its class.
     for found in gc.get_objects():
-        if isinstance(found, (io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)):
+        if issubclass(type(found), (io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)):
             with contextlib.suppress(OSError, ValueError):  # a broken pipe, or a closed file
                 found.flush()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))

@@ -214,7 +214,9 @@ class Rounds:
             held.running.close()
             mean = loss.detach().double()
         else:
-            if self._losses is not None and not per_virtual_node:
+            if self._losses is not None and per_virtual_node:
+                self._losses.ignore()
+            elif self._losses is not None:
                 sizes = (item.num_samples, held.step.batch.num_samples)
                 self._losses.check(loss, sizes, has_weight=stated is not None)
             with held.running.pop_all():

@@ -226,7 +226,10 @@ class SplitEngine:
         """Run a virtual node's pass in the body: with its buffers, into its gradient."""
         session = self._session
         began = session.clock.begin_pass()
-        with self._holder.hold(item.num_samples) if self._holder else nullcontext():
+        with (
+            self._holder.hold(item.num_samples) if self._holder else nullcontext(),
+            self.reducer.compiling(),
+        ):
             self.buffers.load(item.virtual_node)
             self.reducer.enter(item.virtual_node)
             yield

@@ -1,16 +1,20 @@
 """The sum of a worker's gradients over its passes and over the workers (VirtualFlow 3.2, 5.2)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ...devices.backend import backend_of
 from ..invariant import InvariantSum
 from .arrivals import Arrivals
 from .bucket_sums import BucketSums
 from .first_gradients import FirstGradients
-from .flat_buffers import FlatBuffers
+from .flat_buffers import FIRST_BUCKET_BYTES, FlatBuffers
 from .views import layout_of
 
 
@@ -65,6 +69,7 @@ class GradientReducer:
         self._carried: set[int] = set()
         self._before: dict[int, Tensor] | None = {} if keeps_carried else None
         self._bucket_bytes, self._num_sums = bucket_bytes, num_sums
+        self._cutting = SimpleNamespace(bucket_bytes_cap=self._usual_bytes())
         self._firsts = FirstGradients(
             none_is_zero=True,
             host_adds_zero=True,
@@ -72,6 +77,10 @@ class GradientReducer:
             most_held_bytes=bucket_bytes,
         )
         self._build((), num_misses=0)  # parameters may be cast or moved before the first step
+
+    def _usual_bytes(self) -> int:
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        return max(self._bucket_bytes or backend_of(device).bucket_bytes, FIRST_BUCKET_BYTES)
 
     def _build(self, layout: tuple[object, ...], *, num_misses: int) -> None:
         """Make what depends on the parameters' layout; none has a buffer where that is empty."""
@@ -214,9 +223,28 @@ class GradientReducer:
             self._invariant.enter(node)
 
     def leave(self) -> None:
-        """End the pass."""
+        """End the pass: what it gave may lie in memory that the next pass writes to."""
+        self._firsts.write()  # as under CUDA graphs
         if self._invariant is not None:
             self._invariant.leave()
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Let torch.compile cut a model's graph where buckets end.
+
+        A compiled graph gives all its gradients at its end, so their sums could begin only then.
+        torch cuts graphs in parts for a DistributedDataParallel that is active, and asks it only
+        for the size of its buckets.
+        """
+        if not self._distributed and self._invariant is None:
+            yield
+            return
+        before = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = self._cutting  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            DistributedDataParallel._active_ddp_module = before
 
     def arm(self, *, defer_last: bool = False) -> None:
         """Let the next backward reduce buckets as they fill.

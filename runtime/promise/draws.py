@@ -11,8 +11,9 @@ Permutations are the identity, so a sample is mixed with itself.
 """
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -191,6 +192,16 @@ class _WithoutBatchStatistics(TorchFunctionMode):
         return torch.batch_norm(
             x, call.weight, call.bias, mean, variance, False, call.momentum, call.eps, False
         )
+
+
+def eagerly() -> Any:
+    """Let compiled parts run as they were written: new shapes would be compiled at great cost.
+
+    A frame that dynamo first meets under a mode is never compiled later.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager

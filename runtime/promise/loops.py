@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...schema.errors import TargetError
 from ..telling import log
+from .draws import eagerly
 from .graph import FACTORS, MEAN, QUOTIENTS, SUM, SUMMED, TERMS, counts_of, num_summed, signature_of
 from .recording import Recording, Replays, Slice
 
@@ -62,6 +63,7 @@ class LoopLosses:
         for module in [self._model] if is_called else self._model.children():
             handle = module.register_forward_hook(self._answered)
             self._running.callback(handle.remove)
+        self._running.enter_context(eagerly())
         self._running.enter_context(self._recording)
 
     def _answered(self, _: nn.Module, __: Any, answer: Any) -> None:
@@ -71,6 +73,11 @@ class LoopLosses:
     def leave(self) -> None:
         """Record nothing from here."""
         self._running.close()
+
+    def ignore(self) -> None:
+        """Check nothing of a loss, and record no other until one is to be checked."""
+        self.leave()
+        self._recording, self._has_unknown = None, False
 
     def check(self, loss: Tensor, sizes: tuple[int, int], *, has_weight: bool) -> None:
         """Check the loss of a part before its backward pass.

@@ -26,7 +26,6 @@ answer, so no exchange is needed.
 
 import inspect
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -49,7 +48,7 @@ from ..late import LateValues
 from ..losses import loss_and_rest, loss_and_weight, outputs_in, weight_number
 from ..shares import slices
 from ..streams import streams_kept
-from .draws import Draws
+from .draws import Draws, eagerly
 from .graph import Counts, counts_of
 from .untouched import Untouched
 
@@ -659,7 +658,7 @@ class _Calls:
             self._untouched.calling(training=self._training, leaves=leaves),
             self._draws.of(rows, keeps=keeps),
             torch.set_grad_enabled(self._grad),
-            _eagerly(),
+            eagerly(),
             model,
         ):
             try:
@@ -860,13 +859,6 @@ def _unable(num_samples: int, error: Exception) -> TargetError:
         hint=f"let it take any number of samples; if it compares samples, {_OVER_BATCH}; "
         f"{_OWN_WAY}",
     )
-
-
-def _eagerly() -> Any:
-    """Let compiled parts run as they were written: new shapes would be compiled at great cost."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _key(function: Any) -> Any:

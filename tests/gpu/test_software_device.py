@@ -102,6 +102,41 @@ def test_training_gives_what_the_cpu_gives(gpus: GpuHost) -> None:
     assert gpus(1).python(TRAINS) == "True\n"
 
 
+# Under CUDA graphs each pass leaves its gradients in the same memory.
+REPLAYED = """
+import torch
+from torch import nn
+from hetflow.runtime.gradients.reducer import GradientReducer
+
+parameter = nn.Parameter(torch.zeros(4, device="cuda"))
+memory = torch.zeros(4, device="cuda")
+
+class Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter, value):
+        ctx.value = value
+        return parameter.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        memory.fill_(ctx.value)
+        return torch.empty(0, device="cuda").set_(memory.untyped_storage(), 0, (4,)), None
+
+reducer = GradientReducer([parameter], distributed=False)
+reducer.begin(num_passes=2)
+for node, value in enumerate((1.0, 2.0)):
+    reducer.enter(node)
+    Replayed.apply(parameter, value).backward()
+    reducer.leave()
+reducer.finish()
+print(parameter.grad.tolist())
+"""
+
+
+def test_gradients_are_kept_from_the_next_passs_replay(gpus: GpuHost) -> None:
+    assert gpus(1).python(REPLAYED) == "[3.0, 3.0, 3.0, 3.0]\n"
+
+
 def test_more_than_a_device_holds_is_out_of_memory(software: GpuHost) -> None:
     assert software("V100,A100:8MiB").python(LIMITS) == "1048576 True\ncuda:0\n"
 
