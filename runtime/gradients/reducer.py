@@ -69,7 +69,6 @@ class GradientReducer:
         self._carried: set[int] = set()
         self._before: dict[int, Tensor] | None = {} if keeps_carried else None
         self._bucket_bytes, self._num_sums = bucket_bytes, num_sums
-        self._cutting = SimpleNamespace(bucket_bytes_cap=self._usual_bytes())
         self._firsts = FirstGradients(
             none_is_zero=True,
             host_adds_zero=True,
@@ -77,10 +76,6 @@ class GradientReducer:
             most_held_bytes=bucket_bytes,
         )
         self._build((), num_misses=0)  # parameters may be cast or moved before the first step
-
-    def _usual_bytes(self) -> int:
-        device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        return max(self._bucket_bytes or backend_of(device).bucket_bytes, FIRST_BUCKET_BYTES)
 
     def _build(self, layout: tuple[object, ...], *, num_misses: int) -> None:
         """Make what depends on the parameters' layout; none has a buffer where that is empty."""
@@ -224,7 +219,7 @@ class GradientReducer:
 
     def leave(self) -> None:
         """End the pass: what it gave may lie in memory that the next pass writes to."""
-        self._firsts.write()  # as under CUDA graphs
+        self._firsts.write()  # else a replayed graph would write over it
         if self._invariant is not None:
             self._invariant.leave()
 
@@ -236,11 +231,13 @@ class GradientReducer:
         torch cuts graphs in parts for a DistributedDataParallel that is active, and asks it only
         for the size of its buckets.
         """
-        if not self._distributed and self._invariant is None:
+        if not self._parameters or not (self._distributed or self._invariant is not None):
             yield
             return
+        usual = self._bucket_bytes or backend_of(self._parameters[0].device).bucket_bytes
+        asked = SimpleNamespace(bucket_bytes_cap=max(usual, FIRST_BUCKET_BYTES))
         before = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = self._cutting  # type: ignore[assignment]
+        DistributedDataParallel._active_ddp_module = asked  # type: ignore[assignment]
         try:
             yield
         finally:

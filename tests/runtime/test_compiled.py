@@ -49,7 +49,12 @@ def run(folder: Path, backend: str) -> tuple[list[str], int]:
     (folder / "train.py").write_text(SCRIPT)
     files.write(folder / "plan.json", plan_of([2, 2]))
     command = ["-m", "hetflow.cli.main", "launch", "--determinism", "none", "plan.json"]
-    done = programs.run([sys.executable, *command, "train.py", backend], timeout=240, cwd=folder, env=dict(os.environ))
+    done = programs.run(
+        [sys.executable, *command, "train.py", backend],
+        timeout=240,
+        cwd=folder,
+        env=dict(os.environ),
+    )
     assert done.returncode == 0, done.stderr
     order, num_graphs = json.loads(next(x for x in done.stdout.splitlines() if x[:2] == "[["))
     return order, num_graphs
