@@ -14,6 +14,7 @@ from ..devices.precision import emulated_bfloat16, mixed_tf32
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
 from ..schema.options import option
+from ..schema.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,35 @@ def seat_workers(
         held.add(own)
         seats.append(Seat(slot, found.kind, own))
     return seats
+
+
+def check_memory(plan: Plan, slots: Sequence[WorkerSlot], config: LaunchConfig) -> None:
+    """Refuse devices with less memory than a plan fills on their type: other cards share its name.
+
+    Args:
+        plan: What is launched. Splits state no memory.
+        slots: Of this host.
+        config: The launch they are of.
+
+    Raises:
+        TargetError: A device of this machine holds less.
+    """
+    needed: dict[str, int] = {}
+    for group in (group for stage in plan.stages for group in stage.replicas):
+        most = max(needed.get(group.device_type, 0), group.memory_bytes or 0)
+        needed[group.device_type] = most
+    bases = {slot.device_type: base_type(slot.device_type, config) for slot in slots}
+    local = devices_of_types(set(bases.values()))
+    for name, base in bases.items():
+        found = local.get(base)
+        has = None if found is None or found.is_host else found.memory_bytes
+        if found is not None and has is not None and has < needed.get(name, 0):
+            raise TargetError(
+                f"the plan fills {needed[name]:,} bytes on each {name}, and this machine's "
+                f"({found.name}) has {has:,}",
+                hint="it was made for another card of this name: profile this one under a name of "
+                "its own, and solve again",
+            )
 
 
 def imagined_seats(slots: Sequence[WorkerSlot], config: LaunchConfig) -> list[Seat]:

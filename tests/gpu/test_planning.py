@@ -1,10 +1,15 @@
 """What a host has and how fast it is: devices, doctor, profile."""
 
 import json
+from dataclasses import replace
+
+import pytest
 
 from hetflow.schema import files
 from hetflow.schema.profile import Profile
 from hetflow.tests.fakecuda.hosts import GpuHost
+from hetflow.tests.plan_parts import with_replicas
+from hetflow.tests.runtime.test_pipeline import CHAIN2, make_plan
 
 TARGET = """
 import torch
@@ -156,3 +161,18 @@ def test_a_target_that_takes_the_current_gpu_is_profiled_on_the_one_asked_for(
     host.done("profile", "current.py:mine", *asked, "--device", host.types[1], "-o", "profiles")
     profile = files.read(host.folder / f"profiles/current.mine.{host.types[1]}.json", Profile)
     assert profile.device_type == host.types[1]
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_plan_for_a_larger_card_of_the_name_is_refused(
+    software: GpuHost, options: list[str]
+) -> None:
+    host = software("A100:64MiB,A100:64MiB")
+    made = make_plan("1f1b", CHAIN2, (1, 1), 6)
+    asked = [with_replicas(s, device_type="A100", memory_bytes=100 << 20) for s in made.stages]
+    files.write(host.folder / "plan.json", replace(made, stages=tuple(asked)))
+    (host.folder / "train.py").write_text("")
+    found = host.run("launch", *options, "plan.json", "train.py")
+    assert found.returncode == 2
+    assert "the plan fills 104,857,600 bytes on each A100" in found.stderr
+    assert "has 67,108,864" in found.stderr
