@@ -183,6 +183,7 @@ _any_all_reduce = _collective(dist.all_reduce)
 broadcast = _collective(dist.broadcast)
 # Newer releases of torch renamed it, and warn of the old name.
 all_gather = _collective(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
+reduce_scatter = _collective(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor))
 all_to_all_single = _collective(dist.all_to_all_single)
 isend = _starting(dist.isend)
 irecv = _starting(dist.irecv)

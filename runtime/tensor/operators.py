@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ...devices.collectives import is_on_devices
 from ...devices.host import TORCH_DEVICE as HOST
 from .. import peers
 
@@ -28,12 +29,14 @@ class TensorGroup:
         lane: This worker's position in the group, from 0.
         ranks: [degree] the workers' ranks, in order of lanes.
         group: Their process group; None for a single worker.
+        keeps_order: Whether sums of tokens add the workers' parts in order of lanes.
     """
 
     degree: int = 1
     lane: int = 0
     ranks: tuple[int, ...] = ()
     group: dist.ProcessGroup | None = None
+    keeps_order: bool = True
 
 
 def sum_over(value: Tensor, group: TensorGroup) -> Tensor:
@@ -104,11 +107,16 @@ def gathered_tokens(value: Tensor, group: TensorGroup) -> Tensor:
 def summed_tokens(value: Tensor, group: TensorGroup) -> Tensor:
     """This worker's tokens of the sum over the group, [..., T, C] to [..., T/t, C]; no gradient.
 
-    A reduce-scatter. Every worker adds the parts in order of lanes.
+    A reduce-scatter: the library's own between devices, which has its own order. Otherwise every
+    worker adds the parts in order of lanes.
     """
     *leading, size, channels = value.shape
     split = value.detach().reshape(*leading, group.degree, size // group.degree, channels)
     leaving = split.movedim(-3, 0).contiguous()
+    if not group.keeps_order and is_on_devices(group.group):
+        own = torch.empty_like(leaving[0])
+        peers.reduce_scatter(own.view(-1), leaving.view(-1), group=group.group)
+        return own
     coming = torch.empty_like(leaving)
     peers.all_to_all_single(coming.view(-1), leaving.view(-1), group=group.group)
     return coming.sum(0)
@@ -133,7 +141,10 @@ def copy_to(value: Tensor, group: TensorGroup) -> Tensor:
 
 
 def sum_from(value: Tensor, group: TensorGroup) -> Tensor:
-    """g: the sum over the group in forward; in backward, the identity."""
+    """g: the sum over the group in forward; in backward, the identity.
+
+    The sum is written over ``value``, which nobody else may read.
+    """
     return value if group.degree == 1 else _apply(_Sum, value, group)
 
 
@@ -279,7 +290,11 @@ class _Copy(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        return sum_over(value, group)
+        if group.group is None or not value.is_contiguous():
+            return sum_over(value, group)
+        ctx.mark_dirty(value)
+        peers.all_reduce(value, group=group.group)
+        return value
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

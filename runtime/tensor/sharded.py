@@ -189,7 +189,8 @@ def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:
             made = subgroup(place, ranks)
             if place.rank in ranks:
                 lane = list(ranks).index(place.rank)
-                own = TensorGroup(len(ranks), lane, tuple(ranks), made)
+                keeps_order = place.start.determinism != "none"
+                own = TensorGroup(len(ranks), lane, tuple(ranks), made, keeps_order)
     return own
 
 

@@ -192,6 +192,37 @@ def test_nccl_adds_up_over_devices(gpus: GpuHost) -> None:
     assert [said for _, said, _ in found] == ["[3.0, 3.0, 3.0, 3.0]\n"] * 2
 
 
+SUMMED = """
+import _fakecuda
+from hetflow.runtime.tensor.operators import TensorGroup, sum_from, sum_tokens_from
+for keeps_order in (True, False):
+    group = TensorGroup(2, rank, (0, 1), dist.group.WORLD, keeps_order)
+    weight = torch.ones(4, 3, device="cuda", requires_grad=True)
+    made = weight * (rank + 1)
+    _fakecuda.reset_counts()
+    tokens = sum_tokens_from(made, group)
+    print(tokens.tolist(), _fakecuda.counts().get("kernel", 0))
+made = weight * (rank + 1)
+_fakecuda.reset_counts()
+total = sum_from(made, group)
+print(total[0].tolist(), _fakecuda.counts().get("kernel", 0))
+total.sum().backward()
+print(weight.grad[0].tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_tensor_parallel_sums_copy_nothing_that_they_need_not(software: GpuHost) -> None:
+    found = pair(software("V100,V100"), SUMMED)
+    tokens = [[3.0] * 3] * 2
+    for rank, (code, said, errors) in enumerate(found):
+        assert code == 0, errors
+        first, second, whole, gradient = said.splitlines()
+        assert [first, second] == [f"{tokens} 1", f"{tokens} 0"]  # a local sum, and none
+        assert whole == "[3.0, 3.0, 3.0] 0"
+        assert gradient == str([rank + 1.0] * 3)
+
+
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
