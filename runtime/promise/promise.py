@@ -11,7 +11,8 @@ compares samples with each other all differ there::
     the 16 repeated to the size of the global batch   it chooses no samples of a large batch
 
 The model answers the whole and the one sample; what it answers to the others is known by then, if
-the one sample's answer is the same by itself. So a test takes 18 passes of a sample.
+the one sample's answer is the same by itself. So a test takes 18 passes of a sample; the first test
+takes 20, as it calls the function twice in training mode, too.
 
 What matters only later (a mask, where padding comes first in a later batch) no first batch shows.
 So every loss is looked at: what it divides by, for each sample (graph.py). Where that is another
@@ -263,7 +264,8 @@ class Promise:
             found = batch.first_samples([(start + a, start + b) for a, b in ranges])
             inputs = dict(zip(ranges, found, strict=True))
             calls = _Calls(function, self._model, inputs, form, partial(_called, function))
-            is_telling, failure = calls.judge(cut, batch.num_samples)
+            is_first = self._of(function).tries == 0
+            is_telling, failure = calls.judge(cut, batch.num_samples, in_training=is_first)
         self._of(function).note(sum(cut), is_told=is_telling)
         return failure
 
@@ -525,12 +527,15 @@ class _Calls:
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._really_backward = torch.autograd.backward
 
-    def judge(self, cut: Cut, batch_samples: int) -> tuple[bool, TargetError | None]:
+    def judge(
+        self, cut: Cut, batch_samples: int, *, in_training: bool = False
+    ) -> tuple[bool, TargetError | None]:
         """Compare the whole with its parts.
 
         Args:
             cut: How the samples are cut into parts.
             batch_samples: Samples of the batch.
+            in_training: Whether to look for what counts its calls in training mode, too.
 
         Returns:
             Whether the samples could tell; and what is wrong if the function failed on the whole.
@@ -548,6 +553,8 @@ class _Calls:
                 return True, whole
             before, single, *after = _ranges(cut)[1:]
             alone = self._alone(single)
+            if in_training and not self._training:
+                self._alone_in_training(single)
             parts = [self._part(before), alone, *(self._part(part) for part in after)]
             verdict = Comparison(whole, parts, rounding=self._rounding())
             if self._form.gives_outputs:
@@ -603,17 +610,38 @@ class _Calls:
         """
         checking = self._answers.checking(range(*single), self._rounding())
         first = self._part(single, checking, leaves=True)
-        second = self._part(single, nullcontext())
+        self._check_same(first, self._part(single, nullcontext()))
+        return first
+
+    def _alone_in_training(self, single: tuple[int, int]) -> None:
+        """The same in training mode, where a model may count its steps in a plain number.
+
+        Buffers are put back, as training does it for each virtual node.
+
+        Raises:
+            TargetError: As ``_alone``.
+        """
+        self._training = True
+        try:
+            first, second = (self._part(single, nullcontext(), leaves=one) for one in (True, False))
+        except TargetError:  # of one sample the model does not train
+            return
+        finally:
+            self._training = False
+        self._check_same(first, second)
+
+    def _check_same(self, first: Found, second: Found) -> None:
         scale = float(first.value.abs().nan_to_num().max())
         difference = float((first.value - second.value).abs().nan_to_num().max())
         if difference <= _REPEATED * self._rounding() * scale:
-            return first
+            return
         value = "the loss" if first.value.dim() == 0 else "an output"
         raise TargetError(
             f"{value} of the same samples differs by {difference:.3g} when the function is called "
             f"again, and it is called once for each virtual node: it depends on its earlier calls "
             f"(a counter of steps, a hidden state that is carried on, next(iterator))",
-            hint=f"take job.num_steps for a schedule, and keep other state out of it; {_OWN_WAY}",
+            hint="take job.num_steps for a schedule; keep other state out of it, or in a buffer of "
+            f"the model; {_OWN_WAY}",
         )
 
     def _check_repeated(self, verdict: "Comparison", batch_samples: int) -> None:

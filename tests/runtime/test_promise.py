@@ -92,6 +92,35 @@ def test_other_losses_are_refused_before_an_update(jobs: Callable[..., hf.Job], 
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+class Cooling(nn.Module):
+    """Divides by a temperature that falls with every call in training."""
+
+    def __init__(self, *, in_a_buffer: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3).double()
+        self.calls = 0
+        if in_a_buffer:
+            del self.calls
+            self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return self.linear(x) / (1 + 0.1 * self.calls)
+
+
+def test_a_model_that_counts_its_calls_in_training_is_refused(jobs: Callable[..., hf.Job]) -> None:
+    """A launch calls it once for each virtual node, so its numbers would run ahead."""
+    model = Cooling(in_a_buffer=False)
+    with pytest.raises(TargetError, match="when the function is called again") as refused:
+        step(jobs(model), RIGHT["mean"](model), data())
+    assert "in a buffer of the model" in str(refused.value.hint)
+    assert model.calls == 0
+    kept = Cooling(in_a_buffer=True)
+    step(jobs(kept), RIGHT["mean"](kept), data())
+    assert kept.calls == 1
+
+
 @pytest.fixture
 def small_virtual_nodes(
     tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
@@ -344,12 +373,12 @@ def test_samples_are_chosen_only_in_large_batches(jobs: Callable[..., hf.Job]) -
         jobs(model).backward(called, batch)
 
 
-def test_a_test_takes_18_passes_of_a_sample(jobs: Callable[..., hf.Job]) -> None:
+def test_a_test_takes_20_passes_of_a_sample(jobs: Callable[..., hf.Job]) -> None:
     model, seen = nn.Linear(5, 3).double(), SimpleQueue[int]()  # a list would be put back
     model.register_forward_hook(lambda module, given, made: seen.put(len(made)))
     batches = iter(jobs(model).batches(DataLoader(data(), batch_size=2 * BATCH)))
     jobs(model).backward(mean_of(model), next(batches))
-    assert [seen.get() for _ in range(4)] == [BATCH, 1, 1, 2 * BATCH]  # the last is the step's
+    assert [seen.get() for _ in range(6)] == [BATCH, 1, 1, 1, 1, 2 * BATCH]  # the last: the step
     assert seen.empty()
 
 
