@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hetflow.schema import files
 from hetflow.tests.fakecuda.hosts import GpuHost, Host
 from hetflow.tests.launcher.elastic_runs import plan_of
+from hetflow.tests.runtime import test_unlike_scales as unlike_scales
 
 SCRIPT = Path(__file__).with_name("training.py")
 SLICES = "A100MIG12"  # the type of halves of an A100
@@ -103,6 +105,18 @@ def test_two_types_train_over_nccl(gpus: GpuHost) -> None:
     alone = told(host, "b", [(first, 8)])
     assert alone["backend"] is None
     assert found["losses"] == pytest.approx(alone["losses"], rel=2e-3)
+
+
+def test_a_scaler_on_one_type_alone_trains_as_none(gpus: GpuHost) -> None:
+    host = gpus(1, 1)
+    text = unlike_scales.SCRIPT.replace('GradScaler("cpu"', 'GradScaler("cuda"')
+    (host.folder / "train.py").write_text(text)
+    files.write(host.folder / "plan.json", plan_of([5, 3], host.types))
+    host.done("launch", "--determinism", "none", "plan.json", "train.py", "whole", "first")
+    for rank in range(2):
+        found = torch.load(host.folder / f"state{rank}.pt", map_location="cpu")
+        for name, value in unlike_scales.alone().items():
+            assert torch.allclose(found[name], value, rtol=0, atol=1e-7), name
 
 
 def test_two_slices_of_one_gpu_train_over_gloo(software: GpuHost) -> None:

@@ -49,7 +49,7 @@ for batch in job.batches(DataLoader(data, batch_size=16)):
     else:
         optimizer.step()
     optimizer.zero_grad()
-torch.save(model.state_dict(), f"state{job.rank}.pt")
+torch.save({name: value.cpu() for name, value in model.state_dict().items()}, f"state{job.rank}.pt")
 """
 
 
