@@ -481,7 +481,8 @@ class Relaxation:
         by_exchange = min(
             region.high_exchange - region.low_exchange, max(below - region.least_seconds, 0.0)
         )
-        narrow = NARROW if self.size * self.most_stages > _FEW else _NARROW_FOR_FEW
+        is_small = self.size * self.most_stages <= _FEW
+        narrow = _NARROW_FOR_FEW if is_small else max(_NARROW, _CUTS / self.size**2)
         parts = [min(_PARTS, ceil(width / (narrow * below))) for width in (by_seconds, by_exchange)]
         if max(parts) <= 1:
             if region.is_near:
@@ -491,8 +492,9 @@ class Relaxation:
         return self._grid(wide, (max(parts[0], 1), max(parts[1], 1)), below)
 
 
-NARROW = 0.002
-"""A region is not split where its caps differ by so much of the step."""
+_NARROW, _CUTS = 0.002, 20.0
+"""A region is not split where its caps differ by so little of the step, or by the second over the
+square of the layers: the fewer stages there are to choose from, the sooner plans are built."""
 _FEW, _NARROW_FOR_FEW = 100, 0.2  # layers times stages: plans are soon built then
 
 
@@ -594,7 +596,7 @@ class _Grid:
                 if worth[row] > best[r]:
                     best[r], prices[r] = worth[row], trials[r]
             is_path = np.isfinite(costs)
-            known.append(_Columns(*(each[is_path] for each in columns)))
+            known.append(_distinct(columns, is_path))
         return [
             _bounded(replace(region, prices=prices[r], rest_seconds=float(best[r])), fixed[r])
             for r, region in enumerate(self._regions)
@@ -649,6 +651,13 @@ class _Grid:
         return least[:, -1], _Columns(seconds, devices, slowest, exchange)
 
 
+def _distinct(columns: _Columns, chosen: np.ndarray) -> _Columns:
+    """The paths that were chosen, alike ones once: many regions find the same."""
+    rows = np.column_stack([columns.devices, columns.seconds, columns.slowest, columns.exchange])
+    rows = np.unique(rows[chosen], axis=0)
+    return _Columns(rows[:, -3], rows[:, :-3], rows[:, -2], rows[:, -1])
+
+
 class _Paths:
     """The linear program of paths: shares of them that take no more devices than there are.
 
@@ -676,14 +685,12 @@ class _Paths:
         self.num_paths += number
 
     def add_within(self, columns: _Columns, region: Region) -> None:
-        """Add the paths that lie in a region, alike ones once."""
+        """Add the paths that lie in a region."""
         usable = (columns.slowest <= region.high_seconds * _SLACK) & (
             columns.exchange <= region.high_exchange * _SLACK
         )
-        both = np.concatenate([columns.devices, columns.seconds[:, None]], axis=1)[usable]
-        own = np.unique(both, axis=0)
-        if len(own):
-            self.add(own[:, -1], own[:, :-1])
+        if usable.any():
+            self.add(columns.seconds[usable], columns.devices[usable])
 
     def best(self) -> tuple[float, np.ndarray]:
         """The least seconds of shares of these paths, and the prices [pools] that prove it."""
