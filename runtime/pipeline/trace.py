@@ -16,7 +16,8 @@ stays a call of the model's own module, whose statistics a pipeline keeps separa
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -403,7 +404,8 @@ def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
     while True:
         tracer = _Tracer(whole)
         try:
-            graph = tracer.trace(model)
+            with _buffers_kept(model) as assigned:
+                graph = tracer.trace(model)
         except Exception as error:
             # Any error of a model's code on symbolic values: keep the innermost module whole.
             if not tracer.inside or tracer.inside[-1] in whole:
@@ -414,7 +416,30 @@ def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
                 ) from error
             whole.add(tracer.inside[-1])
             continue
-        return graph, whole
+        if not assigned:
+            return graph, whole
+        if "" in assigned or whole.issuperset(assigned):
+            raise TargetError(
+                f"the forward of {type(model).__name__} cannot be traced, so it cannot be cut: it "
+                "assigns a new tensor to a buffer",
+                hint="write into the buffer in place (add_, copy_), or move it to a submodule",
+            )
+        # Their forward runs as it is: an assignment leaves nothing in a graph.
+        whole |= assigned
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[set[str]]:
+    """Put buffers back after a trace; gives the modules that assigned one, ``self.steps += 1``."""
+    before = {name: dict(module._buffers) for name, module in model.named_modules()}
+    assigned: set[str] = set()
+    try:
+        yield assigned
+    finally:
+        for name, module in model.named_modules():
+            if any(module._buffers.get(key) is not value for key, value in before[name].items()):
+                assigned.add(name)
+                module._buffers.update(before[name])
 
 
 def _group(model: nn.Module, nodes: list[fx.Node]) -> tuple[Layer, ...]:

@@ -161,3 +161,27 @@ class Counts(nn.Module):
 def test_a_buffer_that_several_layers_share_may_not_be_written() -> None:
     with pytest.raises(TargetError, match="writes buffer 'calls' in one layer and reads it in"):
         layers_of(Counts())
+
+
+class Assigns(nn.Module):
+    """It counts its calls by making a new tensor of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / self.calls
+
+
+def test_a_module_that_assigns_its_buffer_stays_whole() -> None:
+    """A trace left a symbol in the model's buffer, and its call was in no layer."""
+    model = nn.Sequential(nn.Linear(4, 4), Assigns(), nn.Linear(4, 4))
+    found = layers_of(model)
+    assert [layer.id for layer in found.layers] == ["0", "1", "2"]
+    assert torch.equal(model[1].calls, torch.zeros(()))
+    model(torch.ones(2, 4))
+    assert model[1].calls == 1
+    with pytest.raises(TargetError, match="assigns a new tensor to a buffer"):
+        layers_of(Assigns())
