@@ -46,6 +46,7 @@ _MODULES = (
     "hetflow.runtime.pipeline.engine",
 )
 _TITLE_ROOM = 240
+_LOOK_SECONDS = 1.0
 _HELLO_SECONDS = 5.0
 _MOST_PRELOADED = 6
 
@@ -254,9 +255,12 @@ def listen(path: Path, modules: Sequence[str]) -> None:
         LaunchError: The folder is open to others, or another process serves the socket.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # A signal as soon as the socket is there must not leave it behind.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     with contextlib.suppress(KeyboardInterrupt), _bind(path) as listening:
         listener = _Listener(modules)
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             listener.serve(listening)
         finally:
             path.unlink(missing_ok=True)
@@ -301,8 +305,12 @@ class _Listener:
         self._preloaded: dict[frozenset[tuple[str, str]], _Preloaded] = {}
 
     def serve(self, listening: socket.socket) -> None:
+        listening.settimeout(_LOOK_SECONDS)
         while True:
-            connection, _ = listening.accept()
+            try:
+                connection, _ = listening.accept()
+            except TimeoutError:  # a signal may have come just before the wait
+                continue
             with connection:
                 connection.settimeout(_HELLO_SECONDS)
                 try:
