@@ -1,45 +1,24 @@
 """``hetflow.rent.machines``."""
 
+from typing import Any
+
 from ..planning.inputs import profiles_of
 from ..planning.market_prices import markets_of
 from ..planning.static_choice import StaticChoice, measured_choices, static_choices
 from ..schema.errors import ProblemError
 from ..schema.options import option
-from ..schema.records import Count
-from ..schema.requests.kinds import Markets, Profiles, ThroughputsTable
-from .calls import checks
+from ..schema.requests.rent import MachinesRequest
+from .calls import takes
 from .files import throughputs_of
 
 
-@checks
-def rent_machines(
-    market: Markets,
-    profiles: Profiles | None = None,
-    *,
-    steps: Count,
-    batch_size: Count | None = None,
-    throughputs: ThroughputsTable | None = None,
-    most_devices: Count | None = None,
-    model: str | None = None,
-    at: str | None = None,
-) -> tuple[StaticChoice, ...]:
+@takes(MachinesRequest)
+def rent_machines(request: MachinesRequest) -> tuple[StaticChoice, ...]:
     """List the machines that could train a model, with hours and dollars; cheapest first.
 
     With profiles, each choice has a number of devices of one or two types, and the batch split
     solver predicts its step. With throughputs, choices are the numbers of devices and the mixes
     that these list. Whole machines are paid for, spot or on demand, at the prices of one time.
-
-    Args:
-        market: Markets, or their files.
-        profiles: Profiles, or their folder.
-        steps: Steps of the whole training.
-        batch_size: Global batch, samples per step. Throughputs need none; without it they give no
-            price per sample.
-        throughputs: Throughputs, their DataFrame, or their file, instead of profiles.
-        most_devices: Most devices of each type; None takes 8 of each profiled type, or all that the
-            throughputs list.
-        model: Name of the model; None if all profiles or throughputs are of one model.
-        at: The time of the prices, such as ``2020-03-07T00:00:00Z``; None takes the last known.
 
     Returns:
         The choices, those of the Pareto front over hours and dollars marked.
@@ -62,15 +41,16 @@ def rent_machines(
         >>> round(choices[0].dollars, 6), choices[0].machines
         (0.5, {'p3 on demand': 1})
     """
+    profiles, throughputs, batch_size = request.profiles, request.throughputs, request.batch_size
+    asked: dict[str, Any] = {"steps": request.steps, "at": request.at}
     if throughputs is not None and profiles is None:
         return measured_choices(
             throughputs_of(throughputs, pairs=False),
-            markets_of(market),
-            steps=steps,
+            markets_of(request.market),
             batch_size=batch_size,
-            most_devices=most_devices,
-            model=model,
-            at=at,
+            most_devices=request.most_devices,
+            model=request.model,
+            **asked,
         )
     if profiles is None or throughputs is not None:
         given = "neither profiles nor" if profiles is None else "both profiles and"
@@ -81,10 +61,9 @@ def rent_machines(
     if batch_size is None:
         raise ProblemError("profiles need a batch size", hint=f"add {option('batch_size', 'N')}")
     return static_choices(
-        profiles_of(profiles, model),
-        markets_of(market),
+        profiles_of(profiles, request.model),
+        markets_of(request.market),
         batch_size=batch_size,
-        steps=steps,
-        most_devices=8 if most_devices is None else most_devices,
-        at=at,
+        most_devices=request.most_devices or 8,
+        **asked,
     )

@@ -64,15 +64,13 @@ GROUPS = {
         "dashboard": Listed("dashboard.dashboard", "Show a live cluster in a web page."),
     },
     "Rent machines": {
-        "rent": Listed("rent.rent", "Choose spot or on-demand machines under a deadline."),
+        "rent": Listed("rent.rent", "Choose machines: spot or on demand, where, when to move."),
         "rent fleet": Listed(
             "rent.rent_fleet", "Old name of rent --machines N --restart-seconds S."
         ),
         "rent zones": Listed("rent.rent_zones", "Old name of rent --between-zones."),
-        "rent prices": Listed("rent_prices.rent_prices", "Choose machines at changing prices."),
-        "rent machines": Listed(
-            "rent_machines.rent_machines", "Choose machines that train for the fewest dollars."
-        ),
+        "rent prices": Listed("rent.rent_prices", "Old name of rent --rate TYPE=SPEED."),
+        "rent machines": Listed("rent.rent_machines", "Old name of rent --steps N."),
         "rent odds": Listed("rent_odds.rent_odds", "Estimate how long spot machines last."),
     },
     "Files": {

@@ -1,15 +1,44 @@
-"""``hetflow rent``: how to rent machines for a job under a deadline."""
+"""``hetflow rent``: which machines to rent, when and where."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..schema.requests.rent import RentRequest
+from ..schema.requests.rent import (
+    AnyRentRequest,
+    MachinesRequest,
+    PricesRequest,
+    RentRequest,
+    question_of,
+)
 from .asking import Asked, asks
-from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json
+from .common import ForceFlag, JsonFlag, check_outputs, emit, emit_file, emit_json, note
+
+if TYPE_CHECKING:
+    from ..planning.static_choice import StaticChoice
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report here.")]
+PlanOutput = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Write the choice's plan here, for `hetflow export`."),
+]
+Deadline = Annotated[float | None, typer.Option(help="Take the cheapest that ends by then.")]
+Budget = Annotated[
+    float | None,
+    typer.Option(help="With --steps: take the fastest choice for so many dollars."),
+]
+Top = Annotated[
+    int,
+    typer.Option(
+        min=0, help="With --steps: show so many of the cheapest, beside the Pareto front."
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(help="With --steps: draw the choices by hours and dollars, .png or .svg."),
+]
 Next = Annotated[
     Path | None,
     typer.Option(
@@ -20,26 +49,39 @@ Next = Annotated[
 ]
 
 
-@asks(RentRequest)
+@asks(AnyRentRequest)
 def rent(
     asked: Asked,
     next: Next = None,  # noqa: A002  # the option's name
+    budget: Budget = None,
+    top: Top = 0,
+    plot: Plot = None,
     output: Output = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Choose between spot and on-demand machines for a job under a deadline.
+    """Choose machines to rent: spot or on demand, where, and when to move.
 
-    Policies are replayed on windows of availability. Beside them stands the least possible cost,
-    with the window known in advance.
+    For a job under a deadline, policies are replayed on windows of availability. Beside them
+    stands the least possible cost, with the window known in advance. With --steps: which machines
+    train a model for the fewest dollars, if nothing is to move. With --rate: one device at
+    changing prices, without a deadline.
 
     \b
     hetflow rent windows/ --history older/ --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97
     hetflow rent 2a.json 2b.json --between-zones --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97
     hetflow rent p2.json --machines 16 --work-hours 90 --deadline-hours 8 --on-demand 0.9 --spot 0.27
     hetflow rent windows/ --next state.json --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97
+    hetflow rent aws.json azure.json --profiles profiles --batch-size 1024 --steps 90000 -o plan.json
+    hetflow rent aws.json azure.json --rate V100=9.6 --rate K80=1 --work-hours 96
     """  # noqa: E501
-    _rent(asked, output, next, force=force, json=json)
+    deadline = asked.pop("deadline_seconds", None) if "steps" in asked else None
+    record, question = question_of(asked)
+    if record is MachinesRequest:
+        hours = None if deadline is None else deadline / 3600
+        _machines(question, hours, budget, top, output, plot, force=force, json=json)
+    else:
+        _report(record, question, output, next, force=force, json=json)
 
 
 @asks(RentRequest, between_zones=True)
@@ -47,7 +89,7 @@ def rent_zones(
     asked: Asked, output: Output = None, force: ForceFlag = False, json: JsonFlag = False
 ) -> None:
     """`hetflow rent --between-zones`, under its name until the next release."""
-    _rent(asked, output, force=force, json=json)
+    _report(RentRequest, asked, output, force=force, json=json)
 
 
 @asks(RentRequest, between_zones=False, restart_seconds=60.0)
@@ -61,23 +103,156 @@ def rent_fleet(
     json: JsonFlag = False,
 ) -> None:
     """`hetflow rent --machines N --restart-seconds S`, under its name until the next release."""
-    _rent({**asked, "restart_seconds": resize_seconds}, output, force=force, json=json)
+    asked = {**asked, "restart_seconds": resize_seconds}
+    _report(RentRequest, asked, output, force=force, json=json)
 
 
-def _rent(
-    asked: Asked, output: Path | None, state: Path | None = None, *, force: bool, json: bool
+@asks(PricesRequest)
+def rent_prices(
+    asked: Asked, output: Output = None, force: ForceFlag = False, json: JsonFlag = False
 ) -> None:
+    """`hetflow rent --rate TYPE=SPEED`, under its name until the next release.
+
+    Strategies for one job are replayed on price histories, beside a lower bound on the cost.
+
+    \b
+    hetflow rent prices aws.json azure.json --rate V100=9.6 --rate K80=1 --work-hours 96
+    """
+    _report(PricesRequest, asked, output, force=force, json=json)
+
+
+@asks(MachinesRequest)
+def rent_machines(
+    asked: Asked,
+    deadline_hours: Deadline = None,
+    budget: Budget = None,
+    top: Top = 0,
+    output: PlanOutput = None,
+    plot: Plot = None,
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """`hetflow rent --steps N`, under its name until the next release.
+
+    The table has every choice that no other one beats in both time and dollars.
+
+    \b
+    hetflow rent machines aws.json azure.json --profiles profiles --batch-size 1024 --steps 90000 -o plan.json
+    hetflow rent machines aws.json --throughputs throughputs.json --model resnet50 --steps 90000
+    hetflow export plan.json --to skypilot --market aws.json -- train.py
+    """  # noqa: E501
+    _machines(asked, deadline_hours, budget, top, output, plot, force=force, json=json)
+
+
+def _report(
+    record: type,
+    asked: Asked,
+    output: Path | None,
+    state: Path | None = None,
+    *,
+    force: bool,
+    json: bool,
+) -> None:
+    """Replay, or advise; write what was found and show it."""
     from .. import rent as renting
-    from ..reports.market_tables import advice_text, rent_table
+    from ..reports import market_tables
     from ..schema.files import check_writable, to_plain
-    from ..schema.market import RentAdvice
+    from ..schema.market import PriceReport, RentAdvice
 
     if output is not None:
         check_writable(output, force=force)
-    found = renting.deadline(**asked) if state is None else renting.advice(state, **asked)
+    found: Any
+    if record is PricesRequest:
+        found = renting.prices(**asked)
+    elif state is not None:
+        found = renting.advice(state, **asked)
+    else:
+        found = renting.deadline(**asked)
     if output is not None:
         emit_file(found, output, force=force)
     if json:
         emit_json(to_plain(found))
+    elif isinstance(found, PriceReport):
+        emit(market_tables.strategies_table(found))
+    elif isinstance(found, RentAdvice):
+        emit(market_tables.advice_text(found))
     else:
-        emit(advice_text(found) if isinstance(found, RentAdvice) else rent_table(found))
+        emit(market_tables.rent_table(found))
+
+
+def _machines(
+    asked: Asked,
+    deadline_hours: float | None,
+    budget: float | None,
+    top: int,
+    output: Path | None,
+    plot: Path | None,
+    *,
+    force: bool,
+    json: bool,
+) -> None:
+    """Show the choices of machines, and write the plan of the one to take."""
+    from .. import rent as renting
+    from ..planning.inputs import profiles_of
+    from ..planning.market_prices import markets_of
+    from ..planning.static_choice import chosen, plan_of_choice
+    from ..reports.grid import grid
+    from ..reports.market_plots import choices_image
+    from ..schema.errors import HetflowError, ProblemError
+    from ..schema.files import write, write_bytes
+
+    if output is not None and "throughputs" in asked:
+        raise ProblemError(
+            "throughputs make no plan to write",
+            hint="leave --output out, or give --profiles DIR instead of --throughputs",
+        )
+    if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
+        raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
+    check_outputs(output, plot, force=force)
+    found = renting.machines(**asked)
+    best = chosen(found, deadline_hours=deadline_hours, budget_dollars=budget)
+    batch_size = asked.get("batch_size")
+    if output is not None:
+        profiles = profiles_of(asked["profiles"], asked.get("model"))
+        markets, at = markets_of(asked["market"]), asked.get("at")
+        plan = plan_of_choice(best, profiles, markets, batch_size=asked["batch_size"], at=at)
+        write(output, plan, force=force)
+    shown = [one for place, one in enumerate(found) if one.is_pareto or place < top]
+    if plot is not None:
+        samples = "" if batch_size is None else f" of {batch_size} samples"
+        points = [
+            (one.hours, one.dollars, _devices(one) + ("" if one.is_spot else " on demand"),
+             one.is_pareto)
+            for one in found
+        ]  # fmt: skip
+        kind, title = plot.suffix.lower().lstrip("."), f"{asked['steps']} steps{samples}"
+        write_bytes(plot, choices_image(points, kind, title=title), force=force)
+        note(f"{plot} written")
+    if json:
+        emit_json({"choice": asdict(best), "choices": [asdict(one) for one in shown]})
+        return
+    heads = ("$", "hours", "$/million samples", "devices", "rent", "")
+    emit(grid(heads, list(map(_row, shown))))
+    note(f"take {_rented(best)}: {best.dollars:.2f} $, {best.hours:.4g} h")
+    if output is not None:
+        note(f"plan written to {output}; next: hetflow export {output} --to skypilot --market ...")
+
+
+def _row(one: "StaticChoice") -> tuple[str, ...]:
+    per_million = one.dollars_per_million_samples
+    return (
+        f"{one.dollars:.2f}",
+        f"{one.hours:.4g}",
+        "-" if per_million is None else f"{per_million:.4g}",
+        _devices(one),
+        _rented(one),
+        "" if one.is_pareto else "dearer or slower",
+    )
+
+
+def _devices(one: "StaticChoice") -> str:
+    return ", ".join(f"{number}x{name}" for name, number in one.devices.items())
+
+
+def _rented(one: "StaticChoice") -> str:
+    return ", ".join(f"{number} x {title}" for title, number in one.machines.items())

@@ -21,7 +21,7 @@ with a table for each command:
     gpus = "2xV100,8xP100"
     batch-size = 8192
 
-    ["rent prices"]
+    [rent]
     cloud = "azure"
 
 A flag counts before the environment, and the environment before the file; `--show-config` prints

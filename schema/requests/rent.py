@@ -1,12 +1,18 @@
-"""The requests for renting machines: under a deadline, and at changing prices."""
+"""The requests for renting machines: under a deadline, to stay on, and at changing prices.
 
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Annotated
+``hetflow rent`` asks for all three in one record, ``AnyRentRequest``; ``question_of`` says which
+of them was asked.
+"""
 
-from ..options import Option
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, make_dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ..errors import ProblemError
+from ..options import Option, asked_of, option
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from .kinds import (
         Count,
@@ -14,16 +20,18 @@ if TYPE_CHECKING:
         Markets,
         Offers,
         PositiveSeconds,
+        Profiles,
         RentDollars,
         Speeds,
         SpotPrices,
+        ThroughputsTable,
         WaitSeconds,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RentRequest:
-    """What ``rent`` needs to know."""
+    """What ``rent`` needs to know for a job under a deadline."""
 
     offers: Annotated[
         "Offers",
@@ -122,7 +130,7 @@ class RentRequest:
 
 @dataclass(frozen=True, slots=True)
 class PricesRequest:
-    """What ``rent prices`` needs to know."""
+    """What ``rent`` needs to know for one device at changing prices."""
 
     market: Annotated[
         "Markets", Option(argument=True, help="Markets with prices: hetflow.market/1.")
@@ -159,3 +167,109 @@ class PricesRequest:
         "float | None",
         Option(help="Moves between clouds pay egress for this, by the market's prices."),
     ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class MachinesRequest:
+    """What ``rent`` needs to know to choose machines for a training that stays on them."""
+
+    market: Annotated[
+        "Markets", Option(argument=True, help="Markets with prices: hetflow.market/1.")
+    ]
+    profiles: Annotated["Profiles | None", Option(help="Profiles of the model, a folder.")] = None
+    _: KW_ONLY
+    steps: Annotated["Count", Option(help="Steps of the whole training.")]
+    batch_size: Annotated[
+        "Count | None",
+        Option(help="The global batch; with throughputs only for $/million samples."),
+    ] = None
+    throughputs: Annotated[
+        "ThroughputsTable | None",
+        Option(
+            help="Instead of profiles: throughputs (hetflow.throughputs/1, .csv, or Gavel's "
+            "table), with the numbers of devices that they list.",
+            python="Also a DataFrame.",
+        ),
+    ] = None
+    most_devices: Annotated[
+        "Count | None",
+        Option(
+            help="Devices of each type at most.", default="8; with throughputs all that they list"
+        ),
+    ] = None
+    model: Annotated[
+        str | None, Option(help="The model, where profiles or throughputs hold several.")
+    ] = None
+    at: Annotated[
+        str | None, Option(help="When, as 2020-03-07T00:00:00Z; else the market's last prices.")
+    ] = None
+
+
+_QUESTIONS = {
+    "": RentRequest,
+    "steps": MachinesRequest,
+    "rates": PricesRequest,
+}
+"""The option that only this question has -> its record."""
+_SAME = {"market": "offers", "work_hours": "work_seconds"}
+"""Fields of the others -> what stands for them in a question."""
+_PANELS = {
+    MachinesRequest: "Which machines, if nothing is to move (with --steps)",
+    PricesRequest: "One device at changing prices, without a deadline (with --rate)",
+}
+
+
+def _all_in_one() -> type:
+    """A record of every option, of which only the offers are required."""
+    made: dict[str, Any] = {}
+    for record in _QUESTIONS.values():
+        for asked in asked_of(record):
+            if asked.name not in _SAME and asked.name not in made:
+                said = replace(asked.option, panel=_PANELS.get(record, ""))
+                default = field(default=asked.default, kw_only=not asked.option.argument)
+                made[asked.name] = (asked.name, Annotated[asked.kind, said], default)
+    made["offers"] = made["offers"][:2]
+    return make_dataclass("AnyRentRequest", made.values(), namespace={"__module__": __name__})
+
+
+AnyRentRequest = _all_in_one()
+
+
+def question_of(asked: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+    """The record that a question is of, and its fields.
+
+    Args:
+        asked: What was given of ``AnyRentRequest``.
+
+    Raises:
+        ProblemError: Something that this question needs is missing, or it does not read something.
+    """
+    marks = [mark for mark in _QUESTIONS if mark in asked]
+    if len(marks) > 1:
+        raise ProblemError(
+            f"{option(marks[0])} and {option(marks[1])} ask two questions", hint="give one of them"
+        )
+    mark = marks[0] if marks else ""
+    given, needs = dict(asked), {one.name: one for one in asked_of(_QUESTIONS[mark])}
+    for name, other in _SAME.items():
+        if name in needs and other in given:
+            value = given.pop(other)
+            given[name] = value / 3600 if name == "work_hours" else value
+    for name in given:
+        if name not in needs:
+            raise ProblemError(
+                f"{option(name)} says nothing "
+                + (f"with {option(mark)}" if mark else "of a job under a deadline"),
+                hint="leave it out",
+            )
+    for name, one in needs.items():
+        if one.is_required and name not in given:
+            raise ProblemError(
+                f"{option(_SAME.get(name, name))} is missing",
+                hint="a job under a deadline needs it; give "
+                f"{option('steps', 'N')} for which machines to stay on, or "
+                f"{option('rates', 'V100=1')} for one device at changing prices"
+                if not mark
+                else None,
+            )
+    return _QUESTIONS[mark], given

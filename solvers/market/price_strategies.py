@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema.errors import ProblemError
-from ...schema.spelling import nearest
 from .offers import MovingJob, Prices
 
 
@@ -43,22 +41,6 @@ def strategies(*, cloud: str = "aws", device_type: str = "V100") -> dict[str, Pr
         "multi_cloud": PriceStrategy(cloud=None, device_type=None, is_one_device=False),
         "dynamic": PriceStrategy(cloud=None, device_type=None, is_one_device=False, moves=True),
     }
-
-
-def strategy_of(name: str) -> PriceStrategy:
-    """A strategy by name.
-
-    Raises:
-        ProblemError: There is none of that name.
-    """
-    known = strategies()
-    if name not in known:
-        guess = nearest(name, list(known))
-        raise ProblemError(
-            f"no price strategy {name!r}; known are {', '.join(known)}",
-            hint=f"did you mean {guess!r}?" if guess else None,
-        )
-    return known[name]
 
 
 def best_offer(

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from hetflow.schema import files
 from hetflow.schema.market import InstanceType, Market
 
@@ -71,3 +73,38 @@ def test_throughputs_in_place_of_profiles(hetflow, tmp_path: Path) -> None:
     assert "both profiles and throughputs are given" in both.stderr
     unsized = hetflow(*market, "--profiles", PROFILES)
     assert "profiles need a batch size\nhint: add --batch-size N" in unsized.stderr
+
+
+def test_rent_answers_as_its_older_names_do(hetflow, tmp_path: Path) -> None:
+    machine = InstanceType(name="v", device_type="V100", on_demand_dollars_per_hour=3.0)
+    market = tmp_path / "market.json"
+    files.write(market, Market(instance_types=(machine,)))
+    which = ("--profiles", PROFILES, "--batch-size", 8192, "--steps", 1000, "--most-devices", 2,
+             "--deadline-hours", 900, "--json")  # fmt: skip
+    found = hetflow("rent", market, *which)
+    assert found.code == 0, found.stderr
+    assert found.stdout == hetflow("rent", "machines", market, *which).stdout
+    when = ("--rate", "V100=2", "--work-hours", 3, "--json")
+    found = hetflow("rent", market, *when)
+    assert json.loads(found.stdout)["work_hours"] == 3
+    assert found.stdout == hetflow("rent", "prices", market, *when).stdout
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ((), "--work-hours is missing"),
+        (("--work-hours", 3, "--deadline-hours", 4), "--on-demand is missing"),
+        (("--rate", "V100=1"), "--work-hours is missing"),
+        (("--rate", "V100=1", "--steps", 3), "--steps and --rate ask two questions"),
+        (("--rate", "V100=1", "--deadline-hours", 3), "--deadline-hours says nothing with --rate"),
+        (("--steps", 3, "--on-demand", 3), "--on-demand says nothing with --steps"),
+        (("--work-hours", 3, "--cloud", "aws"), "says nothing of a job under a deadline"),
+        (("--steps", 0), "--steps must be >= 1, got 0"),
+    ],
+)
+def test_what_a_question_lacks_or_does_not_read_is_said(hetflow, asked: tuple, said: str) -> None:
+    answer = hetflow("rent", "market.json", *asked)
+    assert answer.code == 2
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr

@@ -14,7 +14,7 @@ from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
 from hetflow.simulator.market.prices import compare, compare_from, replay
 from hetflow.solvers.market.offers import MovingJob, Prices, history_of, prices_of
 from hetflow.solvers.market.price_bound import least_dollars
-from hetflow.solvers.market.price_strategies import strategies, strategy_of
+from hetflow.solvers.market.price_strategies import strategies
 
 HOUR = 3600.0
 MACHINES = (
@@ -63,9 +63,9 @@ def test_each_strategy_finds_what_it_may_take() -> None:
     assert found["gpu_type"] == pytest.approx(8 * 1.6)
     assert found["multi_gpu"] == pytest.approx(8 * 1.0)
     assert found["multi_cloud"] == pytest.approx(7.2)
-    stays = replay(job(12.0), strategy_of("multi_cloud"), prices)
+    stays = replay(job(12.0), strategies()["multi_cloud"], prices)
     assert stays.dollars == pytest.approx(7.2 + 9.0)
-    moves = replay(job(12.0), strategy_of("dynamic"), prices)
+    moves = replay(job(12.0), strategies()["dynamic"], prices)
     assert moves.dollars == pytest.approx(7.2 + 4 * 0.4)
     assert [offer.instance_type for offer in moves.held] == ["v1", "k1"]
     # Who knows the prices takes the V100 for an hour only: 4 units, then 1, then 7.
@@ -77,18 +77,18 @@ def test_a_move_costs_its_restart_and_its_egress() -> None:
         ("aws", "v1"): [2.0] * 2 + [9.0] * 7, ("azure", "v1"): [3.0] * 9,
     })], RATES)  # fmt: skip
     one = job(16.0, restart_seconds=1800.0, cloud_move_dollars=0.25)
-    outcome = replay(one, strategy_of("dynamic"), prices)
+    outcome = replay(one, strategies()["dynamic"], prices)
     # Half an hour of two is a restart; two and a half hours of work and half a restart are left.
     assert outcome.dollars == pytest.approx(2 * 2.0 + 0.25 + 3 * 3.0)
     assert outcome.num_moves == 1
     assert outcome.seconds == pytest.approx(5 * HOUR)
     dear = job(16.0, restart_seconds=1800.0, cloud_move_dollars=20.0)
-    assert replay(dear, strategy_of("dynamic"), prices).num_moves == 0
+    assert replay(dear, strategies()["dynamic"], prices).num_moves == 0
     # Egress is what the cloud that is left takes.
     out = job(16.0, restart_seconds=1800.0, egress_dollars={"aws": 0.25, "azure": 99.0})
-    assert replay(out, strategy_of("dynamic"), prices) == outcome
+    assert replay(out, strategies()["dynamic"], prices) == outcome
     kept = job(16.0, restart_seconds=1800.0, egress_dollars={"aws": 20.0})
-    assert replay(kept, strategy_of("dynamic"), prices).num_moves == 0
+    assert replay(kept, strategies()["dynamic"], prices).num_moves == 0
 
 
 def test_an_unknown_price_is_never_made_up() -> None:
@@ -96,15 +96,13 @@ def test_an_unknown_price_is_never_made_up() -> None:
         ("aws", "v1"): [1.0, None, 1.0, 1.0], ("azure", "v1"): [2.0] * 4,
     })], RATES)  # fmt: skip
     with pytest.raises(ProblemError, match="at 1970-01-01T01:00:00Z no price is known"):
-        replay(job(8.0), strategy_of("multi_cloud"), prices)
-    moved = replay(job(8.0), strategy_of("dynamic"), prices)
+        replay(job(8.0), strategies()["multi_cloud"], prices)
+    moved = replay(job(8.0), strategies()["dynamic"], prices)
     assert moved.dollars == pytest.approx(3.0)
     with pytest.raises(ProblemError, match="the prices end before the job does"):
-        replay(job(99.0), strategy_of("dynamic"), prices)
+        replay(job(99.0), strategies()["dynamic"], prices)
     with pytest.raises(ProblemError, match="cannot end before its prices do"):
         least_dollars(job(99.0), prices)
-    with pytest.raises(ProblemError, match="no price strategy 'dynamics'"):
-        strategy_of("dynamics")
 
 
 class Held:
