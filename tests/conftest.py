@@ -74,7 +74,7 @@ def pytest_runtest_protocol(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One process of ``-n 2`` runs all that measures, so that two never measure each other."""
+    """One process of ``-n 3`` runs all that measures, so that two never measure each other."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:

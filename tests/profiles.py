@@ -1,12 +1,12 @@
 """How many examples the property tests draw: hypothesis profiles, and each test's share.
 
-``fast`` (the default) draws a quarter, ``ci`` (``--hypothesis-profile=ci``; the second stage of
+``fast`` (the default) draws a tenth, ``ci`` (``--hypothesis-profile=ci``; the second stage of
 ``.ci/run``) all, ``nightly`` five times as many, others each time. Dear tests say fewer.
 """
 
 from hypothesis import settings
 
-FACTORS = {"fast": 0.25, "ci": 1.0, "nightly": 5.0}
+FACTORS = {"fast": 0.1, "ci": 1.0, "nightly": 5.0}
 _FEWEST = 4
 
 

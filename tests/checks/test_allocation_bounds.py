@@ -91,6 +91,7 @@ def test_a_worse_allocation_is_not_taken_for_the_optimum(policy, space_sharing, 
 
 
 @pytest.mark.parametrize("policy", sorted(JUDGES.names()))
+@pytest.mark.slow
 def test_the_claim_must_be_whole(policy):
     asked = problem()
     found = allocate(asked, policy)

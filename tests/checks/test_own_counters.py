@@ -108,6 +108,7 @@ def test_the_replay_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.25])
+@pytest.mark.slow
 def test_messages_of_parallel_plans_are_timed_apart(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

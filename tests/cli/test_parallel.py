@@ -190,6 +190,7 @@ def test_replicas_may_share_the_optimizer_s_state(hetflow: Hetflow, folder: Path
     )
 
 
+@pytest.mark.slow
 def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
     answer = solve(hetflow, folder, *LINK, "--top", 4, "--json")
     assert answer.code == 0, answer.stderr

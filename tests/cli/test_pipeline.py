@@ -476,6 +476,7 @@ def test_a_plan_that_cannot_be_launched_says_so_when_it_is_made(
     assert kind_of(json.loads(chosen.stdout)) == "split"
 
 
+@pytest.mark.slow
 def test_limits_of_a_search_and_their_exit_codes(
     hetflow: Hetflow, tmp_path: Path, make_profile: Callable[..., Profile]
 ) -> None:

@@ -188,6 +188,7 @@ def test_a_hierarchy_of_entities(app: typer.Typer, table: Path, tmp_path: Path) 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+@pytest.mark.slow
 def test_an_interrupted_sweep_leaves_no_process(table: Path, how: int, code: int) -> None:
     sweep = ("--loads", "4", "--seeds", "4", "--num-jobs", "200000", "--processes", "2")
     call = [sys.executable, "-m", "hetflow", "simulate"]

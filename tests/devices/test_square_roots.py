@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from hetflow.tests import programs
 
 SCRIPT = """
@@ -38,6 +40,7 @@ print("exact")
 """
 
 
+@pytest.mark.slow
 def test_they_are_rounded_as_ieee_754_says(tmp_path: Path) -> None:
     script = tmp_path / "roots.py"
     script.write_text(SCRIPT)

@@ -94,6 +94,7 @@ def test_a_program_that_is_not_there_ends_and_says_so(tmp_path: Path) -> None:
     assert "No such file" in output(lease)
 
 
+@pytest.mark.slow
 def test_devices_are_named_and_servers_refused() -> None:
     names = [device.name for device in ENGINES.get("local")(POOL).devices()]
     assert names == ["cpu:fast:0", "cpu:slow:0", "cpu:slow:1"]

@@ -51,6 +51,7 @@ def test_a_required_type_is_what_makes_yarn_slow() -> None:
     assert required[4] < unbound[4]
 
 
+@pytest.mark.slow
 def test_mixes_gain_while_devices_are_idle() -> None:
     figures = load("virtualflow_6_5_2")
     speeds, demands = figures.SPEEDS["V100 4x a P100"], (2,)

@@ -114,6 +114,7 @@ def test_no_file_and_no_such_device(tmp_path: Path) -> None:
         list(PhillyTrace(path, TABLE, "v10"))
 
 
+@pytest.mark.slow
 def test_the_file_is_never_wholly_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "cluster_job_log"
     with path.open("w") as file:

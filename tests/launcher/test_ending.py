@@ -255,6 +255,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.slow
 def test_a_new_launch_waits_until_every_process_of_a_killed_one_is_gone(here: Path) -> None:
     write_script(here, OUTLIVES)
     command = [*LAUNCH, "--checkpoint", "saved", "plan.json", "script.py"]

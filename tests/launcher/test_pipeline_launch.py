@@ -117,6 +117,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory, two_stages: Plan):
 
 
 @pytest.mark.usefixtures("hanging")
+@pytest.mark.slow
 def test_the_record_holds_prediction_beside_measurement(whole) -> None:
     record = whole("1f1b")
     assert record.plan.kind == "pipeline"
@@ -157,7 +158,8 @@ def test_a_killed_worker_ends_all_is_named_and_a_restart_ends_as_if_undisturbed(
     assert digest == whole(schedule).parameters_digest
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("pipedream", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.slow
 def test_a_stop_saves_and_a_restart_ends_as_if_undisturbed(
     plan: Path, two_stages: Plan, whole, schedule: str
 ) -> None:

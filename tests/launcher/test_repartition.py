@@ -140,6 +140,7 @@ def assert_alike(run: Run, undisturbed: Run) -> None:
     assert run.samples() == undisturbed.samples()
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_from_two_workers_to_one_and_back(
     tmp_path: Path, two_stages: Plan, undisturbed: Run
 ) -> None:

@@ -132,6 +132,7 @@ def grown(draw: st.DrawFn) -> tuple[Cluster, Cluster]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @settings(max_examples=examples(12))
 @given(pools=grown())
+@pytest.mark.slow
 def test_more_devices_and_faster_links_never_make_a_proved_plan_slower(
     pools: tuple[Cluster, Cluster], strategy: str
 ) -> None:

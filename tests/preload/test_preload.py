@@ -137,6 +137,7 @@ def is_temporary_of_torch(folder: str) -> bool:
 
 
 @pytest.mark.parametrize("way", ["script", "safe path", "module", "package"])
+@pytest.mark.slow
 def test_a_script_cannot_tell_that_it_was_forked(
     here: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +313,7 @@ def test_what_cannot_be_forked_is_refused(here: Path) -> None:
     assert said(forked(script(here, "print('still there')"))) == "still there\n"
 
 
+@pytest.mark.slow
 def test_a_launch_forks_all_of_its_workers(here: Path, two_workers: Path) -> None:
     path = script(
         here,

@@ -159,6 +159,7 @@ def test_what_the_planner_counts_bounds_what_a_pass_allocates(name: str, size: i
     assert 0.95 * peak.peak_bytes < stashed + aside < 1.6 * peak.peak_bytes
 
 
+@pytest.mark.slow
 def test_attention_cores_are_timed_and_measured() -> None:
     """Four blocks; the weights of attention with dropout are 4 x 4 x 32 x 32 numbers a block."""
     workload = as_workload(zoo.factory_of("gpt-small")(), "gpt-small")

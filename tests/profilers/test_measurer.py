@@ -97,6 +97,7 @@ def measurer(file: Path, factory: str, memory: int = 2 << 30, seconds: float = 6
     )
 
 
+@pytest.mark.slow
 def test_a_small_model_is_measured_updated_and_held(file: Path) -> None:
     with measurer(file, "small") as measure:
         first = measure.measure(4, POLICY)
@@ -200,6 +201,7 @@ def test_no_process_is_left_behind(child: Child) -> None:
         child.send("load")
 
 
+@pytest.mark.slow
 def test_the_base_is_what_a_process_holds_without_its_model(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\n"

@@ -61,6 +61,7 @@ def test_a_step_is_counted_as_by_hand() -> None:
 @settings(max_examples=examples(15))
 @given(st.lists(SECONDS, min_size=4, max_size=8), COST, COST, COST)
 @example([0.00390625, 0.00301, 0.00301, 0.00457], 0.00390625, 0.00301, 0.00457)
+@pytest.mark.slow
 def test_planted_costs_are_found(
     seconds: list[float], one_pass: float, message: float, fixed: float
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_missing_extra_says_how_to_get_it(
 
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["NobodysModel"]])
+@pytest.mark.slow
 def test_a_configuration_makes_the_model_that_a_script_would(
     tmp_path: Path, architectures: list[str]
 ) -> None:
@@ -218,6 +219,7 @@ def test_zoo_models_have_the_published_number_of_parameters(name: str, parameter
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"gpt2", "bert"}))
+@pytest.mark.slow
 def test_zoo_losses_are_scalars_that_reach_every_parameter(name: str) -> None:
     # On the meta device: shapes are checked, nothing is computed.
     with torch.device("meta"):

@@ -526,6 +526,7 @@ def test_checkpoints_need_a_folder_and_things_with_state() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_sigterm_saves_and_another_mapping_ends_with_the_same_digest(tmp_path: Path) -> None:
     saving = ["--checkpoint", str(tmp_path / "saved")]
     stopped = digests.stopped("2 workers", "elastic", tmp_path / "a", 4, *saving)

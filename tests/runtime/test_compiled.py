@@ -61,6 +61,7 @@ def run(folder: Path, backend: str) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.slow
 def test_sums_begin_between_the_parts_of_a_backward_pass(tmp_path: Path, backend: str) -> None:
     order, num_graphs = run(tmp_path, backend)
     assert (num_graphs > 0) == (backend != "eager")

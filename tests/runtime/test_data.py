@@ -73,6 +73,7 @@ def train(made: tuple[nn.Module, Job], num_workers: int, epochs: int = 1) -> tup
     return seen, processes
 
 
+@pytest.mark.slow
 def test_virtual_nodes_share_the_data_workers_of_their_device(job_of) -> None:  # type: ignore[no-untyped-def]
     for num_nodes in (1, 4, 16):
         seen, processes = train(job_of(num_nodes), num_workers=2)
@@ -80,6 +81,7 @@ def test_virtual_nodes_share_the_data_workers_of_their_device(job_of) -> None:  
         assert len(seen) >= 2 * num_nodes
 
 
+@pytest.mark.slow
 def test_the_number_of_data_workers_changes_no_bit_of_an_item(job_of) -> None:  # type: ignore[no-untyped-def]
     first, _ = train(job_of(4), num_workers=0, epochs=2)
     for num_workers in (1, 2):

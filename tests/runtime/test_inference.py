@@ -54,6 +54,7 @@ def check(results: list[dict], expected: dict) -> None:
         assert result["training"]
 
 
+@pytest.mark.slow
 def test_unlike_mappings_give_the_same_outputs_in_order(
     tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:

@@ -63,6 +63,7 @@ def near(found: looping.Result, expected: looping.Result) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("training", [*looping.EXACT, "whole"])
+@pytest.mark.slow
 def test_uneven_workers_train_as_one_process_does(
     launched: dict[str, list[dict[str, Any]]], training: str
 ) -> None:
@@ -72,6 +73,7 @@ def test_uneven_workers_train_as_one_process_does(
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_any_mapping_of_the_same_virtual_nodes_has_the_same_bits(
     launched: dict[str, list[dict[str, Any]]],
 ) -> None:

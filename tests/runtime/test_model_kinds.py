@@ -35,8 +35,7 @@ KINDS_FILE = Path(__file__).with_name("model_kinds.py")
 
 TRACED_AT, DROPOUT = 4, 0.3
 # Each takes seconds; of kinds that are alike one is enough between two commits.
-SLOW = {"plain_gpt", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit"}
-EVALUATED = SLOW | {"nano_gpt", "plain_vit"}
+EVALUATED = {"plain_gpt", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit", "nano_gpt", "plain_vit"}
 EXPORTED = set(KINDS) - {"plain_vit", "resnet", "unet"}
 
 
@@ -86,9 +85,8 @@ def outcome(model: nn.Module, loss: Tensor) -> dict[str, Any]:
     return {"loss": loss.detach(), "gradients": gradients, "buffers": buffers}
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_stage_by_stage_is_as_in_one_piece(kind: str) -> None:
     trace = find_layers(bench_of(*build(kind, DROPOUT)), TRACED_AT).trace
     assert trace.way == ("export" if kind in EXPORTED else "fx"), trace.reason

@@ -17,7 +17,7 @@ from . import test_pipeline as plans
 from .gloo_workers import run_workers
 from .pipeline_cases import build
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 CHAIN2, CHAIN3 = plans.CHAIN2, plans.CHAIN3
@@ -192,7 +192,6 @@ def test_another_model_is_refused(two: list[dict]) -> None:
     assert "is of another model: first.weight is absent there" in two[0]["other-model"]["error"]
 
 
-@pytest.mark.slow
 def test_three_workers_go_on_from_two_and_one_from_three(
     two: list[dict],
     folder: Path,

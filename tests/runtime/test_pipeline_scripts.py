@@ -13,7 +13,7 @@ from . import pipeline_scripts as scripts
 from . import test_pipeline as plans
 from .gloo_workers import run_workers
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 # number: (case, schedule, stages, microbatches)

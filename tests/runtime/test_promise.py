@@ -264,7 +264,8 @@ for batch in job.batches(DataLoader(test_promise.data(), batch_size=16)):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("launches", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("launches", [False, True])
+@pytest.mark.slow
 def test_a_script_ends_with_one_line(
     tmp_path: Path, plan_of: Callable[..., Plan], launches: bool
 ) -> None:

@@ -108,6 +108,7 @@ def test_plain_python_trains_on_the_batches_that_the_source_gives() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["noisy", "stateful"])
 @pytest.mark.parametrize("stop", [2, 4])
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
     tmp_path: Path,
     plan_of: Callable[..., Plan],

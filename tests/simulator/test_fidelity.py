@@ -41,6 +41,7 @@ CASES = SMALL + LARGE + [pytest.param(*case, marks=pytest.mark.slow) for case in
 
 
 @pytest.mark.parametrize(("trace", "policy", "within"), CASES)
+@pytest.mark.slow
 def test_agrees_with_the_published_simulator(
     gavel: Path, gavel_table: Throughputs, trace: str, policy: str, within: float
 ) -> None:

@@ -171,6 +171,7 @@ def cases(draw: Callable[..., Any]) -> dict[str, Any]:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(case=cases(), checkpoint=st.sampled_from([0.0, 900.0]), seed=st.integers(0, 9))
+@pytest.mark.slow
 def test_no_deadline_is_missed_and_nothing_is_free(
     case: dict[str, Any], checkpoint: float, seed: int
 ) -> None:

@@ -57,6 +57,7 @@ def test_the_checker_counts_as_piper_does() -> None:
 
 
 @pytest.mark.parametrize(("model", "devices"), [("bert", 8), ("bert", 32), ("resnet", 16)])
+@pytest.mark.slow
 def test_plans_are_no_worse_than_piper_s(model: str, devices: int) -> None:
     answer = next(a for a in answers() if (a["model"], a["devices"]) == (model, devices))
     problem = problem_of(answer)
@@ -85,6 +86,7 @@ def test_layers_of_a_profile() -> None:
     assert half.weight_bytes == 88_510_080
 
 
+@pytest.mark.slow
 def test_an_imported_profile_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, profile = planners() / "piper" / FILES["bert"], tmp_path / "v100.json"
     device = ("--device-type", "V100", "--device-memory", "8GB", "-o", str(profile))

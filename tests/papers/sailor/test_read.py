@@ -59,9 +59,10 @@ def test_the_checker_counts_what_sailors_simulator_says(name: str) -> None:
         ({"A100-40": 32}, 0.12970),  # an enumeration's; Sailor 0.12511
         ({"A100-40": 8, "V100-16": 8}, 0.043496),  # Sailor's own
         # an enumeration's; Sailor 0.16996
-        pytest.param({"A100-40": 32, "V100-16": 96}, 0.17237, marks=pytest.mark.slow),
+        ({"A100-40": 32, "V100-16": 96}, 0.17237),
     ],
 )
+@pytest.mark.slow
 def test_plans_are_no_slower_than_the_best_known(pool: dict[str, int], best_known: float) -> None:
     problem = read_problem(planners() / "sailor", "OPT-350", pool, global_batch_size=BATCH)
     plan = solve(problem)

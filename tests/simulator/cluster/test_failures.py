@@ -97,6 +97,7 @@ def mixed_jobs(job: MakeJob, scales: tuple[int, ...] = (1, 2, 4)) -> list[Job]:
         ("gandiva", {}),
     ],
 )
+@pytest.mark.slow
 def test_policies_share_what_is_up(
     table: Throughputs, job: MakeJob, policy: str, options: dict[str, bool]
 ) -> None:
@@ -126,6 +127,7 @@ def test_policies_share_what_is_up(
         ("las_water_filling", {}),
     ],
 )
+@pytest.mark.slow
 def test_what_is_up_is_shared_as_if_it_were_the_whole_pool(
     table: Throughputs, job: MakeJob, policy: str, options: dict[str, bool]
 ) -> None:
@@ -303,6 +305,7 @@ def test_failures_that_leave_next_to_nothing_are_refused(
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.slow
 def test_a_run_in_which_no_job_ends_is_given_up(table: Throughputs, job: MakeJob) -> None:
     """Four devices, each up half of the time, seldom work together for a round."""
     case = Case(
@@ -315,6 +318,7 @@ def test_a_run_in_which_no_job_ends_is_given_up(table: Throughputs, job: MakeJob
     assert len(run_case(case, [job("early"), late]).jobs) == 2  # waiting for jobs is no stall
 
 
+@pytest.mark.slow
 def test_many_equal_jobs_that_end_together_are_no_stall(pool: Pool, job: MakeJob) -> None:
     failures = FailureOptions(mean_seconds=1e6, repair_seconds=60.0)
     jobs = [job(n, steps=4e5) for n in range(200)]

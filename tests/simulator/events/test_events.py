@@ -246,6 +246,7 @@ def test_failures_never_leave_more_devices_held_than_are_up(
         assert held <= down.up()[0]
 
 
+@pytest.mark.slow
 def test_devices_fail_at_their_own_rate() -> None:
     options = FailureOptions(mean_seconds=100.0, repair_seconds=50.0)
     events = FailureEvents(options, Layout.flat(np.array([3, 1])))

@@ -192,6 +192,7 @@ def test_no_job_runs_twice_and_no_device_thrice(
         assert all(number <= 4 for number in used.values())
 
 
+@pytest.mark.slow
 def test_agrees_with_the_published_simulator(gavel: Path) -> None:
     rows = json.loads((gavel / "simulated.json").read_text())
     [row] = [row for row in rows if row["policy"] == "max_min_fairness_packed"]

@@ -70,6 +70,7 @@ def test_water_filling_is_pareto_efficient(seed, draw, oracle):
 @pytest.mark.parametrize("policy", SENSE)
 @drawn
 @given(seed=seeds)
+@pytest.mark.slow
 def test_colocation_is_never_worse(seed, policy, draw):
     apart = allocate(draw(seed, entities=ENTITIES), policy).certificate.objective
     together = draw(seed, entities=ENTITIES, space_sharing=True)

@@ -118,6 +118,7 @@ def every_interleaved(problem: ParallelProblem) -> Iterator[Plan]:
 
 @settings(max_examples=examples(40))
 @given(problems())
+@pytest.mark.slow
 def test_no_interleaved_plan_is_faster_than_the_bound(problem: ParallelProblem) -> None:
     least = min((counted_step(p, problem) for p in every_interleaved(problem)), default=None)
     try:

@@ -148,6 +148,7 @@ def test_each_message_of_the_way_counts():
 
 @FEW
 @given(tiny_layers())
+@pytest.mark.slow
 def test_tiny_layers_equal_brute_force(problem):
     assert same(objective(problem), best_flat(problem))
 

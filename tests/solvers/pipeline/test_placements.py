@@ -77,6 +77,7 @@ def value(plan) -> float | None:
 
 @pytest.mark.parametrize("seed", [7, 13, 20, 41])
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
+@pytest.mark.slow
 def test_a_better_placement_out_of_order_is_found(seed, schedule):
     problem = drawn(seed, schedule=schedule)
     plan = answer(problem)
@@ -192,6 +193,7 @@ def test_a_gap_that_is_near_enough_ends_the_search():
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
+@pytest.mark.slow
 def test_a_blind_bound_holds_where_chains_are_too_many(schedule, monkeypatch):
     monkeypatch.setattr(pipeline, "relaxed", lambda *_, **__: None)
     for seed in (1, 7, 13, 20, 41):

@@ -29,6 +29,7 @@ FEW = settings(max_examples=examples(120))
 
 @FEW
 @given(flat_problems())
+@pytest.mark.slow
 def test_flat_equals_brute_force(problem):
     problem = dataclasses.replace(problem, objective="bottleneck")
     assert same(objective(problem), best_flat(problem))
@@ -36,6 +37,7 @@ def test_flat_equals_brute_force(problem):
 
 @FEW
 @given(flat_problems(graphs=False))
+@pytest.mark.slow
 def test_the_two_methods_agree_on_chains(problem):
     problem = dataclasses.replace(problem, workers="at_most", objective="bottleneck")
     expected = objective(problem, "graph")
@@ -83,6 +85,7 @@ def test_nested_methods_agree_on_chains(problem):
 
 @FEW
 @given(flat_problems(), st.sampled_from(["bandwidth", "memory", "devices", "servers"]))
+@pytest.mark.slow
 def test_more_never_hurts(problem, what):
     problem = dataclasses.replace(problem, workers="at_most", objective="bottleneck")
     before, after = objective(problem), objective(enlarged(problem, what))

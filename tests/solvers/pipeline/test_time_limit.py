@@ -30,6 +30,7 @@ SCHEDULES = ["1f1b", "pipedream", "interleaved", "zb-h1", "pipedream-vertical-sy
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("questions", [0, 1, 10, 100, 1000])
+@pytest.mark.slow
 def test_a_search_stopped_anywhere_has_a_plan_and_a_bound(schedule: str, questions: int) -> None:
     problem: PipelineProblem = drawn(7, schedule=schedule)
     best = solve(problem).proof
@@ -55,6 +56,7 @@ def test_the_list_of_moves_asks_for_the_time_all_along() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream-vertical-sync"])
+@pytest.mark.slow
 def test_little_is_done_after_the_limit(schedule: str) -> None:
     """Searches for simpler plans, and for those of fewer types, began after the limit."""
     problem = dataclasses.replace(long_chain(schedule), step_error=0.02)
@@ -65,6 +67,7 @@ def test_little_is_done_after_the_limit(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
+@pytest.mark.slow
 def test_no_table_of_all_cuts_is_made_without_asking_for_the_time(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

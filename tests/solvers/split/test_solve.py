@@ -258,6 +258,7 @@ SPREADS = st.lists(st.sampled_from([0.0, 0.01, 0.05, 0.3, 0.8]), min_size=1, max
 
 @settings(DRAWN, max_examples=examples(400))
 @given(problems(), SPREADS, st.sampled_from([None, 0.0, 0.1]), st.sampled_from([0.02, 0.2, 9.0]))
+@pytest.mark.slow
 def test_the_simplest_plan_within_the_interval_is_found(
     plain: SplitProblem, errors: list[float], step_error: float | None, given_up: float
 ) -> None:
@@ -453,6 +454,7 @@ def test_fewer_devices_are_used_when_synchronisation_grows() -> None:
     assert plan.predicted.step_seconds == pytest.approx(min(steps), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_limits_of_size_are_solved_and_checked() -> None:
     """Eight types, 4,096 devices, a batch of 65,535 (odd: hard to add up), in every regime."""
     sizes = (1, 2, 3, 4, 6, 8, 12, 16)

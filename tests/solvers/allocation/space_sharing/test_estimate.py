@@ -22,6 +22,7 @@ def test_a_low_rank_matrix_is_recovered_from_two_thirds(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow
 def test_a_job_like_a_reference_is_mapped_to_it(seed):
     references = low_rank(seed, 12, 12, 3)
     rng = np.random.default_rng(seed)

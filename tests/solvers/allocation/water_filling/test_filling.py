@@ -44,6 +44,7 @@ def asked_of_jobs(policy, instance, value):
 @pytest.mark.parametrize("space_sharing", [False, True])
 @drawn
 @given(seed=seeds)
+@pytest.mark.slow
 def test_the_objective_stays_and_the_rest_is_lexicographic(seed, space_sharing, draw, oracle):
     problem = draw(seed, num_jobs=6, space_sharing=space_sharing)
     instance, other = instance_of(problem), oracle(problem)

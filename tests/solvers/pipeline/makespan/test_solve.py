@@ -58,6 +58,7 @@ def least_step(problem: PipelineProblem) -> float | None:
 
 @FEW
 @given(step_problems())
+@pytest.mark.slow
 def test_the_oracle_s_step_is_the_timer_s(problem):
     try:
         plan = solve(dataclasses.replace(problem, workers="at_most"))
@@ -84,6 +85,7 @@ def test_the_least_step_of_so_many_stages(problem, count):
 
 @FEW
 @given(step_problems(), st.sampled_from(["bandwidth", "memory", "devices", "servers"]))
+@pytest.mark.slow
 def test_more_never_hurts_the_step(problem, what):
     problem = dataclasses.replace(problem, workers="at_most")
     before, after = least_step(problem), least_step(enlarged(problem, what))

@@ -88,15 +88,15 @@ def formulas_equal_stored(model: str) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(m, marks=[pytest.mark.slow] * (m != "vgg16")) for m in MODELS],
+    MODELS,
 )
+@pytest.mark.slow
 def test_published_prices_give_the_released_answers(model):
     equals_stored(model)
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=[pytest.mark.slow] * (m != "resnet18")) for m in MODELS]
-)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.slow
 def test_the_formulas_give_their_stored_optima(model):
     formulas_equal_stored(model)
 
@@ -107,16 +107,8 @@ def test_resnet50_published_and_formulas():
     formulas_equal_stored("resnet50")
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "resnet18",
-        *(
-            pytest.param(model, marks=pytest.mark.slow)
-            for model in ("vgg16", "squeezenet1_0", "gnmt", "resnet50")
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("model", ["resnet18", "vgg16", "squeezenet1_0", "gnmt", "resnet50"])
+@pytest.mark.slow
 def test_no_default_plan_breaks_a_memory_rule(model):
     cases = {c["setting"]: c for c in published_cases(model) if c["mode"] == "act"}
     for setting in ("A_4x4", "B_2x8"):
