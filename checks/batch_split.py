@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..schema.plan import Plan, Prediction, ReplicaGroup
-from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ..schema.problem import AloneDevice, DeviceOption, ShardedProblem, SplitProblem
 from ..schema.profile import BatchPoint
 from . import definitions, split_bound
 from .est_mapping import est_faults
@@ -28,7 +28,7 @@ def check(plan: Plan, problem: SplitProblem | None) -> Verdict:
     Returns:
         One sentence per fault, and how the bound is known.
     """
-    faults = [*_own_faults(plan), *_proof_faults(plan), *est_faults(plan, problem)]
+    faults = [*own_faults(plan), *split_proof_faults(plan), *est_faults(plan, problem)]
     if problem is None:
         return Verdict(faults)
     faults += _against_problem(plan, problem)
@@ -36,6 +36,8 @@ def check(plan: Plan, problem: SplitProblem | None) -> Verdict:
     if faults or bound is None or plan.objective != "step_seconds":
         return Verdict(faults)
     stated = plan.proof.certificate
+    if stated is not None and stated.kind != "refuted-splits":
+        return Verdict(["proof.certificate: is of plans that share states"])
     sets = split_bound.whole_sets(problem) if stated is None else stated.refuted
     try:
         found = split_bound.replay_faults(problem, bound, sets)
@@ -51,7 +53,8 @@ def differ(left: float, right: float, rounding: float = 0.0) -> bool:
     return abs(left - right) > max(TOLERANCE * max(abs(left), abs(right)), rounding)
 
 
-def _own_faults(plan: Plan) -> Iterator[str]:
+def own_faults(plan: Plan) -> Iterator[str]:
+    """List what of a split's values does not agree with each other."""
     predicted = plan.predicted
     needed = (predicted.compute_seconds, predicted.sync_seconds, predicted.update_seconds)
     device = _device_seconds(predicted)
@@ -82,7 +85,7 @@ def _own_faults(plan: Plan) -> Iterator[str]:
     yield from _uniform_faults(plan)
     if plan.num_devices == 1 and any(group.exposed_seconds for group in plan.groups):
         yield "groups[0]: one device has nothing to synchronise, but exposed_seconds"
-    if plan.num_devices == 1 and predicted.sync_seconds:
+    if plan.num_devices == 1 and plan.shard is None and predicted.sync_seconds:
         yield f"predicted: one device has nothing to synchronise, got {predicted.sync_seconds} s"
     timed = [
         (g.virtual_nodes * g.pass_seconds, g.exposed_seconds or 0.0)
@@ -117,7 +120,8 @@ def _uniform_faults(plan: Plan) -> Iterator[str]:
         yield f"groups: virtual nodes differ from {plan.global_batch_size}/{nodes} samples each"
 
 
-def _proof_faults(plan: Plan) -> Iterator[str]:
+def split_proof_faults(plan: Plan) -> Iterator[str]:
+    """List what of a split's proof does not agree with itself or the prediction."""
     proof = plan.proof
     if plan.objective == "step_seconds" and differ(proof.objective, plan.predicted.step_seconds):
         yield (
@@ -129,7 +133,7 @@ def _proof_faults(plan: Plan) -> Iterator[str]:
 
 def _against_problem(plan: Plan, problem: SplitProblem) -> list[str]:
     options = {option.device_type: option for option in problem.devices}
-    faults = [*_question_faults(plan, problem)]
+    faults = [*question_faults(plan, problem)]
     for index, group in enumerate(plan.groups):
         faults += [
             f"groups[{index}]: {fault}"
@@ -151,7 +155,8 @@ def _against_problem(plan: Plan, problem: SplitProblem) -> list[str]:
     return faults
 
 
-def _question_faults(plan: Plan, problem: SplitProblem) -> Iterator[str]:
+def question_faults(plan: Plan, problem: SplitProblem | ShardedProblem) -> Iterator[str]:
+    """List where a plan answers another question than the problem's."""
     if plan.model != problem.model:
         yield f"model is {plan.model!r}, the profiles are of {problem.model!r}"
     if plan.global_batch_size != problem.global_batch_size:

@@ -31,8 +31,9 @@ _OF_REPLICAS = "device_type num_replicas samples virtual_nodes virtual_node_batc
 _STATED = {
     "split": {
         "plan": f"{_OF_ALL} uniform_virtual_nodes est emulated sync_bounds alternatives",
-        "stage": "replicas",
-        "replicas": f"{_OF_REPLICAS} pass_seconds interpolated measured_busy exposed_seconds",
+        "stage": "replicas shard",
+        "replicas": f"{_OF_REPLICAS} pass_seconds interpolated measured_busy exposed_seconds "
+        "state_share_bytes memory_bytes",
         "predicted": f"{_STEP} {_PARTS} compute_seconds load_seconds virtual_node_seconds "
         "fixed_seconds step_seconds_low step_seconds_high",
     },
@@ -119,6 +120,9 @@ def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
     if plan.kind == "split":
         for group in stage.replicas:
             full = group.num_replicas * group.virtual_nodes * group.virtual_node_batch_size
+            told = (group.state_share_bytes, group.memory_bytes)
+            if plan.shard is None and told != (None, None):
+                yield "state_share_bytes and memory_bytes are of replicas that share states"
             if group.samples != full:
                 yield f"{group.samples} samples on {group.device_type}, its passes hold {full}"
     if plan.kind != "pipeline":
@@ -199,6 +203,8 @@ def _broken(plan: Plan) -> Iterator[str]:
                 yield f"{used} {name} are used, the pool has {asked.devices.get(name, 0)}"
         if plan.cluster is not None and plan.cluster.num_devices != asked.devices:
             yield "devices are not those of cluster"
+    if asked.shard not in (None, plan.shard):
+        yield f"shard is {asked.shard}, the plan has {plan.shard}"
     counts: list[tuple[str, int | None]] = [
         ("microbatch_size", None), ("num_stages", None), ("num_model_chunks", None)
     ]  # fmt: skip

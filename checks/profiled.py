@@ -4,6 +4,7 @@ Solvers get a problem that was built from profiles. A checker that trusted this 
 miss errors made in building it. So memory, layers and times are read from the profiles again.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from math import ceil, isclose
 
@@ -12,6 +13,7 @@ from ..schema.optimizer import OptimizerState
 from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import DevicePool, PipelineProblem
 from ..schema.plan import Plan, ReplicaGroup
+from ..schema.problem import ShardedProblem
 from ..schema.profile import BatchPoint, LayerGraph, Profile
 from ..schema.schedule_traits import traits
 
@@ -71,6 +73,65 @@ def split_faults(
                 f"groups[{index}]: a pass of {group.virtual_node_batch_size} samples needs {needs} "
                 f"bytes on a {group.device_type} of {has}: {needs - has} too many"
             )
+    return faults
+
+
+def sharded_faults(
+    problem: ShardedProblem,
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    optimizer: OptimizerState | None,
+    memory_reserve_bytes: int = 0,
+) -> list[str]:
+    """List what a problem of shared states says of memory and weights, unlike its profiles.
+
+    Args:
+        problem: The problem that was solved.
+        profiles: Profiles of its model.
+        cluster: The pool.
+        optimizer: The optimizer that will train; None takes the profiles' optimizer.
+        memory_reserve_bytes: Bytes of each device that were to stay free.
+
+    Returns:
+        One sentence per fault.
+    """
+    by_type = {profile.device_type.lower(): profile for profile in reversed(profiles)}
+    faults = []
+    layers = None
+    for kind in problem.devices:
+        profile = by_type[kind.device_type.lower()]
+        where = f"the problem's {kind.device_type}"
+        layers = layers or profile.layers
+        if kind.memory_bytes != _device_bytes(cluster, profile):
+            faults.append(f"{where}: memory_bytes is {kind.memory_bytes}, which it has not")
+        beside = memory_reserve_bytes + _context_bytes(profile)
+        curve = profile.batch_curve
+        if profile.busy is not None and _has_company(cluster, profile.device_type):
+            curve = profile.busy.batch_curve
+        if profile.busy is None or curve is profile.busy.batch_curve:
+            beside += _group_bytes(profile)
+        beside += _more_bytes(profile, optimizer)
+        found = {point.batch_size: point for point in kind.batch_curve}
+        for point in curve:
+            held = found[point.batch_size].peak_memory_bytes
+            if held != max(0, _held(point) + beside):
+                faults.append(f"{where}: a pass of {point.batch_size} does not hold {held} bytes")
+    whole = [0, 0, 0]  # of what is no repeated layer, and of the two largest of these
+    units: dict[str, int] = {}
+    for node in () if layers is None else layers.nodes:
+        path = re.split(r"[._]", node.id)
+        deep = next((place for place, part in enumerate(path) if part.isdecimal()), None)
+        if deep is None:
+            whole[0] += node.weight_bytes
+        else:
+            name = node.id[: len("_".join(path[: deep + 1]))]
+            units[name] = units.get(name, 0) + node.weight_bytes
+    if not units:
+        whole[0] = problem.weight_bytes
+    whole[1:] = sorted([0, 0, *units.values()])[-2:]
+    told = (problem.gathered_bytes, problem.edge_bytes)
+    if told != (min(problem.weight_bytes, sum(whole)), max(whole)):
+        faults.append(f"the problem's gathered_bytes and edge_bytes are {told}, not of {whole}")
     return faults
 
 

@@ -94,7 +94,9 @@ def estimated_profile(
     name = device_type or spec.device_type
     points = [_point(counts, found, estimator, reserve_bytes) for found in counts.passes]
     fitting = [point for point in points if point.peak_memory_bytes <= spec.memory_bytes]
-    if not fitting and not counts.tables:
+    states = (2 + counts.optimizer.state_bytes_per_weight_byte) * counts.weight_bytes
+    shared = [p for p in points if p.peak_memory_bytes - states <= spec.memory_bytes]
+    if not shared and not counts.tables:
         raise InfeasibleError(
             f"{model} does not fit a {spec.name}: a batch of {points[0].batch_size} needs "
             f"{points[0].peak_memory_bytes} of its {spec.memory_bytes} bytes",
@@ -110,7 +112,7 @@ def estimated_profile(
         device_memory_bytes=spec.memory_bytes,
         weight_bytes=counts.weight_bytes,
         update_seconds=estimator.seconds(counts.update),
-        batch_curve=tuple(fitting or points[:1]),  # what does not fit is no split's
+        batch_curve=tuple(shared or points[:1]),  # with less of the states they may fit
         layers=tables[0] if tables else None,
         more_layers=tables[1:],
         tensor_layers=tuple(

@@ -1,9 +1,11 @@
 """Check a plan against the problem that it answers, rebuilt from profiles and a pool."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 from ..checks import plan as plan_checks
 from ..checks.proofs import Verdict, tolerance_faults
+from ..schema.choices import Shard
 from ..schema.cluster import Cluster
 from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
@@ -79,6 +81,8 @@ def _faults_of_kind(
             )
         link = link_bytes_per_second
         return Verdict(_parallel_faults(plan, profiles, pool, link, optimizer, free))
+    if plan.shard is not None:
+        return _sharded_faults(plan, profiles, pool, optimizer, free)
     from ..checks.batch_split import bound_faults, check
     from ..checks.profiled import split_faults
 
@@ -102,6 +106,36 @@ def _faults_of_kind(
     if pool is not None and judged is not pool:
         faults += bound_faults(plan, problem_on(pool))
     faults += split_faults(plan, profiles, judged, optimizer, free)
+    return faults
+
+
+def _sharded_faults(
+    plan: Plan,
+    profiles: Sequence[Profile] | None,
+    pool: Cluster | None,
+    optimizer: OptimizerState | None,
+    memory_reserve_bytes: int,
+) -> Verdict:
+    from ..checks.profiled import sharded_faults
+    from ..checks.sharded_split import check
+    from .split_problem import sharded_problem
+
+    if profiles is None:
+        return check(plan, None)
+    only = plan.restrictions and plan.restrictions.shard
+    judged = judged_pool(plan, pool)
+    problem = sharded_problem(
+        profiles,
+        judged,
+        plan.global_batch_size,
+        (only,) if only else get_args(Shard),
+        virtual_nodes=plan.uniform_virtual_nodes,
+        interpolate=any(group.interpolated for group in plan.groups),
+        optimizer=optimizer,
+        memory_reserve_bytes=memory_reserve_bytes,
+    )
+    faults = check(plan, problem)
+    faults += sharded_faults(problem, profiles, judged, optimizer, memory_reserve_bytes)
     return faults
 
 

@@ -12,12 +12,13 @@ from ..schema.options import asked_of, command, option, told
 from ..schema.requests.solve import PIPELINES, SPLITS, SolveRequest
 
 Kind = Literal["split", "pipeline", "parallel"]
-Planner = Literal["split", "milp", "waste", "pipeline", "repetitive", "parallel"]
+Planner = Literal["split", "milp", "waste", "sharded", "pipeline", "repetitive", "parallel"]
 
 _PLANS = {
     "split": "exact splits",
     "milp": "splits by the MILP",
     "waste": "splits by waste",
+    "sharded": "splits that share states",
     "pipeline": "pipelines",
     "repetitive": "pipelines planned with {repetitive}",
     "parallel": "parallel plans",
@@ -26,6 +27,7 @@ _CHOSEN_BY = {
     "split": "{strategy=split}",
     "milp": "{method=cbc|highs}",
     "waste": "{objective=waste}",
+    "sharded": "{shard=auto}",
     "pipeline": "{strategy=pipeline}",
     "repetitive": "{strategy=pipeline} {schedule=2bw} {repetitive=True}",
     "parallel": "{strategy=parallel}",
@@ -118,7 +120,7 @@ def _way(read_by: Collection[str], tried: Collection[str]) -> str:
         return "take the exact method and objective of splits"
     ways = []
     for planner in read_by:
-        covered = planner in ("milp", "waste") and "split" in read_by
+        covered = planner in ("milp", "waste", "sharded") and "split" in read_by
         if not covered and not (planner == "repetitive" and "pipeline" in read_by):
             ways.append(_CHOSEN_BY[planner])
     return told("add " + " or ".join(ways))

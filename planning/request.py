@@ -58,6 +58,8 @@ class Question:
     def planners(self) -> dict[Kind, Planner]:
         """The planner of each kind of plan that these options ask for."""
         by_method: Planner = "split" if self.asked.method == "exact" else "milp"
+        if self.asked.shard != "none":
+            by_method = "sharded"
         return {
             "split": "waste" if self.asked.objective == "waste" else by_method,
             "pipeline": "repetitive" if self.asked.repetitive else "pipeline",

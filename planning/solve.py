@@ -3,9 +3,10 @@
 import dataclasses
 import logging
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..costs.memory import reserve_of
+from ..schema.choices import Shard
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
@@ -69,7 +70,8 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
     """What of the request restricts the plan, besides what the plan states elsewhere."""
     devices = question.pool.num_devices
     found = Restrictions(
-        devices=devices if plan.cluster is None and devices != plan.devices_by_type else None
+        devices=devices if plan.cluster is None and devices != plan.devices_by_type else None,
+        shard=None if question.asked.shard in ("none", "auto") else plan.shard,
     )
     for asked in asked_of(SolveRequest):
         value = getattr(question.asked, asked.name)
@@ -287,7 +289,44 @@ def _split(question: Question, clock: Clock) -> Plan:
     return plan
 
 
+def _sharded_in(pool: Cluster, question: Question, clock: Clock) -> Plan:
+    """The best plan whose devices share states; with ``auto`` one of whole states if as fast."""
+    from ..checks.sharded_split import check
+    from ..solvers.split.sharded import solve
+    from .split_problem import sharded_problem
+
+    flags, whole = question.asked, None
+    shards = get_args(Shard) if flags.shard == "auto" else (flags.shard,)
+    if flags.shard == "auto":
+        alone = dataclasses.replace(question, asked=dataclasses.replace(flags, shard="none"))
+        try:
+            whole = _split_in(pool, alone, clock, warns=False)
+        except InfeasibleError as error:
+            _log.info(f"no split with whole states: {error.message}")
+    try:
+        problem = sharded_problem(
+            question.profiles, pool, flags.batch_size, shards, flags.virtual_nodes,
+            flags.interpolate, question.optimizer, flags.memory_reserve_bytes,
+        )  # fmt: skip
+        plan = _with_origin(solve(problem), question)
+    except (InfeasibleError, ProblemError):
+        if whole is None:
+            raise
+        return whole
+    faults = check(plan, problem)
+    if faults:
+        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    if whole is not None and whole.predicted.step_seconds <= plan.predicted.step_seconds:
+        _log.info(f"no split that shares states is faster than {plan.predicted.step_seconds:.4g} s")
+        return whole
+    if problem.bytes_per_second is None:
+        _log.warning("no link's rate is known: gathers and reductions of states count as free")
+    return plan
+
+
 def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -> Plan:
+    if question.asked.shard != "none":
+        return _sharded_in(pool, question, clock)
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
     from .split_problem import split_problem

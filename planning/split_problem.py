@@ -6,11 +6,19 @@ from math import ceil, gcd
 
 from ..costs.compute import point_at
 from ..costs.memory import fitting_points, reserve_of, with_reserve
+from ..costs.sharding import unit_bytes
+from ..schema.choices import Shard
 from ..schema.cluster import Cluster, Link
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
-from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ..schema.problem import (
+    AloneDevice,
+    DeviceOption,
+    ShardedDevices,
+    ShardedProblem,
+    SplitProblem,
+)
 from ..schema.profile import BatchPoint, BusyHost, Profile
 from ..schema.records import nearest
 from .links import Pair, measured_between, stated_link
@@ -91,6 +99,89 @@ def split_problem(
         optimizer=counted,
     )
     return _interpolated(problem) if interpolate else problem
+
+
+def sharded_problem(
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    global_batch_size: int,
+    shards: Sequence[Shard],
+    virtual_nodes: int | None = None,
+    interpolate: bool = False,
+    optimizer: OptimizerState | None = None,
+    memory_reserve_bytes: int = 0,
+) -> ShardedProblem:
+    """Build the problem of a split whose devices share the model's states.
+
+    As ``split_problem``, but sizes stay whose peak fits no device: with less of the states it may.
+    Gathers and reductions run at the rate of the slowest link, and no faster than the slowest
+    all-reduce that the profiles measured.
+
+    ``shards`` is what may be shared; the other arguments are those of ``split_problem``.
+
+    Raises:
+        ProblemError: As ``split_problem``; or the profiles do not say which optimizer trains.
+    """
+    cluster = cluster.spelled_as(profile.device_type for profile in profiles)
+    model, by_type = _only_model(profiles), _by_device_type(profiles)
+    used = [_profile_of(name, by_type) for name in cluster.num_devices]
+    counted = optimizer or _measured_optimizer(used)
+    if counted is None:
+        raise ProblemError(
+            "the profiles do not say which optimizer they count, so its state cannot be shared",
+            hint=f"profile again, or state {option('optimizer')}",
+        )
+    link, total = _slowest_link(used, cluster), sum(cluster.num_devices.values())
+    kinds = []
+    for profile in used if optimizer is None else [_with_state(p, optimizer) for p in used]:
+        name = profile.device_type
+        reserve = reserve_of(profile, memory_reserve_bytes, num_devices=total)
+        profile = with_reserve(profile, reserve)
+        busy = profile.busy if cluster.shares_servers(name) else None
+        costs = busy or profile
+        kinds.append(
+            ShardedDevices(
+                device_type=name,
+                num_devices=cluster.num_devices[name],
+                memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
+                batch_curve=costs.batch_curve,
+                update_seconds=costs.update_seconds,
+                fixed_seconds=costs.fixed_seconds or 0.0,
+                measured_busy=busy is not None,
+            )
+        )
+    rings = [p.sync for p in used if p.sync is not None and p.sync.bytes_per_second is not None]
+    rates = [ring.bytes_per_second for ring in rings if ring.bytes_per_second is not None]
+    rates += [] if link is None else [link.bytes_per_second]
+    late = [ring.latency_seconds or 0.0 for ring in rings]
+    late += [] if link is None else [link.latency_seconds]
+    weights = max(profile.weight_bytes for profile in used)
+    tables = (profile.layers for profile in used if profile.layers is not None)
+    gathered, edge, number = unit_bytes(next(tables, None), weights)
+    problem = ShardedProblem(
+        model=model,
+        global_batch_size=global_batch_size,
+        devices=tuple(kinds),
+        optimizer=counted,
+        shards=tuple(shards),
+        weight_bytes=weights,
+        gathered_bytes=gathered,
+        edge_bytes=edge,
+        num_units=number,
+        bytes_per_second=min(rates, default=None),
+        latency_seconds=max(late, default=0.0),
+        virtual_nodes=virtual_nodes,
+    )
+    if not interpolate:
+        return problem
+    between = [_curve_between(problem, kind.batch_curve) for kind in kinds]
+    return replace(
+        problem,
+        devices=tuple(
+            replace(kind, batch_curve=curve, interpolated_sizes=added)
+            for kind, (curve, added) in zip(kinds, between, strict=True)
+        ),
+    )
 
 
 def split_keys(profiles: Sequence[Profile], pool: Cluster) -> Keys:
@@ -239,7 +330,8 @@ def _does_not_fit(short: list[tuple[str, BatchPoint, int]]) -> InfeasibleError:
     return InfeasibleError(
         f"the model fits no device: on {name} its smallest profiled batch of {point.batch_size} "
         f"needs {point.peak_memory_bytes} bytes, {missing} more than the {limit} there are",
-        hint="use devices with more memory, or profile smaller batch sizes",
+        hint="use devices with more memory, or profile smaller batch sizes; or let devices share "
+        f"the states ({option('shard', 'auto')})",
     )
 
 
@@ -264,7 +356,7 @@ def _option_between(problem: SplitProblem, option: DeviceOption) -> DeviceOption
 
 
 def _curve_between(
-    problem: SplitProblem, curve: tuple[BatchPoint, ...]
+    problem: SplitProblem | ShardedProblem, curve: tuple[BatchPoint, ...]
 ) -> tuple[tuple[BatchPoint, ...], tuple[int, ...]]:
     """Interpolate a curve: all its points, and the sizes that are interpolated."""
     profiled = {point.batch_size for point in curve}
@@ -273,7 +365,9 @@ def _curve_between(
     return tuple(sorted(points, key=lambda point: point.batch_size)), added
 
 
-def _sizes_between(problem: SplitProblem, curve: tuple[BatchPoint, ...]) -> list[int]:
+def _sizes_between(
+    problem: SplitProblem | ShardedProblem, curve: tuple[BatchPoint, ...]
+) -> list[int]:
     low, high = curve[0].batch_size, curve[-1].batch_size
     if problem.virtual_nodes is not None:
         size = problem.global_batch_size // problem.virtual_nodes

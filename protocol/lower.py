@@ -73,6 +73,11 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
         else:
             lowered = lower_parallel(plan, seed)
         return replace(lowered, determinism=determinism)
+    if plan.shard is not None:
+        raise ProblemError(
+            "plans whose devices share states are planned and checked, and not launched yet",
+            hint="solve without sharing, or take a pipeline",
+        )
     nodes = sum(group.num_devices * group.virtual_nodes for group in plan.groups)
     check_numbers(plan.num_devices, nodes)
     rank, index = count(), count()

@@ -101,12 +101,19 @@ def plan_table(plan: Plan) -> str:
             milliseconds(
                 None if group.pass_seconds is None else group.pass_seconds * group.virtual_nodes
             ),
+            *(
+                f"{(number or 0) / 2**20:,.1f} MiB"
+                for number in (group.state_share_bytes, group.memory_bytes)
+                if plan.shard is not None
+            ),
         )
         for group in plan.groups
     ]
+    columns = ["devices", "batch per device", "virtual nodes", "compute"]
+    columns += [f"share ({plan.shard})", "memory"] if plan.shard is not None else []
     lines = [
         f"{plan.model}, global batch {plan.global_batch_size}",
-        grid(("devices", "batch per device", "virtual nodes", "compute"), rows),
+        grid(columns, rows),
         _parts_text(plan.predicted, estimated=bool(plan.estimates)),
         _proof_text(plan),
     ]

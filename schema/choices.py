@@ -9,3 +9,6 @@ Method = Literal["exact", "cbc", "highs"]
 AnyObjective = Literal["step_seconds", "waste", "bottleneck"]
 CostModelName = Literal["profiled", "closed-form", "measured"]
 StageCost = Literal["ring", "thesis", "published"]
+Shard = Literal["optimizer", "gradients", "all"]
+"""Which states the replicas of a stage share; each includes those before it (ZeRO 5)."""
+AnyShard = Literal["auto", "none", "optimizer", "gradients", "all"]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from .choices import StageCost
+from .choices import Shard, StageCost
 from .cluster import Cluster
 from .device_memory import MemoryReserve
 from .errors import ProblemError
@@ -58,6 +58,28 @@ class SplitCertificate:
 
 
 @record
+class RefutedShares:
+    """Plans that share ``shard`` and take the bound or longer; ``rounds`` as in their passes.
+
+    Each device takes some samples and has room for some bytes of weights. ``bytes_per_sample`` is a
+    price of samples: at it no devices together are worth the batch and all weights. None: there is
+    no such price, and a judge takes the sums of samples.
+    """
+
+    shard: Shard
+    rounds: Count | None = None
+    bytes_per_sample: float | None = None
+
+
+@record
+class SharesCertificate:
+    """Why no plan that shares states is faster than ``proof.lower_bound``, by kinds of plans."""
+
+    kind: Literal["refuted-shares"] = "refuted-shares"
+    refuted: tuple[RefutedShares, ...]
+
+
+@record
 class Proof:
     """How good a plan is, and how that is known.
 
@@ -76,7 +98,7 @@ class Proof:
     gap: NonNegative | None
     method: str
     tolerance: Ratio | None = None
-    certificate: SplitCertificate | None = None
+    certificate: SplitCertificate | SharesCertificate | None = None
     space: str | None = None
 
 
@@ -129,6 +151,9 @@ class ReplicaGroup:
     means that it was interpolated between two measured sizes, ``measured_busy`` that other devices
     of the host trained during the measurement. ``exposed_seconds`` is the synchronisation time at
     that size beyond the least of all sizes; None if the profile has no times per size.
+
+    Where replicas share states, ``state_share_bytes`` are the most bytes of weights of which each
+    keeps the states.
     """
 
     device_type: Name
@@ -144,6 +169,7 @@ class ReplicaGroup:
     interpolated: bool = False
     measured_busy: bool = False
     exposed_seconds: Seconds | None = None
+    state_share_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         most = self.num_replicas * self.device_batch_size
@@ -215,7 +241,9 @@ class NestedBlock:
 class Stage:
     """A stage of the model and the devices that run it; one entry per kind of replica.
 
-    ``layers`` is empty if the stage is the whole model and its layers are not known.
+    ``layers`` is empty if the stage is the whole model and its layers are not known. ``shard`` is
+    what the replicas share of the states: the optimizer's, also gradients, or all, weights too;
+    None: each has all.
     ``num_in_flight`` and ``weight_versions`` are per replica. ``nesting`` is ordered from the
     highest level down, and is empty in flat plans.
 
@@ -233,6 +261,7 @@ class Stage:
 
     layers: tuple[Name, ...] = ()
     recompute: Recompute = "none"
+    shard: Shard | None = None
     replicas: tuple[ReplicaGroup, ...]
     num_in_flight: Count | None = None
     weight_versions: Count | None = None
@@ -543,6 +572,11 @@ class Plan(Shown):
         return self.stages[0].replicas
 
     @property
+    def shard(self) -> Shard | None:
+        """What the replicas of the first stage share of its states."""
+        return self.stages[0].shard
+
+    @property
     def traits(self) -> ScheduleTraits:
         """What the schedule does: whether it flushes, keeps old weights, and so on."""
         return traits(self.schedule)
@@ -611,13 +645,13 @@ class Plan(Shown):
         return "-".join(str(stage.num_replicas) for stage in self.stages)
 
 
-def split_plan(*, groups: Sequence[ReplicaGroup], **facts: Any) -> Plan:
+def split_plan(*, groups: Sequence[ReplicaGroup], shard: Shard | None = None, **facts: Any) -> Plan:
     """Return a plan of one stage, the whole model, whose replicas are these.
 
     Raises:
         ProblemError: They do not add up to the batch.
     """
-    return Plan(stages=(Stage(replicas=tuple(groups)),), **passes_of(groups), **facts)
+    return Plan(stages=(Stage(replicas=tuple(groups), shard=shard),), **passes_of(groups), **facts)
 
 
 def passes_of(groups: Sequence[ReplicaGroup]) -> dict[str, Any]:
@@ -674,6 +708,7 @@ def claim_of(plan: Plan, pool: Cluster | None = None) -> str:
 
 
 register_keys(
-    RefutedSplits, SplitCertificate, Proof, Prediction, ReplicaGroup, NestedBlock, Stage, PassTime,
+    RefutedSplits, SplitCertificate, RefutedShares, SharesCertificate, Proof, Prediction,
+    ReplicaGroup, NestedBlock, Stage, PassTime,
     EmulatedDevice, EstEstimate, Alternative, Gain, SyncBound, Plan,
 )  # fmt: skip

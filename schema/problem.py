@@ -1,9 +1,10 @@
 """Problems of the batch split solvers."""
 
-from .errors import ProblemError
+from .choices import Shard
+from .errors import InfeasibleError, ProblemError
 from .optimizer import OptimizerState
 from .profile import BatchPoint, Sync
-from .records import Bytes, Count, Name, PositiveRate, Ratio, Seconds, record
+from .records import Bytes, Count, Name, PositiveBytes, PositiveRate, Ratio, Seconds, record
 
 
 @record
@@ -86,3 +87,83 @@ class SplitProblem:
         curves = [option.batch_curve for option in self.devices]
         curves += [option.alone.batch_curve for option in self.devices if option.alone is not None]
         return sorted({point.batch_size for curve in curves for point in curve})
+
+
+@record
+class ShardedDevices:
+    """The devices of one type that may share a model's states.
+
+    ``batch_curve`` also holds sizes that do not fit with whole states: its peaks are those of a
+    device that holds all of them.
+    """
+
+    device_type: Name
+    num_devices: Count
+    memory_bytes: PositiveBytes
+    batch_curve: tuple[BatchPoint, ...]
+    update_seconds: Seconds
+    fixed_seconds: Seconds = 0.0
+    interpolated_sizes: tuple[Count, ...] = ()
+    measured_busy: bool = False
+
+
+@record
+class ShardedProblem:
+    """Split a batch by speed and a model's states by memory (Cephalo, Poplar).
+
+    A device keeps a share of the states that its plan's ``shard`` names. Weights are gathered, and
+    gradients reduced to their owners, in units: each repeated layer is one, and the rest is one.
+
+    Args:
+        weight_bytes: Of the whole model; as many are its gradients.
+        optimizer: Its state is counted in proportion to the weights.
+        shards: What may be shared.
+        gathered_bytes: The most weights that a device holds whole at a time, if it shares weights:
+            what is no repeated layer, and two of the largest layers.
+        edge_bytes: The largest unit: its first gather and last reduction hide behind nothing.
+        num_units: Number of units.
+        bytes_per_second: Of the pool's slowest link; None where it is not known.
+        latency_seconds: Of one message.
+        virtual_nodes: N, if the batch is cut into N equal virtual nodes; None for unlike ones.
+    """
+
+    model: Name
+    global_batch_size: Count
+    devices: tuple[ShardedDevices, ...]
+    optimizer: OptimizerState
+    shards: tuple[Shard, ...]
+    weight_bytes: PositiveBytes
+    gathered_bytes: Bytes
+    edge_bytes: Bytes
+    num_units: Count
+    bytes_per_second: PositiveRate | None = None
+    latency_seconds: Seconds = 0.0
+    virtual_nodes: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 2:
+            raise InfeasibleError("states are shared by two devices or more, and the pool has one")
+        if self.virtual_nodes and self.global_batch_size % self.virtual_nodes:
+            raise ProblemError(
+                f"{self.virtual_nodes} virtual nodes do not divide a global batch of "
+                f"{self.global_batch_size}",
+                hint="choose a number of virtual nodes that divides the batch",
+            )
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Every batch size at which some type was profiled, ascending."""
+        return sorted({point.batch_size for kind in self.devices for point in kind.batch_curve})
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all types."""
+        return sum(kind.num_devices for kind in self.devices)
+
+    def points(self, kind: ShardedDevices) -> list[BatchPoint]:
+        """The points of a type's curve that the batch and its virtual nodes allow."""
+        batch = self.global_batch_size
+        only = self.virtual_nodes and batch // self.virtual_nodes
+        return [
+            p for p in kind.batch_curve if p.batch_size <= batch and only in (None, p.batch_size)
+        ]

@@ -1,5 +1,6 @@
 """What a plan was solved under: its proof holds among the plans that keep to it."""
 
+from .choices import Shard
 from .records import Count, Name, record, register_keys
 
 
@@ -18,6 +19,7 @@ class Restrictions:
         num_model_chunks: Stages on each device.
         replication: False: no stage has replicas.
         recompute: False: no stage recomputes activations.
+        shard: What the devices of a split were to share of the states.
     """
 
     devices: dict[Name, Count] | None = None
@@ -26,6 +28,7 @@ class Restrictions:
     num_model_chunks: Count | None = None
     replication: bool | None = None
     recompute: bool | None = None
+    shard: Shard | None = None
 
     def __str__(self) -> str:
         parts = [
@@ -34,6 +37,7 @@ class Restrictions:
             (self.microbatch_size, f"microbatches of {self.microbatch_size}"),
             (self.replication is False, "no replicas"),
             (self.recompute is False, "no recomputation"),
+            (self.shard, f"shared states ({self.shard})"),
         ]
         return ", ".join(text for said, text in parts if said)
 

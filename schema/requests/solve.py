@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from ..choices import AnyObjective, CostModelName, Method, StageCost, Strategy
+from ..choices import AnyObjective, AnyShard, CostModelName, Method, StageCost, Strategy
 from ..options import Option
 from ..schedule_traits import DEFAULT_SCHEDULE
 from .allocate import AT, MARKET, POOL
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Profiles,
     )
 
-SPLITS = ("split", "milp", "waste")
+SPLITS = ("split", "milp", "waste", "sharded")
 PIPELINES = ("pipeline", "repetitive")
 ALL = (*SPLITS, *PIPELINES, "parallel")
 SPLIT = "Options of splits"
@@ -130,6 +130,17 @@ class SolveRequest:
             help="Allow sizes between profiled ones; they are marked.",
         ),
     ] = False
+    shard: Annotated[
+        AnyShard,
+        Option(
+            read_by=("sharded",),
+            values={"none": ALL},
+            open_values=("none",),
+            panel=SPLIT,
+            help="What devices share of the states, by their memory: the optimizer's, also "
+            "gradients, or all, weights too (ZeRO 1 to 3); auto: the fastest that fits.",
+        ),
+    ] = "none"
     method: Annotated[
         Method,
         Option(

@@ -122,6 +122,8 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "fastest split": {"batch_size": 48, "fastest": True},
     "equal virtual nodes": {"batch_size": 48, "virtual_nodes": 12},
     "least waste": {"batch_size": 48, "virtual_nodes": 6, "objective": "waste", "top": 2},
+    "shared states": {"batch_size": 48, "shard": "all", "optimizer": "adam"},
+    "shared optimizer": {"batch_size": 48, "shard": "optimizer", "optimizer": "adam"},
     "estimated split": {"profiles": emulated(), "batch_size": 48},
     "1f1b": {"batch_size": 32, "strategy": "pipeline", "num_stages": 2, **_LINK},
     "gpipe": {"batch_size": 32, "strategy": "pipeline", "schedule": "gpipe", "num_stages": 4,

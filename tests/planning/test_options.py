@@ -76,6 +76,7 @@ BY = {
     "split": {"strategy": "split"},
     "milp": {"strategy": "split", "method": "highs"},
     "waste": {"strategy": "split", "objective": "waste", "virtual_nodes": 4},
+    "sharded": {"strategy": "split", "shard": "all"},
     "pipeline": {"strategy": "pipeline", **LINK},
     "repetitive": {
         "strategy": "pipeline", "schedule": "2bw", "repetitive": True, **LINK,
@@ -106,8 +107,9 @@ CASES: dict[str, dict[str, Case]] = {
     "objective": {"waste": Case("waste", {}), "pipeline": Case("bottleneck", {})},
     "top": {"waste": Case(3, {}), "parallel": Case(4, {})},
     "method": {"milp": Case("highs", {})},
-    "virtual_nodes": dict.fromkeys(("split", "milp", "waste"), Case(2, {})),
-    "interpolate": dict.fromkeys(("split", "milp", "waste"), UNEVEN),
+    "shard": {"sharded": Case("optimizer", {})},
+    "virtual_nodes": dict.fromkeys(("split", "milp", "waste", "sharded"), Case(4, {})),
+    "interpolate": dict.fromkeys(("split", "milp", "waste", "sharded"), UNEVEN),
     "schedule": {"pipeline": Case("gpipe", {}), "repetitive": Case("2bw", {})},
     "stage_cost": {"pipeline": Case("thesis", {})},
     "num_stages": {"pipeline": Case(2, {})},
@@ -182,7 +184,7 @@ def test_profiles_without_layers_refuse_what_only_layers_can_use(name: str) -> N
     request = SolveRequest((flat,), "4xV100", batch_size=64)
     case = next(iter(CASES[name].values()))
     asks = question_of(replace(request, **{name: case.value}))
-    if "milp" in asks.planners.values():
+    if {"milp", "sharded"} & set(asks.planners.values()):
         return
     with pytest.raises(ProblemError, match="is for .* it has no effect on") as refused:
         solve(asks)

@@ -1,0 +1,376 @@
+"""Split a batch by speed and a model's states by memory, exactly and fast.
+
+Cephalo and Poplar decouple the two for unlike devices, by heuristics. For a bound on time,
+each device has a few choices: samples, and the most bytes of weights of which it can then keep the
+states. So feasibility is a knapsack over the samples, whose worth is the room for states. The least
+bound is searched among the times of passes, for each kind of sharing and each number of rounds.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ...costs.sharding import (
+    compute_limit,
+    in_rounds,
+    most_share_bytes,
+    peak_bytes,
+    predict,
+    room_bytes,
+    shared_ratio,
+    step_seconds,
+)
+from ...schema.choices import Shard
+from ...schema.errors import InfeasibleError
+from ...schema.plan import (
+    Plan,
+    Proof,
+    RefutedShares,
+    ReplicaGroup,
+    SharesCertificate,
+    device_group,
+    split_plan,
+)
+from ...schema.problem import ShardedProblem
+from ...schema.profile import BatchPoint
+
+METHOD = "threshold search over times of passes, exact knapsack of samples and room for states"
+_NEVER = -(1 << 62)
+_BELOW = 1 - 1e-9
+
+Worths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A size that devices of a type may take, and the room for states beside it."""
+
+    kind: int
+    point: BatchPoint
+    room: int
+
+    @property
+    def size(self) -> int:
+        return self.point.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One way to share: what, and in how many rounds; None where devices pass by themselves."""
+
+    problem: ShardedProblem
+    shard: Shard
+    rounds: int | None
+    entries: tuple[_Entry, ...]
+
+    @property
+    def target(self) -> int:
+        """Samples of a round."""
+        return self.problem.global_batch_size // (self.rounds or 1)
+
+    @property
+    def counts(self) -> list[int]:
+        return [kind.num_devices for kind in self.problem.devices]
+
+    def step_seconds(self, compute_seconds: float) -> float:
+        return step_seconds(self.problem, self.shard, self.rounds or 1, compute_seconds)
+
+    @property
+    def least_seconds(self) -> float:
+        """A step that no plan of the choice undercuts: every device at its best rate."""
+        best = [0.0] * len(self.counts)
+        for one in self.entries:
+            best[one.kind] = max(best[one.kind], one.size / one.point.step_seconds)
+        rate = sum(n * one for n, one in zip(self.counts, best, strict=True))
+        return self.step_seconds(self.target / rate) if rate else np.inf
+
+    def passes(self, one: _Entry, seconds: float) -> int:
+        """The most passes of a size within a time."""
+        each = one.point.step_seconds
+        if self.rounds is not None:
+            return int(each <= seconds)
+        most = int(min(seconds / each, self.target // one.size))
+        most += (most + 1) * each <= seconds  # division may round across a whole number
+        return min(most - (most * each > seconds), self.target // one.size)
+
+    def candidates(self) -> list[float]:
+        """All times that a device may compute in a round, ascending."""
+        times: set[float] = set()
+        for one in self.entries:
+            most = 1 if self.rounds is not None else self.target // one.size
+            times.update((np.arange(1, most + 1) * one.point.step_seconds).tolist())
+        return sorted(times)
+
+    def price(self, seconds: float) -> float | None:
+        """Bytes per sample at which no devices are worth the batch and all weights.
+
+        It shows that no devices compute within ``seconds``, by weak duality; None: there is none.
+        """
+        found = [(one, n) for one in self.entries if (n := self.passes(one, seconds))]
+        kinds = np.array([one.kind for one, _ in found], dtype=np.int64)
+        rooms = np.array([one.room for one, _ in found], dtype=np.float64)
+        ends = np.array([[one.size, n * one.size] for one, n in found], dtype=np.float64)
+        counts = np.array(self.counts, dtype=np.float64)
+        weights, target = float(self.problem.weight_bytes), float(self.target)
+
+        def excess(price: float) -> tuple[float, float]:
+            """What devices are worth beyond the batch and all weights, and the slope of that."""
+            most, samples = np.zeros(len(counts)), np.zeros(len(counts))
+            if found:
+                best = ends.argmax(axis=1) if price > 0 else ends.argmin(axis=1)
+                taken = ends[np.arange(len(found)), best]
+                for kind, worth, number in zip(kinds, rooms + price * taken, taken, strict=True):
+                    if worth > most[kind]:
+                        most[kind], samples[kind] = worth, number
+            return float(counts @ most) - weights - price * target, float(counts @ samples) - target
+
+        # The excess is convex and piecewise linear: the least point of two tangents comes next.
+        ends_at = float(counts.sum() + 1) * weights + 1
+        low, high = (-ends_at, *excess(-ends_at)), (ends_at, *excess(ends_at))
+        if high[1] < 0:
+            return high[0]
+        for _ in range(100):
+            if high[2] <= low[2]:
+                return None
+            price = (low[1] - low[2] * low[0] - high[1] + high[2] * high[0]) / (high[2] - low[2])
+            if low[1] + low[2] * (price - low[0]) > -1e-6 * weights:
+                return None  # no price is lower than where the tangents meet
+            middle = (price, *excess(price))
+            if middle[1] < -1e-6 * weights:
+                return price
+            if middle[2] < 0:
+                low = middle
+            else:
+                high = middle
+        return None
+
+    def rooms(self, seconds: float, *, keeps: bool = False) -> list[Worths]:
+        """[devices + 1][samples + 1] the most room of the first devices for exactly so many."""
+        table = np.full(self.target + 1, _NEVER, dtype=np.int64)
+        table[0] = 0
+        tables = [table]
+        for kind, count in enumerate(self.counts):
+            own = [
+                (e, n) for e in self.entries if e.kind == kind and (n := self.passes(e, seconds))
+            ]
+            for _ in range(count if own else 0):
+                best = table
+                for one, most in own:
+                    best = np.maximum(best, _windows(table, one.size, most) + one.room)
+                table = best
+                tables = [*tables, table] if keeps else [table]
+        return tables
+
+    def fits(self, seconds: float) -> bool:
+        """Whether the batch and the states fit devices that compute so long in a round."""
+        if self.price(seconds) is not None:
+            return False
+        return bool(self.rooms(seconds)[-1][-1] >= self.problem.weight_bytes)
+
+    def work(self, seconds: float) -> Counter[tuple[_Entry, int]]:
+        """How many devices take each size and number of passes, with the most room in all."""
+        tables = self.rooms(seconds, keeps=True)
+        found: Counter[tuple[_Entry, int]] = Counter()
+        left, number = self.target, len(tables) - 1
+        kinds = [
+            kind
+            for kind, count in enumerate(self.counts)
+            if any(e.kind == kind and self.passes(e, seconds) for e in self.entries)
+            for _ in range(count)
+        ]
+        for number in range(len(kinds), 0, -1):
+            worth, before = tables[number][left], tables[number - 1]
+            if before[left] == worth:
+                continue  # this device stays unused
+            one, passes = next(
+                (e, n)
+                for e in self.entries
+                if e.kind == kinds[number - 1]
+                for n in range(min(self.passes(e, seconds), left // e.size), 0, -1)
+                if before[left - n * e.size] + e.room == worth
+            )
+            found[one, passes if self.rounds is None else self.rounds] += 1
+            left -= passes * one.size
+        return found
+
+
+def _windows(table: Worths, size: int, most: int) -> Worths:
+    """[samples + 1] the best entry of 1 to ``most`` passes of ``size`` before each.
+
+    The window is doubled until it is long enough: O(log most) operations on whole tables.
+    """
+    best, length = _shifted(table, size), 1
+    while length < most:
+        more = min(length, most - length)
+        best = np.maximum(best, _shifted(best, more * size))
+        length += more
+    return best
+
+
+def _shifted(table: Worths, by: int) -> Worths:
+    found = np.full_like(table, _NEVER)
+    if by < len(table):
+        found[by:] = table[:-by]
+    return found
+
+
+def solve(problem: ShardedProblem) -> Plan:
+    """Minimise the predicted step over shares of the batch and of the states.
+
+    Exact. Devices may stay unused. Deterministic: of equally fast choices the first in the order of
+    ``problem.shards``, then with the fewest rounds. Shares of states are as even as memory allows.
+
+    Args:
+        problem: Profiles, pool, batch and what may be shared.
+
+    Returns:
+        A plan that ``checks.sharded_split.check`` accepts for ``problem``, proved optimal.
+
+    Raises:
+        InfeasibleError: Batch and states do not fit; it says the fewest bytes that are missing.
+    """
+    choices = list(_choices(problem, most_share_bytes))
+    best: tuple[float, _Choice, float] | None = None
+    for choice in sorted(choices, key=lambda one: one.least_seconds):
+        if not choice.entries or best and choice.least_seconds >= best[0] * _BELOW:
+            continue
+        compute = _least_compute(choice, best[0] if best else np.inf)
+        if compute is not None and (best is None or choice.step_seconds(compute) < best[0]):
+            best = choice.step_seconds(compute), choice, compute
+    if best is None:
+        raise _does_not_fit(problem)
+    step, choice, compute = best
+    groups = tuple(_groups(choice, choice.work(compute)))
+    predicted = predict(problem, choice.shard, groups)
+    refuted = []
+    for one in choices:
+        limit = compute_limit(problem, one.shard, one.rounds or 1, step * _BELOW)
+        refuted.append(
+            RefutedShares(shard=one.shard, rounds=one.rounds, bytes_per_sample=one.price(limit))
+        )
+    return split_plan(
+        model=problem.model,
+        global_batch_size=problem.global_batch_size,
+        groups=groups,
+        shard=choice.shard,
+        uniform_virtual_nodes=problem.virtual_nodes,
+        optimizer=problem.optimizer,
+        predicted=predicted,
+        proof=Proof(
+            termination="optimal",
+            objective=predicted.step_seconds,
+            lower_bound=predicted.step_seconds,
+            gap=0.0,
+            method=METHOD,
+            certificate=SharesCertificate(refuted=tuple(refuted)),
+            space=f"splits that share {' or '.join(problem.shards)} of the states",
+        ),
+    )
+
+
+def _choices(problem: ShardedProblem, room: Callable[..., int | None]) -> Iterator[_Choice]:
+    """All ways to share; ``room`` values a size on a type, or says that it cannot be taken."""
+    batch = problem.global_batch_size
+    for shard in problem.shards:
+        entries = tuple(
+            _Entry(number, point, worth)
+            for number, kind in enumerate(problem.devices)
+            for point in problem.points(kind)
+            if (worth := room(problem, kind, point, shard)) is not None
+        )
+        if not in_rounds(shard):
+            yield _Choice(problem, shard, None, entries)
+            continue
+        for rounds in range(1, batch + 1):
+            if batch % rounds == 0:
+                fitting = tuple(e for e in entries if e.size <= batch // rounds)
+                yield _Choice(problem, shard, rounds, fitting)
+
+
+def _least_compute(choice: _Choice, cutoff: float) -> float | None:
+    """The least time in a round within which batch and states fit, in a step below ``cutoff``."""
+    times = choice.candidates()
+    low = _first(times, lambda seconds: choice.price(seconds) is None, 0)
+    width = 1
+    while low < len(times) and choice.step_seconds(times[low]) < cutoff:
+        high = min(low + width, len(times)) - 1
+        if choice.fits(times[high]):
+            return times[_first(times[: high + 1], choice.fits, low)]
+        low, width = high + 1, 2 * width
+    return None
+
+
+def _first(times: list[float], holds: Callable[[float], bool], low: int) -> int:
+    """The index of the first of ascending times for which a monotone condition holds."""
+    high = len(times)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(times[middle]) else (middle + 1, high)
+    return low
+
+
+def _groups(choice: _Choice, work: Counter[tuple[_Entry, int]]) -> Iterator[ReplicaGroup]:
+    """Equal devices as groups, in the order of types; states shared as evenly as memory allows."""
+    problem = choice.problem
+    low, high = 0, problem.weight_bytes
+    while low < high:  # the least limit on a share with which all shares hold all weights
+        middle = (low + high) // 2
+        held = sum(count * min(one.room, middle) for (one, _), count in work.items())
+        low, high = (low, middle) if held >= problem.weight_bytes else (middle + 1, high)
+    for (one, passes), count in sorted(
+        work.items(), key=lambda item: (item[0][0].kind, -item[0][1] * item[0][0].size, item[0][1])
+    ):
+        kind = problem.devices[one.kind]
+        share = min(one.room, low)
+        yield replace(
+            device_group(
+                device_type=kind.device_type,
+                num_devices=count,
+                virtual_nodes=passes,
+                virtual_node_batch_size=one.size,
+                pass_seconds=one.point.step_seconds,
+                interpolated=one.size in kind.interpolated_sizes,
+                measured_busy=kind.measured_busy,
+            ),
+            state_share_bytes=share,
+            memory_bytes=peak_bytes(problem, kind, one.point, choice.shard, share),
+        )
+
+
+def _does_not_fit(problem: ShardedProblem) -> InfeasibleError:
+    """Say how many bytes are missing in the plan that comes closest to fitting."""
+    least: tuple[int, Shard] | None = None
+    for choice in _choices(problem, _worth_bytes):
+        for seconds in choice.candidates()[-1:]:
+            worth = int(choice.rooms(seconds)[-1][-1])
+            if worth <= _NEVER // 2:
+                continue
+            needed = int(shared_ratio(problem, choice.shard) * problem.weight_bytes)
+            short = max(1, needed - worth)
+            if least is None or short < least[0]:
+                least = short, choice.shard
+    batch = problem.global_batch_size
+    if least is None:
+        sizes = sorted({p.batch_size for kind in problem.devices for p in problem.points(kind)})
+        return InfeasibleError(
+            f"no devices add up to a global batch of exactly {batch} in equally many passes of "
+            f"profiled sizes ({', '.join(map(str, sizes))})",
+            hint="profile more batch sizes, or choose a batch that these divide",
+        )
+    return InfeasibleError(
+        f"a global batch of {batch} and the shared states ({least[1]}) do not fit the "
+        f"{problem.num_devices} devices together: at least {least[0]} bytes are missing",
+        hint="add devices or memory, profile smaller batch sizes, or take an optimizer with less "
+        "state",
+    )
+
+
+def _worth_bytes(
+    problem: ShardedProblem, kind: object, point: BatchPoint, shard: Shard
+) -> int | None:
+    """Room for states in bytes, no more than all that are shared; negative where it is missing."""
+    most = int(shared_ratio(problem, shard) * problem.weight_bytes)
+    return min(room_bytes(problem, kind, point, shard), most)  # type: ignore[arg-type]

@@ -1,0 +1,192 @@
+"""Splits that share states: equal to enumeration, proved by a certificate that replays."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from hetflow.checks.sharded_split import check
+from hetflow.costs.sharding import in_rounds, most_share_bytes, step_seconds, unit_bytes, unit_of
+from hetflow.schema.errors import InfeasibleError
+from hetflow.schema.optimizer import OptimizerState
+from hetflow.schema.plan import Plan, SharesCertificate
+from hetflow.schema.problem import ShardedDevices, ShardedProblem
+from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode
+from hetflow.solvers.split.sharded import solve
+
+INSTANCES = 300
+
+
+def drawn(seed: int) -> ShardedProblem:
+    """A small problem: few devices of one or two types, some without room for all states."""
+    draw = random.Random(seed)
+    weights = draw.choice([40, 100])
+    kinds = []
+    for name in "AB"[: draw.randint(1, 2)]:
+        slowness, sample = draw.uniform(0.5, 3), draw.randint(5, 30)
+        curve = tuple(
+            BatchPoint(
+                batch_size=size,
+                step_seconds=slowness * (0.3 + size * draw.uniform(0.8, 1.2)),
+                peak_memory_bytes=4 * weights + size * sample,
+            )
+            for size in sorted(draw.sample([1, 2, 3, 4], draw.randint(1, 3)))
+        )
+        kinds.append(
+            ShardedDevices(
+                device_type=name,
+                num_devices=draw.randint(1, 2) if name == "B" else 2,
+                memory_bytes=draw.randint(weights, 7 * weights),
+                batch_curve=curve,
+                update_seconds=draw.random(),
+                fixed_seconds=draw.random(),
+            )
+        )
+    return ShardedProblem(
+        model="m",
+        global_batch_size=draw.choice([4, 6, 8]),
+        devices=tuple(kinds),
+        optimizer=OptimizerState(state_bytes_per_weight_byte=draw.choice([0.0, 0.5, 1.0, 2.0])),
+        shards=draw.choice([("optimizer", "gradients", "all"), ("all",), ("gradients",)]),
+        weight_bytes=weights,
+        gathered_bytes=draw.randint(0, weights // 2),
+        edge_bytes=draw.randint(0, 20),
+        num_units=4,
+        bytes_per_second=draw.choice([None, 30.0, 1000.0]),
+        latency_seconds=draw.choice([0, 0.001]),
+    )
+
+
+def steps(problem: ShardedProblem) -> Iterator[float]:
+    """The step of every plan."""
+    batch, weights = problem.global_batch_size, problem.weight_bytes
+    for shard in problem.shards:
+        divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+        for rounds in divisors if in_rounds(shard) else [None]:
+            kinds = []
+            for kind in problem.devices:
+                taken = [(0, 0.0, 0)]
+                for point in problem.points(kind):
+                    share = most_share_bytes(problem, kind, point, shard)
+                    for passes in [rounds] if rounds else range(1, batch + 1):
+                        if share is not None:
+                            seconds = passes * point.step_seconds / (rounds or 1)
+                            taken.append((passes * point.batch_size, seconds, share))
+                kinds += [taken] * kind.num_devices
+            for devices in product(*kinds):
+                samples, seconds, shares = zip(*devices, strict=True)
+                if sum(samples) == batch and sum(shares) >= weights:
+                    yield step_seconds(problem, shard, rounds or 1, max(seconds))
+
+
+def solved(problem: ShardedProblem) -> Plan | None:
+    try:
+        return solve(problem)
+    except InfeasibleError:
+        return None
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_equals_enumeration_and_the_certificate_replays(part: int) -> None:
+    num_plans = 0
+    for seed in range(part, INSTANCES, 3):
+        problem = drawn(seed)
+        least, plan = min(steps(problem), default=None), solved(problem)
+        assert (plan is None) == (least is None), seed
+        if plan is not None and least is not None:
+            assert plan.proof.objective == pytest.approx(least, rel=1e-12), seed
+            verdict = check(plan, problem)
+            assert (list(verdict), verdict.bound) == ([], "replayed"), seed
+            num_plans += 1
+    assert num_plans > INSTANCES / 8
+
+
+def large() -> ShardedProblem:
+    """64 devices of 6 types, a batch of 4096, and states that no device holds."""
+    gib = 1 << 30
+    kinds = tuple(
+        ShardedDevices(
+            device_type=f"T{k}",
+            num_devices=10 + (k < 4),
+            memory_bytes=(8 + 6 * k) * gib,
+            batch_curve=tuple(
+                BatchPoint(
+                    batch_size=size,
+                    step_seconds=(1 + 0.37 * (5 * k % 6)) * (0.02 + 0.01 * size**0.95),
+                    peak_memory_bytes=80 * gib + size * (700 << 20),
+                )
+                for size in (1, 2, 3, 4, 6, 8, 12, 16, 32)
+            ),
+            update_seconds=0.01,
+        )
+        for k in range(6)
+    )
+    return ShardedProblem(
+        model="m",
+        global_batch_size=4096,
+        devices=kinds,
+        optimizer=OptimizerState(state_bytes_per_weight_byte=2.0),
+        shards=("optimizer", "gradients", "all"),
+        weight_bytes=20 * gib,
+        gathered_bytes=gib,
+        edge_bytes=300 << 20,
+        num_units=33,
+        bytes_per_second=2e10,
+        latency_seconds=1e-5,
+    )
+
+
+def test_64_devices_of_6_types_that_hold_no_states_whole() -> None:
+    problem = large()
+    plan = solve(problem)
+    verdict = check(plan, problem)
+    assert (list(verdict), verdict.bound) == ([], "replayed")
+    assert plan.shard == "all"
+
+
+def test_a_certificate_that_leaves_out_or_overstates_is_refused() -> None:
+    problem = next(p for p in map(drawn, range(50)) if solved(p) and len(p.shards) == 3)
+    plan = solve(problem)
+    stated = plan.proof.certificate
+    assert isinstance(stated, SharesCertificate)
+    less = replace(stated, refuted=stated.refuted[:-1])
+    assert check(replace(plan, proof=replace(plan.proof, certificate=less)), problem)
+    more = 1.01 * plan.proof.objective
+    slow = replace(plan.proof, lower_bound=more, gap=0.0)
+    assert check(replace(plan, proof=slow), problem)
+    wrong = tuple(replace(one, bytes_per_sample=0.0) for one in stated.refuted)
+    forged = replace(plan.proof, certificate=replace(stated, refuted=wrong))
+    assert check(replace(plan, proof=forged), problem)
+
+
+def test_says_the_fewest_bytes_that_are_missing() -> None:
+    problem = replace(drawn(0), shards=("all",), global_batch_size=4, gathered_bytes=0)
+    [kind] = [replace(problem.devices[0], num_devices=2)]
+    point = replace(kind.batch_curve[0], batch_size=2, peak_memory_bytes=1000)
+    weights, ratio = problem.weight_bytes, 2 + problem.optimizer.state_bytes_per_weight_byte
+    beside = 1000 - round(ratio * weights)
+    short = replace(
+        problem,
+        devices=(replace(kind, batch_curve=(point,), memory_bytes=beside + 10),),
+    )
+    with pytest.raises(InfeasibleError, match=f"at least {round(ratio * weights) - 20} bytes"):
+        solve(short)
+
+
+def test_units_are_repeated_layers() -> None:
+    assert unit_of("transformer.h.11.attn.weight") == "transformer.h.11"
+    assert unit_of("blocks_3_norm") == "blocks_3"
+    assert unit_of("layer1.0.conv1") == "layer1.0"
+    assert [unit_of(name) for name in ("fc1", "conv2.weight", "wte")] == ["", "", ""]
+    nodes = tuple(
+        LayerNode(
+            id=name, op="Linear", forward_seconds=0.0, backward_seconds=0.0, activation_bytes=0,
+            weight_bytes=size,
+        )
+        for name, size in (("wte", 30), ("h.0.a", 5), ("h.0.b", 6), ("h.1.a", 7), ("h.2.a", 9))
+    )  # fmt: skip
+    graph = LayerGraph(microbatch_size=1, nodes=nodes, edges=())
+    assert unit_bytes(graph, 57) == (30 + 11 + 9, 30, 4)
+    assert unit_bytes(None, 57) == (57, 57, 1)
