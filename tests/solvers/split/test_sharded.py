@@ -8,12 +8,11 @@ from itertools import product
 import pytest
 
 from hetflow.checks.sharded_split import check
-from hetflow.costs.sharding import in_rounds, most_share_bytes, step_seconds, unit_bytes, unit_of
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, SharesCertificate
 from hetflow.schema.problem import ShardedDevices, ShardedProblem
-from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode
+from hetflow.schema.profile import BatchPoint
 from hetflow.solvers.split.sharded import solve
 
 INSTANCES = 300
@@ -59,17 +58,45 @@ def drawn(seed: int) -> ShardedProblem:
     )
 
 
+def step(problem: ShardedProblem, shard: str, rounds: int, compute: float) -> float:
+    """The step by docs/sharding.md."""
+    whole = edge = 0.0
+    if problem.bytes_per_second is not None:
+        late = problem.latency_seconds * sum(kind.num_devices for kind in problem.devices)
+        whole = problem.num_units * late + problem.weight_bytes / problem.bytes_per_second
+        edge = late + problem.edge_bytes / problem.bytes_per_second
+    closing = max(kind.update_seconds + kind.fixed_seconds for kind in problem.devices)
+    if shard == "all":
+        return rounds * (max(compute, 3 * whole) + 2 * edge) + closing
+    return rounds * (max(compute, whole) + edge) + whole + closing
+
+
+def most_share(
+    problem: ShardedProblem, kind: ShardedDevices, point: BatchPoint, shard: str
+) -> int | None:
+    """The most bytes of weights whose states fit; None: not even none do."""
+    weights, whole = problem.weight_bytes, ["optimizer", "gradients", "all"].index(shard)
+    ratio = problem.optimizer.state_bytes_per_weight_byte + whole
+    gathered = whole * min(weights, problem.gathered_bytes)
+    fitting = [
+        share
+        for share in range(weights + 1)
+        if point.peak_memory_bytes - ratio * (weights - share) + gathered <= kind.memory_bytes
+    ]
+    return max(fitting, default=None)
+
+
 def steps(problem: ShardedProblem) -> Iterator[float]:
     """The step of every plan."""
     batch, weights = problem.global_batch_size, problem.weight_bytes
     for shard in problem.shards:
         divisors = [n for n in range(1, batch + 1) if batch % n == 0]
-        for rounds in divisors if in_rounds(shard) else [None]:
+        for rounds in [None] if shard == "optimizer" else divisors:
             kinds = []
             for kind in problem.devices:
                 taken = [(0, 0.0, 0)]
                 for point in problem.points(kind):
-                    share = most_share_bytes(problem, kind, point, shard)
+                    share = most_share(problem, kind, point, shard)
                     for passes in [rounds] if rounds else range(1, batch + 1):
                         if share is not None:
                             seconds = passes * point.step_seconds / (rounds or 1)
@@ -78,7 +105,7 @@ def steps(problem: ShardedProblem) -> Iterator[float]:
             for devices in product(*kinds):
                 samples, seconds, shares = zip(*devices, strict=True)
                 if sum(samples) == batch and sum(shares) >= weights:
-                    yield step_seconds(problem, shard, rounds or 1, max(seconds))
+                    yield step(problem, shard, rounds or 1, max(seconds))
 
 
 def solved(problem: ShardedProblem) -> Plan | None:
@@ -173,20 +200,3 @@ def test_says_the_fewest_bytes_that_are_missing() -> None:
     )
     with pytest.raises(InfeasibleError, match=f"at least {round(ratio * weights) - 20} bytes"):
         solve(short)
-
-
-def test_units_are_repeated_layers() -> None:
-    assert unit_of("transformer.h.11.attn.weight") == "transformer.h.11"
-    assert unit_of("blocks_3_norm") == "blocks_3"
-    assert unit_of("layer1.0.conv1") == "layer1.0"
-    assert [unit_of(name) for name in ("fc1", "conv2.weight", "wte")] == ["", "", ""]
-    nodes = tuple(
-        LayerNode(
-            id=name, op="Linear", forward_seconds=0.0, backward_seconds=0.0, activation_bytes=0,
-            weight_bytes=size,
-        )
-        for name, size in (("wte", 30), ("h.0.a", 5), ("h.0.b", 6), ("h.1.a", 7), ("h.2.a", 9))
-    )  # fmt: skip
-    graph = LayerGraph(microbatch_size=1, nodes=nodes, edges=())
-    assert unit_bytes(graph, 57) == (30 + 11 + 9, 30, 4)
-    assert unit_bytes(None, 57) == (57, 57, 1)

@@ -1,0 +1,21 @@
+"""Units by which weights are gathered, by the names of layers."""
+
+from hetflow.costs.sharding import unit_bytes, unit_of
+from hetflow.schema.profile import LayerGraph, LayerNode
+
+
+def test_units_are_repeated_layers() -> None:
+    assert unit_of("transformer.h.11.attn.weight") == "transformer.h.11"
+    assert unit_of("blocks_3_norm") == "blocks_3"
+    assert unit_of("layer1.0.conv1") == "layer1.0"
+    assert [unit_of(name) for name in ("fc1", "conv2.weight", "wte")] == ["", "", ""]
+    nodes = tuple(
+        LayerNode(
+            id=name, op="Linear", forward_seconds=0.0, backward_seconds=0.0, activation_bytes=0,
+            weight_bytes=size,
+        )
+        for name, size in (("wte", 30), ("h.0.a", 5), ("h.0.b", 6), ("h.1.a", 7), ("h.2.a", 9))
+    )  # fmt: skip
+    graph = LayerGraph(microbatch_size=1, nodes=nodes, edges=())
+    assert unit_bytes(graph, 57) == (30 + 11 + 9, 30, 4)
+    assert unit_bytes(None, 57) == (57, 57, 1)
