@@ -66,7 +66,7 @@ def _might_fit(problem: ParallelProblem, more_bytes: int) -> bool:
     for size in spaces.microbatch_sizes:
         if not spaces.of(size).options:
             continue
-        for replicas in replica_counts(problem, size, devices):
+        for replicas in replica_counts(problem, size, devices, is_timed=False):
             rounds = -(-problem.global_batch_size // (size * replicas))
             most = min(len(problem.layers), devices // replicas, problem.most_stages or devices)
             if replicas > 1 and rounds >= most and not problem.shard_optimizer:
@@ -85,7 +85,9 @@ def _fewest_devices(problem: ParallelProblem, pool: ParallelPool) -> int | None:
     alone = replace(problem, pools=(many,))
     spaces = Spaces(alone)
     for microbatch in spaces.microbatch_sizes:
-        for replicas in replica_counts(problem, microbatch, problem.global_batch_size):
+        for replicas in replica_counts(
+            problem, microbatch, problem.global_batch_size, is_timed=False
+        ):
             space = spaces.of(microbatch, replicas)
             if not space.options or (best is not None and replicas >= best):
                 break

@@ -75,7 +75,31 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Plan]:
                     used[name] = used.get(name, 0) + degree * count
             if any(used.get(p.device_type, 0) > p.num_devices for p in problem.pools):
                 continue
+            if not all(has_places([dealt for dealt, _ in chosen], pool) for pool in problem.pools):
+                continue
             yield built(problem, size, rounds, cuts, chosen)
+
+
+def has_places(stages: list[tuple[tuple[tuple[str, int], int], ...]], pool: ParallelPool) -> bool:
+    """Whether servers hold the stages that are counted inside one: every placing is tried."""
+    if pool.inside is None:
+        return True
+    sets: list[int] = []
+    for dealt in stages:
+        for (name, degree), count in dealt:
+            if name == pool.device_type:
+                is_one = len(dealt) == 1 and pool.devices_per_server % (degree * count) == 0
+                sets += [degree * count] if is_one else [degree] * count
+    full, rest = divmod(pool.num_devices, pool.devices_per_server)
+
+    def placed(left: list[int], room: tuple[int, ...]) -> bool:
+        return not left or any(
+            placed(left[1:], (*room[:n], free - left[0], *room[n + 1 :]))
+            for n, free in enumerate(room)
+            if free >= left[0]
+        )
+
+    return placed(sets, (pool.devices_per_server,) * full + (rest,) * (rest > 0))
 
 
 def built(problem, size, rounds, cuts, chosen) -> Plan:  # type: ignore[no-untyped-def]
@@ -149,7 +173,10 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         ParallelPool(
             device_type=name,
             num_devices=draw(st.integers(1, 4 - 2 * number)),
-            devices_per_server=2,
+            devices_per_server=draw(st.sampled_from([2, 4])),
+            inside=draw(
+                st.sampled_from([None, LinkCurve(coefficients=(64.0,), latency_seconds=0.015625)])
+            ),
             memory_bytes=draw(st.sampled_from([None, 40, 60, 100])),
             times=tuple(
                 ShardTimes(

@@ -29,13 +29,40 @@ from hetflow.tests.solvers.parallel.every_plan import ADAM, fastest, problems, t
 def test_no_plan_of_the_space_is_faster(problem: ParallelProblem) -> None:
     expected = fastest(problem)
     if expected is None:
-        with pytest.raises(InfeasibleError):
+        with pytest.raises((InfeasibleError, ProblemError)):
             solve(problem)
         return
     plan = solve(problem)
     assert check(plan, problem) == []
     assert plan.proof.termination == "optimal"
     assert plan.predicted.step_seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_as_many_microbatches_on_more_replicas_may_reduce_inside_a_server() -> None:
+    """Batch 9: three replicas and four run 3 microbatches each; only four fill a server of 4."""
+    problem = two_types()
+    sizes = replace(problem.sizes[0], weight_bytes=(1 << 20,), stashed_bytes=(1e6,))
+    times = replace(
+        problem.pools[0].times[0],
+        forward_seconds=(1.0,),
+        backward_seconds=(2.0,),
+        update_seconds=(0.1,),
+    )
+    slow = DegreeLink(tensor_parallel_size=1, curve=LinkCurve(coefficients=(1e6,)))
+    pool = replace(problem.pools[0], times=(times,), links=(slow,))
+    problem = replace(
+        problem,
+        global_batch_size=9,
+        layers=("a",),
+        output_bytes=(0,),
+        sizes=(sizes,),
+        pools=(pool,),
+    )
+    assert solve(problem).stages[0].num_replicas == 3
+    near = replace(problem, pools=(replace(pool, inside=LinkCurve(coefficients=(1e9,))),))
+    plan = solve(near)
+    assert plan.stages[0].num_replicas == 4
+    assert plan.predicted.step_seconds == pytest.approx(fastest(near), rel=1e-9)
 
 
 def test_replicas_that_share_the_state_need_less_memory() -> None:
