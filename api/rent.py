@@ -22,7 +22,7 @@ from ..schema.options import option
 from ..schema.requests.kinds import Offers
 from ..schema.requests.rent import RentRequest
 from ..schema.spelling import nearest
-from ..simulator.market.advise import advise
+from ..simulator.market.advise import Adviser
 from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
 from ..solvers.market.windows import Traces, apart, fewest_parts, traces_of
@@ -98,13 +98,8 @@ def advice(state: RentState | Path | str, offers: Offers, **asked: Any) -> RentA
     request = RentRequest(**Arguments(RentRequest, "advice").checked((offers,), asked))
     job, traces, history = asked_job(request)
     now = state if isinstance(state, RentState) else files.read(Path(state), RentState)
-    return advise(
-        job,
-        traces[0].zones,
-        now,
-        history=history or traces,
-        policies=request.policies or None,
-    )
+    zones, policies = traces[0].zones, request.policies or None
+    return Adviser(job, zones, history=history or traces, policies=policies)(now)
 
 
 def zones(windows: Offers, **asked: Any) -> RentReport:

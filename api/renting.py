@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .rent import rent as deadline
     from .rent_machines import rent_machines as machines
     from .rent_prices import rent_prices as prices
+    from .rent_run import rent_run as run
 
 _WHERE = {
     "advice": ".rent",
@@ -21,9 +22,10 @@ _WHERE = {
     "machines": ".rent_machines:rent_machines",
     "odds": ".odds",
     "prices": ".rent_prices:rent_prices",
+    "run": ".rent_run:rent_run",
     "zones": ".rent",
 }
 
-__all__ = ["advice", "deadline", "fleet", "machines", "odds", "prices", "zones"]
+__all__ = ["advice", "deadline", "fleet", "machines", "odds", "prices", "run", "zones"]
 
 __getattr__, __dir__ = lazy_names(globals(), _WHERE)

@@ -65,6 +65,9 @@ GROUPS = {
     },
     "Rent machines": {
         "rent": Listed("rent.rent", "Choose machines: spot or on demand, where, when to move."),
+        "rent run": Listed(
+            "rent.rent_run", "Train on rented machines as a policy says.", _PASSED_ON
+        ),
         "rent fleet": Listed(
             "rent.rent_fleet", "Old name of rent --machines N --restart-seconds S."
         ),

@@ -11,6 +11,7 @@ from ..schema.requests.rent import (
     MachinesRequest,
     PricesRequest,
     RentRequest,
+    RunRentRequest,
     question_of,
 )
 from .asking import Asked, asks
@@ -82,6 +83,37 @@ def rent(
         _machines(question, hours, budget, top, output, plot, force=force, json=json)
     else:
         _report(record, question, output, next, force=force, json=json)
+
+
+@asks(RunRentRequest, num_machines=None, speeds=None, every_seconds=None, folder=None)
+def rent_run(
+    asked: Asked,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Folder of the run; started again, it goes on from there."
+        ),
+    ],
+    json: JsonFlag = False,
+) -> None:
+    """Train on rented machines: the policy of the replays decides, real launches follow it.
+
+    hetflow's own options stand before PLAN. The market is a window of the past, replayed from now
+    on. What was held and paid stands in rent_run.json of the run's folder, beside what was
+    predicted.
+
+    \b
+    hetflow rent run --offers zones.json --between-zones --work-hours 0.6 --deadline-hours 1 --on-demand 3 --spot 1 --steps 1200 --time-scale 20 -o rented plan.json train.py 40
+    """  # noqa: E501
+    from .. import rent as renting
+    from ..reports.market_tables import rent_run_table
+    from ..schema.files import to_plain
+
+    found = renting.run(**{**asked, "folder": output})
+    if json:
+        emit_json(to_plain(found))
+    else:
+        emit(rent_run_table(found))
 
 
 @asks(RentRequest, between_zones=True)

@@ -131,12 +131,15 @@ def stopped_with_parent() -> Callable[[], None]:
     To be made before the fork: loading a library after it may hang.
     """
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    parent = os.getpid()
 
     def bind() -> None:
         for number in _ENDING:
             signal.signal(number, signal.SIG_DFL)
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != parent:  # it ended before this was said
+                os._exit(128 + signal.SIGTERM)
 
     return bind
 

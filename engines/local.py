@@ -13,6 +13,7 @@ from ..devices.emulated import GRAMMAR, is_emulated
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.options import option
+from .keeper import stopped_with_parent
 from .lease_folder import document_of
 from .processes import HostLeases
 from .protocol import EngineDevice, Fate, Work
@@ -20,15 +21,16 @@ from .registry import engine
 
 
 class LocalEngine:
-    """Processes of this host; they outlive the scheduler."""
+    """Processes of this host; they outlive the scheduler, if they are not ``bound`` to it."""
 
     name = "local"
 
-    def __init__(self, pool: Cluster) -> None:
+    def __init__(self, pool: Cluster, *, bound: bool = False) -> None:
         """Offer devices.
 
         Args:
             pool: The devices; those beside the CPU and emulated ones are this host's accelerators.
+            bound: Whether launches are asked to save and end when this process ends.
 
         Raises:
             ProblemError: The pool names more than one server.
@@ -43,7 +45,7 @@ class LocalEngine:
             for name, count in pool.num_devices.items()
             for number in range(count)
         )
-        self._leases = HostLeases()
+        self._leases = HostLeases(stopped_with_parent() if bound else None)
         self._accelerators = _accelerators(pool)
 
     def devices(self) -> tuple[EngineDevice, ...]:

@@ -44,6 +44,8 @@ class Work:
         after: Folders of leases, such as the job's last one, that must be over before this one
             begins, by what the engine knows besides their fate. Some may never have started.
         user: The number of the user whom the command runs as; None: this process's.
+        zone: Where to rent the devices, for an engine that rents them; None: anywhere.
+        is_spot: Whether it rents spot machines.
     """
 
     folder: Path
@@ -53,6 +55,8 @@ class Work:
     environment: Mapping[str, str] = field(default_factory=dict)
     after: tuple[Path, ...] = ()
     user: int | None = None
+    zone: str | None = None
+    is_spot: bool = False
 
     @property
     def server(self) -> str:

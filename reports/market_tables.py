@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ..schema.market import Market, PriceReport, RentAdvice, RentReport, RentState
+from ..schema.market import Market, PriceReport, RentAdvice, RentReport, RentRun, RentState
 from ..schema.odds import OddsReport, PreemptionRate, Survivors, ZoneOdds
 from .grid import grid
 
@@ -97,6 +97,32 @@ def advice_text(advice: RentAdvice) -> str:
         f"{advice.decide_again_seconds:g} s, or when machines come or go",
         *(f"{name} would hold {held}" for name, held in advice.others.items()),
     ]
+    return "\n".join(lines)
+
+
+def rent_run_table(run: RentRun) -> str:
+    """What a training on rented machines held, from when on, and its cost beside the predicted."""
+    rows = [
+        (
+            f"{row.at_seconds / 3600:.3f}",
+            _held(row.num_spot, row.num_on_demand, row.zone),
+            f"{row.dollars_per_hour:.4g}",
+            row.why,
+        )
+        for row in run.held
+    ]
+    off = 100 * (run.dollars / run.predicted_dollars - 1) if run.predicted_dollars else 0.0
+    late = ", LATE" if run.is_late else ""
+    lines = [
+        grid(("hours", "held", "$/h", "why"), rows),
+        f"{run.policy}: {run.dollars:.4f} $ in {run.seconds / 3600:.3f} h{late}; predicted "
+        f"{run.predicted_dollars:.4f} $ in {run.predicted_seconds / 3600:.3f} h ({off:+.1f} %)",
+        f"{run.num_launches} launches ({run.predicted_launches} predicted), {run.num_moves} "
+        f"moves, {run.num_preemptions} machines taken away; {run.num_steps_repeated} of "
+        f"{run.num_steps} steps repeated, a checkpoint each {run.checkpoint_every}",
+    ]
+    if run.parameters_digest is not None:
+        lines.append(f"parameters {run.parameters_digest}")
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from ..schema.cluster import Cluster
 from ..schema.launch import LaunchConfig
-from ..schema.market import Market, PriceReport, RentAdvice, RentReport, RentState
+from ..schema.market import Market, PriceReport, RentAdvice, RentReport, RentRun, RentState
 from ..schema.odds import OddsReport
 from ..schema.options import option
 from ..schema.plan import Plan, Prediction, Proof, claim_of
@@ -16,6 +16,7 @@ from .market_tables import (
     advice_text,
     market_table,
     odds_table,
+    rent_run_table,
     rent_table,
     state_text,
     strategies_table,
@@ -46,6 +47,8 @@ def table_of(record: "Record") -> str:
         return state_text(record)
     if isinstance(record, RentAdvice):
         return advice_text(record)
+    if isinstance(record, RentRun):
+        return rent_run_table(record)
     if isinstance(record, PriceReport):
         return strategies_table(record)
     if isinstance(record, OddsReport):

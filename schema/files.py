@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .jobs import Allocation, Jobs, Throughputs
     from .launch import LaunchConfig
-    from .market import Market, PriceReport, RentAdvice, RentReport, RentState
+    from .market import Market, PriceReport, RentAdvice, RentReport, RentRun, RentState
     from .odds import OddsReport
     from .plan import Plan
     from .profile import Profile
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         | RentReport
         | RentState
         | RentAdvice
+        | RentRun
         | PriceReport
         | OddsReport
     )
@@ -72,6 +73,7 @@ RECORDS: dict[str, tuple[str, str]] = {
     "hetflow.rent/1": ("market", "RentReport"),
     "hetflow.rent_state/1": ("market", "RentState"),
     "hetflow.rent_advice/1": ("market", "RentAdvice"),
+    "hetflow.rent_run/1": ("market", "RentRun"),
     "hetflow.rent_prices/1": ("market", "PriceReport"),
     "hetflow.odds/1": ("odds", "OddsReport"),
 }

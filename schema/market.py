@@ -312,6 +312,57 @@ class RentAdvice:
 
 
 @record
+class RentHeld:
+    """What a job held from a time on, in seconds since its start, and why."""
+
+    at_seconds: Annotated[float, Field(ge=0)]
+    num_spot: Index = 0
+    num_on_demand: Index = 0
+    zone: Name | None = None
+    dollars_per_hour: Dollars = 0.0
+    why: str
+
+
+@record
+class RentRun:
+    """A training on rented machines: what it cost, beside what was predicted.
+
+    Seconds are those of the market; in a replay it runs ``time_scale`` times as fast as real time,
+    from ``started_seconds`` on (since 1970 in UTC). Machines are paid to the second, in the
+    prediction too. ``num_preemptions`` is how often a machine was taken away,
+    ``num_steps_repeated`` what was done again after that, and ``checkpoint_every`` steps lay
+    between checkpoints. ``parameters_digest`` is that of the trained parameters.
+    """
+
+    schema: Literal["hetflow.rent_run/1"] = "hetflow.rent_run/1"
+    status: Literal["running", "done"]
+    policy: Name
+    work_seconds: PositiveSeconds
+    deadline_seconds: PositiveSeconds
+    restart_seconds: Annotated[float, Field(ge=0)]
+    num_steps: Count
+    checkpoint_every: Index
+    time_scale: PositiveSeconds = 1.0
+    started_seconds: Annotated[float, Field(ge=0)]
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+    dollars: Dollars = 0.0
+    num_launches: Index = 0
+    num_moves: Index = 0
+    num_preemptions: Index = 0
+    num_steps_repeated: Index = 0
+    predicted_seconds: PositiveSeconds
+    predicted_dollars: Dollars
+    predicted_launches: Index
+    parameters_digest: Name | None = None
+    held: tuple[RentHeld, ...] = ()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it ended, or is, after its deadline."""
+        return self.seconds > self.deadline_seconds
+
+
+@record
 class HeldOffer:
     """A device of a rented machine, as a strategy on price histories held it.
 
@@ -410,6 +461,8 @@ register_keys(
     RentReport,
     RentState,
     RentAdvice,
+    RentHeld,
+    RentRun,
     HeldOffer,
     StrategyReplay,
     PriceReport,

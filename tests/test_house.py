@@ -390,7 +390,7 @@ WRITES_COMMANDS = {  # for other programs, or for hetflow's own on another host
     "devices/doctor.py", "devices/report.py", "engines/local.py", "engines/ray.py",
     "engines/slurm.py", "exporters/ray.py", "exporters/shell.py", "exporters/slurm.py",
     "exporters/torchrun.py", "importers/sacct.py", "preload/client.py", "preload/server.py",
-    "scheduler/leases.py", "schema/options.py",
+    "scheduler/leases.py", "scheduler/renting.py", "schema/options.py",
 }  # fmt: skip
 
 

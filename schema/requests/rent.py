@@ -13,12 +13,14 @@ from ..options import Option, asked_of, option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from .kinds import (
         Count,
         Dollars,
         Markets,
         Offers,
+        Plan,
         PositiveSeconds,
         Profiles,
         RentDollars,
@@ -126,6 +128,64 @@ class RentRequest:
             default="all that can be used",
         ),
     ] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunRentRequest(RentRequest):
+    """What ``rent run`` needs to know."""
+
+    plan: Annotated[
+        "Plan | Path | str",
+        Option(argument=True, help="A plan for one machine (hetflow.plan/2)."),
+    ]
+    script: Annotated[
+        "str | Path", Option(argument=True, help="The training script: file.py, or -m MODULE.")
+    ]
+    arguments: Annotated[
+        "Sequence[str]",
+        Option(argument=True, help="The script's own arguments, passed on untouched."),
+    ] = ()
+    _: KW_ONLY
+    offers: Annotated[
+        "Offers",
+        Option(
+            help="When spot machines were there, as for `hetflow rent`; the first window as long "
+            "as the deadline is replayed. May be repeated."
+        ),
+    ]
+    steps: Annotated["Count", Option(help="Steps of the whole training.")]
+    folder: Annotated[
+        "Path | str",
+        Option(flag="--output", help="Folder of the run; started again, it goes on from there."),
+    ]
+    engine: Annotated[str, Option(help="Where launches run: local, slurm, ray, skypilot.")] = (
+        "local"
+    )
+    time_scale: Annotated[
+        "PositiveSeconds",
+        Option(help="Market seconds per real second: 20 replays an hour in three minutes."),
+    ] = 1.0
+    notice_seconds: Annotated[
+        "WaitSeconds",
+        Option(help="Market seconds before a machine is taken away at which that is announced."),
+    ] = 120.0
+    save_seconds: Annotated[
+        "WaitSeconds", Option(help="Real seconds before that at which the training saves.")
+    ] = 10.0
+    checkpoint_seconds: Annotated[
+        "PositiveSeconds",
+        Option(
+            help="Market seconds that writing a checkpoint takes; the interval between them is "
+            "Daly's, by how long the machines of the history last."
+        ),
+    ] = 10.0
+    checkpoint_every: Annotated[
+        "Count | None", Option(help="Instead: steps between checkpoints.")
+    ] = None
+    grace_seconds: Annotated[
+        "WaitSeconds",
+        Option(flag="--grace", help="Real seconds that workers have to write a checkpoint."),
+    ] = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,50 +12,62 @@ from ...solvers.market.windows import Traces
 from .compare import chain_for
 
 
-def advise(
-    job: DeadlineJob,
-    zones: Sequence[str],
-    state: RentState,
-    *,
-    history: Sequence[Traces] = (),
-    policies: Sequence[str] | None = None,
-) -> RentAdvice:
-    """Ask a policy, and others beside it.
+class Adviser:
+    """Policies that are asked for one decision at a time."""
 
-    Args:
-        job: The job.
-        zones: Names of its zones, in order.
-        state: What it holds and sees.
-        history: What ``dynamic_program`` learns from.
-        policies: Names, of which the first decides; None for all, ``dynamic_program`` first where
-            there is a history, else ``uniform_progress``.
+    def __init__(
+        self,
+        job: DeadlineJob,
+        zones: Sequence[str],
+        *,
+        history: Sequence[Traces] = (),
+        policies: Sequence[str] | None = None,
+    ) -> None:
+        """Make the policies.
 
-    Raises:
-        ProblemError: The state is of other zones, holds more than there is or than the job can
-            use, or is at or after the deadline; or there is no policy of that name.
-    """
-    now = _moment(job, zones, state)
-    prices = zip(zones, job.spot_dollars_per_hour, strict=True)
-    job = job.at([state.spot_dollars_per_hour.get(name, price) for name, price in prices])
-    learned = [one.of_zones(zones, job.num_machines) for one in history]
-    chain = chain_for(job, [one.ticks for one in learned]) if learned else None
-    every = named.NAMES if chain else tuple(named.PLAIN)
-    names = policies or every[::-1]
-    asked = {name: named.policy_of(name, job, chain)(job, now) for name in names}
-    choice, held = next(iter(asked.items()))
-    spare = (job.num_ticks - now.tick - job.ticks_for(now.work_left_seconds)) * job.tick_seconds
-    return RentAdvice(
-        choice=choice,
-        num_spot=held.num_spot,
-        num_on_demand=held.num_on_demand,
-        zone=zones[held.zone] if held.num_machines else None,
-        is_change=held != now.held,
-        dollars_per_hour=job.tick_dollars(held) / job.tick_seconds * 3600,
-        spare_seconds=spare,
-        decide_again_seconds=job.tick_seconds,
-        reason=_reason(job, now, held, spare),
-        others={name: _text(one, zones) for name, one in asked.items() if name != choice},
-    )
+        Args:
+            job: The job.
+            zones: Names of its zones, in order.
+            history: What ``dynamic_program`` learns from.
+            policies: Names, of which the first decides; None for all, ``dynamic_program`` first
+                where there is a history, else ``uniform_progress``.
+
+        Raises:
+            ProblemError: The history is of other zones, or there is no policy of that name.
+        """
+        self._job, self._zones = job, tuple(zones)
+        learned = [one.of_zones(zones, job.num_machines) for one in history]
+        chain = chain_for(job, [one.ticks for one in learned]) if learned else None
+        names = policies or (named.NAMES if chain else tuple(named.PLAIN))[::-1]
+        self.policies = {name: named.policy_of(name, job, chain) for name in names}
+
+    def __call__(self, state: RentState) -> RentAdvice:
+        """Ask the first policy, and the others beside it.
+
+        Raises:
+            ProblemError: The state is of other zones, holds more than there is or than the job can
+                use, or is at or after the deadline.
+        """
+        zones, job = self._zones, self._job
+        now = _moment(job, zones, state)
+        prices = zip(zones, job.spot_dollars_per_hour, strict=True)
+        job = job.at([state.spot_dollars_per_hour.get(name, price) for name, price in prices])
+        asked = {name: policy(job, now) for name, policy in self.policies.items()}
+        choice, held = next(iter(asked.items()))
+        left = job.num_ticks - now.tick - job.ticks_for(now.work_left_seconds)
+        spare = left * job.tick_seconds
+        return RentAdvice(
+            choice=choice,
+            num_spot=held.num_spot,
+            num_on_demand=held.num_on_demand,
+            zone=zones[held.zone] if held.num_machines else None,
+            is_change=held != now.held,
+            dollars_per_hour=job.tick_dollars(held) / job.tick_seconds * 3600,
+            spare_seconds=spare,
+            decide_again_seconds=job.tick_seconds,
+            reason=_reason(job, now, held, spare),
+            others={name: _text(one, zones) for name, one in asked.items() if name != choice},
+        )
 
 
 def _moment(job: DeadlineJob, zones: Sequence[str], state: RentState) -> Moment:

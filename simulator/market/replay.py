@@ -15,10 +15,13 @@ class Outcome:
     """What became of a job: ``held`` [ticks] until it ended or its deadline passed.
 
     A launch is any change to other machines, also by loss, and costs a restart; a move is one in
-    another zone.
+    another zone. The last tick is paid to its end; ``unused_dollars`` of that are for what is after
+    the job's end, at ``seconds``.
     """
 
     dollars: float
+    seconds: float
+    unused_dollars: float
     is_late: bool
     num_launches: int
     num_moves: int
@@ -47,6 +50,7 @@ def replay(
     left, dollars = job.work_seconds, 0.0
     history: list[Held] = []
     launches = moves = 0
+    unused = 0.0  # part of the last tick
     lengths = [0] * job.num_zones
     while left > _DONE_SECONDS and len(history) < job.num_ticks:
         tick = len(history)
@@ -91,10 +95,14 @@ def replay(
         history.append(held)
         if held.num_machines:
             dollars += job.tick_dollars(held)
+            needed = pending + left / job.speeds[held.num_machines]
+            unused = max(1 - needed / job.tick_seconds, 0.0)
             left -= min(job.worked(held.num_machines, pending), left)
             pending = max(pending - job.tick_seconds, 0.0)
     return Outcome(
         dollars=dollars,
+        seconds=(len(history) - unused) * job.tick_seconds,
+        unused_dollars=unused * job.tick_dollars(held),
         is_late=left > _DONE_SECONDS,
         num_launches=launches,
         num_moves=moves,

@@ -57,6 +57,26 @@ def odds(
     )
 
 
+def interval_seconds(
+    ticks: Sequence[tuple[Sequence[int | None], float]], checkpoint_seconds: float
+) -> float | None:
+    """Daly's interval between checkpoints; None where no machine is taken away.
+
+    Args:
+        ticks: Numbers of machines, and the seconds of a tick.
+        checkpoint_seconds: What writing one takes.
+    """
+    seen = [
+        lifetime
+        for there, tick_seconds in ticks
+        for lifetime in lifetimes(
+            [None if number is None else min(number, 1) for number in there], tick_seconds
+        )
+    ]
+    mean = rate(seen).mean_seconds
+    return daly_seconds(checkpoint_seconds, mean) if isfinite(mean) else None
+
+
 def _zone(
     zone: Zone,
     windows: Sequence[Availability],

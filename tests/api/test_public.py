@@ -27,7 +27,7 @@ VERBS = [name for name in hetflow.__all__ if name[0].islower() and name not in M
 VERBS += [f"cluster.{name}" for name in hetflow.cluster.__all__]
 VERBS += [f"rent.{name}" for name in hetflow.rent.__all__]
 POOL = "2xV100,2xP100"
-LAUNCHES = ("launch", "profile")  # processes of seconds
+LAUNCHES = ("launch", "profile", "rent.run")  # processes of seconds
 SCRIPT = """
 import torch, hetflow
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.schema.market import RentState
-from hetflow.simulator.market.advise import advise
+from hetflow.simulator.market.advise import Adviser
 from hetflow.simulator.market.compare import chain_for
 from hetflow.simulator.market.replay import replay
 from hetflow.solvers.market.deadline import DeadlineJob, Held, Moment
@@ -45,7 +45,7 @@ def test_a_job_that_follows_the_advice_holds_what_the_replay_holds(
                 for zone, length in zip(ZONES, now.run_lengths, strict=True)
             },
         )
-        said = advise(job, ZONES, told, history=[past], policies=[name])
+        said = Adviser(job, ZONES, history=[past], policies=[name])(told)
         zone = now.place if said.zone is None else ZONES.index(said.zone)
         return Held(said.num_spot, said.num_on_demand, zone)
 
