@@ -20,12 +20,7 @@ def compared(
         devices: Measurements of every worker, by rank.
         step_seconds: The measured step.
     """
-    if plan.kind == "split":
-        found = _of_split(plan, devices)
-    elif plan.kind == "pipeline":
-        found = _of_pipeline(plan, devices)
-    else:
-        found = _of_parallel(plan, devices)
+    found = _of_stages(plan, devices) if plan.layers else _of_replicas(plan, devices)
     return tuple(_marked(entry, step_seconds) for entry in found)
 
 
@@ -36,7 +31,7 @@ def _marked(entry: TermComparison, step_seconds: float) -> TermComparison:
     return replace(entry, is_off=error > OFF_FRACTION * step_seconds)
 
 
-def _of_split(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+def _of_replicas(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
     """Compare each group's slowest worker's virtual nodes, and the slowest worker's other terms."""
     known = {device.rank: device for device in devices if device.terms is not None}
     first, slowest = 0, None
@@ -111,18 +106,26 @@ def _of_step(
     )
 
 
-def _of_pipeline(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
-    """Compare each stage's passes of a microbatch on its slowest replica, and the update."""
+def _of_stages(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+    """Compare each stage's passes of a microbatch on its slowest replica, and the update.
+
+    The plan may have one time for both passes.
+    """
     for number, stage in enumerate(plan.stages):
         runs = [run for device in devices for run in device.stages if run.stage == number]
         if not runs:
             continue
-        forward = stage.forward_seconds
-        backward = None if forward is None else max(0.0, (stage.compute_seconds or 0.0) - forward)
-        for name, predicted, measured in (
-            ("forward", forward, max(run.forward.seconds for run in runs)),
-            ("backward", backward, max(run.backward.seconds for run in runs)),
-        ):
+        forward, both = stage.forward_seconds, stage.compute_seconds
+        if forward is None:
+            taken = max(run.forward.seconds + run.backward.seconds for run in runs)
+            terms = [("passes", both, taken)]
+        else:
+            backward = max(0.0, (both or 0.0) - forward)
+            terms = [
+                ("forward", forward, max(run.forward.seconds for run in runs)),
+                ("backward", backward, max(run.backward.seconds for run in runs)),
+            ]
+        for name, predicted, measured in terms:
             yield TermComparison(
                 term=f"stage {number} {name}",
                 device_type=stage.device_type,
@@ -132,30 +135,10 @@ def _of_pipeline(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermCompa
             )
     updates = [device.terms.update.seconds for device in devices if device.terms is not None]
     if updates:
+        stated = plan.predicted.update_seconds
         known = [stage.update_seconds for stage in plan.stages if stage.update_seconds is not None]
         yield TermComparison(
             term="update",
-            predicted_seconds=max(known, default=None),
-            measured_seconds=max(updates),
-        )
-
-
-def _of_parallel(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
-    """Compare each stage's forward + backward pass of a microbatch, on its slowest replica."""
-    for number, stage in enumerate(plan.stages):
-        runs = [run for device in devices for run in device.stages if run.stage == number]
-        if runs:
-            yield TermComparison(
-                term=f"stage {number} passes",
-                device_type=stage.replicas[0].device_type,
-                predicted_seconds=stage.compute_seconds,
-                measured_seconds=max(run.forward.seconds + run.backward.seconds for run in runs),
-                times=plan.num_rounds,
-            )
-    updates = [device.terms.update.seconds for device in devices if device.terms is not None]
-    if updates:
-        yield TermComparison(
-            term="update",
-            predicted_seconds=plan.predicted.update_seconds,
+            predicted_seconds=max(known, default=None) if stated is None else stated,
             measured_seconds=max(updates),
         )

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ..devices.emulated import is_emulated
 from ..schema.files import to_json
-from ..schema.plan import Plan, ReplicaGroup
+from ..schema.plan import Plan
 from ..schema.records import Bytes, Index, Name, Seconds, adapter_of, record
 from ..schema.run import DeviceRun, Generation, RunEvent, RunRecord, StageRun, StepTerms
 from .compared import compared
@@ -82,7 +82,7 @@ def assemble(
         plan=plan,
         status=status,
         exit_code=exit_code,
-        world_size=_world_size(plan) if as_planned else len(generations[-1].workers),
+        world_size=plan.num_devices if as_planned else len(generations[-1].workers),
         wall_seconds=wall_seconds,
         num_steps=max((r.num_steps for r in ordered), default=0),
         predicted_step_seconds=predicted,
@@ -126,29 +126,17 @@ def _device_run(
     )
 
 
-def _world_size(plan: Plan) -> int:
-    return lower(plan).world_size if plan.kind == "pipeline" else plan.num_devices
-
-
 def _prediction(plan: Plan, report: WorkerReport) -> tuple[float | None, bool]:
     """Return a worker's predicted seconds of passes per step, and whether it is emulated."""
-    if plan.kind == "split":
-        group = group_of(plan, report.rank)
-        predicted = group.pass_seconds * group.virtual_nodes if group.pass_seconds else None
-        emulated = any(d.device_type == report.device_type for d in plan.emulated)
-        return predicted, emulated
     config = lower(plan)
-    assert config.pipeline is not None
     passes = len(config.workers[report.rank].virtual_nodes)
-    stages = config.pipeline.stages_of_rank[report.rank]
-    seconds = sum(plan.stages[stage].compute_seconds or 0.0 for stage in stages)
+    if config.pipeline is None:
+        times = [group.pass_seconds for group in plan.groups for _ in range(group.num_devices)]
+        seconds = times[report.rank] or 0.0
+    else:
+        stages = config.pipeline.stages_of_rank[report.rank]
+        seconds = sum(plan.stages[stage].compute_seconds or 0.0 for stage in stages)
     return seconds * passes or None, is_emulated(report.device_type)
-
-
-def group_of(plan: Plan, rank: int) -> ReplicaGroup:
-    """Return the group of the plan that a rank belongs to."""
-    ranks = [group for group in plan.groups for _ in range(group.num_devices)]
-    return ranks[rank]
 
 
 def _differing(digests: set[str], at_seconds: float) -> list[RunEvent]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...protocol.lower_pipeline import microbatches_of, schedule_of
+from ...protocol.lower import microbatches_of, schedule_of
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ...schema.operations import Kind, Operation

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ...protocol.lower_pipeline import schedule_of
+from ...protocol.lower import schedule_of
 from ...schema.launch import PipelineWork
 from ...schema.operations import PASSES, Operation
 from ..data import Batch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.protocol.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.optimizer import OptimizerState
@@ -436,7 +436,7 @@ def test_an_interleaved_plan_is_checked_shown_and_lowered(hetflow: Hetflow, fold
     assert "valid" in hetflow("check", plan, "--profiles", folder, "--gpus", "2xV100").stdout
     assert "valid" in hetflow("check", plan, "--profiles", folder).stdout
     assert "rank 1" in hetflow("show", plan, "--timeline").stdout
-    lowered = lower_pipeline(files.read_any(plan))
+    lowered = lower(files.read_any(plan))
     assert lowered.world_size == 2
     assert [list(stage.ranks) for stage in lowered.pipeline.stages] == [[0], [1], [0], [1]]
 

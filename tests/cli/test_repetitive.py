@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.protocol.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
@@ -41,7 +41,7 @@ def test_a_repetitive_model_gets_a_2bw_plan(hetflow: Hetflow, folder: Path) -> N
     best = document["global_batch_size"] / document["predicted"]["step_seconds"]
     assert max(row["samples_per_second"] for row in rows if row["fits"]) == pytest.approx(best)
     assert "valid (optimal; the file holds no certificate" in hetflow("check", plan, *pool).stdout
-    assert lower_pipeline(files.read_any(plan)).world_size == 4
+    assert lower(files.read_any(plan)).world_size == 4
 
 
 def test_the_closed_form_ranks_but_claims_no_bound(hetflow: Hetflow, folder: Path) -> None:

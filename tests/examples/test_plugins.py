@@ -21,7 +21,7 @@ from hetflow.engines.registry import ENGINES
 from hetflow.exporters.registry import EXPORTERS
 from hetflow.importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS
 from hetflow.launcher.devices import seat_workers, views
-from hetflow.protocol.lower_pipeline import lower_pipeline, schedule_of
+from hetflow.protocol.lower import lower, schedule_of
 from hetflow.schedules.counting import peak_in_flight
 from hetflow.schedules.validate import validate
 from hetflow.schema import files
@@ -115,7 +115,7 @@ def test_a_schedule_from_outside_is_planned_checked_shown_and_lowered(
     code, shown, _ = hetflow("show", own)
     assert code == 0
     assert eager in shown
-    work = lower_pipeline(plan).pipeline
+    work = lower(plan).pipeline
     assert work is not None
     schedule = schedule_of(work, plan.num_microbatches)
     assert validate(schedule) == []

@@ -15,7 +15,7 @@ from hetflow.profilers.pipeline_fit import Profiled, Ring, Trial, fit_costs
 from hetflow.profilers.pipeline_trials import launch_config, trials_of
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
-from hetflow.protocol.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower import lower
 from hetflow.runtime.step_times import StepTimes
 from hetflow.schema.launch import LaunchConfig
 from hetflow.schema.plan import Prediction, Proof
@@ -156,7 +156,7 @@ def test_a_trial_is_what_a_launch_of_the_plan_would_run() -> None:
         proof=Proof(termination="optimal", objective=1.0, lower_bound=1.0, gap=0.0, method=""),
         noam=2, stage_cost="ring", solved="flat",
     )  # fmt: skip
-    lowered = lower_pipeline(plan)
+    lowered = lower(plan)
     workers = tuple(dataclasses.replace(worker, device=None) for worker in lowered.workers)
     assert dataclasses.replace(lowered, workers=workers, predicted_step_seconds=None) == config
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
 from hetflow.importers.pipedream import read_graph, without_placeholders
-from hetflow.protocol.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
@@ -336,7 +336,7 @@ def _launches(schedule: str, num_microbatches: int, replicas: tuple[int, ...]) -
     names = [(layer.id,) for layer in line.layers]
     placed = [("V100", sum(replicas[:i]), count) for i, count in enumerate(replicas)]
     try:
-        lower_pipeline(plan_of(line, names, placed, recompute=False))
+        lower(plan_of(line, names, placed, recompute=False))
     except ProblemError:
         return False
     return True

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from partition_cases import best_flat, chain, flat_problems, levels, runs, same
 
 from hetflow.checks.pipeline import check
-from hetflow.protocol.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort
@@ -133,7 +133,7 @@ def test_a_gap_against_all_placements_is_told_from_a_search_cut_short():
 def test_a_placement_out_of_order_can_be_lowered_to_ranks_on_its_devices():
     problem = drawn(20, launchable=True)
     plan = answer(problem)
-    config = lower_pipeline(plan)
+    config = lower(plan)
     held = [slot.device for slot in config.workers]
     assert held != sorted(held)
     assert sorted(held) == sorted(device for stage in plan.stages for device in stage.held)

@@ -17,7 +17,7 @@ from partition_cases import (
 )
 
 from hetflow.checks.pipeline import check
-from hetflow.protocol.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.schema.schedule_traits import planned_schedules, traits
@@ -117,7 +117,7 @@ def test_what_is_planned_to_be_launched_can_be(problem, schedule):
     except InfeasibleError:
         return
     assert check(plan, problem) == []
-    assert len(lower_pipeline(plan).workers) <= problem.num_devices
+    assert len(lower(plan).workers) <= problem.num_devices
 
 
 def test_replicas_divide_the_microbatches_where_nothing_flushes():
