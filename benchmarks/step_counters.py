@@ -1,6 +1,6 @@
 """What a training step asks of a GPU: hetflow against plain DistributedDataParallel, in counts.
 
-Two workers on the software CUDA device (tests/fakecuda) count kernels, copies, collectives and host
+Two workers on the software CUDA device (testing/) count kernels, copies, collectives and host
 synchronisations of a step in the steady state, the host's CPU seconds, and the tensors' peak
 memory. Kernels are the CPU's there, so seconds are of small models only, and no kernel's time is a
 GPU's.
@@ -23,9 +23,9 @@ from typing import Any
 
 from hetflow.schema import files
 from hetflow.schema.plan import Plan, Prediction, Proof
-from hetflow.tests.fakecuda import build
-from hetflow.tests.fakecuda.hosts import software_environment
+from hetflow.testing.fakecuda import build
 from hetflow.tests.plan_parts import split_plan, whole_group
+from hetflow.tests.testing.hosts import software_environment
 
 WORKERS, SKIPPED = 2, 3
 # Samples of a worker, and counted steps.

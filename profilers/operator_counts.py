@@ -10,7 +10,7 @@ operator's distinct inputs and outputs: run eagerly, each moves through memory o
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -120,17 +120,33 @@ def _recorder() -> Any:
 
 
 def _note(tally: Tally, function: Any, arguments: Any, named: Any, answer: Any) -> None:
+    held = {storage_key(tensor) for tensor in _tensors((arguments, named))}
+    for tensor in _tensors(answer):
+        tally.allocated(tensor.untyped_storage(), held)
+    counted = counted_call(function, arguments, named, answer)
+    if counted is not None:
+        tally.called(*counted)
+
+
+def counted_call(
+    function: Any, arguments: Sequence[Any], named: Mapping[str, Any], answer: Any
+) -> tuple[str, str, float, int] | None:
+    """The name, type, floating-point operations and bytes of a call; None if it moves nothing.
+
+    Args:
+        function: The operator, of ``torch.ops``.
+        arguments: Its positional arguments; tensors may be without values.
+        named: Its other arguments, without the tensors that it only writes to.
+        answer: What it returned.
+    """
     from torch.utils.flop_counter import flop_registry
 
     inputs, outputs = _tensors((arguments, named)), _tensors(answer)
-    held = {storage_key(tensor) for tensor in inputs}
-    for tensor in outputs:
-        tally.allocated(tensor.untyped_storage(), held)
     name = function._overloadpacket.__name__
     if not outputs and function._schema.is_mutable:
         outputs = _written(function, arguments)  # torch._foreach_*_ answer with nothing
     if not outputs or name in _FREE or _is_view(function):
-        return
+        return None
     if name in _PICKING:
         inputs = [*outputs, *inputs[1:]]
     elif name in _SCATTERING:
@@ -141,7 +157,7 @@ def _note(tally: Tally, function: Any, arguments: Any, named: Any, answer: Any) 
     size = sum(map(_bytes, moved)) + sum(map(_bytes, outputs))
     floats = [tensor.dtype for tensor in (*inputs, *outputs) if tensor.is_floating_point()]
     dtype = str(floats[0] if floats else outputs[0].dtype).removeprefix("torch.")
-    tally.called(name, dtype, flops, size)
+    return name, dtype, flops, size
 
 
 def _written(function: Any, arguments: Any) -> list[Any]:

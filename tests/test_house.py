@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "plugins": {
         "schema", "schedules", "solvers", "checks", "devices", "importers", "exporters", "engines",
     },
+    "testing": {"schema", "costs", "profilers"},  # nobody imports it
     "papers": {"schema", "costs", "schedules", "solvers", "importers"},  # nobody imports it
     "api": {
         "schema", "planning", "solvers", "importers", "profilers", "devices", "protocol", "runtime",
@@ -65,7 +66,7 @@ MAY_IMPORT = {
 }  # fmt: skip
 PUBLIC_OF = {"cli": {f"hetflow.{name}" for name in hetflow.__all__}}  # commands call the public API
 TORCH_AT_IMPORT = {"runtime", "examples"}
-TORCH_WHEN_ASKED = {"devices", "profilers", "launcher"}
+TORCH_WHEN_ASKED = {"devices", "profilers", "launcher", "testing"}
 MODELS = ROOT / "profilers" / "zoo"  # model classes; loaded by name only
 LIBRARIES_OF_FEW_FILES = {
     "pulp": {"solvers/lp.py"},
@@ -277,7 +278,7 @@ def _asks_for_colon(node: ast.Compare) -> bool:
 
 
 def test_one_room_names_kinds_of_devices() -> None:
-    rooms = set(MAY_IMPORT) - {"devices", "examples"}
+    rooms = set(MAY_IMPORT) - {"devices", "examples", "testing"}
     named = [
         where
         for room in sorted(rooms)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.tests.fakecuda.hosts import GpuHost, Host, host_for, real_types, software_host
+from hetflow.tests.testing.hosts import GpuHost, Host, host_for, real_types, software_host
 
 HERE = Path(__file__).parent
 

@@ -10,9 +10,9 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.run import RunRecord
-from hetflow.tests.fakecuda.hosts import GpuHost, Host, software_host
 from hetflow.tests.handmade import two_stages
 from hetflow.tests.launcher.elastic_runs import plan_of, wait_until
+from hetflow.tests.testing.hosts import GpuHost, Host, software_host
 
 from .test_launch import SCRIPT, launch, told
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hetflow.schema import files
-from hetflow.tests.fakecuda.hosts import GpuHost, Host
 from hetflow.tests.launcher.elastic_runs import plan_of
 from hetflow.tests.runtime import test_unlike_scales as unlike_scales
+from hetflow.tests.testing.hosts import GpuHost, Host
 
 SCRIPT = Path(__file__).with_name("training.py")
 SLICES = "A100MIG12"  # the type of halves of an A100

@@ -7,9 +7,9 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.profile import Profile
-from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.plan_parts import with_replicas
 from hetflow.tests.runtime.test_pipeline import CHAIN2, make_plan
+from hetflow.tests.testing.hosts import GpuHost
 
 TARGET = """
 import torch

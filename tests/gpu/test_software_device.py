@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.tests.fakecuda.hosts import GpuHost, Host, software_host
+from hetflow.tests.testing.hosts import GpuHost, Host, software_host
 
 TRAINS = """
 import torch

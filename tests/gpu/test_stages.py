@@ -9,9 +9,9 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
-from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.launcher.elastic_runs import plan_of
 from hetflow.tests.plan_parts import with_replicas
+from hetflow.tests.testing.hosts import GpuHost
 
 from .test_changes import two_stages
 

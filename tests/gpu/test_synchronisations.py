@@ -8,12 +8,12 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
-from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.launcher.elastic_runs import plan_of
 from hetflow.tests.parallel_plans import parallel_plan
 from hetflow.tests.plan_parts import with_replicas
 from hetflow.tests.runtime.test_pipeline import BRANCH2, CHAIN2, CHAIN4, make_plan
 from hetflow.tests.runtime.test_tensor import FIRST, LAST, WHOLE
+from hetflow.tests.testing.hosts import GpuHost
 
 from . import pipeline_steps
 

@@ -39,6 +39,7 @@ struct StrictWork final : c10d::Work {
   std::vector<std::pair<Tensor, Tensor>> results;  // where on the device, and what gloo made on the host
   Tensors keep;
   Clock done;
+  uint64_t number = 0;  // of the event that is its end
   std::mutex landing;
   std::atomic<bool> landed = false;
 
@@ -83,6 +84,7 @@ struct StrictWork final : c10d::Work {
     Lock lock(mu);
     merge(clocks[stream_now()], done);
     awaited[stream_now()].push_back(c10::intrusive_ptr<c10d::Work>::reclaim_copy(this));
+    note("wait\t%lld\t%llu", (long long)stream_now(), (unsigned long long)number);
     counts["nccl_wait"]++;
     return true;
   }
@@ -120,15 +122,25 @@ struct StrictWork final : c10d::Work {
 
 struct FakeNCCL final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
-  int64_t stream;
+  const int64_t stream;
+  const std::string name;  // the same in all its processes, and no other group's
+  std::map<int, int64_t> pairs;  // messages have a communicator and a stream a peer, as torch's NCCL
+  std::map<std::pair<int, bool>, uint64_t> numbers;  // how many so far: by peer and whether sent
   int device = -1;
   const bool guarded = has_watchdog();
   bool is_connected = false;  // at the first collective, as NCCL
   std::shared_ptr<std::atomic<bool>> aborted = std::make_shared<std::atomic<bool>>(false);
 
-  FakeNCCL(int rank, int size, c10::intrusive_ptr<c10d::Backend> over) : Backend(rank, size), gloo(std::move(over)) {
+  FakeNCCL(int rank, int size, c10::intrusive_ptr<c10d::Backend> over, std::string name)
+      : Backend(rank, size), gloo(std::move(over)), stream(new_stream()), name(std::move(name)) {}
+  static int64_t new_stream() {
     Lock lock(mu);
-    stream = next_stream++;
+    return next_stream++;
+  }
+  int64_t stream_to(int peer) {
+    if (peer < 0) return stream;
+    auto it = pairs.find(peer);
+    return it == pairs.end() ? pairs[peer] = new_stream() : it->second;
   }
   ~FakeNCCL() override { disconnect(); }
   void connect() {
@@ -152,6 +164,7 @@ struct FakeNCCL final : c10d::Backend {
     if (device >= 0) {  // returns when the communicator's kernels have ended
       Lock lock(mu);
       host_has_waited(clocks[key_of(device, stream)]);
+      for (auto& [_, own] : pairs) host_has_waited(clocks[key_of(device, own)]);
     }
     if (guarded) gloo->abort();
   }
@@ -173,13 +186,13 @@ struct FakeNCCL final : c10d::Backend {
   }
   static Tensor host(const Tensor& tensor) { return host_alias(tensor).clone(MemoryFormat::Contiguous); }
 
-  WorkPtr begin(const char* what, Tensors reads, Tensors writes, const std::function<WorkPtr(StrictWork&)>& start) {
+  WorkPtr begin(const char* what, Tensors reads, Tensors writes, const std::function<WorkPtr(StrictWork&)>& start, int peer = -1, bool sends = false) {
     TORCH_CHECK(guarded || !*aborted, "NCCL communicator was aborted on rank ", getRank(), ".");
     for (auto& tensor : reads) check(what, tensor);
     for (auto& tensor : writes) check(what, tensor);
     connect();
     settle(stream_now());
-    int64_t own = key_of(device, stream);
+    int64_t id = stream_to(peer), own = key_of(device, id);
     settle(own);
     auto work = c10::make_intrusive<StrictWork>();
     {
@@ -192,12 +205,19 @@ struct FakeNCCL final : c10d::Backend {
       for (auto& tensor : reads) touch(tensor, false, own);
       for (auto& tensor : writes) touch(tensor, true, own);
       work->done = clocks[own];
+      work->number = new_event();
+      size_t read = 0, written = 0;
+      for (auto& tensor : reads) read += tensor.nbytes();
+      for (auto& tensor : writes) written += tensor.nbytes();
+      note("join\t%lld\t%lld", (long long)own, (long long)stream_now());
+      note("nccl\t%lld\t%llu\t%s\t%llu\t%s\t%zu\t%d", (long long)own, (unsigned long long)work->number, name.c_str(),
+           (unsigned long long)numbers[{peer, sends}]++, what, std::max(read, written), peer);
     }
     work->guarded = guarded;
     work->what = what;
     work->rank = getRank();
     work->device = device;
-    work->stream = stream;
+    work->stream = id;
     work->aborted = aborted;
     work->keep = reads;
     try {
@@ -209,12 +229,13 @@ struct FakeNCCL final : c10d::Backend {
     return work;
   }
   // In place on one tensor.
-  WorkPtr in_place(const char* what, const Tensor& tensor, const std::function<WorkPtr(Tensors&)>& start) {
-    return begin(what, {}, {tensor}, [&](StrictWork& work) {
+  WorkPtr in_place(const char* what, const Tensor& tensor, const std::function<WorkPtr(Tensors&)>& start, int peer = -1) {
+    auto begun = [&](StrictWork& work) {
       Tensors own{host(tensor)};
       work.results.emplace_back(tensor, own[0]);
       return start(own);
-    });
+    };
+    return begin(what, {}, {tensor}, begun, peer);
   }
   // From one tensor into another.
   WorkPtr across(const char* what, const Tensor& to, const Tensor& from, const std::function<WorkPtr(Tensor&, Tensor&)>& start) {
@@ -235,14 +256,15 @@ struct FakeNCCL final : c10d::Backend {
     return in_place("reduce", tensors[0], [&](Tensors& own) { return gloo->reduce(own, options); });
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
-    return in_place("recv", tensors[0], [&](Tensors& own) { return gloo->recv(own, from, tag); });
+    return in_place("recv", tensors[0], [&](Tensors& own) { return gloo->recv(own, from, tag); }, from);
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
-    return begin("send", {tensors[0]}, {}, [&](StrictWork& work) {
+    auto begun = [&](StrictWork& work) {
       Tensors own{host(tensors[0])};
       work.keep.push_back(own[0]);
       return gloo->send(own, to, tag);
-    });
+    };
+    return begin("send", {tensors[0]}, {}, begun, to, true);
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     return begin("allgather", inputs, outputs[0], [&](StrictWork& work) {
@@ -266,7 +288,10 @@ struct FakeNCCL final : c10d::Backend {
       Tensor& to, Tensor& from, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes, const c10d::AllToAllOptions& options) override {
     return across("alltoall", to, from, [&](Tensor& out, Tensor& in) { return gloo->alltoall_base(out, in, out_sizes, in_sizes, options); });
   }
-  WorkPtr barrier(const c10d::BarrierOptions& options) override { return gloo->barrier(options); }
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    note("barrier\t%s\t%llu", name.c_str(), (unsigned long long)numbers[{-2, false}]++);
+    return gloo->barrier(options);
+  }
 };
 
 }  // namespace fakecuda

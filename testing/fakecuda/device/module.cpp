@@ -41,6 +41,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("unfold", &at::native::unfold);
   m.impl("view.dtype", &at::native::view_dtype);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  // One kernel, as on CUDA, where torch's own form would take several.
+  for (const char* name : {"convolution", "convolution_backward", "native_layer_norm"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   // One kernel for a list of tensors, as on CUDA; torch's own form loops over them.
   for (const char* name :
        {"_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_add.List", "_foreach_mul_.Scalar", "_foreach_mul_.Tensor", "_foreach_mul_.List",
@@ -100,6 +103,14 @@ PYBIND11_MODULE(_fakecuda, m) {
   m.def("set_device", [](int device) { set_device(device); });
   m.def("get_stream", [](int device) { return current_stream(device); });
   m.def("set_stream", [](int device, int64_t id) { current_streams[device] = id; });
+  m.def("note", [](const std::string& line) {
+    Lock lock(mu);
+    note("%s", line.c_str());
+  });
+  m.def("mark", [](const std::string& name) {
+    Lock lock(mu);
+    note("mark\t%lld\t%s", (long long)stream_now(), name.c_str());
+  });
   m.def("seed", [](int device, uint64_t seed) {
     auto& generator = generator_of(device);
     std::lock_guard<std::mutex> lock(generator.mutex());
@@ -108,7 +119,7 @@ PYBIND11_MODULE(_fakecuda, m) {
   m.def("get_random_state", [](int device) { return generator_of(device).get_state(); });
   m.def("set_random_state", [](int device, const at::Tensor& state) { generator_of(device).set_state(state); });
   py::class_<FakeNCCL, c10d::Backend, c10::intrusive_ptr<FakeNCCL>>(m, "FakeNCCL")
-      .def(py::init<int, int, c10::intrusive_ptr<c10d::Backend>>())
+      .def(py::init<int, int, c10::intrusive_ptr<c10d::Backend>, std::string>())
       .def("_group_start", [](FakeNCCL&) {})
       .def("_group_end", [](FakeNCCL&) {});
   py::class_<StagedGloo, c10d::Backend, c10::intrusive_ptr<StagedGloo>>(m, "StagedGloo")

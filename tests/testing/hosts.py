@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from hetflow.testing.fakecuda import build
+from hetflow.testing.machine import SITE
+from hetflow.testing.timeline import REAL, Rates, Timeline, timeline_of
 from hetflow.tests import programs
 
-from . import build
-
-SITE = Path(__file__).with_name("site")
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 
 
@@ -59,6 +59,10 @@ class Host:
         assert found.returncode == 0, found.stderr
         return found.stdout
 
+    def timeline(self, rates: Rates = REAL) -> Timeline:
+        """When all that ran so far would have run on the devices."""
+        return timeline_of(Path(self.environment["FAKECUDA_TIMELINE"]), rates)
+
     @property
     def faults(self) -> list[str]:
         """Races and wrong collectives so far, of all processes."""
@@ -99,7 +103,7 @@ def software_host(folder: Path, machine: str, **settings: str) -> Host:
     Args:
         folder: Of the test.
         machine: Its cards, as FAKECUDA names them.
-        settings: Further variables.
+        settings: Further variables; a timeline's folder is one in ``folder``.
     """
     try:
         build.library()
@@ -107,6 +111,10 @@ def software_host(folder: Path, machine: str, **settings: str) -> Host:
         pytest.skip(str(error))
     faults = folder / "faults"
     faults.mkdir(exist_ok=True)
+    if "FAKECUDA_TIMELINE" in settings:
+        timeline = folder / settings["FAKECUDA_TIMELINE"]
+        timeline.mkdir(exist_ok=True)
+        settings["FAKECUDA_TIMELINE"] = str(timeline)
     environment = {**software_environment(machine), "FAKECUDA_FAULTS": str(faults), **settings}
     cards = [item.partition(":")[0].partition("/")[0] for item in machine.split(",")]
     return Host(folder, tuple(dict.fromkeys(cards)), environment)

@@ -16,9 +16,10 @@ _ITEM = re.compile(r"(?P<card>[^:/]+)(?::(?P<size>\d+)(?P<unit>[KMG]iB)?)?(?:/(?
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU as its driver names it."""
+    """A GPU as its driver names it. ``spec`` is its row in hetflow's table of devices."""
 
     name: str
+    spec: str
     capability: tuple[int, int]
     num_multiprocessors: int
     memory_bytes: int
@@ -28,15 +29,15 @@ class Card:
 
 # Names and figures as in NVIDIA's and AMD's data sheets; memory as sold.
 CARDS = {
-    "P100": Card("Tesla P100-PCIE-16GB", (6, 0), 56, 16 * GIB),
-    "V100": Card("Tesla V100-SXM2-16GB", (7, 0), 80, 16 * GIB),
-    "T4": Card("Tesla T4", (7, 5), 40, 16 * GIB),
-    "QuadroRTX6000": Card("Quadro RTX 6000", (7, 5), 72, 24 * GIB),
-    "A100": Card("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40 * GIB),
-    "RTX6000Ada": Card("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 48 * GIB),
-    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 80 * GIB),
-    "H100PCIe": Card("NVIDIA H100 PCIe", (9, 0), 114, 80 * GIB),
-    "MI250X": Card("AMD Instinct MI250X", (9, 0), 110, 64 * GIB),
+    "P100": Card("Tesla P100-PCIE-16GB", "P100-PCIE-16GB", (6, 0), 56, 16 * GIB),
+    "V100": Card("Tesla V100-SXM2-16GB", "V100-SXM2-16GB", (7, 0), 80, 16 * GIB),
+    "T4": Card("Tesla T4", "T4-16GB", (7, 5), 40, 16 * GIB),
+    "QuadroRTX6000": Card("Quadro RTX 6000", "QuadroRTX6000-24GB", (7, 5), 72, 24 * GIB),
+    "A100": Card("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", (8, 0), 108, 40 * GIB),
+    "RTX6000Ada": Card("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada-48GB", (8, 9), 142, 48 * GIB),
+    "H100": Card("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB", (9, 0), 132, 80 * GIB),
+    "H100PCIe": Card("NVIDIA H100 PCIe", "H100-PCIE-80GB", (9, 0), 114, 80 * GIB),
+    "MI250X": Card("AMD Instinct MI250X", "MI250X-64GB", (9, 0), 110, 64 * GIB),
 }
 
 

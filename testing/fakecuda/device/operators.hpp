@@ -102,8 +102,57 @@ struct OnDeviceOf {
   ~OnDeviceOf() { current_device = before; }
 };
 
+// An operator and its arguments as JSON: of a tensor its number in the call, type, sizes, strides.
+inline std::string signature_of(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments, const std::vector<c10::IValue>& results) {
+  const auto& schema = op.schema();
+  std::string text = "[\"" + schema.name().substr(6) + "\",\"" + (schema.overload_name().empty() ? "default" : schema.overload_name()) + "\"";
+  std::map<c10::TensorImpl*, int> numbers;
+  auto listed = [&](const auto& values, auto&& one) {
+    text += '[';
+    bool is_first = true;
+    for (const auto& value : values) {
+      if (!is_first) text += ',';
+      is_first = false;
+      one(value);
+    }
+    text += ']';
+  };
+  auto number = [&](const auto& value) { text += std::to_string(value); };
+  auto tensor = [&](const Tensor& value) {
+    if (!value.defined()) {
+      text += "null";
+      return;
+    }
+    int own = numbers.emplace(value.unsafeGetTensorImpl(), (int)numbers.size()).first->second;
+    text += "{\"n\":" + std::to_string(own) + ",\"t\":\"" + at::toString(value.scalar_type()) + "\",\"s\":";
+    listed(value.sizes(), number);
+    text += ",\"d\":";
+    listed(value.strides(), number);
+    text += '}';
+  };
+  std::function<void(const c10::IValue&)> any = [&](const c10::IValue& value) {
+    if (value.isTensor()) tensor(value.toTensor());
+    else if (value.isBool()) text += value.toBool() ? "true" : "false";
+    else if (value.isInt()) text += std::to_string(value.toInt());
+    else if (value.isList()) listed(value.toListRef(), any);
+    else text += "null";
+  };
+  text += ',';
+  listed(arguments, any);
+  text += ',';
+  listed(results, any);
+  return text + ']';
+}
+
 inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   OnDeviceOf guard(check_devices(op, stack));
+  std::vector<c10::IValue> arguments;
+  int64_t stream = stream_now();
+  bool is_noted = !in_fallback && timeline_file();
+  if (is_noted) {
+    auto given = torch::jit::last(*stack, op.schema().arguments().size());
+    arguments.assign(given.begin(), given.end());
+  }
   if (!in_fallback) {
     check_deterministic(op, stack);
     settle(stream_now());
@@ -123,6 +172,12 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     at::native::cpu_fallback(op, stack);
   } else {
     at::native::cpu_fallback(op, stack);
+  }
+  if (is_noted) {
+    auto made = torch::jit::last(*stack, op.schema().returns().size());
+    Lock lock(mu);
+    int number = number_of(signature_of(op, arguments, std::vector<c10::IValue>(made.begin(), made.end())));
+    note("kernel\t%lld\t%d", (long long)stream, number);
   }
 }
 
@@ -172,9 +227,12 @@ inline Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
       op_counts[operation]++;
       tick(stream);
     }
+    if (across) note("join\t%lld\t%lld", (long long)stream, (long long)there);
     merge(clocks[stream], clocks[there]);
     touch(from, false, stream);
     touch(self, true, stream);
+    if (!in_fallback) note("copy\t%lld\t%s\t%zu", (long long)stream, to_host ? "d2h" : from.is_cuda() ? "kernel" : "h2d", self.nbytes());
+    if (across) note("join\t%lld\t%lld", (long long)there, (long long)stream);
     merge(clocks[there], clocks[stream]);
   }
   if (to_host && !in_fallback) {

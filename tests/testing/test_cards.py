@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from .build import CannotBuild, check_build
-from .cards import GIB, machine, visible
+from hetflow.testing.fakecuda.build import CannotBuild, check_build
+from hetflow.testing.fakecuda.cards import GIB, machine, visible
 
 THREE = {"FAKECUDA": "V100,V100:64MiB,A100"}
 

@@ -1,5 +1,7 @@
 // Streams and events as vector clocks: what has not waited for what it touches is a race.
 #pragma once
+#include "timeline.hpp"
+
 #include <c10/core/Stream.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -109,6 +111,7 @@ inline void host_waits_for(int64_t stream) {
   settle(stream);
   Lock lock(mu);
   counts["host_sync"]++;
+  note("host\t-%lld", (long long)stream);
   host_has_waited(clocks[stream]);
 }
 

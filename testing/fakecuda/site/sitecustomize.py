@@ -9,6 +9,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -23,22 +24,25 @@ class _BeforeTorch(MetaPathFinder):
         found = PathFinder.find_spec(name)
         if found is None or found.loader is None:
             return None
-        run = found.loader.exec_module
+        loader: Any = found.loader
+        run = loader.exec_module
 
-        def exec_module(module: object) -> None:
+        def exec_module(module: Any) -> None:
             cuda = _package()
             cuda.load()
             run(module)
             cuda.install()
 
-        found.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return found
 
 
-def _package() -> object:
+def _package() -> Any:
     spec = importlib.util.spec_from_file_location(
         "fakecuda", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
     )
+    assert spec is not None
+    assert spec.loader is not None
     sys.modules["fakecuda"] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
     return importlib.import_module("fakecuda.cuda")

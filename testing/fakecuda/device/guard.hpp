@@ -17,6 +17,7 @@ struct Mark {  // an event
   Clock clock;
   Works works;
   double seconds = 0;
+  uint64_t number = 0;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -72,6 +73,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     for (int64_t stream : streams) {
       settle(stream);
       Lock lock(mu);
+      note("host\t-%lld", (long long)stream);
       host_has_waited(clocks[stream]);
     }
   }
@@ -88,6 +90,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     mark->clock = clocks[key(stream)];
     mark->works = awaited[key(stream)];
     mark->seconds = now_seconds();
+    mark->number = new_event();
+    note("record\t%lld\t%llu", (long long)key(stream), (unsigned long long)mark->number);
     counts["event_record"]++;
   }
   void block(void* event, const Stream& stream) const override {
@@ -95,6 +99,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     counts["stream_wait"]++;
     if (!event) return;
     auto* mark = (Mark*)event;
+    note("wait\t%lld\t%llu", (long long)key(stream), (unsigned long long)mark->number);
     merge(clocks[key(stream)], mark->clock);
     Works& works = awaited[key(stream)];
     works.insert(works.end(), mark->works.begin(), mark->works.end());
@@ -113,6 +118,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) land(((Mark*)event)->works);
     Lock lock(mu);
     counts["host_sync"]++;
+    if (event) note("host\t%llu", (unsigned long long)((Mark*)event)->number);
     if (event) host_has_waited(((Mark*)event)->clock);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete (Mark*)event; }

@@ -17,13 +17,13 @@ struct Use {
   int64_t stream = 0;
   uint64_t time = 0;
   std::string by;
+  size_t begin = 0, end = 0;  // addresses
 };
 struct Block {
   size_t size;
   int device;
   int64_t owner;  // the stream it was allocated on
-  Use written;
-  std::map<int64_t, Use> read;
+  std::vector<Use> written, read;  // the last of each byte; of reads, of each stream
   std::set<int64_t> recorded;
 };
 inline auto& blocks = *new std::map<void*, Block>;
@@ -75,26 +75,51 @@ inline bool is_pinned(const void* address) {
 
 inline std::string on(const Use& use) { return "stream " + std::to_string(use.stream) + " by " + use.by; }
 
+// The addresses from a tensor's first value to its last.
+inline std::pair<size_t, size_t> bytes_of(const at::Tensor& tensor) {
+  size_t begin = (size_t)tensor.const_data_ptr(), last = 0;
+  for (int64_t n = 0; n < tensor.dim(); n++) last += (tensor.size(n) - 1) * tensor.stride(n);
+  return {begin, begin + (last + 1) * tensor.itemsize()};
+}
+
+// A use covers the bytes of earlier ones that are not met by it otherwise.
+inline void cover(std::vector<Use>& uses, const Use& own, bool of_all_streams) {
+  std::vector<Use> kept;
+  for (auto& use : uses) {
+    if (use.end <= own.begin || own.end <= use.begin || !(of_all_streams || use.stream == own.stream)) {
+      kept.push_back(use);
+      continue;
+    }
+    Use before = use, after = use;
+    before.end = own.begin;
+    after.begin = own.end;
+    if (before.begin < before.end) kept.push_back(before);
+    if (after.begin < after.end) kept.push_back(after);
+  }
+  uses.swap(kept);
+}
+
 // A stream reads or writes a tensor: has it waited for those who used it before?
 inline void touch(const at::Tensor& tensor, bool writes, int64_t stream) {
   if (!tensor.defined() || !tensor.is_cuda() || !tensor.numel()) return;
-  Block* block = block_of(tensor.storage().mutable_data());
+  Block* block = block_of(tensor.storage().data());
   if (!block) return;
   Clock& clock = clocks[stream];
-  auto seen = [&](const Use& use) {
-    return use.time == 0 || use.stream == stream || clock[use.stream] >= use.time;
-  };
-  Use own{stream, clock[stream], operation};
-  if (!seen(block->written))
-    complain("race", std::string(writes ? "write" : "read") + " on " + on(own) + " does not wait for the write on " + on(block->written));
-  if (!writes) {
-    block->read[stream] = own;
-    return;
+  auto [begin, end] = bytes_of(tensor);
+  Use own{stream, clock[stream], operation, begin, end};
+  auto raced = [&](const Use& use) { return use.begin < end && begin < use.end && use.stream != stream && clock[use.stream] < use.time; };
+  for (auto& use : block->written)
+    if (raced(use)) complain("race", std::string(writes ? "write" : "read") + " on " + on(own) + " does not wait for the write on " + on(use));
+  if (writes) {
+    for (auto& use : block->read)
+      if (raced(use)) complain("race", "write on " + on(own) + " does not wait for the read on " + on(use));
+    cover(block->read, own, true);
+    cover(block->written, own, true);
+    block->written.push_back(own);
+  } else {
+    cover(block->read, own, false);
+    block->read.push_back(own);
   }
-  for (auto& [_, use] : block->read)
-    if (!seen(use)) complain("race", "write on " + on(own) + " does not wait for the read on " + on(use));
-  block->read.clear();
-  block->written = own;
 }
 
 inline void free_device(void* address) {
@@ -111,8 +136,8 @@ inline void free_device(void* address) {
         if (pending(use))
           complain("race", "freed to stream " + std::to_string(block.owner) + " while it may still be " + what + " on " + on(use) + ", without record_stream");
       };
-      judge(block.written, "written");
-      for (auto& [_, use] : block.read) judge(use, "read");
+      for (auto& use : block.written) judge(use, "written");
+      for (auto& use : block.read) judge(use, "read");
       used[block.device] -= block.size;
       blocks.erase(it);
     }

@@ -9,10 +9,12 @@
     FAKECUDA_FAULTS             a folder for races and wrong collectives, a file a process
     FAKECUDA_BESIDE_TENSORS     what no tensor holds; see ``cards.beside_tensors``
     FAKECUDA_WATCHDOG_SECONDS   from a lost peer to SIGABRT; 1 by default
+    FAKECUDA_TIMELINE           a folder for what the devices are asked for; see ``timeline.py``
     FAKECUDA_COMMUNICATORS      how many a process can make; the next one is NCCL's system error
 """
 
 import ctypes
+import importlib
 import os
 import socket
 import sys
@@ -21,6 +23,7 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 from . import build, cards
 
@@ -47,14 +50,15 @@ def install() -> None:
         for module in (torch.cuda, torch.cuda.random):
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, value)
-    torch._C._cuda_getDeviceCount = torch.cuda.device_count  # type: ignore[attr-defined]
-    torch._C._cuda_getCurrentRawStream = native.get_stream  # type: ignore[attr-defined]
-    torch._C._cuda_getDevice = native.current_device  # type: ignore[attr-defined]
+    torch._C._cuda_getDeviceCount = torch.cuda.device_count
+    torch._C._cuda_getCurrentRawStream = native.get_stream
+    torch._C._cuda_getDevice = native.current_device
     if os.environ.get("FAKECUDA_PLATFORM") == "rocm":
         torch.version.cuda, torch.version.hip = None, "6.4.0"
     else:
         torch.version.cuda = "12.6"
     _offer_nccl(native)
+    _mark_steps(native)
     own_name = socket.gethostname
     socket.gethostname = lambda: os.environ.get("FAKECUDA_HOST") or own_name()
 
@@ -78,6 +82,9 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
         native.configure([card.memory_bytes for card in seen])
         native.set_beside_tensors(*cards.beside_tensors()[:2])
         torch.cuda._initialized = True
+        for index, card in enumerate(seen):
+            host = os.environ.get("FAKECUDA_HOST", "host")
+            native.note(f"device\t{index}\t{host}\t{card.spec}\t{card.uuid}")
         for seed in waiting_seeds:
             manual_seed_all(seed)
 
@@ -241,10 +248,26 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
     }
 
 
+def _mark_steps(native: Any) -> None:
+    """Mark the end of each step of the first optimizer that steps."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    first: list[Any] = []
+
+    def mark(optimizer: Any, *_: Any) -> None:
+        if not first:
+            first.append(optimizer)
+        if optimizer is first[0] and native.initialised_in() == os.getpid():
+            native.mark("step")
+
+    register_optimizer_step_post_hook(mark)
+
+
 def _offer_nccl(native: Any) -> None:
     import torch
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
+
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 
     class Options:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -263,7 +286,11 @@ def _offer_nccl(native: Any) -> None:
             _check_distinct(store, rank, size)
             _check_number()
             over = c10d.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
-            return native.FakeNCCL(rank, size, over)
+            if rank == 0:
+                store.set("fakecuda/name", uuid4().hex)
+            name = store.get("fakecuda/name").decode()
+            native.note(f"group\t{name}\t{rank}\t{size}\t{torch.cuda.current_device()}")
+            return native.FakeNCCL(rank, size, over, name)
 
     ProcessGroupNCCL.Options = Options  # type: ignore[attr-defined]
 
@@ -280,7 +307,7 @@ def _offer_nccl(native: Any) -> None:
             )
 
     def _check_distinct(store: Any, rank: int, size: int) -> None:
-        facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+        facts: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         own = f"{socket.gethostname()}/{facts.pci_bus_id}"
         store.set(f"fakecuda/bus/{rank}", own)
         for other in range(size):
@@ -298,10 +325,11 @@ def _offer_nccl(native: Any) -> None:
             kind, backend = c10d.ProcessGroup.BackendType.CUSTOM, native.StagedGloo(backend)
         register(group, device, kind, backend)
 
-    c10d.ProcessGroup._register_backend = register_staged  # type: ignore[method-assign]
-    for module in (c10d, dist):
-        module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
-        module.is_nccl_available = lambda: True  # type: ignore[attr-defined]
+    c10d.ProcessGroup._register_backend = register_staged
+    modules: tuple[Any, ...] = (c10d, dist)
+    for module in modules:
+        module.ProcessGroupNCCL = ProcessGroupNCCL
+        module.is_nccl_available = lambda: True
     c10d._NCCL_AVAILABLE = True
     c10d.default_pg_nccl_timeout = timedelta(minutes=10)
-    torch.cuda.nccl.version = lambda: _NCCL_VERSION  # type: ignore[attr-defined]
+    torch.cuda.nccl.version = lambda: _NCCL_VERSION

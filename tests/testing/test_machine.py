@@ -1,0 +1,114 @@
+"""``hetflow.testing.gpus``: what a user's own tests ask of the software device."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetflow import testing
+from hetflow.costs.comm import Wire, collective_seconds
+from hetflow.costs.device_table import spec_of
+from hetflow.costs.efficiency import FITTED
+from hetflow.costs.estimate import LINK_LATENCY_SECONDS
+from hetflow.costs.roofline import operator_seconds
+from hetflow.schema.operator_counts import Operator
+from hetflow.testing.fakecuda.build import CannotBuild
+from hetflow.tests.testing.hosts import real_types
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.processes]
+
+BEGINS = """
+import sys, torch, torch.distributed as dist
+rank = int(sys.argv[1])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+"""
+PAIR = """
+import os, subprocess, sys
+store = os.path.abspath("store")
+pair = [subprocess.Popen([sys.executable, "each.py", str(rank), store]) for rank in range(2)]
+sys.exit(max(worker.wait() for worker in pair))
+"""
+
+
+def two(folder: Path, program: str) -> testing.Gpus:
+    """A machine on which two processes have run a program, each on a GPU of its own."""
+    if real_types():
+        pytest.skip("this machine has GPUs of its own")
+    try:
+        gpus = testing.gpus("V100,A100", folder)
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    (folder / "each.py").write_text(BEGINS + program)
+    (folder / "pair.py").write_text(PAIR)
+    gpus.run([sys.executable, "pair.py"], timeout_seconds=60)
+    return gpus
+
+
+PRODUCT = """
+x = torch.ones(1024, 1024, device="cuda")
+side = torch.cuda.Stream()
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    work = dist.all_reduce(x.clone(), async_op=True)
+for _ in range(3):
+    x.mm(x)
+work.wait()
+x.mm(x)
+dist.destroy_process_group()
+"""
+
+
+def test_operators_take_what_estimates_say_and_collectives_what_planning_says(
+    tmp_path: Path,
+) -> None:
+    timeline = two(tmp_path, PRODUCT).timeline()
+    size = 4 * 1024**2
+    product = Operator(name="mm", dtype="float32", flops=2 * 1024**3, num_bytes=3 * size)
+    link = spec_of("V100-SXM2-16GB").link_bytes_per_second * FITTED.link  # the slower one
+    wire = Wire(LINK_LATENCY_SECONDS, link)
+    for device, spec in zip(timeline.devices, ("V100-SXM2-16GB", "A100-SXM4-40GB"), strict=True):
+        assert device.spec == spec
+        own = [span for span in timeline.spans if span.device == device]
+        products = [span for span in own if span.name == "mm"]
+        seconds = operator_seconds(product, spec_of(spec), FITTED)
+        took = [span.end_seconds - span.start_seconds for span in products]
+        assert took == pytest.approx([seconds] * 4)
+        (sent,) = [span for span in own if span.name == f"allreduce {size}"]
+        assert sent.end_seconds - sent.start_seconds == pytest.approx(
+            collective_seconds("all-reduce", size, 2, wire)
+        )
+        # Three products do not wait for the sum, and the fourth does.
+        assert products[0].start_seconds < sent.end_seconds
+        assert products[3].asked_seconds == max(products[2].end_seconds, sent.end_seconds)
+
+
+CROSSED = """
+sent, there = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+calls = [(dist.isend, sent), (dist.irecv, there)]
+works = [call(tensor, 1 - rank) for call, tensor in calls[:: ORDER]]
+torch.cuda.synchronize()
+"""
+
+
+def test_two_ranks_that_both_send_first_are_a_deadlock(tmp_path: Path) -> None:
+    """A communicator has one queue; gloo, which carries the bytes here, would not mind."""
+    with pytest.raises(testing.DeadlockError, match="send 16"):
+        two(tmp_path, CROSSED.replace("ORDER", "1")).timeline()
+
+
+def test_a_rank_that_receives_first_meets_one_that_sends_first(tmp_path: Path) -> None:
+    timeline = two(tmp_path, CROSSED.replace("ORDER", "1 - 2 * rank")).timeline()
+    assert [span.name for span in timeline.spans if span.kind == "nccl"] == ["send 16"] * 4
+
+
+def test_a_timeline_is_written_for_perfetto(tmp_path: Path) -> None:
+    timeline = two(tmp_path, PRODUCT).timeline()
+    timeline.write(tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    products = [event for event in events if event["name"] == "mm"]
+    assert {event["pid"] for event in products} == {0, 1}
+    assert all(event["ph"] == "X" and event["dur"] > 0 for event in products)
+    named = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert ["V100-SXM2-16GB" in named[0], "A100-SXM4-40GB" in named[1]] == [True, True]
