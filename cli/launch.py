@@ -132,7 +132,7 @@ def _say_terms(folder: Path, record: "RunRecord") -> None:
     """What the prediction is made of, and how to correct it by this run."""
     import shlex
 
-    from ..reports.terms import terms_table
+    from ..reports.tables import terms_table
 
     say(terms_table(record))
     if any(entry.is_off for entry in record.terms):

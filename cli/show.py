@@ -128,7 +128,7 @@ def _refuse_unread(record: object, flags: list[str]) -> None:
         "--timeline": pipelines,
         "--html": pipelines,
         "--trace": pipelines,
-        "--explain": ("split and pipeline plans", ("split", "pipeline")),
+        "--explain": ("plans", ("split", "pipeline", "parallel")),
         "--csv": ("runs, launched or simulated", ("RunRecord", "SimulationRun")),
     }
     own = record.kind if isinstance(record, Plan) else type(record).__name__
@@ -148,14 +148,9 @@ def _table(record: "RunRecord | SimulationRun", path: Path, *, force: bool) -> N
 
 
 def _explain(record: "Plan", *, json: bool) -> None:
-    from ..reports.explain import explanation_document, explanation_table
-    from ..reports.explain_pipeline import explain_pipeline
-    from ..reports.explain_split import explain_split
+    from ..reports.explain import explain, explanation_document, explanation_table
 
-    if record.kind == "split":
-        explanation = explain_split(record)
-    else:
-        explanation = explain_pipeline(record)
+    explanation = explain(record)
     if json:
         emit_json(explanation_document(explanation))
     else:

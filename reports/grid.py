@@ -113,3 +113,9 @@ def mebibytes(size: int | None) -> str:
 def layers_text(layers: Sequence[str]) -> str:
     """The first and the last of a stage's layers, and their number."""
     return f"{layers[0]} .. {layers[-1]} ({len(layers)})" if len(layers) > 1 else layers[0]
+
+
+def device_name(device_type: str, emulated: bool, estimated: bool = False) -> str:
+    """The type's name, marked if it is emulated or estimated."""
+    kind = " (emulated)" if emulated else " (estimated)" if estimated else ""
+    return f"{device_type}{kind}"

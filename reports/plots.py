@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..schema.errors import HetflowError
 from ..schema.plan import Plan, Prediction
 from ..schema.profile import Profile
-from .tables import device_name
+from .grid import device_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

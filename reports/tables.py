@@ -6,12 +6,11 @@ from ..schema.cluster import Cluster
 from ..schema.launch import LaunchConfig
 from ..schema.market import Market, PriceReport, RentAdvice, RentReport, RentRun, RentState
 from ..schema.odds import OddsReport
-from ..schema.options import option
-from ..schema.plan import Plan, Prediction, Proof, claim_of
+from ..schema.plan import Plan
 from ..schema.profile import Profile
-from ..schema.run import RunRecord
+from ..schema.run import RunRecord, TermComparison
 from . import cluster_tables
-from .grid import grid, layers_text, mebibytes, milliseconds
+from .grid import device_name, grid, mebibytes, milliseconds
 from .market_tables import (
     advice_text,
     market_table,
@@ -21,8 +20,7 @@ from .market_tables import (
     state_text,
     strategies_table,
 )
-from .parallel_tables import dollars_text, parallel_table
-from .terms import terms_table
+from .plan_tables import plan_table
 
 if TYPE_CHECKING:
     from ..schema.files import Record
@@ -35,8 +33,7 @@ def table_of(record: "Record") -> str:
     if isinstance(record, Cluster):
         return cluster_table(record)
     if isinstance(record, Plan):
-        tables = {"split": plan_table, "pipeline": pipeline_table, "parallel": parallel_table}
-        return tables[record.kind](record)
+        return plan_table(record)
     if isinstance(record, LaunchConfig):
         return launch_table(record)
     if isinstance(record, Market):
@@ -83,152 +80,6 @@ def profile_table(profile: Profile) -> str:
     if profile.estimate is not None:
         lines.append(str(profile.estimate))
     return "\n".join(lines)
-
-
-def plan_table(plan: Plan) -> str:
-    """The batch of each device, the predicted step, and the proof."""
-    emulated = {device.device_type for device in plan.emulated}
-    estimated = {estimate.device_type for estimate in plan.estimates}
-    names = {
-        g.device_type: device_name(
-            g.device_type, g.device_type in emulated, g.device_type in estimated
-        )
-        for g in plan.groups
-    }
-    rows = [
-        (
-            f"{group.num_devices} x {names[group.device_type]}",
-            group.device_batch_size,
-            f"{group.virtual_nodes} x {group.virtual_node_batch_size}"
-            + (" (interpolated)" if group.interpolated else ""),
-            milliseconds(
-                None if group.pass_seconds is None else group.pass_seconds * group.virtual_nodes
-            ),
-            *(
-                f"{(number or 0) / 2**20:,.1f} MiB"
-                for number in (group.state_share_bytes, group.memory_bytes)
-                if plan.shard is not None
-            ),
-        )
-        for group in plan.groups
-    ]
-    columns = ["devices", "batch per device", "virtual nodes", "compute"]
-    columns += [f"share ({plan.shard})", "memory"] if plan.shard is not None else []
-    lines = [
-        f"{plan.model}, global batch {plan.global_batch_size}",
-        grid(columns, rows),
-        _parts_text(plan.predicted, estimated=bool(plan.estimates)),
-        _proof_text(plan),
-    ]
-    lines += [
-        *_simpler_lines(plan.proof),
-        *_est_lines(plan),
-        *map(str, plan.estimates),
-        *map(str, plan.reserves),
-        *map(str, plan.sync_bounds),
-    ]
-    return "\n".join(lines)
-
-
-def pipeline_table(plan: Plan) -> str:
-    """Which layers run where, the time of a microbatch there, and the proof."""
-    estimated = {estimate.device_type for estimate in plan.estimates}
-    rows = [
-        (
-            number,
-            f"{stage.num_replicas} x "
-            f"{device_name(stage.device_type, False, stage.device_type in estimated)}",
-            layers_text(stage.layers),
-            milliseconds(stage.compute_seconds),
-            milliseconds(stage.output_seconds),
-            stage.num_in_flight,
-            stage.weight_versions,
-            mebibytes(stage.memory_bytes),
-        )
-        for number, stage in enumerate(plan.stages)
-    ]
-    headers = (
-        "stage", "devices", "layers", "pass", "transfer", "in flight", "versions", "memory",
-    )  # fmt: skip
-    lines = [
-        f"{plan.model}, global batch {plan.global_batch_size} = {plan.num_microbatches} "
-        f"microbatches of {plan.microbatch_size}; {plan.config}, {plan.schedule}"
-        f"{', recomputation' if plan.recomputes else ''}"
-        f"{'' if plan.optimizer is None else f'; memory counts {plan.optimizer}'}",
-        grid(headers, rows),
-        _parts_text(plan.predicted, estimated=bool(plan.estimates)),
-        f"minimised: {_MINIMISED[plan.objective]}; {_proof_text(plan)}",
-    ]
-    lines += [f"assumed: {sentence}" for sentence in plan.assumptions]
-    if plan.trace is not None and plan.trace.obstacle is not None:
-        lines.append(f"layers {plan.trace.obstacle}")
-    return "\n".join([*lines, *map(str, plan.estimates), *map(str, plan.reserves)])
-
-
-_MINIMISED = {"step_seconds": "the whole step", "bottleneck": "the slowest stage or boundary"}
-
-
-def _parts_text(predicted: Prediction, *, estimated: bool) -> str:
-    parts = [
-        f"{name} {milliseconds(seconds)}"
-        for name, seconds in (
-            ("compute", predicted.compute_seconds),
-            ("loading", predicted.load_seconds),
-            ("virtual nodes", predicted.virtual_node_seconds),
-            ("fixed", predicted.fixed_seconds),
-            ("transfers", predicted.transfer_seconds),
-            ("sync", predicted.sync_seconds),
-            ("update", predicted.update_seconds),
-        )
-        if seconds is not None
-    ]
-    total = f"step {milliseconds(predicted.step_seconds)}"
-    if parts:
-        total += f" = {' + '.join(parts)}"
-    if predicted.step_seconds_low is not None and predicted.step_seconds_high is not None:
-        low, high = (
-            milliseconds(predicted.step_seconds_low),
-            milliseconds(predicted.step_seconds_high),
-        )
-        total += f"; the {'estimates' if estimated else 'measurements'} allow {low} to {high}"
-    return f"{total}; {predicted.samples_per_second:.1f} samples/s{dollars_text(predicted)}"
-
-
-def _proof_text(plan: Plan) -> str:
-    return f"{claim_of(plan)}, gap {_percent(plan.proof.gap)}: {plan.proof.method}"
-
-
-def _simpler_lines(proof: Proof) -> list[str]:
-    """The cost of choosing a plan that is simpler than the fastest."""
-    if proof.tolerance is None or proof.lower_bound is None or not proof.gap:
-        return []
-    return [
-        f"simpler than the fastest on paper, {milliseconds(proof.lower_bound)}, which the "
-        f"measurements cannot tell from it ({option('fastest')} takes that one)"
-    ]
-
-
-def _est_lines(plan: Plan) -> list[str]:
-    if plan.est is None:
-        return []
-    rows = [
-        (
-            ", ".join(
-                f"{g.num_devices}x{g.device_type} A={g.virtual_nodes}" for g in choice.groups
-            ),
-            f"{choice.est.throughput:.3f}",
-            f"{choice.est.waste:.3f}",
-            f"{choice.est.overload_factor:.4g}",
-        )
-        for choice in plan.alternatives
-        if choice.est is not None
-    ]
-    first = (
-        f"EasyScale: throughput {plan.est.throughput:.3f} mini-batches/s, waste "
-        f"{plan.est.waste:.3f}, maxP {plan.est.max_p}"
-    )
-    table = grid(("alternative", "throughput", "waste", "overload"), rows)
-    return [first, table] if rows else [first]
 
 
 def cluster_table(cluster: Cluster) -> str:
@@ -295,14 +146,31 @@ def run_table(run: RunRecord) -> str:
     )
 
 
-def device_name(device_type: str, emulated: bool, estimated: bool = False) -> str:
-    """The type's name, marked if it is emulated or estimated."""
-    kind = " (emulated)" if emulated else " (estimated)" if estimated else ""
-    return f"{device_type}{kind}"
+def terms_table(run: RunRecord) -> str:
+    """One row per term; terms that are off by more than 5 % of the step are marked."""
+    rows = [
+        (
+            _term_name(entry),
+            entry.device_type or "-",
+            milliseconds(entry.predicted_seconds),
+            milliseconds(entry.measured_seconds),
+            _of_step(entry, run.measured_step_seconds),
+            "off" if entry.is_off else "",
+        )
+        for entry in run.terms
+    ]
+    return grid(("term", "device", "predicted", "measured", "error of the step", ""), rows)
 
 
-def _percent(fraction: float | None) -> str:
-    return "unknown" if fraction is None else f"{100 * fraction:.3g} %"
+def _term_name(entry: TermComparison) -> str:
+    return entry.term if entry.times == 1 else f"{entry.term}, {entry.times} times"
+
+
+def _of_step(entry: TermComparison, step: float | None) -> str:
+    if entry.predicted_seconds is None or not step:
+        return "-"
+    error = entry.times * (entry.predicted_seconds - entry.measured_seconds)
+    return f"{100 * error / step:+.1f} %"
 
 
 def _sync_text(profile: Profile) -> str:

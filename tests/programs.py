@@ -30,7 +30,7 @@ COMMANDS = (
     "hetflow.api.launch",
     "hetflow.api.resize",
     "hetflow.launcher.controller",
-    "hetflow.reports.terms",
+    "hetflow.reports.tables",
 )
 
 

@@ -10,7 +10,7 @@ from tests.checks.tampered import PROFILES
 
 import hetflow
 from hetflow.cli.main import run
-from hetflow.reports.tables import pipeline_table
+from hetflow.reports.plan_tables import plan_table
 from hetflow.schema.files import from_json, to_json, write
 from hetflow.schema.plan import Plan, claim_of
 from hetflow.schema.restrictions import Restrictions
@@ -42,7 +42,7 @@ def test_what_was_asked_for_stands_in_the_plan_and_in_its_proof() -> None:
         devices={"A": 2, "B": 2}, num_stages=2, replication=False
     )
     assert claim_of(plan) == "optimal among plans with 2 stages, no replicas"
-    assert f"{claim_of(plan)}, gap" in pipeline_table(plan)
+    assert f"{claim_of(plan)}, gap" in plan_table(plan)
     assert from_json(to_json(plan), Plan) == plan
     assert hetflow.check(plan, PROFILES, "2xA,2xB") == []
     assert hetflow.check(plan, PROFILES) == []  # for the pool that it states

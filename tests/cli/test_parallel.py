@@ -3,15 +3,15 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetflow.protocol.lower import lower
+from hetflow.reports.explain import explain, group_terms
 from hetflow.reports.grid import milliseconds
-from hetflow.reports.parallel_terms import step_terms
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import LayerCore, LayerGraph, LayerNode, Profile, TensorLayers
@@ -212,9 +212,14 @@ def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
     plan = files.from_json(answer.stdout, Plan)
     assert [p for p in plan.alternatives if p.stages == plan.stages] == []
     for one in (plan, *plan.alternatives):
-        terms = step_terms(one.num_rounds, one.stages, one.num_model_chunks)
+        terms = group_terms(one.num_rounds, one.stages, one.num_model_chunks)
         assert terms is not None
-        assert sum(asdict(terms).values()) == pytest.approx(one.predicted.step_seconds, rel=1e-9)
+        assert sum(terms.values()) == pytest.approx(one.predicted.step_seconds, rel=1e-9)
+    told = {term.name: (term.count, term.seconds) for term in explain(plan).terms}
+    best = group_terms(plan.num_rounds, plan.stages, plan.num_model_chunks)
+    assert best is not None
+    assert {name: seconds for name, (_, seconds) in told.items()} == best
+    assert told["passes"][0] == plan.num_rounds
 
 
 def test_the_table_says_which_term_made_a_plan_slower(hetflow: Hetflow, folder: Path) -> None:

@@ -267,7 +267,7 @@ def test_a_step_is_explained_by_terms_that_add_up(
     total = sum(term["seconds"] for term in document["terms"])
     assert total == pytest.approx(document["step_seconds"], rel=1e-9)
     one_line_error(
-        hetflow("show", profiles, "--explain"), 2, "--explain is for split and pipeline plans"
+        hetflow("show", profiles, "--explain"), 2, "--explain is for plans"
     )
     document = json.loads(target.read_text())
     document["predicted"]["update_seconds"] += 1

@@ -9,9 +9,7 @@ from hetflow.costs.device_table import spec_of
 from hetflow.costs.efficiency import ESTIMATED_ERROR
 from hetflow.costs.estimate import Estimator, estimated_profile
 from hetflow.profilers.estimate import specs_of
-from hetflow.reports.explain import explanation_document, explanation_table
-from hetflow.reports.explain_pipeline import explain_pipeline
-from hetflow.reports.explain_split import explain_split
+from hetflow.reports.explain import explain, explanation_document, explanation_table
 from hetflow.reports.tables import table_of
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
@@ -68,7 +66,7 @@ def profile(name: str) -> Profile:
 
 
 def shown(plan: Plan) -> str:
-    explained = explain_split(plan) if plan.kind == "split" else explain_pipeline(plan)
+    explained = explain(plan) if plan.kind == "split" else explain(plan)
     assert explanation_document(explained)["estimated"] is True
     return f"{table_of(plan)}\n{explanation_table(explained)}"
 

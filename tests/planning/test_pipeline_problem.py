@@ -8,7 +8,7 @@ from hetflow.checks.profiled import pipeline_faults
 from hetflow.planning.links import links_of
 from hetflow.planning.pipeline_problem import layers_of_graph, pipeline_problem
 from hetflow.planning.solve_pipeline import solve_pipeline
-from hetflow.reports.tables import pipeline_table
+from hetflow.reports.plan_tables import plan_table
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
@@ -236,7 +236,7 @@ def test_the_command_s_plan_says_what_it_assumed() -> None:
     assert network.assumptions == (
         "links between servers: 1000 MB/s, that between two V100 of one host",
     )
-    assert "assumed: links between servers: 1000 MB/s" in pipeline_table(network)
+    assert "assumed: links between servers: 1000 MB/s" in plan_table(network)
 
 
 def curve(*points: tuple[int, float]) -> tuple[BatchPoint, ...]:

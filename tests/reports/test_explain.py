@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.reports.explain import Explanation, Term, explanation_document, explanation_table
-from hetflow.reports.explain_pipeline import explain_pipeline
-from hetflow.reports.explain_split import explain_split
+from hetflow.reports.explain import (
+    Explanation,
+    Term,
+    explain,
+    explanation_document,
+    explanation_table,
+)
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.plan import Prediction, Proof, Stage
 from hetflow.tests.plan_parts import (
@@ -53,14 +57,14 @@ PLAN = split_plan(
 def test_synchronisation_names_the_size_that_hides_it_where_sizes_differ() -> None:
     """The slowest device is the one whose sums come last: 3 x 10 ms and 12 more."""
     late = replace(FAST, exposed_seconds=0.012)
-    found = explain_split(with_groups(PLAN, groups=(late, replace(SLOW, exposed_seconds=0.001))))
+    found = explain(with_groups(PLAN, groups=(late, replace(SLOW, exposed_seconds=0.001))))
     assert found.terms[0].name == "passes on the slowest A"
     assert [t.note for t in found.terms if "synchron" in t.name] == ["behind passes of 8 samples"]
-    assert [t.note for t in explain_split(PLAN).terms if "synchron" in t.name] == [""]
+    assert [t.note for t in explain(PLAN).terms if "synchron" in t.name] == [""]
 
 
 def test_terms_of_a_split_are_the_slowest_device_and_the_step() -> None:
-    found = explain_split(PLAN)
+    found = explain(PLAN)
     told = [(term.name, term.count, term.seconds) for term in found.terms]
     assert told == [
         ("passes on the slowest B", 2, 0.036),
@@ -74,7 +78,7 @@ def test_terms_of_a_split_are_the_slowest_device_and_the_step() -> None:
 
 
 def test_the_table_adds_up_and_tells_the_interval() -> None:
-    table = explanation_table(explain_split(PLAN))
+    table = explanation_table(explain(PLAN))
     rows = {line.split("  ")[0]: line for line in table.splitlines()}
     assert "18 ms" in rows["passes on the slowest B (8 samples)"]
     assert "36 ms" in rows["passes on the slowest B (8 samples)"]
@@ -83,7 +87,7 @@ def test_the_table_adds_up_and_tells_the_interval() -> None:
 
 
 def test_the_document_holds_the_same_numbers() -> None:
-    document = explanation_document(explain_split(PLAN))
+    document = explanation_document(explain(PLAN))
     assert sum(term["seconds"] for term in document["terms"]) == pytest.approx(STEP)
     assert sum(term["share"] for term in document["terms"]) == pytest.approx(1)
     assert document["terms"][0]["each_seconds"] == pytest.approx(0.018)
@@ -99,7 +103,7 @@ def test_what_was_not_measured_is_said() -> None:
         update_seconds=0.0,
     )
     groups = tuple(replace(group, measured_busy=False) for group in PLAN.groups)
-    table = explanation_table(explain_split(with_groups(PLAN, groups=groups, predicted=plain)))
+    table = explanation_table(explain(with_groups(PLAN, groups=groups, predicted=plain)))
     for said in (
         "waiting for samples was not measured apart",
         "fixed cost of a step was not measured",
@@ -112,7 +116,7 @@ def test_what_was_not_measured_is_said() -> None:
 
 def test_a_plan_without_parts_is_one_term() -> None:
     whole = Prediction(step_seconds=STEP, samples_per_second=64 / STEP)
-    found = explain_split(replace(PLAN, predicted=whole))
+    found = explain(replace(PLAN, predicted=whole))
     assert [term.seconds for term in found.terms] == [STEP]
 
 
@@ -150,7 +154,7 @@ PIPELINE = pipeline_plan(
 
 
 def test_terms_of_a_pipeline_are_what_the_step_gets_shorter_by() -> None:
-    found = explain_pipeline(PIPELINE)
+    found = explain(PIPELINE)
     told = {term.name: pytest.approx(term.seconds) for term in found.terms}
     assert told == {
         "passes of layers on the busiest device": 0.03,
@@ -178,7 +182,7 @@ def test_what_a_pipeline_s_step_leaves_open_is_said() -> None:
         assumptions=("both ways at once was not measured",),
         proof=replace(PIPELINE.proof, tolerance=0.05),
     )
-    table = explanation_table(explain_pipeline(older))
+    table = explanation_table(explain(older))
     for said in (
         "said to carry 86 MB/s",
         "both ways at once was not measured",
@@ -195,5 +199,5 @@ def test_a_pipeline_whose_stages_do_not_tell_the_step_is_one_term_and_its_fixed_
     lacking = replace(
         PIPELINE, stages=tuple(replace(s, reduce_seconds=None) for s in PIPELINE.stages)
     )
-    found = explain_pipeline(lacking)
+    found = explain(lacking)
     assert [term.seconds for term in found.terms] == pytest.approx([0.096, 0.005])
