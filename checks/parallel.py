@@ -159,7 +159,9 @@ def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
     names = [name for stage in plan.stages for name in stage.layers]
     if names != list(problem.layers):
         yield "the stages do not hold all layers once, in the model's order"
-    chunks = plan.num_model_chunks
+    chunks, most = plan.num_model_chunks, problem.most_stages
+    if most is not None and len(plan.stages) > most:
+        yield f"{len(plan.stages)} stages, at most {most} are asked for"
     if plan.schedule != parallel_schedule(is_chunked=chunks > 1):
         plain, chunked = (parallel_schedule(is_chunked=more) for more in (False, True))
         yield (

@@ -226,6 +226,8 @@ class ParallelProblem:
             raise ProblemError("num_model_chunks must hold at least one number")
         if self.shard_optimizer and self.optimizer is None:
             raise ProblemError("shard_optimizer needs the optimizer, whose state is counted")
+        if self.between and self.cost_rule == "sailor":
+            raise ProblemError("the cost rule sailor knows no links between types; leave them out")
         size = len(self.layers)
         tables: list[tuple[str, tuple[float, ...]]] = [("output_bytes", self.output_bytes)]
         for sizes in self.sizes:

@@ -154,7 +154,12 @@ class Search:
         return self.of_path(tuple((numbers[0], *stage) for stage in pairwise(bounds)), below)
 
     def of_path(self, path: Path, below: float) -> Found | None:
-        """The plan of a path, whose stages recompute only if they must."""
+        """The plan of a path, whose stages recompute only if they must; None for too many stages.
+
+        Bounds of many regions at once do not count a path's stages.
+        """
+        if len(path) > self.most_stages:
+            return None
         stages: list[tuple[int, int, tuple[int, ...]]] = []
         for number, (option, start, end) in enumerate(path):
             in_flight = min(len(path) - number, self.num_microbatches)

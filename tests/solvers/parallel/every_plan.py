@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hetflow.checks.parallel import counted_memory, counted_step
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.parallel import (
+    CostRule,
     DegreeLink,
     LinkCurve,
     ParallelPool,
@@ -15,6 +16,7 @@ from hetflow.schema.parallel import (
     Recompute,
     ShardSizes,
     ShardTimes,
+    TypesLink,
 )
 from hetflow.schema.plan import Plan, Prediction, Proof, Stage
 from hetflow.solvers.parallel.solve import shares_of
@@ -66,6 +68,8 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Plan]:
     if size > problem.global_batch_size:
         return
     for cuts in compositions(len(problem.layers)):
+        if len(cuts) > (problem.most_stages or len(cuts)):
+            continue
         if len(cuts) * replicas > sum(pool.num_devices for pool in problem.pools):
             continue
         for chosen in product(product(groups, problem.recompute), repeat=len(cuts)):
@@ -201,6 +205,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         )
         for number, name in enumerate(("A", "B")[: draw(st.integers(1, 2))])
     )
+    cost_rule: CostRule = draw(st.sampled_from(["hetflow", "sailor"]))
     return ParallelProblem(
         model="m",
         global_batch_size=draw(st.integers(1, 9)),
@@ -220,10 +225,19 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         reserved_bytes=4,
         bucket_bytes=draw(st.sampled_from([None, 5])),
         recompute=recompute,
-        cost_rule=draw(st.sampled_from(["hetflow", "sailor"])),
+        cost_rule=cost_rule,
         boundary_rule=draw(st.sampled_from(["scattered", "whole", "blocking"])),
         optimizer=ADAM,
         shard_optimizer=draw(st.sampled_from([False, False, True])),
+        most_stages=draw(st.sampled_from([None, None, 2])),
+        between=tuple(
+            TypesLink(
+                device_types=("A", "B"),
+                curve=LinkCurve(coefficients=(rate,), latency_seconds=0.125),
+            )
+            for rate in draw(st.sampled_from([(), (2.0,)]))
+            if len(pools) > 1 and cost_rule == "hetflow"
+        ),
     )
 
 
