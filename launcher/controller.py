@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..preload import VARIABLE, Preload
+from ..protocol.environment import Channel
 from ..protocol.pins import pins
 from ..protocol.record import Status, WorkerReport, assemble
 from ..schema import files
@@ -22,10 +23,13 @@ from ..schema.run import Generation, RunEvent, RunRecord
 from .devices import check_memory, imagined_seats, remarks, seat_workers
 from .failures import Failure, interruption, tail_of
 from .fence import Fence
+from .generations import Generations
 from .history import LastGeneration
 from .hosts import Alone, Hosts, Together, expected_slots
 from .inbox import Inbox
 from .output import Lines
+from .regroup import FirstFailure, Regroup
+from .repartition import Repartitions
 from .request import (
     LaunchRequest,
     check_checkpoints,
@@ -36,9 +40,51 @@ from .request import (
 )
 from .spawn import Meeting, WorkerCommand
 from .starting import Starter, commands_of
-from .supervision import Supervision, supervision_of
 from .supervisor import Launched, Supervisor
 from .workers import Signals, Workers
+
+# Which way a launch is looked after: chosen once, from what was asked.
+
+
+Place = TypeVar("Place", bound=Hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision(Generic[Place]):
+    """A way to look after a launch.
+
+    ``channel`` is what workers and their controller tell each other; None where they have no
+    control channel. ``supervisor`` makes the supervisor when the workers were started.
+    """
+
+    hosts: Place
+    channel: Channel | None
+    supervisor: Callable[[Launched, Place], Supervisor]
+
+    def begin(self, launched: Launched) -> Supervisor:
+        """The supervisor of a launch whose workers were started."""
+        return self.supervisor(launched, self.hosts)
+
+
+def supervision_of(request: LaunchRequest) -> Supervision[Alone] | Supervision[Together]:
+    """The way that fits a launch.
+
+    Raises:
+        HetflowError: The store has no socket to listen on, or the token is none.
+    """
+    if request.rendezvous is not None:
+        together = Together(request, request.rendezvous)
+        if request.policy == "replace":
+            return Supervision(together, "heartbeats", Regroup)
+        return Supervision(together, None, FirstFailure)
+    alone = Alone(request.config)
+    if request.config.pipeline is not None:
+        return Supervision(alone, "heartbeats", Repartitions)
+    channel: Channel = "changes" if request.policy == "stop" else "losses"
+    if channel == "losses" and request.on_failure is not None:  # asked for, so worth a wait a step
+        channel = "device-losses"
+    return Supervision(alone, channel, Generations)
+
 
 POLL_SECONDS = 0.02
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from .line import Line
+from .workers import Line
 
 _PARTED_SECONDS = 3.0  # in which neither moves: an exchange that ends takes milliseconds
 _HEARD_SECONDS = 1.5

@@ -30,10 +30,12 @@ from ..schema.options import option
 from .devices import inventory
 from .failures import Failure
 from .history import LastGeneration
-from .patience import Part, PatientStore, Unreachable
 from .request import LaunchRequest
 from .spawn import Meeting
 from .store import (
+    Part,
+    PatientStore,
+    Unreachable,
     behind,
     hold_store,
     interface_towards,

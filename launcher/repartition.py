@@ -22,8 +22,7 @@ from ..schema.resize import ResizeAnswer, ResizeRequest
 from .failures import Failure
 from .heartbeat import Watch
 from .history import History, LastGeneration, devices_of
-from .restarts import Store, Tries
-from .supervisor import Launched
+from .supervisor import Launched, Store, Tries
 
 
 @dataclass(slots=True)

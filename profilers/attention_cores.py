@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .nests import tensors_in
-from .storages import storage_key
+from .nested_tensors import storage_key, tensors_in
 
 if TYPE_CHECKING:
     from ..runtime.pipeline.cores import Between

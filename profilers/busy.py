@@ -1,19 +1,174 @@
 """Costs of steps while the host's other devices train too, and of synchronising them."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..devices.backend import DeviceRequest
+from ..runtime.median import FEWEST_FOR_AN_INTERVAL
+from ..runtime.step_times import StepTimes
 from ..schema.errors import HetflowError
-from ..schema.profile import Sync
+from ..schema.profile import Sync, SyncPoint
 from . import links
-from .carried import Carried, a_few, measured_and_carried
-from .crew import Crew
+from .interpolated_sizes import Carried, a_few, measured_and_carried
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .process import ChildDied
-from .sync_in_loop import measure_sync_in_loop
+from .rehearsal import config_of
+from .several_devices import Crew, GroupPeak
 from .targets import Target
+from .timing import Timing
+
+# Synchronisation, measured in the loop that trains.
+#
+# A whole step of several workers that synchronise, minus the same step of the same workers at the
+# same time without it: what is left is the exposed wait for the others and their sums. Both kinds
+# alternate, so that a drift of the machine meets both; where the wait hides behind the backward
+# pass it costs nothing, so several sizes are measured.
+#
+# How much hides depends on how long that pass is, so sizes are told apart where their intervals do
+# not overlap; where they do, one median over all of them is better known than any of theirs. Rounds
+# go on until each is known to a small part of its step, or the budget ends: between rehearsals of
+# short steps the difference swings by more than what is looked for.
+#
+# The first steps after workers have met are longer, most of all where they synchronise, by up to
+# more than what is looked for: rehearsals are long enough to settle, and only settled steps count.
+
+_NUM_NODES = 2
+_LONG_SECONDS = 0.5  # a pass: larger sizes are left out, and those that are both
+_SHORT_SECONDS, _SPAN = 0.05, 4  # longer than this, and so many times as long as the smallest
+_TOLERANCE = 0.02  # half the width of a median's interval, relative to the step
+_REHEARSAL_SECONDS = 0.1  # rehearsals differ by more than their steps: many short ones
+_MOST_STEPS = 40
+_SETTLING_STEPS = 3  # the first of a rehearsal: a launch's first steps are not in its median either
+_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 20
+_FEWEST_STEPS_FOR_PEAK = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncInLoop:
+    """Seconds of a step that synchronisation takes.
+
+    Attributes:
+        timing: Over rounds and sizes.
+        by_size: [sizes] of each over its rounds; may be negative by noise.
+        peak_bytes: [sizes] the most memory of a worker that synchronises.
+        beside_bytes: The most that no allocator of tensors holds of its device; None on a CPU.
+    """
+
+    timing: Timing
+    by_size: dict[int, Timing]
+    peak_bytes: dict[int, int]
+    beside_bytes: int | None = None
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether sizes differ: their intervals leave no one value for all."""
+        found = self.by_size.values()
+        if any(timing.repeats < FEWEST_FOR_AN_INTERVAL for timing in found):
+            return False
+        return max(t.low_seconds for t in found) > min(t.high_seconds for t in found)
+
+    def sync(self, num_devices: int) -> Sync:
+        """The profile's record of it, on so many devices."""
+        seconds, at_most_seconds = self.timing.known_or_bound
+        points = []
+        for size, timing in self.by_size.items() if self.is_told_apart else ():
+            known, bound = timing.known_or_bound
+            points.append(SyncPoint(batch_size=size, sync_seconds=known, at_most_seconds=bound))
+        return Sync(
+            num_devices=num_devices,
+            sync_seconds=seconds,
+            at_most_seconds=at_most_seconds,
+            by_batch_size=tuple(points),
+        )
+
+
+def measure_sync_in_loop(
+    crew: Crew,
+    pass_seconds: dict[int, float],
+    *,
+    budget_seconds: float,
+    clock: Callable[[], float],
+    progress: Callable[[str, float], None] = lambda text, left: None,
+) -> SyncInLoop:
+    """Measure it at up to three sizes, in turns.
+
+    Args:
+        crew: The workers; all of them synchronise.
+        pass_seconds: About how long a pass of each size takes, alone.
+        budget_seconds: Wall time to spend at most, but that two rounds are made at least.
+        clock: Wall seconds.
+        progress: Told what is measured, and how many seconds there are left.
+
+    Raises:
+        ChildDied, HetflowError, MemoryError: Workers failed.
+    """
+    sizes = sizes_to_measure(pass_seconds)
+    found: dict[int, list[float]] = {size: [] for size in sizes}
+    steps: dict[int, list[float]] = {size: [] for size in sizes}
+    peaks: dict[int, GroupPeak] = {}
+    end = clock() + budget_seconds
+    for number in range(_MOST_ROUNDS):
+        is_known = all(_is_known(found[size], steps[size]) for size in sizes)
+        if number >= _FEWEST_ROUNDS and (is_known or clock() >= end):
+            break
+        for size in sizes:
+            progress(f"gradient synchronisation at {size}", max(0.0, end - clock()))
+            nodes = [size] * (1 if crew.is_of_script else _NUM_NODES)
+            num_steps = _num_steps(pass_seconds[size])
+            config = config_of([nodes] * crew.num_workers)
+            apart = slowest(crew.beside(nodes, num_steps=num_steps))
+            whole = slowest(crew.together(config, num_steps=num_steps))
+            found[size].append(whole - apart)
+            steps[size].append(whole)
+            if size not in peaks:
+                for_peak = max(_FEWEST_STEPS_FOR_PEAK, num_steps)
+                peaks[size] = crew.peak_together(config, num_steps=for_peak)
+    return SyncInLoop(
+        timing=Timing.of([seconds for samples in found.values() for seconds in samples]),
+        by_size={size: Timing.of(samples) for size, samples in found.items()},
+        peak_bytes={size: peak.peak_bytes for size, peak in peaks.items()},
+        beside_bytes=max(
+            (p.beside_bytes for p in peaks.values() if p.beside_bytes is not None), default=None
+        ),
+    )
+
+
+def _is_known(samples: Sequence[float], steps: Sequence[float]) -> bool:
+    """Whether the interval of a size's median is narrow beside its step."""
+    if len(samples) < FEWEST_FOR_AN_INTERVAL:
+        return False
+    found = Timing.of(samples)
+    width = found.high_seconds - found.low_seconds
+    return width / 2 <= _TOLERANCE * statistics.median(steps)
+
+
+def sizes_to_measure(pass_seconds: dict[int, float]) -> list[int]:
+    """The smallest, the largest and one between, without those whose passes are long.
+
+    The noise of long passes is more than what is looked for, and they take most of the budget.
+    """
+    sizes = sorted(pass_seconds)
+    limit = min(_LONG_SECONDS, max(_SHORT_SECONDS, _SPAN * pass_seconds[sizes[0]]))
+    short = [size for size in sizes if pass_seconds[size] < limit] or sizes[:1]
+    return [short[index] for index in sorted({0, len(short) // 2, len(short) - 1})]
+
+
+def _num_steps(pass_seconds: float) -> int:
+    """Of one rehearsal, those included in which it settles."""
+    wanted = round(_REHEARSAL_SECONDS / (_NUM_NODES * max(pass_seconds, 1e-6)))
+    return max(3, min(_MOST_STEPS, _SETTLING_STEPS + wanted))
+
+
+def slowest(workers: Sequence[Sequence[StepTimes]]) -> float:
+    """The median settled step of a rehearsal's slowest worker, in seconds.
+
+    The first step never counts; of a few steps the last two do.
+    """
+    first = min(_SETTLING_STEPS, max(1, len(workers[0]) - 2))
+    return max(statistics.median(step.ended for step in steps[first:]) for steps in workers)
+
 
 Progress = Callable[[str, float | None], None]
 

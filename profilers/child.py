@@ -6,34 +6,75 @@ own crash) without harm to the command that asked. Whatever the model prints goe
 
 import ctypes
 import dataclasses
+import gc
 import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..devices import memory
 from ..devices.backend import backend_of
+from ..devices.collectives import HOST_COLLECTIVE
 from ..devices.out_of_memory import is_out_of_memory
 from ..runtime.allocator import keep_freed_memory
 from ..runtime.emulation import PassHolder
 from ..schema.errors import HetflowError
 from ..schema.options import option
 from ..schema.plan import PassTime
-from . import base_memory, targets
+from . import targets
 from .bench import Bench
 from .estimate import answer_counts
-from .exchange import exchange
+from .exchange import exchange, exchange_messages
 from .layers import measure_layers
 from .meeting import hold_store
-from .messages import exchange_messages
 from .rehearsal import rehearse
 from .script_loop import receiving, run_measured
 from .timing import RepeatPolicy
+
+if TYPE_CHECKING:
+    from .bench import Bench
+
+
+# The memory of a worker's process without a model: Python, torch, the runtime, the group.
+#
+# A CPU's memory is that of the whole process, so this part of it is counted once for each worker.
+# It is read after the model has trained and has been dropped again: by then the libraries have
+# loaded their kernels and what they set up on first use.
+
+
+def load_like_worker() -> None:
+    """Import what a worker of a launch imports, so that measured peaks hold it."""
+    from ..runtime import start  # noqa: F401
+    from ..runtime.pipeline import engine  # noqa: F401
+
+
+def warm_up(bench: "Bench", batch_size: int) -> None:
+    """Train a step, and join a group of one: kernels, a group's threads and buffers are loaded."""
+    import torch
+    import torch.distributed as dist
+
+    bench.run_step(bench.make_batch(batch_size))
+    with tempfile.TemporaryDirectory(prefix="hetflow-base-") as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[attr-defined]
+        dist.init_process_group(HOST_COLLECTIVE, store=store, rank=0, world_size=1)
+        try:
+            dist.all_reduce(torch.zeros(1))
+        finally:
+            dist.destroy_process_group()
+
+
+def left_bytes() -> int | None:
+    """Resident bytes after all unreferenced memory was returned to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return memory.resident_memory_bytes()
+
 
 _PR_SET_PDEATHSIG = 1
 
@@ -101,9 +142,9 @@ class _Server:
         bench, self.bench = self.bench, None
         if bench is None or not bench.backend.is_host:
             return 0
-        base_memory.warm_up(bench, batch_size)
+        warm_up(bench, batch_size)
         del bench
-        return base_memory.left_bytes()
+        return left_bytes()
 
 
 def _answered(work: Callable[[], Any]) -> dict[str, Any]:
@@ -150,7 +191,7 @@ def _load(
     backend = backend_of(device)
     backend.limit_memory(memory_bytes)
     if backend.is_host:
-        base_memory.load_like_worker()
+        load_like_worker()
     bench = Bench(targets.load(targets.parse(target)), device, optimizer)
     if backend.is_host:
         # Where `prepare` does: a model that lies among kept memory has passes 4 % slower.

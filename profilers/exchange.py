@@ -8,11 +8,17 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from ..devices.backend import backend_of
+from ..devices.collectives import HOST_COLLECTIVE
 from .bench import Bench
-from .meeting import process_group
+from .meeting import TIMEOUT, process_group
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
     from ..runtime.gradients.reducer import GradientReducer
+
 
 _WARM_UP_STEPS = 3
 _MIN_REPEATS = 5
@@ -144,3 +150,160 @@ def _meet(bench: Bench) -> None:
 
     dist.barrier()
     bench.wait()
+
+
+# Messages between two workers, as pipelines send them, inside each of them.
+#
+# Both ends are the runtime's own (transport and channels): messages travel as between the workers
+# of a launch on this host. Both workers read one clock, so they begin at an agreed moment, and a
+# message takes from then until it can be read on the other side.
+
+_CHANNELS = 2  # there and back
+KINDS = ("there", "back", "both")
+_ROUNDS = 3
+_FEWEST, _MOST = 3, 30  # messages of one size in one round, each way
+_LEAD_SECONDS = 5e-4  # between agreeing on a moment and the moment
+
+
+def exchange_messages(
+    _: object,
+    *,
+    rank: int,
+    folder: str,
+    device: str,
+    message_bytes: list[int],
+    budget_seconds: float,
+    backend: str | None = None,
+) -> dict[str, Any]:
+    """Join the other worker, send messages there, back and both ways at once, leave.
+
+    Sizes take turns over several rounds, so that a drift of the machine meets all of them.
+
+    Args:
+        rank: 0 or 1; messages from 0 go there, from 1 back.
+        folder: Where the two meet; a file in it is their store, so no port is opened for it.
+        device: Torch's name of this worker's device.
+        message_bytes: Sizes to send, ascending.
+        budget_seconds: Wall time to spend, about; every size is sent a few times at least.
+        backend: The library for collectives; None takes the device's.
+
+    Returns:
+        Of each kind, [sizes][messages] wall seconds until a message had come to this worker; of
+        ``there`` and ``back`` only where it receives. Besides, ``channel_bytes`` of device memory
+        that one channel takes here beside tensors; None on a CPU.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    own = backend_of(device)
+    path = os.path.join(folder, "links")
+    with (
+        process_group(
+            path, rank=rank, world_size=2, backend=backend or own.collective, device=device
+        ),
+        torch.no_grad(),
+    ):
+        place = torch.device(device)
+        # What the first work of a process on the device loads is no channel's.
+        torch.zeros(max(message_bytes), dtype=torch.uint8, device=place).clone()
+        before = own.beside_bytes(place)
+        end = _End(rank, place)
+        found: dict[str, Any] = dict(_rounds(end, message_bytes, budget_seconds))
+        after = own.beside_bytes(place)
+        found["channel_bytes"] = None
+        if before is not None and after is not None:
+            found["channel_bytes"] = max(0, after - before) // _CHANNELS
+        return found
+
+
+class _End:
+    """One worker's end of the link: a channel each way, and a moment to begin at."""
+
+    def __init__(self, rank: int, device: "torch.device") -> None:
+        from ..protocol.environment import Start
+        from ..runtime.group import Place, subgroup
+        from ..runtime.pipeline.channels import Inbox, Outbox, Rooms
+        from ..runtime.pipeline.transport import transport_of
+
+        start = Start(rank=rank, world_size=2, timeout_seconds=TIMEOUT.total_seconds())
+        place = Place(start=start, slot=None, device=device, rank=rank, world_size=2)
+        transport = transport_of(place, [[[0]], [[1]]])
+        assert transport is not None
+        mine, theirs = (0, 1, True), (1, 0, False)
+        if rank == 1:
+            mine, theirs = theirs, mine
+        self.rank, self.device = rank, device
+        self.outbox: Outbox = Outbox(transport.lines(mine))
+        self.inbox: Inbox = Inbox(transport.lines(theirs))
+        self._are_joined = transport.lines(mine).are_joined
+        self._rooms = Rooms()  # as the outbox counts its own
+        self._agreeing: ProcessGroup = subgroup(place, backend=HOST_COLLECTIVE)
+
+    def warm_up(self, message: "torch.Tensor") -> float:
+        """Send both ways until frames have room for such messages; seconds of the last."""
+        self.once(message, "both")
+        while self._rooms.ahead[0] != self._room_for(message):
+            self.once(message, "both")
+        return self.once(message, "both")
+
+    def once(self, message: "torch.Tensor", kind: str) -> float:
+        """One message each way, or one way; seconds until what this worker gets is there."""
+        sends = kind == "both" or (kind == "there") == (self.rank == 0)
+        receives = kind == "both" or not sends
+        begin = self._agreed_moment()
+        while time.monotonic() < begin:
+            pass
+        if sends:
+            self.outbox.send((message,))
+            self._rooms.passed(self._room_for(message))
+        if receives:
+            self.inbox.take()
+            self._wait()
+        seconds = time.monotonic() - begin
+        self.outbox.flush()
+        self._wait()
+        return seconds if receives else 0.0
+
+    def _room_for(self, message: "torch.Tensor") -> int:
+        return message.numel() if self._are_joined else 0
+
+    def agreed(self, number: float) -> float:
+        """What the first worker says."""
+        import torch
+        import torch.distributed as dist
+
+        said = torch.tensor([number], dtype=torch.float64)
+        dist.broadcast(said, src=0, group=self._agreeing)
+        return float(said.item())
+
+    def meet(self) -> None:
+        """Wait for the other worker."""
+        import torch.distributed as dist
+
+        dist.barrier(group=self._agreeing)
+
+    def _agreed_moment(self) -> float:
+        self.meet()
+        return self.agreed(time.monotonic() + _LEAD_SECONDS)
+
+    def _wait(self) -> None:
+        backend_of(self.device).synchronize(self.device)
+
+
+def _rounds(
+    end: _End, message_bytes: list[int], budget_seconds: float
+) -> dict[str, list[list[float]]]:
+    import torch
+
+    found: dict[str, list[list[float]]] = {kind: [[] for _ in message_bytes] for kind in KINDS}
+    share = budget_seconds / (_ROUNDS * len(message_bytes) * len(KINDS))
+    for _ in range(_ROUNDS):
+        for index, size in enumerate(message_bytes):
+            message = torch.zeros(size, dtype=torch.uint8, device=end.device)
+            seconds = end.warm_up(message) + _LEAD_SECONDS
+            repeats = int(end.agreed(max(_FEWEST, min(_MOST, share / seconds))))
+            for _ in range(repeats):
+                for kind in KINDS:
+                    found[kind][index].append(end.once(message, kind))
+    end.meet()  # nobody leaves while the other still waits for a message
+    return found

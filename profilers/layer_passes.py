@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .bench import Bench
 from .layer_memory import Footprint, Ledger, footprint
-from .nests import mapped, tensors_in
+from .nested_tensors import mapped, tensors_in
 
 if TYPE_CHECKING:
     from ..runtime.pipeline.layered import LayeredModel

@@ -18,9 +18,9 @@ from ..devices.local import Pinned, pinned_worker
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync
 from ..schema.step_costs import LinkPoint, Links, MessageTime, TypeLink
-from .crew import Crew
 from .fits import LinkFit, fit_link, fit_ring
 from .process import GROUP_ANSWER_SECONDS, Child, ChildDied
+from .several_devices import Crew
 from .targets import Target
 from .timing import Timing
 

@@ -36,8 +36,7 @@ from .bench import Bench
 from .layer_memory import Ledger
 from .layer_passes import Piece, chosen, detached, weight_row
 from .layer_traces import call_of, find_layers
-from .nests import mapped, tensors_in
-from .storages import storage_key
+from .nested_tensors import mapped, storage_key, tensors_in
 from .tensor_roles import NoTensorRolesError, heads_divisor, shared_layers, tensor_roles
 
 # Names of operators that move nothing, although they are no views by their schema.

@@ -18,13 +18,13 @@ from ..schema.errors import HetflowError, TargetError
 from ..schema.optimizer import OptimizerState
 from ..schema.profile import BatchPoint, BusyHost, Emulation, LayerGraph, Profile
 from ..schema.step_costs import Links, PipelineCosts, TypeLink
-from . import emulated, links
+from . import links
 from .batch_curve import Curve, CurveLimits, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
-from .carried import Carried, every_second, measured_and_carried
+from .interpolated_sizes import Carried, every_second, measured_and_carried
 from .layers import as_in_the_loop, graph_of
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
-from .measurer import Measurer
+from .measurer import Measurer, as_provenance, stretched, verify
 from .pipeline_costs import measure_pipeline
 from .pipeline_fit import Profiled, Ring
 from .process import started_like_workers
@@ -460,9 +460,9 @@ def _profile(
     known = [error for error in errors if error is not None]
     if request.speed is not None:
         progress(f"{target.model} on {request.device_type} (emulated): held passes", None)
-        points, busy = emulated.stretched(points, request.speed), None
-        held = emulated.verify(measurer, points, options.hold_seconds)
-        provenance["emulation"] = emulated.as_provenance(held, request.speed)
+        points, busy = stretched(points, request.speed), None
+        held = verify(measurer, points, options.hold_seconds)
+        provenance["emulation"] = as_provenance(held, request.speed)
         emulation = Emulation(speed=request.speed, base_device_type=request.local.device_type)
     tables = tuple(graph_of(measured, request.speed or 1.0) for measured in base.layers)
     costs, provenance["pipeline"] = _measure_pipeline(

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.launcher import cause
+from hetflow.launcher import supervisor
 from hetflow.launcher.failures import Failure, failure_of, first_cause
 from hetflow.launcher.generations import Generations
 from hetflow.launcher.inbox import Inbox
-from hetflow.launcher.line import Line
 from hetflow.launcher.request import LaunchRequest
 from hetflow.launcher.supervisor import Launched
+from hetflow.launcher.workers import Line
 from hetflow.protocol.messages import FromWorker, Joined
 from hetflow.schema.launch import LaunchConfig
 
@@ -103,11 +103,11 @@ class Held:
 def test_who_keeps_the_others_waiting_under_nccl_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cause, "CAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 0.0)
     hangs = Failure(exit_code=1, error="", rank=1, device_type="V100")
     late = [failed(tmp_path, rank, TIMED_OUT, ABORTED) for rank in (0, 2)]
     workers = Held(late, [hangs])
-    found = cause.cause_among(workers, config_of("V100", "V100", "V100"), {})  # type: ignore[arg-type]
+    found = supervisor.cause_among(workers, config_of("V100", "V100", "V100"), {})  # type: ignore[arg-type]
     assert found is not None
     assert found.sentence().startswith(
         "worker 1 (V100) hangs: worker 0 (V100) waited for it in vain: Watchdog caught"
@@ -187,7 +187,7 @@ def processes(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Processes]:
     """With a checkpoint, unless the test says otherwise."""
-    monkeypatch.setattr(cause, "CAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 0.5)
     made = Processes(tmp_path, checkpoint=tmp_path / "saved" if request.param else None)
     yield made
     made.inbox.close()

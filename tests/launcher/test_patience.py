@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetflow.launcher.patience import PatientStore, Unreachable
+from hetflow.launcher.store import PatientStore, Unreachable
 
 
 class Frozen:

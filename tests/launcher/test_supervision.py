@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 
 from hetflow.devices.cuda import CudaBackend
+from hetflow.launcher.controller import supervision_of
 from hetflow.launcher.devices import seat_workers
-from hetflow.launcher.first_failure import FirstFailure
 from hetflow.launcher.generations import Generations
-from hetflow.launcher.regroup import Regroup
+from hetflow.launcher.regroup import FirstFailure, Regroup
 from hetflow.launcher.repartition import Repartitions
 from hetflow.launcher.request import LaunchRequest
 from hetflow.launcher.spawn import Meeting, WorkerCommand
 from hetflow.launcher.starting import Starter
-from hetflow.launcher.supervision import supervision_of
 from hetflow.protocol.environment import DEVICE
 from hetflow.protocol.lower import lower
 from hetflow.schema.choices import OnFailure

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hetflow.profilers.carried import Carried, a_few, every_second, measured_and_carried
+from hetflow.profilers.interpolated_sizes import Carried, a_few, every_second, measured_and_carried
 from hetflow.profilers.loop_costs import LoopCosts, LoopPoint
 from hetflow.profilers.timing import Timing
 

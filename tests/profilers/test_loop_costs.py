@@ -5,8 +5,8 @@ from itertools import cycle
 
 import pytest
 
+from hetflow.profilers.busy import sizes_to_measure
 from hetflow.profilers.loop_costs import LoopCosts, LoopPolicy, Rounds
-from hetflow.profilers.sync_in_loop import sizes_to_measure
 from hetflow.runtime.step_times import StepTimes
 from hetflow.schema.errors import TargetError
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.profilers import emulated
 from hetflow.profilers.batch_curve import CurveLimits, measure_curve
-from hetflow.profilers.measurer import Measurer
+from hetflow.profilers.measurer import Measurer, stretched, verify
 from hetflow.profilers.process import Child, started_like_workers
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
@@ -110,8 +109,8 @@ def test_a_small_model_is_measured_updated_and_held(file: Path) -> None:
         assert first_step.ended > 0
         assert second_step.update_seconds > 0
         point = BatchPoint(batch_size=4, step_seconds=second_step.ended / 2, peak_memory_bytes=1)
-        table = emulated.stretched([point], 0.001)
-        (held,) = emulated.verify(measure, table, budget_seconds=1.0)
+        table = stretched([point], 0.001)
+        (held,) = verify(measure, table, budget_seconds=1.0)
     # Never faster than stated; slower only by what the machine's other work takes away.
     assert held.measured.high_seconds >= held.table_seconds
     assert held.error > -0.01

@@ -10,9 +10,8 @@ from hetflow.devices.backend import DeviceRequest, LocalDevice
 from hetflow.devices.cpu import cpu_device
 from hetflow.profilers.layers import graph_of
 from hetflow.profilers.measurer import Measurer
-from hetflow.profilers.pipeline_costs import affordable, measure_pipeline
+from hetflow.profilers.pipeline_costs import affordable, launch_config, measure_pipeline, trials_of
 from hetflow.profilers.pipeline_fit import Profiled, Ring, Trial, fit_costs
-from hetflow.profilers.pipeline_trials import launch_config, trials_of
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.protocol.lower import lower

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hetflow.profilers.crew import GroupPeak
-from hetflow.profilers.sync_in_loop import SyncInLoop, measure_sync_in_loop, slowest
+from hetflow.profilers.busy import SyncInLoop, measure_sync_in_loop, slowest
+from hetflow.profilers.several_devices import GroupPeak
 from hetflow.runtime.step_times import StepTimes
 from hetflow.schema.launch import LaunchConfig
 

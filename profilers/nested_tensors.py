@@ -5,6 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+# Which memory tensors lie in.
+
+
+def storage_key(tensor: Any) -> int:
+    """A number of the memory that a tensor lies in, equal for its views while that is alive."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
 
 def tensors_in(value: Any) -> list[Any]:
     """The tensors of a nested value, in order."""

@@ -14,8 +14,7 @@ from ..runtime.step_times import StepTimes
 from ..schema import files
 from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig
-from .loading import Loading
-from .process import GROUP_ANSWER_SECONDS, Child, ChildDied
+from .process import GROUP_ANSWER_SECONDS, Child, ChildDied, Loading
 from .rehearsal import config_of
 from .targets import Target
 
