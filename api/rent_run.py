@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..scheduler.renting import RECORD, Agent, ReplayedFeed, Training, machine_for
+from ..scheduler.renting import (
+    RECORD,
+    Agent,
+    RealFeed,
+    ReplayedFeed,
+    Training,
+    machine_for,
+    rents,
+)
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
 from ..schema.market import RentRun
@@ -64,11 +72,16 @@ def rent_run(request: RunRentRequest) -> RentRun:
     plan, folder = plan_of(request.plan), Path(request.folder).resolve()
     ((_, window), *_) = windows_of(traces[:1], job.num_ticks, None, most=1).windows
     zones = traces[0].zones
+    engine, devices = machine_for(plan, request.engine)
+    is_real = rents(engine)
+    if is_real and request.time_scale != 1:
+        raise ProblemError(f"{option('time_scale')} is for replays", hint="leave it out")
+    notice_seconds = 0.0 if is_real else request.notice_seconds  # clouds' own do not come here
     step_seconds = job.work_seconds / request.steps
     _compare(plan, job, step_seconds / request.time_scale)
     every = request.checkpoint_every or _interval(request, history or traces, step_seconds)
     # Without notice a loss repeats half an interval; the policy is ready for a whole one.
-    lost_seconds = 0.0 if request.notice_seconds else every * step_seconds
+    lost_seconds = 0.0 if notice_seconds else every * step_seconds
     ready = replace(job, restart_seconds=job.restart_seconds + lost_seconds)
     usual = replace(job, restart_seconds=job.restart_seconds + lost_seconds / 2)
     adviser = Adviser(ready, zones, history=history, policies=request.policies or None)
@@ -96,21 +109,24 @@ def rent_run(request: RunRentRequest) -> RentRun:
     if record.status == "done":
         return record
     files.write(folder / PLAN, plan, force=True)
-    engine, devices = machine_for(plan, request.engine)
     agent = Agent(
         training=Training(
             folder=folder,
             plan=folder / PLAN,
             script=(str(request.script), *request.arguments),
             directory=Path.cwd(),
-            notice_seconds=request.notice_seconds,
+            notice_seconds=notice_seconds,
             save_seconds=request.save_seconds,
             grace_seconds=request.grace_seconds,
             move_dollars=job.move_dollars,
         ),
         engine=engine,
         devices=devices,
-        feed=ReplayedFeed(
+        feed=RealFeed(
+            zones=zones, tick_seconds=job.tick_seconds, retry_seconds=request.retry_seconds
+        )
+        if is_real
+        else ReplayedFeed(
             zones=zones,
             tick_seconds=job.tick_seconds,
             available=window.available,

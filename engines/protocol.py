@@ -140,6 +140,13 @@ class ResizingEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class RentingEngine(Engine, Protocol):
+    """An engine that rents machines in ``Work.zone``; they may be taken away."""
+
+    rents: bool
+
+
+@runtime_checkable
 class EngineForUsers(Engine, Protocol):
     """An engine that runs a lease as the user whom ``Work.user`` names, where it may."""
 

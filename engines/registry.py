@@ -12,7 +12,12 @@ MakeEngine = Callable[[Cluster], Engine]
 ENGINES: Registry[MakeEngine] = Registry(
     "engine",
     group="hetflow.engines",
-    own=("hetflow.engines.local", "hetflow.engines.ray", "hetflow.engines.slurm"),
+    own=(
+        "hetflow.engines.local",
+        "hetflow.engines.ray",
+        "hetflow.engines.skypilot",
+        "hetflow.engines.slurm",
+    ),
 )
 
 

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Protocol
 
 from ..engines.local import LocalEngine
-from ..engines.protocol import FIRST_STEP, OUTPUT, Engine, EngineDevice, Fate, Work
+from ..engines.protocol import (
+    FIRST_STEP,
+    OUTPUT,
+    Engine,
+    EngineDevice,
+    Fate,
+    RentingEngine,
+    Work,
+)
 from ..engines.registry import ENGINES
 from ..protocol import environment
 from ..schema import files
@@ -32,6 +40,16 @@ from ..schema.plan import Plan
 from ..schema.run import RunRecord
 from .leases import CHECKPOINT, KILL_AFTER_SECONDS, last_words
 from .store import RUN
+
+__all__ = [
+    "RECORD",
+    "Agent",
+    "RealFeed",
+    "RentingEngine",
+    "ReplayedFeed",
+    "Training",
+    "machine_for",
+]
 
 RECORD = "rent_run.json"
 """In the agent's folder: what was held and paid so far."""
@@ -56,6 +74,9 @@ class Feed(Protocol):
 
     def goes_at(self, tick: int, zone: str, num_spot: int) -> float | None:
         """When some of the machines held in a tick are taken away; None: not in this tick."""
+
+    def lost(self, zone: str, seconds: float) -> None:
+        """A machine in a zone was lost, or could not be had, at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +116,33 @@ class ReplayedFeed:
         there = self.available[self.zones.index(zone)]
         goes = tick + 1 < len(there) and there[tick + 1] < num_spot
         return (tick + 1) * self.tick_seconds if goes else None
+
+    def lost(self, zone: str, seconds: float) -> None:
+        """The window says when machines go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealFeed:
+    """A market whose machines are rented: a zone has one, but for a while after it had none."""
+
+    zones: tuple[str, ...]
+    tick_seconds: float
+    retry_seconds: float
+    gone: dict[str, float] = field(default_factory=dict)
+
+    def sight(self, tick: int) -> Sight:
+        """Zones in which no machine was lost, or refused, for a while."""
+        now = tick * self.tick_seconds
+        waits = {zone: now - self.gone.get(zone, -self.retry_seconds) for zone in self.zones}
+        there = {zone: int(waits[zone] >= self.retry_seconds) for zone in self.zones}
+        return Sight(available=there, unchanged_seconds={}, spot_dollars_per_hour={})
+
+    def goes_at(self, tick: int, zone: str, num_spot: int) -> float | None:
+        """Nobody says before."""
+
+    def lost(self, zone: str, seconds: float) -> None:
+        """Ask there no more for a while, from the next tick on."""
+        self.gone[zone] = seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +217,11 @@ def machine_for(plan: Plan, name: str) -> tuple[Engine, tuple[EngineDevice, ...]
     return engine, tuple(held)
 
 
+def rents(engine: Engine) -> bool:
+    """Whether the machines are real ones, which a market may take away."""
+    return isinstance(engine, RentingEngine) and engine.rents
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """Real time, how to let it pass, and how much of it between two looks at a launch."""
@@ -186,6 +239,7 @@ class _Lease:
     zone: str
     is_spot: bool
     launched: float
+    came_from: str | None
     began: float | None = None
 
 
@@ -376,7 +430,7 @@ class Agent:
         )
         work = self.training.work(folder, self.record.checkpoint_every, self.devices)
         self.engine.start(replace(work, zone=advice.zone, is_spot=advice.num_spot > 0))
-        self._lease = _Lease(folder, advice.zone, advice.num_spot > 0, self._now())
+        self._lease = _Lease(folder, advice.zone, advice.num_spot > 0, self._now(), self._zone)
         self._zone = advice.zone
 
     def _release(self, why: str, *, kill: bool = False) -> None:
@@ -409,13 +463,28 @@ class Agent:
                 parameters_digest=record.parameters_digest,
                 held=(*self.record.held, row),
             )
-        elif was_asked or fate.exit_code is None:
+        elif was_asked:
             self._note(held=(*self.record.held, self._row(why)))
-            if not was_asked:
-                self._note(num_preemptions=self.record.num_preemptions + 1)
+        elif fate.exit_code is None:
+            self.feed.lost(lease.zone, self._now())
+            if not fate.has_begun:
+                self._undo_move(lease)
+            self._note(
+                held=(*self.record.held, self._row(why if fate.has_begun else "none was there")),
+                num_preemptions=self.record.num_preemptions + fate.has_begun,
+            )
         else:
             said = last_words(lease.folder / OUTPUT, fate.exit_code)
             raise LaunchError(f"the training failed: {said}", exit_code=fate.exit_code)
+
+    def _undo_move(self, lease: _Lease) -> None:
+        """Nothing was moved to a machine that never came."""
+        moved = lease.came_from not in (None, lease.zone)
+        self._zone = lease.came_from
+        self._note(
+            num_moves=self.record.num_moves - moved,
+            dollars=self.record.dollars - moved * self.training.move_dollars,
+        )
 
     def _row(self, why: str, advice: RentAdvice | None = None) -> RentHeld:
         held = RentHeld(at_seconds=self._now(), why=why)

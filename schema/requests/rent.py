@@ -182,6 +182,13 @@ class RunRentRequest(RentRequest):
     checkpoint_every: Annotated[
         "Count | None", Option(help="Instead: steps between checkpoints.")
     ] = None
+    retry_seconds: Annotated[
+        "WaitSeconds",
+        Option(
+            help="With an engine that rents: seconds until it is asked again for a machine in a "
+            "zone that lost one, or had none.",
+        ),
+    ] = 600.0
     grace_seconds: Annotated[
         "WaitSeconds",
         Option(flag="--grace", help="Real seconds that workers have to write a checkpoint."),

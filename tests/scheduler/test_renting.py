@@ -8,7 +8,15 @@ import pytest
 
 from hetflow.engines.protocol import Fate, Work
 from hetflow.scheduler.leases import CHECKPOINT
-from hetflow.scheduler.renting import LAUNCHES, Agent, Clock, ReplayedFeed, Training, saved_steps
+from hetflow.scheduler.renting import (
+    LAUNCHES,
+    Agent,
+    Clock,
+    RealFeed,
+    ReplayedFeed,
+    Training,
+    saved_steps,
+)
 from hetflow.schema.errors import LaunchError
 from hetflow.schema.market import RentRun
 from hetflow.simulator.market.advise import Adviser
@@ -40,8 +48,11 @@ class Cloud:
     ended: dict[Path, int | None] = field(default_factory=dict)
     stopping: dict[Path, float] = field(default_factory=dict)
     begun_at: int = 0
+    never_began: set[Path] = field(default_factory=set)
     rented: list[tuple[str | None, bool]] = field(default_factory=list)
     fails: bool = False
+    refuses: str | None = None
+    """A zone in which no machine can be had."""
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -83,6 +94,9 @@ class Cloud:
         self.begun_at = saved_steps(self.folder)
         self.running[work.folder] = self.now
         self.rented.append((work.zone, work.is_spot))
+        if work.zone == self.refuses:
+            self.end(work.folder, None)
+            self.never_began.add(work.folder)
 
     def stop(self, folder: Path) -> None:
         self.stopping.setdefault(folder, self.now + self.saving_seconds)
@@ -94,7 +108,9 @@ class Cloud:
         if folder in self.running:
             begun = self.now - self.running[folder] >= JOB.restart_seconds
             return Fate("training" if begun else "running")
-        return Fate("ended", self.ended[folder]) if folder in self.ended else Fate("absent")
+        if folder not in self.ended:
+            return Fate("absent")
+        return Fate("ended", self.ended[folder], has_begun=folder not in self.never_began)
 
     def devices(self) -> tuple:
         return ()
@@ -215,6 +231,27 @@ def test_a_machine_that_is_gone_by_itself_is_no_failure(tmp_path: Path) -> None:
     agent.clock = Clock(lambda: cloud.now, lose, 2.0)
     run = agent.run()
     assert (run.status, run.num_preemptions, run.num_launches) == ("done", 1, 2)
+
+
+def test_a_zone_without_machines_is_left_alone_for_a_while(tmp_path: Path) -> None:
+    agent, cloud = agent_of(tmp_path / "run", [[1] * 24, [1] * 24], "greedy")
+    agent.feed = RealFeed(zones=("a", "b"), tick_seconds=JOB.tick_seconds, retry_seconds=900.0)
+    cloud.refuses = "a"
+    sleep = cloud.sleep
+
+    def lose(seconds: float) -> None:
+        sleep(seconds)
+        if cloud.now > 1000 and len(cloud.rented) == 2:
+            cloud.end(next(iter(cloud.running)), None)
+
+    agent.clock = Clock(lambda: cloud.now, lose, 2.0)
+    run = agent.run()
+    # b is lost at 1,000 s, when a may be asked again; it refuses again, until b has machines.
+    assert [zone for zone, _ in cloud.rented] == ["a", "b", "a", "b"]
+    assert (run.status, run.num_preemptions, run.is_late) == ("done", 1, False)
+    assert run.num_moves == 0
+    # Two launches in b; a machine that never came is not paid.
+    assert run.dollars == pytest.approx((3600 + 2 * 60) / 3600 * 1.2, rel=0.01)
 
 
 def test_a_training_that_fails_ends_the_run(tmp_path: Path) -> None:
