@@ -126,7 +126,7 @@ def sharded_faults(
         else:
             name = node.id[: len("_".join(path[: deep + 1]))]
             units[name] = units.get(name, 0) + node.weight_bytes
-    if not units:
+    if layers is None:
         whole[0] = problem.weight_bytes
     whole[1:] = sorted([0, 0, *units.values()])[-2:]
     told = (problem.gathered_bytes, problem.edge_bytes)

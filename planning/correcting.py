@@ -10,6 +10,7 @@ from ..costs.from_runs import Correction, correct
 from ..costs.observed import Run
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
+from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
@@ -99,6 +100,7 @@ def retimed(plan: Plan, profiles: Sequence[Profile]) -> float | None:
         problem = problem_of_plan(plan, profiles, pool_of_plan(plan), link, optimizer)
     except ProblemError:
         return None  # an older plan does not repeat the links that its cluster stated
+    assert isinstance(problem, PipelineProblem)
     stages = tuple(timed_stage(plan, problem, index) for index in range(len(plan.stages)))
     timed = replace(plan, stages=stages)
     types = {stage.device_type for stage in stages}

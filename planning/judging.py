@@ -8,14 +8,17 @@ from ..checks.proofs import Verdict, tolerance_faults
 from ..schema.choices import Shard
 from ..schema.cluster import Cluster
 from ..schema.device_memory import asked_bytes
-from ..schema.errors import ProblemError
+from ..schema.errors import BackendError, ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
+from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan, devices_for
-from ..schema.problem import SplitProblem
+from ..schema.problem import ShardedProblem, SplitProblem
 from ..schema.profile import Profile
 from .pool_parts import is_part_of
+
+Problem = SplitProblem | ShardedProblem | PipelineProblem | ParallelProblem
 
 
 def faults_of_plan(
@@ -48,141 +51,90 @@ def faults_of_plan(
     free = memory_reserve_bytes
     if free is None:
         free = asked_bytes(plan.reserves)
-    found = _faults_of_kind(plan, profiles, pool, link_bytes_per_second, optimizer, free)
-    if profiles is not None:
+    if profiles is None:
+        found = _own_faults(plan)
+    else:
         from ..checks.profiled import stated_faults
 
+        link = link_bytes_per_second or plan.link_bytes_per_second
+        judged = judged_pool(plan, pool)
+        problem = problem_of_plan(plan, profiles, judged, link, optimizer, free)
+        found = faults_against(plan, problem, profiles, judged, optimizer, free)
+        if isinstance(problem, SplitProblem) and pool is not None and judged is not pool:
+            from ..checks.batch_split import bound_faults
+
+            whole = problem_of_plan(plan, profiles, pool, link, optimizer, free)
+            assert isinstance(whole, SplitProblem)
+            found += bound_faults(plan, whole)
         found += stated_faults(plan, profiles)
     found += plan_checks.check(plan) + tolerance_faults(plan.proof)
     return found
 
 
-def _faults_of_kind(
-    plan: Plan,
-    profiles: Sequence[Profile] | None,
-    pool: Cluster | None,
-    link_bytes_per_second: float | None,
-    optimizer: OptimizerState | None,
-    free: int,
-) -> Verdict:
-    if plan.kind == "pipeline":
-        if profiles is None:
-            raise ProblemError(
-                "a pipeline plan is judged against its layers",
-                hint=f"add {option('profiles', 'DIR')}",
-            )
-        link = link_bytes_per_second or plan.link_bytes_per_second
-        return _pipeline_faults(plan, profiles, pool, link, optimizer, free)
-    if plan.kind == "parallel":
-        if profiles is None:
-            raise ProblemError(
-                "a parallel plan is judged against its layers",
-                hint=f"add {option('profiles', 'DIR')}",
-            )
-        link = link_bytes_per_second
-        return Verdict(_parallel_faults(plan, profiles, pool, link, optimizer, free))
-    if plan.shard is not None:
-        return _sharded_faults(plan, profiles, pool, optimizer, free)
-    from ..checks.batch_split import bound_faults, check
-    from ..checks.profiled import split_faults
+def _own_faults(plan: Plan) -> Verdict:
+    """Whether a plan's own values agree with each other."""
+    from ..checks import batch_split, sharded_split
 
-    if profiles is None:
-        return check(plan, None)
-    from .split_problem import split_problem
-
-    def problem_on(devices: Cluster) -> SplitProblem:
-        return split_problem(
-            profiles,
-            devices,
-            plan.global_batch_size,
-            virtual_nodes=plan.uniform_virtual_nodes,
-            interpolate=any(group.interpolated for group in plan.groups),
-            optimizer=optimizer,
-            memory_reserve_bytes=free,
+    if plan.layers:
+        raise ProblemError(
+            f"a {plan.kind} plan is judged against its layers",
+            hint=f"add {option('profiles', 'DIR')}",
         )
-
-    judged = judged_pool(plan, pool)
-    faults = check(plan, problem_on(judged))
-    if pool is not None and judged is not pool:
-        faults += bound_faults(plan, problem_on(pool))
-    faults += split_faults(plan, profiles, judged, optimizer, free)
-    return faults
+    return batch_split.check(plan, None) if plan.shard is None else sharded_split.check(plan, None)
 
 
-def _sharded_faults(
+def faults_against(
     plan: Plan,
-    profiles: Sequence[Profile] | None,
-    pool: Cluster | None,
+    problem: Problem,
+    profiles: Sequence[Profile],
+    pool: Cluster,
     optimizer: OptimizerState | None,
     memory_reserve_bytes: int,
 ) -> Verdict:
-    from ..checks.profiled import sharded_faults
-    from ..checks.sharded_split import check
-    from .split_problem import sharded_problem
+    """List the faults of a plan against its problem, and of that against profiles and pool.
 
-    if profiles is None:
-        return check(plan, None)
-    only = plan.restrictions and plan.restrictions.shard
-    judged = judged_pool(plan, pool)
-    problem = sharded_problem(
-        profiles,
-        judged,
-        plan.global_batch_size,
-        (only,) if only else get_args(Shard),
-        virtual_nodes=plan.uniform_virtual_nodes,
-        interpolate=any(group.interpolated for group in plan.groups),
-        optimizer=optimizer,
-        memory_reserve_bytes=memory_reserve_bytes,
-    )
-    faults = check(plan, problem)
-    faults += sharded_faults(problem, profiles, judged, optimizer, memory_reserve_bytes)
-    return faults
+    Args:
+        plan: The plan.
+        problem: What it answers.
+        profiles: What the problem was built from.
+        pool: The devices of the problem.
+        optimizer: The optimizer that will train; None takes the profiles'.
+        memory_reserve_bytes: Bytes of each device that must stay free.
+    """
+    from ..checks import batch_split, parallel, pipeline, profiled, sharded_split
+
+    free = memory_reserve_bytes
+    if isinstance(problem, SplitProblem):
+        found = batch_split.check(plan, problem)
+        found += profiled.split_faults(plan, profiles, pool, optimizer, free)
+        return found
+    if isinstance(problem, ShardedProblem):
+        found = sharded_split.check(plan, problem)
+        found += profiled.sharded_faults(problem, profiles, pool, optimizer, free)
+        return found
+    if isinstance(problem, PipelineProblem):
+        wrong = profiled.pipeline_faults(problem, profiles, pool, free)
+        return Verdict(wrong) if wrong else pipeline.check(plan, problem)
+    wrong = profiled.parallel_faults(problem, profiles, pool, free)
+    return Verdict(wrong + parallel.check(plan, problem))
 
 
-def _pipeline_faults(
+def confirm(
     plan: Plan,
+    problem: Problem,
     profiles: Sequence[Profile],
-    pool: Cluster | None,
-    link: float | None,
-    optimizer: OptimizerState | None,
-    memory_reserve_bytes: int,
-) -> Verdict:
-    from ..checks.pipeline import check
-    from ..checks.profiled import pipeline_faults
+    pool: Cluster,
+    optimizer: OptimizerState | None = None,
+    memory_reserve_bytes: int = 0,
+) -> None:
+    """Refuse a plan of our own solvers that fails its check. Arguments as ``faults_against``.
 
-    pool = judged_pool(plan, pool)
-    problem = problem_of_plan(plan, profiles, pool, link, optimizer, memory_reserve_bytes)
-    faults = pipeline_faults(problem, profiles, pool, memory_reserve_bytes)
-    return Verdict(faults) if faults else check(plan, problem)
-
-
-def _parallel_faults(
-    plan: Plan,
-    profiles: Sequence[Profile],
-    pool: Cluster | None,
-    link: float | None,
-    optimizer: OptimizerState | None,
-    memory_reserve_bytes: int,
-) -> list[str]:
-    from ..checks.parallel import check
-    from ..checks.profiled import parallel_faults
-    from .parallel_problem import parallel_problem
-
-    pool = judged_pool(plan, pool)
-    chunks = {plan.num_model_chunks, *(other.num_model_chunks for other in plan.alternatives)}
-    problem = parallel_problem(
-        profiles,
-        pool,
-        plan.global_batch_size,
-        link_bytes_per_second=link or plan.link_bytes_per_second,
-        recompute=any(stage.recompute != "none" for stage in plan.stages),
-        optimizer=optimizer,
-        num_model_chunks=tuple(sorted(chunks)),
-        memory_reserve_bytes=memory_reserve_bytes,
-        sequence_parallel=bool(plan.sequence_parallel),
-        shard_optimizer=bool(plan.shard_optimizer),
-    )
-    return parallel_faults(problem, profiles, pool, memory_reserve_bytes) + check(plan, problem)
+    Raises:
+        BackendError: The plan fails its check, which is a bug.
+    """
+    faults = faults_against(plan, problem, profiles, pool, optimizer, memory_reserve_bytes)
+    if faults:
+        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
 
 
 def judged_pool(plan: Plan, pool: Cluster | None) -> Cluster:
@@ -207,8 +159,8 @@ def problem_of_plan(
     link: float | None,
     optimizer: OptimizerState | None,
     memory_reserve_bytes: int = 0,
-) -> PipelineProblem:
-    """Rebuild the problem that a pipeline plan answers, with the numbers of these profiles.
+) -> Problem:
+    """Rebuild the problem that a plan answers, with the numbers of these profiles.
 
     Args:
         plan: The plan; gives the problem's schedule, stage cost and shape.
@@ -221,18 +173,42 @@ def problem_of_plan(
     Raises:
         ProblemError: The profiles do not fit the plan.
     """
+    from .parallel_problem import parallel_problem
     from .pipeline_problem import pipeline_problem
+    from .split_problem import sharded_problem, split_problem
 
+    batch, free = plan.global_batch_size, memory_reserve_bytes
+    nodes, between = plan.uniform_virtual_nodes, any(group.interpolated for group in plan.groups)
+    if plan.shard is not None:
+        only = plan.restrictions and plan.restrictions.shard
+        shards = (only,) if only else get_args(Shard)
+        return sharded_problem(profiles, pool, batch, shards, nodes, between, optimizer, free)
+    if not plan.layers:
+        return split_problem(profiles, pool, batch, nodes, between, optimizer, free)
+    if plan.stage_cost is None:
+        chunks = {plan.num_model_chunks, *(other.num_model_chunks for other in plan.alternatives)}
+        return parallel_problem(
+            profiles,
+            pool,
+            batch,
+            link_bytes_per_second=link,
+            recompute=any(stage.recompute != "none" for stage in plan.stages),
+            optimizer=optimizer,
+            num_model_chunks=tuple(sorted(chunks)),
+            memory_reserve_bytes=free,
+            sequence_parallel=bool(plan.sequence_parallel),
+            shard_optimizer=bool(plan.shard_optimizer),
+        )
     return pipeline_problem(
         profiles,
         pool,
-        plan.global_batch_size,
+        batch,
         microbatch_size=plan.microbatch_size,
         link_bytes_per_second=link,
         optimizer=optimizer,
-        memory_reserve_bytes=memory_reserve_bytes,
+        memory_reserve_bytes=free,
         schedule=plan.schedule,
-        stage_cost=plan.stage_cost or "ring",
+        stage_cost=plan.stage_cost,
         solved=plan.solved or "flat",
         workers=plan.workers or "at_most",
         recompute=plan.recomputes,

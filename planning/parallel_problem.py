@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import ceil
+from typing import Any
 
 from ..costs.memory import exchange_bytes
 from ..schema.cluster import Cluster
@@ -42,11 +43,9 @@ def parallel_problem(
     link_bytes_per_second: float | None = None,
     recompute: bool = True,
     optimizer: OptimizerState | None = None,
-    most_stages: int | None = None,
-    num_model_chunks: tuple[int, ...] = (1,),
     memory_reserve_bytes: int = 0,
     sequence_parallel: bool = False,
-    shard_optimizer: bool = False,
+    **choices: Any,
 ) -> ParallelProblem:
     """Build the problem from the profiles of a cluster's device types.
 
@@ -65,12 +64,10 @@ def parallel_problem(
         recompute: Whether stages may recompute activations: all, or where every table of layers
             states them those of attention cores.
         optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
-        most_stages: Most stages of the pipeline; None sets no limit.
-        num_model_chunks: Numbers of stages per device to try.
         memory_reserve_bytes: Bytes of each device to leave free, besides what a worker takes
             beside tensors.
         sequence_parallel: Whether groups spread tokens between the layers that they share.
-        shard_optimizer: Whether the replicas of a stage share the optimizer's state.
+        choices: Other fields of ``ParallelProblem``, which profiles and pool do not give.
 
     Raises:
         ProblemError: A device type has no profile or no layers, the layers differ between types,
@@ -106,10 +103,8 @@ def parallel_problem(
             for profile, reserve in zip(chosen, reserves, strict=True)
         ),
         recompute=_recomputations(chosen) if recompute else ("none",),
-        most_stages=most_stages,
-        num_model_chunks=num_model_chunks,
         optimizer=trained,
-        shard_optimizer=shard_optimizer,
+        **choices,
         between=tuple(
             TypesLink(device_types=types, curve=_curve(rate, chosen, types, links))
             for types, rate in links.between.items()

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from itertools import combinations
 from math import inf, isclose
+from typing import Any
 
 from ..costs.compute import busy_ratio
 from ..costs.memory import exchange_bytes, reserve_of, with_reserve
-from ..schema.choices import StageCost
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import InfeasibleError, ProblemError
@@ -14,12 +14,9 @@ from ..schema.optimizer import NAMES, OptimizerState
 from ..schema.options import command, option
 from ..schema.pipeline import (
     DevicePool,
-    Objective,
     PipelineLayer,
     PipelineProblem,
-    Solved,
     TopologyLevel,
-    WorkerCount,
 )
 from ..schema.profile import BusyHost, LayerGraph, LayerNode, Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
@@ -36,18 +33,10 @@ def pipeline_problem(
     *,
     microbatch_size: int | None = None,
     link_bytes_per_second: float | None = None,
-    schedule: str = DEFAULT_SCHEDULE,
-    stage_cost: StageCost = "ring",
-    solved: Solved = "flat",
-    workers: WorkerCount = "at_most",
-    replication: bool = True,
-    recompute: bool | None = False,
-    num_stages: int | None = None,
     optimizer: OptimizerState | None = None,
-    objective: Objective | None = None,
-    num_model_chunks: int | None = None,
-    launchable: bool = False,
     memory_reserve_bytes: int = 0,
+    schedule: str = DEFAULT_SCHEDULE,
+    **choices: Any,
 ) -> PipelineProblem:
     """Build the problem from the profiles of a cluster's device types.
 
@@ -63,20 +52,11 @@ def pipeline_problem(
             ``layers``.
         link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes the
             profiles' measurements (``pipeline_links``).
-        schedule: Name of the schedule. This and the following are as in ``PipelineProblem``.
-        stage_cost: Name of the stage cost (docs/pipeline.md).
-        solved: ``flat`` or ``nested``.
-        workers: Whether to use at most or exactly all devices.
-        replication: Whether stages may have replicas.
-        recompute: Whether stages recompute activations; None lets the solver choose.
-        num_stages: Exact number of stages; None lets the solver choose.
         optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
-        objective: ``step_seconds`` or ``bottleneck``; None takes the first if the schedule has a
-            step.
-        num_model_chunks: Stages per device, for ``interleaved``; None tries several.
-        launchable: Whether to allow only plans that ``hetflow launch`` can run.
         memory_reserve_bytes: Bytes of each device to leave free, besides what a worker takes
             beside tensors (``costs.memory.reserve_of``).
+        schedule: Name of the schedule.
+        choices: Other fields of ``PipelineProblem``, which profiles and pool do not give.
 
     Raises:
         ProblemError: A device type has no profile or no layers, the layers differ between types,
@@ -115,19 +95,11 @@ def pipeline_problem(
         microbatch_size=size,
         num_microbatches=global_batch_size // size,
         schedule=schedule,
-        stage_cost=stage_cost,
-        solved=solved,
-        workers=workers,
-        replication=replication,
-        recompute=recompute,
-        num_stages=num_stages,
         optimizer=optimizer or optimizer_of(chosen),
         link_bytes_per_second=link_bytes_per_second,
-        objective=objective,
-        num_model_chunks=num_model_chunks,
-        launchable=launchable,
         message_seconds=max(links.latency_seconds, _message_seconds(chosen)),
         step_error=_step_error(chosen),
+        **choices,
     )
 
 

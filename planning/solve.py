@@ -9,7 +9,7 @@ from ..costs.memory import reserve_of
 from ..schema.choices import Shard
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
-from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
+from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.layer_trace import cannot_spread
 from ..schema.options import asked_of, option
 from ..schema.plan import EmulatedDevice, PassTime, Plan, SyncBound
@@ -18,6 +18,7 @@ from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
 from ..schema.restrictions import Restrictions
 from .inputs import flat, types_of
+from .judging import confirm
 from .limits import Clock
 from .options import Kind, refuse_unread
 from .plan_dollars import with_dollars
@@ -129,7 +130,7 @@ def _best(question: Question, kind: Kind, clock: Clock, kinds_left: int = 1) -> 
     if kind == "split":
         return _split(question, clock)
     if kind == "pipeline":
-        from .choose_pipeline import best_pipeline
+        from .pipelines import best_pipeline
 
         return best_pipeline(question, clock.part(kinds_left))
     from .solve_parallel import best_parallel
@@ -181,7 +182,7 @@ def _no_layers(question: Question) -> str:
     in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
     if not in_pool or any(profile.layers is None for profile in in_pool):
         return "the profiles hold no layers"
-    from .solve_pipeline import trace_for
+    from .pipelines import trace_for
 
     trace = trace_for(question.profiles, question.pool)
     if trace is None or trace.obstacle is None:
@@ -192,7 +193,7 @@ def _no_layers(question: Question) -> str:
 
 def _fastest_kind(question: Question, kinds: list[Kind], clock: Clock) -> Plan:
     """The fastest plan of several kinds, and for each other kind a line that says why it lost."""
-    from .choose_pipeline import check_flags
+    from .pipelines import check_flags
 
     check_flags(question)
     plans: dict[str, Plan] = {}
@@ -291,7 +292,6 @@ def _split(question: Question, clock: Clock) -> Plan:
 
 def _sharded_in(pool: Cluster, question: Question, clock: Clock) -> Plan:
     """The best plan whose devices share states; with ``auto`` one of whole states if as fast."""
-    from ..checks.sharded_split import check
     from ..solvers.split.sharded import solve
     from .split_problem import sharded_problem
 
@@ -313,9 +313,7 @@ def _sharded_in(pool: Cluster, question: Question, clock: Clock) -> Plan:
         if whole is None:
             raise
         return whole
-    faults = check(plan, problem)
-    if faults:
-        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    confirm(plan, problem, question.profiles, pool, question.optimizer, flags.memory_reserve_bytes)
     if whole is not None and whole.predicted.step_seconds <= plan.predicted.step_seconds:
         _log.info(f"no split that shares states is faster than {plan.predicted.step_seconds:.4g} s")
         return whole
@@ -327,8 +325,6 @@ def _sharded_in(pool: Cluster, question: Question, clock: Clock) -> Plan:
 def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -> Plan:
     if question.asked.shard != "none":
         return _sharded_in(pool, question, clock)
-    from ..checks.batch_split import check
-    from ..checks.profiled import split_faults
     from .split_problem import split_problem
 
     flags = question.asked
@@ -339,12 +335,7 @@ def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -
     if warns:
         _warn_about_free_communication(problem)
     plan = _with_origin(_solve_split(problem, question, clock), question)
-    faults = check(plan, problem)
-    faults += split_faults(
-        plan, question.profiles, pool, question.optimizer, question.asked.memory_reserve_bytes
-    )
-    if faults:
-        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    confirm(plan, problem, question.profiles, pool, question.optimizer, flags.memory_reserve_bytes)
     return plan
 
 

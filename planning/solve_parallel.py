@@ -5,17 +5,18 @@ from dataclasses import replace
 from functools import partial
 
 from ..schema.cluster import Cluster
-from ..schema.errors import BackendError, InfeasibleError
+from ..schema.errors import InfeasibleError
 from ..schema.layer_trace import LayerTrace, cannot_spread
 from ..schema.parallel import ParallelProblem, parallel_schedule
 from ..schema.plan import Plan
 from ..schema.schedule_traits import traits
+from .judging import confirm
 from .limits import Clock
 from .parallel_problem import degrees_of, parallel_keys, parallel_problem
+from .pipelines import say_obstacle, trace_for, with_origin
 from .plan_dollars import priced
 from .pool_parts import best_of_parts, parts_of
 from .request import Question
-from .solve_pipeline import links_between, say_obstacle, trace_for
 
 _log = logging.getLogger("hetflow")
 
@@ -32,8 +33,6 @@ def best_parallel(question: Question, clock: Clock) -> Plan:
         InfeasibleError: No plan fits the memory.
         BackendError: The plan fails its check, which is a bug.
     """
-    from ..checks.parallel import check
-    from ..checks.profiled import parallel_faults
     from ..solvers.parallel.pareto import alternatives, gains
 
     asked = question.asked
@@ -66,18 +65,14 @@ def best_parallel(question: Question, clock: Clock) -> Plan:
             if one.predicted is not None
         ),
         with_more_devices=gains(problem, plan, clock.effort) if others_follow else (),
-        sequence_parallel=question.asked.sequence_parallel or None,
+        sequence_parallel=asked.sequence_parallel or None,
         link_bytes_per_second=asked.link_bytes_per_second,
-        assumptions=links_between(question.profiles, pool, asked.link_bytes_per_second).assumed,
-        trace=trace,
         cluster=pool,  # always stated: degrees depend on the servers
-        provenance={"pool": question.pool_name},
     )
-    faults = parallel_faults(problem, question.profiles, pool, question.asked.memory_reserve_bytes)
-    faults += check(whole, problem)
-    if faults:
-        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
-    return whole
+    free = asked.memory_reserve_bytes
+    confirm(whole, problem, question.profiles, pool, memory_reserve_bytes=free)
+    found = with_origin(whole, question.profiles, pool, question.pool_name)
+    return replace(found, trace=trace)
 
 
 def _in_the_best_part(

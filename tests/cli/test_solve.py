@@ -266,9 +266,7 @@ def test_a_step_is_explained_by_terms_that_add_up(
     document = json.loads(hetflow("show", target, "--explain", "--json").stdout)
     total = sum(term["seconds"] for term in document["terms"])
     assert total == pytest.approx(document["step_seconds"], rel=1e-9)
-    one_line_error(
-        hetflow("show", profiles, "--explain"), 2, "--explain is for plans"
-    )
+    one_line_error(hetflow("show", profiles, "--explain"), 2, "--explain is for plans")
     document = json.loads(target.read_text())
     document["predicted"]["update_seconds"] += 1
     target.write_text(json.dumps(document))

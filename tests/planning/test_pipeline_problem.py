@@ -7,7 +7,7 @@ import pytest
 from hetflow.checks.profiled import pipeline_faults
 from hetflow.planning.links import links_of
 from hetflow.planning.pipeline_problem import layers_of_graph, pipeline_problem
-from hetflow.planning.solve_pipeline import solve_pipeline
+from hetflow.planning.pipelines import solve_pipeline
 from hetflow.reports.plan_tables import plan_table
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError

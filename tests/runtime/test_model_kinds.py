@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetflow.planning.solve_pipeline import solve_pipeline
+from hetflow.planning.pipelines import solve_pipeline
 from hetflow.profilers.bench import Bench
 from hetflow.profilers.layer_traces import call_of, find_layers
 from hetflow.profilers.layers import graph_of, measure_layers

@@ -1,24 +1,29 @@
-"""Choose the planner, schedule and microbatch size of a pipeline by comparing their plans."""
+"""Plan pipelines: compare planners, schedules, microbatch sizes and parts of the pool."""
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from functools import partial
 from math import inf
-from pathlib import Path
+from typing import Any
 
+from ..schema.choices import StageCost
 from ..schema.cluster import Cluster
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
+from ..schema.layer_trace import LayerTrace
 from ..schema.options import option, told
 from ..schema.pipeline import Objective
 from ..schema.plan import Plan
+from ..schema.profile import Profile
 from ..schema.schedule_traits import SCHEDULES, traits
-from ..solvers.effort import Effort
+from ..solvers.effort import DEFAULT, Effort
 from ..solvers.pipeline.simplest import simplest_of
+from .judging import confirm
 from .limits import Clock
+from .links import PoolLinks, links_of
 from .pipeline_problem import capacity_seconds, pipeline_keys, pipeline_problem
 from .pool_parts import best_of_parts, parts_of
 from .request import Question
-from .solve_pipeline import links_between, say_obstacle, solve_pipeline
 
 _log = logging.getLogger("hetflow")
 
@@ -121,29 +126,12 @@ def _best(question: Question, clock: Clock) -> Plan:
     asked = question.asked.schedule
     sizes = _microbatch_sizes(question)
     if question.asked.repetitive:
-        return _repetitive(question, sizes)
+        from .solve_repetitive import solve_repetitive
+
+        return solve_repetitive(question, sizes)
     if asked == "auto":
         return _best_schedule(question, sizes, clock)
     return _scheduled(question, asked, sizes, clock)
-
-
-def _repetitive(question: Question, sizes: list[int]) -> Plan:
-    flags = question.asked
-    from .solve_repetitive import solve_repetitive
-
-    return solve_repetitive(
-        question.profiles,
-        question.pool,
-        question.asked.batch_size,
-        sizes,
-        pool_name=question.pool_name,
-        schedule=flags.schedule,
-        link_bytes_per_second=flags.link_bytes_per_second,
-        cost_model=flags.cost_model,
-        runs=None if flags.runs is None else Path(flags.runs),
-        optimizer=question.optimizer,
-        memory_reserve_bytes=question.asked.memory_reserve_bytes,
-    )
 
 
 def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> Plan:
@@ -259,22 +247,113 @@ def _objective(question: Question) -> Objective | None:
 
 
 def _pipeline_at(question: Question, schedule: str, microbatch_size: int, effort: Effort) -> Plan:
-    flags = question.asked
+    asked = question.asked
     return solve_pipeline(
         question.profiles,
         question.pool,
-        question.asked.batch_size,
+        asked.batch_size,
         pool_name=question.pool_name,
-        microbatch_size=microbatch_size,
-        link_bytes_per_second=flags.link_bytes_per_second,
-        schedule=schedule,
-        stage_cost=flags.stage_cost,
-        num_stages=flags.num_stages,
-        replication=flags.replication,
-        objective=_objective(question),
-        num_model_chunks=flags.num_model_chunks,
-        optimizer=question.optimizer,
-        memory_reserve_bytes=question.asked.memory_reserve_bytes,
+        memory_reserve_bytes=asked.memory_reserve_bytes,
         effort=effort,
-        fastest=question.asked.fastest,
+        fastest=asked.fastest,
+        microbatch_size=microbatch_size,
+        link_bytes_per_second=asked.link_bytes_per_second,
+        optimizer=question.optimizer,
+        schedule=schedule,
+        stage_cost=asked.stage_cost,
+        num_stages=asked.num_stages,
+        replication=asked.replication,
+        objective=_objective(question),
+        num_model_chunks=asked.num_model_chunks,
     )
+
+
+def solve_pipeline(
+    profiles: Sequence[Profile],
+    pool: Cluster,
+    batch_size: int,
+    *,
+    pool_name: str,
+    memory_reserve_bytes: int = 0,
+    effort: Effort = DEFAULT,
+    fastest: bool = False,
+    stage_cost: StageCost = "ring",
+    **choices: Any,
+) -> Plan:
+    """Cut a profiled model into pipeline stages and check the plan.
+
+    Args:
+        profiles: One model's profiles, each with layers.
+        pool: The devices.
+        batch_size: Global batch B, samples per step.
+        pool_name: The text by which the user named the pool, for the provenance.
+        memory_reserve_bytes: Bytes of each device to leave free besides what is measured.
+        effort: How much to search, and when to stop.
+        fastest: Whether to take the plan with the least predicted time, even if a simpler plan is
+            as fast within the accuracy of the measurements.
+        stage_cost: Name of the stage cost (docs/pipeline.md); that of the published code is solved
+            level by level.
+        choices: Other arguments of ``pipeline_problem``.
+
+    Raises:
+        ProblemError: Profiles, pool and options do not fit together.
+        InfeasibleError: No partition fits the devices.
+        BackendError: The plan fails its check, which is a bug.
+    """
+    from ..solvers.pipeline.solve import solve
+
+    nested = stage_cost == "published"
+    problem = pipeline_problem(
+        profiles,
+        pool,
+        batch_size,
+        memory_reserve_bytes=memory_reserve_bytes,
+        stage_cost=stage_cost,
+        solved="nested" if nested else "flat",
+        recompute=False if nested else None,
+        launchable=not nested,
+        **choices,
+    )
+    plan = solve(problem, effort=effort, fastest=fastest)
+    confirm(plan, problem, profiles, pool, memory_reserve_bytes=memory_reserve_bytes)
+    return with_origin(plan, profiles, pool, pool_name)
+
+
+def with_origin(
+    plan: Plan, profiles: Sequence[Profile], pool: Cluster, pool_name: str, **origin: Any
+) -> Plan:
+    """Add to a plan how its layers were found, what links were assumed, and its provenance."""
+    return dataclasses.replace(
+        plan,
+        trace=trace_for(profiles, pool),
+        assumptions=links_between(profiles, pool, plan.link_bytes_per_second).assumed,
+        provenance={**(plan.provenance or {}), "pool": pool_name, **origin},
+    )
+
+
+def trace_for(profiles: Sequence[Profile], pool: Cluster) -> LayerTrace | None:
+    """Return how the layers were traced, which is alike on all device types of the pool.
+
+    If a type was traced in a way that cannot be launched, that trace is returned.
+    """
+    found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
+    blocked = [trace for trace in found if trace is not None and trace.obstacle is not None]
+    return [*blocked, *found][0]
+
+
+def say_obstacle(trace: LayerTrace | None, num_stages: int) -> None:
+    """Warn of a plan whose stages cannot be launched."""
+    if num_stages > 1 and trace is not None and trace.obstacle is not None:
+        _log.warning(f"the plan cannot be launched: its layers were {trace.obstacle}")
+
+
+def links_between(
+    profiles: Sequence[Profile], pool: Cluster, link_bytes_per_second: float | None
+) -> PoolLinks:
+    """Return the bandwidths of the pool's links, measured or assumed.
+
+    If a type has several profiles, the first one counts.
+    """
+    by_type = {profile.device_type: profile for profile in reversed(profiles)}
+    chosen = [by_type[name] for name in pool.num_devices]
+    return links_of(chosen, pool, link_bytes_per_second)
