@@ -3,9 +3,9 @@
 Rates are peaks without sparsity, of one device as torch counts devices. Training does not reach
 them: ``roofline`` multiplies them by efficiencies that were fitted to measured runs.
 
-The figures were compared with public tables of the sheets, but for those of A10G, TITAN RTX, GH200,
-MI250X, RTX 3090 and RTX 4090 and the links, which were written from memory: read the data sheet
-before you spend money by them.
+The figures were compared with public tables of the sheets, but for those of A10G, TITAN RTX, Quadro
+RTX 6000, GH200, B200, MI210, MI250X, RTX 2080 Ti, 3090, 4090, 5090, A6000, 6000 Ada, and the links.
+These were written from memory: read the data sheet before you spend money by them.
 """
 
 from collections.abc import Sequence
@@ -104,26 +104,42 @@ SPECS: tuple[DeviceSpec, ...] = (
     _row("A10", "A10-24GB", 24, 31.2, 62.5, 125, 600, "PCIe 4 x16", 64, "NVIDIA A10 data sheet"),
     _row("L4", "L4-24GB", 24, 30.3, 60, 121, 300, "PCIe 4 x16", 64,
          "NVIDIA L4 data sheet, figures with sparsity halved"),
+    _row("L40S", "L40S-48GB", 48, 91.6, 183, 362, 864, "PCIe 4 x16", 64, "NVIDIA L40S data sheet"),
+    _row("A40", "A40-48GB", 48, 37.4, 74.8, 149.7, 696, "PCIe 4 x16", 64, "NVIDIA A40 data sheet"),
+    _row("RTXA6000", "RTX-A6000-48GB", 48, 38.7, 77.4, 154.8, 768, "PCIe 4 x16", 64,
+         "NVIDIA RTX A6000 data sheet, figures with sparsity halved"),
+    _row("RTX6000Ada", "RTX6000Ada-48GB", 48, 91.1, 182.1, 364.2, 960, "PCIe 4 x16", 64,
+         "NVIDIA RTX 6000 Ada data sheet, figures with sparsity halved"),
     _row("A100", "A100-SXM4-40GB", 40, 19.5, 156, 312, 1555, "NVLink 3", 600,
          "NVIDIA A100 data sheet"),
     _row("A100", "A100-SXM4-80GB", 80, 19.5, 156, 312, 2039, "NVLink 3", 600,
          "NVIDIA A100 data sheet"),
     _row("H100", "H100-SXM5-80GB", 80, 67, 494.7, 989.4, 3350, "NVLink 4", 900,
          "NVIDIA H100 data sheet, figures with sparsity halved"),
-    _row("H100", "H100-PCIE-80GB", 80, 51, 378, 756, 2000, "NVLink 4 bridge", 600,
+    _row("H100PCIe", "H100-PCIE-80GB", 80, 51, 378, 756, 2000, "NVLink 4 bridge", 600,
          "NVIDIA H100 data sheet, figures with sparsity halved"),
     _row("H200", "H200-SXM5-141GB", 131, 67, 494.7, 989.4, 4800, "NVLink 4", 900,
          "NVIDIA H200 data sheet, figures with sparsity halved; 141e9 bytes"),
+    _row("B200", "B200-SXM6-180GB", 167, 75, 1125, 2250, 8000, "NVLink 5", 1800,
+         "NVIDIA HGX B200 data sheet, an eighth, figures with sparsity halved; 180e9 bytes"),
     _row("GH200", "GH200-96GB", 89, 67, 494.7, 989.4, 4000, "NVLink 4", 900,
          "NVIDIA GH200 data sheet, figures with sparsity halved; 96e9 bytes"),
+    _row("MI210", "MI210-64GB", 64, 22.6, None, 181, 1638, "PCIe 4 x16", 64,
+         "AMD MI210 data sheet"),
     _row("MI250X", "MI250X-64GB", 64, 23.9, None, 191.5, 1638, "Infinity Fabric", 100,
          "AMD MI250X data sheet, one of its two dies"),
     _row("MI300X", "MI300X-192GB", 192, 163.4, 653.7, 1307.4, 5300, "Infinity Fabric", 896,
          "AMD MI300X data sheet"),
+    _row("RTX6000", "QuadroRTX6000-24GB", 24, 16.3, None, 130.5, 672, "PCIe 3 x16", 32,
+         "NVIDIA Quadro RTX 6000 data sheet", bfloat16=False),
+    _row("RTX2080Ti", "RTX-2080-Ti-11GB", 11, 13.4, None, 53.8, 616, "PCIe 3 x16", 32,
+         "NVIDIA Turing white paper, reference clocks, 32-bit sums", bfloat16=False),
     _row("RTX3090", "RTX-3090-24GB", 24, 35.6, 35.6, 71, 936, "PCIe 4 x16", 64,
          "NVIDIA GA102 white paper, 32-bit sums"),
     _row("RTX4090", "RTX-4090-24GB", 24, 82.6, 82.6, 165.2, 1008, "PCIe 4 x16", 64,
          "NVIDIA Ada white paper, 32-bit sums"),
+    _row("RTX5090", "RTX-5090-32GB", 32, 104.8, 104.8, 209.5, 1792, "PCIe 5 x16", 128,
+         "NVIDIA RTX Blackwell white paper, 32-bit sums"),
 )
 # fmt: on
 

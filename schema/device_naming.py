@@ -21,7 +21,8 @@ _SPELLED = {
 }  # fmt: skip
 # From Hopper on, cards and modules of one name are unlike: the H100 PCIe has 114 of 132 units.
 _UNLIKE_BY_FORM = re.compile(r"^G?[HB]\d{3}", re.IGNORECASE)
-_DISTINCTION = re.compile(r"(Ada|Laptop|MaxQ|NVL|PCIe)$|-(sm\d+|\d+SM|\d+GB)$")
+_DISTINCTION = re.compile(r"(Ada|Laptop|MaxQ|NVL|-?PCIe)$|-(sm\d+|\d+SM|\d+GB|SXM)$")
+_FORM = re.compile(r"\b(PCIe|SXM)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,13 @@ class GpuFacts:
     memory_bytes: int
 
     @property
-    def distinctions(self) -> tuple[str, str, str]:
+    def distinctions(self) -> tuple[str, str, str, str]:
         """What may be added to a name, in the order in which it is tried."""
         major, minor = self.capability
         gib = math.ceil(self.memory_bytes / 2**30)
-        return f"-sm{major}{minor}", f"-{self.num_multiprocessors}SM", f"-{gib}GB"
+        form = _FORM.search(self.name)
+        how = "" if form is None else "-PCIe" if form[1].lower() == "pcie" else "-SXM"
+        return f"-sm{major}{minor}", f"-{self.num_multiprocessors}SM", f"-{gib}GB", how
 
 
 def device_type_name(name: str) -> str:
@@ -48,7 +51,7 @@ def device_type_name(name: str) -> str:
     ``NVIDIA H200`` is ``H200``: vendor, form factor and memory are left out, the rest is joined.
     ``NVIDIA RTX 6000 Ada Generation`` is ``RTX6000Ada``, as the Quadro RTX 6000 is another chip.
     """
-    name = name.partition(" / ")[0]  # ROCm's name of one chip is "MI250X / MI250"
+    name = name.partition("/")[0]  # ROCm's name of one chip is "MI250X / MI250", or without blanks
     words = [word for part in name.split() for word in re.split(r"-(?!Q\b)", part) if word]
     kept = [
         _SPELLED.get(word.lower(), word)

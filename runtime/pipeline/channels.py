@@ -9,7 +9,8 @@ is a single transfer into a buffer that was posted ahead. Sending never blocks. 
 group's time limit.
 
 Where payloads have a channel of their own (transport.py), frames consist of headers only, and the
-payload follows from device to device.
+payload follows from device to device. It is received on a stream of the channel's own. The host is
+ahead of its device, so the receive is posted while earlier passes run, and waits for none of them.
 
 Sender and receiver compute the size of receive buffers independently. Messages are counted in
 blocks. A buffer is as large as the payload of the last message two blocks earlier, so the receives
@@ -20,12 +21,14 @@ busy computing.
 
 import json
 from collections import deque
+from contextlib import nullcontext
 from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from .transport import Lines, Transfer
 
@@ -260,6 +263,8 @@ class Inbox:
         self._layout = Layout(())
         self._number, self._rooms = 0, Rooms()
         self._posted: deque[tuple[Transfer, _Frame]] = deque()
+        self._backend = backend_of(lines.device)
+        self._stream = None if self._are_joined else self._backend.side_stream(lines.device)
         self._post()
 
     def take(self) -> Message:
@@ -284,15 +289,24 @@ class Inbox:
                 f"{size} bytes in message {number}, whose values have {layout.num_bytes}"
             )
         if size > self._rooms.ahead[0]:
-            payload = torch.empty(size, dtype=torch.uint8, device=self._lines.device)
-            self._lines.payloads.receive(payload).wait()
-            values = layout.places(payload)
+            values = layout.places(self._received(size))
         else:
             values = frame.values if frame.layout is layout else layout.places(frame.payload)
         self._number += 1
         self._rooms.passed(size if self._are_joined else 0)
         self._post()
         return values, layout.wants
+
+    def _received(self, size: int) -> Tensor:
+        """The payload of a message that has one apart; the computing stream waits for it."""
+        with nullcontext() if self._stream is None else self._backend.on_stream(self._stream):
+            payload = torch.empty(size, dtype=torch.uint8, device=self._lines.device)
+            self._lines.payloads.receive(payload).wait()
+        if self._stream is not None:
+            computing: Any = self._backend.current_stream(self._lines.device)
+            computing.wait_stream(self._stream)
+            payload.record_stream(computing)
+        return payload
 
     def _post(self) -> None:
         # Views are made here, many in a row, and not between two passes.

@@ -33,11 +33,22 @@ CARDS = {
     "V100": Card("Tesla V100-SXM2-16GB", "V100-SXM2-16GB", (7, 0), 80, 16 * GIB),
     "T4": Card("Tesla T4", "T4-16GB", (7, 5), 40, 16 * GIB),
     "QuadroRTX6000": Card("Quadro RTX 6000", "QuadroRTX6000-24GB", (7, 5), 72, 24 * GIB),
+    "RTX2080Ti": Card("NVIDIA GeForce RTX 2080 Ti", "RTX-2080-Ti-11GB", (7, 5), 68, 11 * GIB),
     "A100": Card("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", (8, 0), 108, 40 * GIB),
+    "A40": Card("NVIDIA A40", "A40-48GB", (8, 6), 84, 48 * GIB),
+    "A6000": Card("NVIDIA RTX A6000", "RTX-A6000-48GB", (8, 6), 84, 48 * GIB),
+    "RTX3090": Card("NVIDIA GeForce RTX 3090", "RTX-3090-24GB", (8, 6), 82, 24 * GIB),
+    "L4": Card("NVIDIA L4", "L4-24GB", (8, 9), 58, 24 * GIB),
+    "L40S": Card("NVIDIA L40S", "L40S-48GB", (8, 9), 142, 48 * GIB),
+    "RTX4090": Card("NVIDIA GeForce RTX 4090", "RTX-4090-24GB", (8, 9), 128, 24 * GIB),
     "RTX6000Ada": Card("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada-48GB", (8, 9), 142, 48 * GIB),
     "H100": Card("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB", (9, 0), 132, 80 * GIB),
     "H100PCIe": Card("NVIDIA H100 PCIe", "H100-PCIE-80GB", (9, 0), 114, 80 * GIB),
+    "B200": Card("NVIDIA B200", "B200-SXM6-180GB", (10, 0), 148, 167 * GIB),
+    "RTX5090": Card("NVIDIA GeForce RTX 5090", "RTX-5090-32GB", (12, 0), 170, 32 * GIB),
+    "MI210": Card("AMD Instinct MI210", "MI210-64GB", (9, 0), 104, 64 * GIB),
     "MI250X": Card("AMD Instinct MI250X", "MI250X-64GB", (9, 0), 110, 64 * GIB),
+    "MI300X": Card("AMD Instinct MI300X", "MI300X-192GB", (9, 4), 304, 192 * GIB),
 }
 
 

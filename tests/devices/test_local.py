@@ -17,7 +17,7 @@ def gpus(device_type: str, *indices: int) -> LocalDevice:
         name=f"NVIDIA {device_type}",
         torch_devices=tuple(f"cuda:{index}" for index in indices),
         memory_bytes=80 << 30,
-        distinctions=("-sm80", "-108SM", "-80GB"),
+        distinctions=("-sm80", "-108SM", "-80GB", "-SXM"),
     )
 
 

@@ -1,7 +1,7 @@
 """A script whose steps the virtual clock times: ``clocked.py BACKEND FAULT``.
 
-BACKEND is ``eager`` or one of torch.compile. FAULT ``waits`` waits for each sum where it begins.
-Four layers fill a bucket, which is the least at which torch.compile cuts a graph.
+BACKEND is ``eager`` or one of torch.compile. FAULT ``waits`` waits for each sum where it begins,
+and ``one-stream`` has no stream beside the one of computation. Four layers fill a bucket, which is the least at which torch.compile cuts a graph.
 """
 
 import sys
@@ -20,6 +20,8 @@ WIDTH, NUM_LAYERS, NUM_STEPS = 256, 24, 5
 
 def main(backend: str, fault: str) -> None:
     CudaBackend.bucket_bytes = 1 << 20
+    if fault == "one-stream":
+        CudaBackend.side_stream = lambda *_: None
     if fault == "waits":
         start = peers.all_reduce
 

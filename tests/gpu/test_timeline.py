@@ -1,25 +1,27 @@
 """What the virtual clock of the software device says of hetflow's steps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.plan import Prediction, Proof
+from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.testing import Rates, Timeline
-from hetflow.tests.plan_parts import split_plan, whole_group
+from hetflow.tests.handmade import two_stages
+from hetflow.tests.plan_parts import split_plan, whole_group, with_replicas
 from hetflow.tests.testing.hosts import GpuHost
 
 SCRIPT = Path(__file__).with_name("clocked.py")
 # Products of its small layers then take as long as those of real layers on real devices.
 SMALL = Rates(slower=2000.0)
+NUM_LAYERS = 24
 SHARES = {"V100": 200, "A100": 312}  # their passes then take as long as each other's
 
 
-def trained(software: GpuHost, backend: str, fault: str = "none") -> Timeline:
-    """The timeline of five steps of a split over two unlike GPUs."""
-    host = software(",".join(SHARES), FAKECUDA_TIMELINE="timeline")
-    plan = split_plan(
+def split() -> Plan:
+    """A plan of one worker on each type."""
+    return split_plan(
         model="clocked",
         global_batch_size=sum(SHARES.values()),
         groups=tuple(
@@ -37,6 +39,33 @@ def trained(software: GpuHost, backend: str, fault: str = "none") -> Timeline:
             termination="feasible", objective=0.01, lower_bound=None, gap=None, method="by hand"
         ),
     )
+
+
+def pipeline() -> Plan:
+    """A plan of two stages."""
+    halves = (
+        [str(number) for number in range(NUM_LAYERS)],
+        [str(number) for number in range(NUM_LAYERS, 2 * NUM_LAYERS)],
+    )
+    plan = two_stages(("V100", "A100"))
+    return replace(
+        plan,
+        global_batch_size=512,
+        microbatch_size=64,
+        num_microbatches=8,
+        stages=tuple(
+            replace(
+                with_replicas(stage, samples=512, virtual_nodes=8, virtual_node_batch_size=64),
+                layers=tuple(half),
+            )
+            for stage, half in zip(plan.stages, halves, strict=True)
+        ),
+    )
+
+
+def trained(software: GpuHost, plan: Plan, backend: str = "eager", fault: str = "none") -> Timeline:
+    """The timeline of five steps over two unlike GPUs."""
+    host = software(",".join(SHARES), FAKECUDA_TIMELINE="timeline")
     files.write(host.folder / "plan.json", plan)
     host.done("launch", "--determinism", "none", "plan.json", SCRIPT, backend, fault)
     return host.timeline(SMALL)
@@ -44,8 +73,19 @@ def trained(software: GpuHost, backend: str, fault: str = "none") -> Timeline:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_splits_sums_are_hidden_behind_its_backward_pass(software: GpuHost, backend: str) -> None:
-    assert trained(software, backend).hidden_share > 0.7
+    assert trained(software, split(), backend).hidden_share > 0.7
 
 
 def test_a_lost_overlap_is_seen(software: GpuHost) -> None:
-    assert trained(software, "eager", "waits").hidden_share < 0.1
+    assert trained(software, split(), fault="waits").hidden_share < 0.1
+
+
+@pytest.mark.parametrize(("fault", "is_hidden"), [("none", True), ("one-stream", False)])
+def test_a_pipelines_receives_are_posted_ahead_of_the_passes_before(
+    software: GpuHost, fault: str, is_hidden: bool
+) -> None:
+    """The first stage is the slower one. It waits for its first gradient, and for no later one."""
+    timeline = trained(software, pipeline(), fault=fault)
+    slower = next(device for device in timeline.devices if device.spec.startswith("V100"))
+    hidden = timeline.hidden_share_of(slower)
+    assert hidden > 0.6 if is_hidden else hidden < 0.4

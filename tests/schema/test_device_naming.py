@@ -38,6 +38,7 @@ from hetflow.schema.device_naming import (
         ),
         ("AMD Instinct MI250X", "MI250X"),
         ("AMD Instinct MI250X / MI250", "MI250X"),
+        ("AMD Instinct MI250X/MI250", "MI250X"),
     ],
 )
 def test_names(driver: str, name: str) -> None:
@@ -65,6 +66,8 @@ def test_unlike_gpus_of_one_name_on_a_host_are_told_apart_by_what_differs() -> N
     forty, eighty = gpu("NVIDIA A100-SXM4-40GB"), gpu("NVIDIA A100 80GB PCIe", gib=79.2)
     assert device_type_names([forty, eighty, forty]) == ["A100-40GB", "A100-80GB", "A100-40GB"]
     assert device_type_names([forty, forty]) == ["A100", "A100"]
+    card, module = gpu("NVIDIA A100-PCIE-40GB"), gpu("NVIDIA A100-SXM4-40GB")
+    assert device_type_names([card, module]) == ["A100-PCIe", "A100-SXM"]
     cut, older = gpu("A100", sms=98), gpu("A100", capability=(7, 5))
     names = device_type_names([forty, cut, older, gpu("Tesla T4", capability=(7, 5))])
     assert names == ["A100-sm80-108SM", "A100-sm80-98SM", "A100-sm75", "T4"]
@@ -79,6 +82,8 @@ def test_unlike_gpus_of_one_name_on_a_host_are_told_apart_by_what_differs() -> N
         ("H100PCIe", "H100"),
         ("A100-sm80-108SM", "A100"),
         ("A100-80GB", "A100"),
+        ("A100-PCIe", "A100"),
+        ("A100-80GB-SXM", "A100"),
         ("RTX4090Laptop", "RTX4090"),
         ("V100", "V100"),
     ],

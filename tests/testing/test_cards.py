@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.costs.device_table import spec_of
+from hetflow.schema.device_naming import device_type_name
 from hetflow.testing.fakecuda.build import CannotBuild, check_build
-from hetflow.testing.fakecuda.cards import GIB, machine, visible
+from hetflow.testing.fakecuda.cards import CARDS, GIB, machine, visible
 
 THREE = {"FAKECUDA": "V100,V100:64MiB,A100"}
 
@@ -48,3 +50,10 @@ def test_a_torch_with_kernels_for_gpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lib/libtorch_cuda.so").touch()
     with pytest.raises(CannotBuild, match="needs a CPU build of torch"):
         check_build(tmp_path)
+
+
+def test_every_card_has_the_row_of_its_type_in_the_table_of_devices() -> None:
+    for card in CARDS.values():
+        spec = spec_of(card.spec)
+        assert spec.device_type == device_type_name(card.name)
+        assert spec.memory_bytes == card.memory_bytes

@@ -128,9 +128,12 @@ inline void free_device(void* address) {
     auto it = blocks.find(address);
     if (it != blocks.end()) {
       Block& block = it->second;
+      // The allocator waits for where recorded streams are now, and so for what they have waited for.
       auto pending = [&](const Use& use) {
-        return use.time && use.stream != block.owner && clocks[block.owner][use.stream] < use.time &&
-            clocks[kHost][use.stream] < use.time && !block.recorded.count(use.stream);
+        if (use.stream == block.owner || clocks[block.owner][use.stream] >= use.time || clocks[kHost][use.stream] >= use.time) return false;
+        return std::none_of(block.recorded.begin(), block.recorded.end(), [&](int64_t stream) {
+          return stream == use.stream || clocks[stream][use.stream] >= use.time;
+        });
       };
       auto judge = [&](const Use& use, const char* what) {
         if (pending(use))
