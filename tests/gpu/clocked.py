@@ -1,7 +1,8 @@
 """A script whose steps the virtual clock times: ``clocked.py BACKEND FAULT``.
 
 BACKEND is ``eager`` or one of torch.compile. FAULT ``waits`` waits for each sum where it begins,
-and ``one-stream`` has no stream beside the one of computation. Four layers fill a bucket, which is the least at which torch.compile cuts a graph.
+and ``one-stream`` has no stream beside the one of computation. Four layers fill a bucket, which is
+the least at which torch.compile cuts a graph.
 """
 
 import sys
