@@ -8,7 +8,7 @@ from pathlib import Path
 from ..exporters.registry import EXPORTERS
 from ..launcher.deploying import host_groups, host_types, virtual_types
 from ..planning.inputs import pool_of
-from ..planning.market_prices import all_prices, markets_of
+from ..planning.market_prices import all_prices
 from ..protocol.lower import check_level, lower
 from ..protocol.pins import pins
 from ..schema.deployment import Deployment, HostGroup, Machine, job_name
@@ -18,7 +18,7 @@ from ..schema.options import option
 from ..schema.requests.export import ExportRequest
 from ..schema.requests.kinds import Markets
 from .calls import takes
-from .files import plan_of
+from .files import markets_of, plan_of
 
 
 @takes(ExportRequest)

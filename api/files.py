@@ -5,15 +5,26 @@ from typing import TYPE_CHECKING
 
 from ..importers.csv_tables import read_jobs_table, read_throughputs_csv
 from ..importers.jobs_files import read_jobs, read_throughputs
+from ..importers.recognise import read_markets
 from ..schema import files
 from ..schema.errors import FileError
 from ..schema.jobs import Allocation, Jobs, Throughputs
-from ..schema.requests.kinds import JobsTable, ThroughputsTable
+from ..schema.market import Market
+from ..schema.requests.kinds import JobsTable, Markets, ThroughputsTable
 from .calls import checks
 
 if TYPE_CHECKING:
     from ..schema.files import Record
     from ..schema.plan import Plan
+
+
+def markets_of(given: Markets) -> tuple[Market, ...]:
+    """Return markets as records; files may be of any form of market data that is known.
+
+    Raises:
+        FileError: A file is missing, of no known form, or has faults.
+    """
+    return read_markets([given] if isinstance(given, Market | Path | str) else given)
 
 
 @checks

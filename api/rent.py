@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..importers.availability import read_windows
-from ..importers.registry import TraceOptions
+from ..importers.recognise import read_market
 from ..schema import files
 from ..schema.arguments import Arguments
 from ..schema.errors import FileError, ProblemError
@@ -219,7 +218,7 @@ def _read(
 
     And its price histories, which a file may also have alone.
     """
-    market = read_windows(path, TraceOptions())
+    market = read_market(path)
     found = market.capacity if several else market.availability or market.capacity
     if not found and not market.prices:
         what = "capacity: holds no counts of spot machines" if several else "availability: holds "

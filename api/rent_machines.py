@@ -3,13 +3,12 @@
 from typing import Any
 
 from ..planning.inputs import profiles_of
-from ..planning.market_prices import markets_of
 from ..planning.static_choice import StaticChoice, measured_choices, static_choices
 from ..schema.errors import ProblemError
 from ..schema.options import option
 from ..schema.requests.rent import MachinesRequest
 from .calls import takes
-from .files import throughputs_of
+from .files import markets_of, throughputs_of
 
 
 @takes(MachinesRequest)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..planning.market_prices import egress_dollars, markets_of
+from ..planning.market_prices import egress_dollars
 from ..schema.errors import ProblemError
 from ..schema.market import PriceReport, utc_seconds
 from ..schema.options import option
@@ -11,6 +11,7 @@ from ..schema.spelling import nearest
 from ..simulator.market.prices import compare_from
 from ..solvers.market.offers import History, MovingJob, history_of
 from .calls import takes
+from .files import markets_of
 
 _FIRST_CHOICE = "aws"  # the thesis's
 

@@ -115,7 +115,8 @@ def _market(asked: Simulated, devices: Cluster) -> dict[str, Any]:
             if getattr(asked, name):
                 raise ProblemError(f"{option(name)} is for a market, and none is given")
         return {}
-    from ..planning.market_prices import market_offers, markets_of
+    from ..planning.market_prices import market_offers
+    from .files import markets_of
 
     prices, is_told = market_offers(markets_of(asked.market), devices.num_devices, asked.start)
     told = MarketOptions(

@@ -31,14 +31,17 @@ def import_(
     hetflow import counts.csv --format bamboo-trace --time-unit hours -o market.json
     """
     from ..importers.pipedream import profile_of
+    from ..importers.recognise import is_market, read_market
     from ..importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS
     from ..schema.cluster import is_device_type, parse_memory
     from ..schema.errors import ProblemError
     from ..schema.files import check_writable, read_text
+    from ..schema.market import Market
     from ..schema.spelling import nearest
 
     request = ImportRequest(**asked)
     file, source = request.file, request.source
+    recognised = "source" not in asked and is_market(file)
     if output is not None:
         check_writable(output, force=force)
     if source == SACCT:
@@ -51,11 +54,15 @@ def import_(
             number = len(catalogue.instance_types)
             note(f"{number} instance types written to {output}; next: hetflow show")
         return
-    if PRICE_IMPORTERS.find(source) is not None:
-        market = _market(source, file, request.instance_types)
+    if recognised or PRICE_IMPORTERS.find(source) is not None:
+        if recognised:
+            read = read_market(file)
+        else:
+            read = Market(prices=PRICE_IMPORTERS.get(source).read(file))
+        market = _market(read, file, request.instance_types)
         emit_file(market, output, force=force, json=json)
         if output is not None:
-            note(f"{len(market.prices)} price histories written to {output}; next: hetflow show")
+            note(f"{_contents(market)} written to {output}; next: hetflow show")
         return
     if TRACE_IMPORTERS.find(source) is not None:
         traces = _traces(request)
@@ -162,16 +169,24 @@ def _catalogue(path: Path) -> "Market":
     return Market(instance_types=machines)
 
 
-def _market(source: str, path: Path, instance_types: Path | None) -> "Market":
-    """Prices, and the machines that they are of."""
+def _contents(market: "Market") -> str:
+    """How much of what a market has."""
+    numbers = {
+        "instance types": len(market.instance_types) if not market.prices else 0,
+        "price histories": len(market.prices),
+        "traces": len(market.availability) + len(market.capacity),
+    }
+    return ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
+
+
+def _market(market: "Market", path: Path, instance_types: Path | None) -> "Market":
+    """A market with the machines that its prices are of."""
     from ..importers.instance_types import read_instance_types
-    from ..importers.registry import PRICE_IMPORTERS
     from ..schema.errors import ProblemError
-    from ..schema.market import Market
     from ..schema.spelling import nearest
 
     known = read_instance_types(instance_types) if instance_types is not None else ()
-    market = Market(instance_types=known, prices=PRICE_IMPORTERS.get(source).read(path))
+    market = replace(market, instance_types=(*known, *market.instance_types))
     for history in market.prices if known else ():
         if market.instance_type_of(history) is None:
             guess = nearest(history.instance_type, [one.name for one in known])

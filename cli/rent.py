@@ -225,8 +225,8 @@ def _machines(
 ) -> None:
     """Show the choices of machines, and write the plan of the one to take."""
     from .. import rent as renting
+    from ..api.files import markets_of
     from ..planning.inputs import profiles_of
-    from ..planning.market_prices import markets_of
     from ..planning.static_choice import chosen, plan_of_choice
     from ..reports.grid import grid
     from ..reports.market_plots import choices_image

@@ -31,6 +31,7 @@ def read_windows(path: Path, options: TraceOptions) -> Market:
     """
     found = [_read(one, options) for one in _files(path)]
     return Market(
+        instance_types=tuple(one for market in found for one in market.instance_types),
         availability=tuple(window for market in found for window in market.availability),
         capacity=tuple(fleet for market in found for fleet in market.capacity),
         prices=tuple(history for market in found for history in market.prices),

@@ -1,8 +1,8 @@
 """Read AWS spot prices: the JSON that ``aws ec2 describe-spot-price-history`` prints.
 
-A price holds until the next one is reported. So a file gives the prices of an instance type in a
-zone from the zone's first record to the file's last record of that type. Between files that do not
-overlap, prices are unknown.
+A price holds until the next one is reported, so the newest record of a zone is its price until told
+otherwise: a file gives the prices of an instance type in a zone from the zone's first record to the
+newest record of the file. Between files that do not overlap, prices are unknown.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
-from ..schema.market import PriceHistory, utc_seconds, utc_text
-from .price_cells import dollars_of, files_of
+from ..schema.market import PriceHistory, utc_text
+from .price_cells import dollars_of, files_of, seconds_of
 from .registry import price_importer
 
 _KEYS = ("AvailabilityZone", "InstanceType", "SpotPrice", "Timestamp")
@@ -49,7 +49,7 @@ def read_aws_spot_prices(path: Path) -> tuple[PriceHistory, ...]:
 
 def _add(zones: dict[tuple[str, str], _Zone], path: Path) -> None:
     first: dict[tuple[str, str], float] = {}
-    last: dict[str, float] = {}
+    newest = 0.0
     for index, record in enumerate(_records(path)):
         where = f"{path}: SpotPriceHistory[{index}]"
         if not isinstance(record, dict) or any(
@@ -61,7 +61,7 @@ def _add(zones: dict[tuple[str, str], _Zone], path: Path) -> None:
         name, place = record["InstanceType"], record["AvailabilityZone"]
         try:
             dollars = dollars_of(record["SpotPrice"])
-            seconds = utc_seconds(record["Timestamp"], where, "Timestamp")
+            seconds = seconds_of(record["Timestamp"], "Timestamp")
         except ProblemError as error:
             message = error.message.removeprefix(f"{where}: ")
             raise FileError(f"{where}: {message}") from None
@@ -72,9 +72,9 @@ def _add(zones: dict[tuple[str, str], _Zone], path: Path) -> None:
                 f"at {record['Timestamp']}"
             )
         first[name, place] = min(first.get((name, place), seconds), seconds)
-        last[name] = max(last.get(name, seconds), seconds)
+        newest = max(newest, seconds)
     for (name, place), seconds in first.items():
-        zones[name, place].stretches.append((seconds, last[name]))
+        zones[name, place].stretches.append((seconds, newest))
 
 
 def _records(path: Path) -> list[Any]:

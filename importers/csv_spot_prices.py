@@ -1,18 +1,18 @@
 """Read spot prices from a plain table with one change of a price per line.
 
-Columns, in any order: ``Time`` (UTC, such as 2026-03-01T06:00:00Z), ``Instance``, ``$/h``, and
-``Zone`` or ``Region`` or both, and ``Cloud`` if it is known. A price holds until the next line of
-the same machine and place, the last ones until the last time in the file. An empty price means that
-the price is unknown from then on.
+Columns, in any order: ``Time`` (such as 2026-03-01T06:00:00Z, or with another offset),
+``Instance``, ``$/h``, and ``Zone`` or ``Region`` or both, and ``Cloud`` if it is known. A price
+holds until the next line of the same machine and place, the last ones until the last time in the
+file. An empty price means that the price is unknown from then on.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..schema.errors import FileError, ProblemError
-from ..schema.market import PriceHistory, utc_seconds, utc_text
+from ..schema.market import PriceHistory, utc_text
 from .csv_lines import csv_lines, row_of
-from .price_cells import dollars_of, files_of
+from .price_cells import dollars_of, files_of, seconds_of
 from .registry import price_importer
 
 _NEEDED = ("Time", "Instance", "$/h")
@@ -78,7 +78,7 @@ def _add(found: dict[_Key, _Changes], cells: dict[str, str]) -> None:
     key = cloud or "own", zone, region, cells["Instance"]
     if not cells["Instance"] or not (zone or region):
         raise ProblemError("must name an Instance, and a Zone or Region")
-    seconds = utc_seconds(cells["Time"], "the price", "Time")
+    seconds = seconds_of(cells["Time"], "Time")
     price = dollars_of(cells["$/h"]) if cells["$/h"] else None
     changes = found.setdefault(key, _Changes())
     if changes.seconds and seconds <= changes.seconds[-1]:

@@ -43,6 +43,7 @@ class ImportRequest:
             help="pipedream (graph.txt), piper (JSON); aws-spot-prices, azure-spot-prices, "
             "csv-spot-prices; instance-types (a CSV of machines and prices); cant-be-late, "
             "bamboo-trace, parcae-trace; sacct (Slurm's log of jobs); or a plug-in's.",
+            default="recognised where it is market data, else pipedream",
         ),
     ] = "pipedream"
     keep_placeholders: Annotated[

@@ -26,6 +26,7 @@ from hetflow.schema.run import (
     StepTerms,
     TermComparison,
 )
+from hetflow.tests.importers.test_recognise import AZURE, CATALOGUE, GOOGLE
 
 HELD = "running/control/lock"  # whoever runs a case holds it: the run is alive then
 CONFIG = "hetflow.toml"  # removed where a command is not about it
@@ -229,6 +230,8 @@ COMMANDS = (
     Command("rent", ("rent", "zones.json", "--work-hours", "1", "--deadline-hours", "2",
                      "--on-demand", "3", "--spot", "1", "--policy", "greedy", "-o", OUTPUT),
             ("zones.json",), ("--spot", "--policy", "--work-hours")),
+    *(Command(f"import of {name}", ("import", name, "-o", OUTPUT), (name,))
+      for name in ("azure.json", "google.json", "vms.csv")),
     Command("rent odds", ("rent", "odds", "zones.json", "--checkpoint-seconds", "30", "-o",
                           OUTPUT), ("zones.json",), ("--checkpoint-seconds",)),
     Command("rent machines by profiles",
@@ -292,6 +295,10 @@ def make(folder: Path) -> None:
     (folder / "prices.json").write_text(
         json.dumps({"schema": "hetflow.market/1", "instance_types": machines}, indent=1)
     )
+    lists = {"azure.json": AZURE, "google.json": GOOGLE}
+    for name, data in lists.items():
+        (folder / name).write_text(json.dumps(data))
+    (folder / "vms.csv").write_text(CATALOGUE)
     nodes = [[60000 * n, ("add", "no-op", "remove")[n], {"nodes": [] if n == 1 else ["a"],
               "duration": 60000}] for n in range(3)]  # fmt: skip
     (folder / "nodes.txt").write_text("\n".join(map(json.dumps, nodes)) + "\n")
