@@ -1,6 +1,7 @@
 """``hetflow.rent.deadline``, and two older names for its jobs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
 from ..solvers.market.windows import Traces, apart, fewest_parts, traces_of
 from .calls import takes
+
+_DEADLINES = 6  # of a plot, beside the last
 
 
 @takes(RentRequest)
@@ -63,6 +66,33 @@ def rent(request: RentRequest) -> RentReport:
         policies=request.policies or None,
         every_seconds=request.every_seconds,
     )
+
+
+def by_deadline(**asked: Any) -> list[RentReport]:
+    """Compare policies for deadlines from the tightest one up to the one that is asked for.
+
+    Args:
+        **asked: The arguments of ``deadline``.
+
+    Raises:
+        ProblemError: A number, a window, a zone or a policy's name cannot be used.
+        InfeasibleError: The work cannot end in time on any machines.
+        FileError: A file is missing or has faults.
+    """
+    request = RentRequest(**Arguments(RentRequest, "by_deadline").checked((), asked))
+    job, traces, history = asked_job(request)
+    first, last = job.ticks_for(job.work_seconds), job.num_ticks
+    ticks = {round(first * (last / first) ** (part / _DEADLINES)) for part in range(_DEADLINES)}
+    return [
+        compare(
+            replace(job, deadline_seconds=number * job.tick_seconds),
+            traces,
+            history=history,
+            policies=request.policies or None,
+            every_seconds=request.every_seconds,
+        )
+        for number in sorted({*ticks, last})
+    ]
 
 
 def advice(state: RentState | Path | str, offers: Offers, **asked: Any) -> RentAdvice:

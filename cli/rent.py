@@ -40,6 +40,13 @@ Plot = Annotated[
     Path | None,
     typer.Option(help="With --steps: draw the choices by hours and dollars, .png or .svg."),
 ]
+AnyPlot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw dollars against the deadline, from the tightest on; with --steps the choices "
+        "by hours and dollars: .png or .svg."
+    ),
+]
 Next = Annotated[
     Path | None,
     typer.Option(
@@ -56,7 +63,7 @@ def rent(
     next: Next = None,  # noqa: A002  # the option's name
     budget: Budget = None,
     top: Top = 0,
-    plot: Plot = None,
+    plot: AnyPlot = None,
     output: Output = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
@@ -82,6 +89,8 @@ def rent(
         hours = None if deadline is None else deadline / 3600
         _machines(question, hours, budget, top, output, plot, force=force, json=json)
     else:
+        if plot is not None:
+            _draw_deadlines("rates" in asked or next is not None, question, plot, force=force)
         _report(record, question, output, next, force=force, json=json)
 
 
@@ -176,6 +185,30 @@ def rent_machines(
     _machines(asked, deadline_hours, budget, top, output, plot, force=force, json=json)
 
 
+def _image_kind(plot: Path) -> str:
+    from ..schema.errors import HetflowError
+
+    kind = plot.suffix.lower().lstrip(".")
+    if kind not in ("png", "svg"):
+        raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
+    return kind
+
+
+def _draw_deadlines(has_none: bool, asked: Asked, plot: Path, *, force: bool) -> None:
+    """Draw what a later deadline saves."""
+    from ..api.rent import by_deadline
+    from ..reports.market_plots import deadlines_image
+    from ..schema.errors import ProblemError
+    from ..schema.files import write_bytes
+
+    kind = _image_kind(plot)
+    if has_none:
+        raise ProblemError("--plot says nothing with --rate or --next", hint="leave it out")
+    check_outputs(plot, force=force)
+    write_bytes(plot, deadlines_image(by_deadline(**asked), kind), force=force)
+    note(f"{plot} written")
+
+
 def _report(
     record: type,
     asked: Asked,
@@ -230,7 +263,7 @@ def _machines(
     from ..planning.static_choice import chosen, plan_of_choice
     from ..reports.grid import grid
     from ..reports.market_plots import choices_image
-    from ..schema.errors import HetflowError, ProblemError
+    from ..schema.errors import ProblemError
     from ..schema.files import write, write_bytes
 
     if output is not None and "throughputs" in asked:
@@ -238,8 +271,7 @@ def _machines(
             "throughputs make no plan to write",
             hint="leave --output out, or give --profiles DIR instead of --throughputs",
         )
-    if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
-        raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
+    kind = "" if plot is None else _image_kind(plot)
     check_outputs(output, plot, force=force)
     found = renting.machines(**asked)
     best = chosen(found, deadline_hours=deadline_hours, budget_dollars=budget)
@@ -257,7 +289,7 @@ def _machines(
              one.is_pareto)
             for one in found
         ]  # fmt: skip
-        kind, title = plot.suffix.lower().lstrip("."), f"{asked['steps']} steps{samples}"
+        title = f"{asked['steps']} steps{samples}"
         write_bytes(plot, choices_image(points, kind, title=title), force=force)
         note(f"{plot} written")
     if json:

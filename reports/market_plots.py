@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..schema.errors import HetflowError
-from ..schema.market import Availability, Market, PriceHistory
+from ..schema.market import Availability, Market, PriceHistory, RentReport
 from ..schema.options import option
 from .plots import log_axis, new_figure, rendered
 
@@ -229,6 +229,40 @@ def choices_image(
     axes.grid(visible=True, which="both", alpha=0.3)
     figure.legend(fontsize=8, loc="outside right upper")
     return rendered(figure, file_format)
+
+
+def deadlines_image(reports: Sequence[RentReport], file_format: str) -> bytes:
+    """Draw what each policy costs against the deadline: means, and a band of nine windows in ten.
+
+    Args:
+        reports: One for each deadline, in order, of the same job and policies.
+        file_format: ``png`` or ``svg``.
+    """
+    figure = new_figure()
+    axes = figure.subplots()
+    hours = [report.deadline_seconds / 3600 for report in reports]
+    for place, entry in enumerate(reports[-1].policies):
+        told = [
+            next(one.dollars for one in report.policies if one.policy == entry.policy)
+            for report in reports
+        ]
+        means = [sum(dollars) / len(dollars) for dollars in told]
+        axes.plot(hours, means, marker="o", markersize=3, color=f"C{place}", label=entry.policy)
+        if entry.policy == reports[-1].choice:
+            low, high = ([_quantile(one, part) for one in told] for part in (0.05, 0.95))
+            axes.fill_between(hours, low, high, color=f"C{place}", alpha=0.15, linewidth=0)
+    least = [sum(report.bound_dollars) / len(report.bound_dollars) for report in reports]
+    axes.plot(hours, least, "--", color="black", label="(known in advance)")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("hours until the deadline")
+    axes.set_ylabel("dollars; the band: nine windows in ten")
+    axes.legend(fontsize=8)
+    axes.grid(visible=True, alpha=0.3)
+    return rendered(figure, file_format)
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    return sorted(values)[round(part * (len(values) - 1))]
 
 
 def _check_prices(market: Market) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetflow import rent
+from hetflow.api.rent import by_deadline
 from hetflow.reports.market_tables import rent_table
 from hetflow.schema.market import Availability
 
@@ -41,6 +42,32 @@ def test_it_compares_policies_and_says_which_to_take(hetflow, good: Path, tmp_pa
     shown = hetflow("show", kept)
     assert shown.code == 0
     assert "greedy" in shown.stdout
+
+
+def test_dollars_are_drawn_against_the_deadline(hetflow, good: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "cost.svg"
+    asked = ("rent", good, "--history", good, *OPTIONS)
+    answer = hetflow(*asked, "--plot", picture)
+    assert answer.code == 0, answer.stderr
+    text = picture.read_text()
+    assert all(f"<!-- {name} -->" in text for name in ("greedy", "dynamic_program", "on_demand"))
+    assert "<!-- (known in advance) -->" in text
+    assert "FillBetweenPolyCollection" in text or "PolyCollection" in text
+    assert "must end in .png or .svg" in hetflow(*asked, "--plot", "cost.pdf").stderr
+    rate = ("--rate", "V100=1", "--work-hours", 1, "--plot", tmp_path / "none.svg")
+    assert "--plot says nothing with --rate" in hetflow("rent", good, *rate).stderr
+
+
+def test_a_later_deadline_is_never_dearer_where_all_is_known(good: Path) -> None:
+    reports = by_deadline(
+        offers=[good], work_seconds=3600, deadline_seconds=7200, restart_seconds=600,
+        on_demand_dollars_per_hour=3, spot_dollars_per_hour=1,
+    )  # fmt: skip
+    hours = [report.deadline_seconds / 600 for report in reports]
+    assert hours == [7, 8, 9, 10, 11, 12]  # an hour and a restart take seven ticks
+    least = [report.bound_dollars[0] for report in reports]
+    assert least == sorted(least, reverse=True)
+    assert least[0] > least[-1]
 
 
 def test_a_market_file_is_read_and_shown(hetflow, tmp_path: Path) -> None:
