@@ -16,6 +16,7 @@ from hetflow.planning.parallel_problem import parallel_keys
 from hetflow.planning.pool_parts import MOST_PARTS, Parts, best_of_parts, is_part_of, parts_of
 from hetflow.protocol.lower import lower
 from hetflow.schema.cluster import Cluster, DeviceType, Link, ServerGroup
+from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import Plan, Proof
 from hetflow.schema.profile import (
@@ -62,23 +63,31 @@ RATES = (1e7, 1e9, 1e10)
 STRATEGIES = ("split", "pipeline", "parallel")
 
 
-def solved(pool: Cluster, strategy: str) -> tuple[float, bool]:
-    """The step of the best plan found, and whether it is proved."""
+def solved(pool: Cluster, strategy: str, batch_size: int = 16) -> tuple[float, bool]:
+    """The step of the best plan found, and whether it is proved; infinite where none fits."""
     given = PROFILES
     if strategy == "split":
         sync = Sync(num_devices=2, sync_seconds=0.01, latency_seconds=1e-5, bytes_per_second=1e10)
         given = tuple(replace(each, sync=sync) for each in PROFILES)
     schedule = {"schedule": "1f1b"} if strategy == "pipeline" else {}
-    plan = hetflow.solve(given, pool, batch_size=16, strategy=strategy, **schedule)
+    try:
+        plan = hetflow.solve(given, pool, batch_size=batch_size, strategy=strategy, **schedule)
+    except InfeasibleError:
+        return inf, True
     assert hetflow.check(plan, given) == []
     assert hetflow.check(plan, given, pool) == []
     return plan.predicted.step_seconds, plan.proof.termination == "optimal"
 
 
-def cluster(*servers: ServerGroup, inter: float, links: tuple[Link, ...] = ()) -> Cluster:
+def cluster(
+    *servers: ServerGroup,
+    inter: float,
+    links: tuple[Link, ...] = (),
+    memory_bytes: int | None = None,
+) -> Cluster:
     return Cluster(
         schema="hetflow.cluster/2",
-        device_types={"A": DeviceType(), "B": DeviceType()},
+        device_types={name: DeviceType(memory_bytes=memory_bytes) for name in "AB"},
         servers=servers,
         inter_bytes_per_second=inter,
         links=links,
@@ -88,7 +97,7 @@ def cluster(*servers: ServerGroup, inter: float, links: tuple[Link, ...] = ()) -
 GROUPS = st.builds(
     ServerGroup,
     count=st.integers(1, 2),
-    devices=st.dictionaries(st.sampled_from("AB"), st.integers(1, 2), min_size=1),
+    devices=st.dictionaries(st.sampled_from("AB"), st.integers(1, 4), min_size=1),
     intra_bytes_per_second=st.sampled_from(RATES),
     rack=st.sampled_from((None, "r")),
 )
@@ -107,11 +116,12 @@ LINKS = st.lists(
 
 @st.composite
 def grown(draw: st.DrawFn) -> tuple[Cluster, Cluster]:
-    """A pool, and the same with a device, a server or a kind of servers more, or faster links."""
+    """A pool, and the same with a device, a server or a kind more, faster links or more memory."""
     servers = draw(st.lists(GROUPS, min_size=1, max_size=2))
     inter, links = draw(st.sampled_from((1e6, 1e9))), tuple(draw(LINKS))
-    before = cluster(*servers, inter=inter, links=links)
-    how = draw(st.sampled_from(("device", "server", "kind", "link", "network")))
+    memory = draw(st.sampled_from((None, None, 30_000_000, 50_000_000)))
+    before = cluster(*servers, inter=inter, links=links, memory_bytes=memory)
+    how = draw(st.sampled_from(("device", "server", "kind", "link", "network", "memory")))
     first, *others = servers
     if how == "device":
         name = draw(st.sampled_from("AB"))
@@ -124,21 +134,24 @@ def grown(draw: st.DrawFn) -> tuple[Cluster, Cluster]:
         rate = first.intra_bytes_per_second or 0.0
         first = replace(first, intra_bytes_per_second=10 * rate)
         links = tuple(replace(link, bytes_per_second=2 * link.bytes_per_second) for link in links)
-    else:
+    elif how == "network":
         inter *= 5
-    return before, cluster(first, *others, inter=inter, links=links)
+    else:
+        memory = None if memory is None else memory + 15_000_000
+    return before, cluster(first, *others, inter=inter, links=links, memory_bytes=memory)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @settings(max_examples=examples(12))
-@given(pools=grown())
+@given(pools=grown(), batch_size=st.sampled_from((8, 16, 18)))
 @pytest.mark.slow
-def test_more_devices_and_faster_links_never_make_a_proved_plan_slower(
-    pools: tuple[Cluster, Cluster], strategy: str
+def test_more_devices_memory_and_faster_links_never_make_a_proved_plan_slower(
+    pools: tuple[Cluster, Cluster], strategy: str, batch_size: int
 ) -> None:
     before, after = pools
     assume(strategy != "pipeline" or sum(after.num_devices.values()) <= 4)  # dear ones
-    (sooner, is_proved), (later, _) = solved(after, strategy), solved(before, strategy)
+    sooner, is_proved = solved(after, strategy, batch_size)
+    later, _ = solved(before, strategy, batch_size)
     assume(is_proved)  # not where a pool has too many parts
     assert sooner <= later * (1 + 1e-9)
 
