@@ -3,18 +3,15 @@
 The code is slow and simple on purpose, and shares nothing with the solvers.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..schema.plan import Plan, Prediction, ReplicaGroup
-from ..schema.problem import AloneDevice, DeviceOption, ShardedProblem, SplitProblem
+from ..schema.plan import EstEstimate, Plan, Prediction, ReplicaGroup
+from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint
 from . import definitions, split_bound
-from .est_mapping import est_faults
-from .proofs import Verdict, proof_faults
-
-TOLERANCE = 1e-9
+from .plan import TOLERANCE, device_faults, differ, question_faults, step_faults
+from .proofs import Verdict
 
 
 def check(plan: Plan, problem: SplitProblem | None) -> Verdict:
@@ -28,7 +25,7 @@ def check(plan: Plan, problem: SplitProblem | None) -> Verdict:
     Returns:
         One sentence per fault, and how the bound is known.
     """
-    faults = [*own_faults(plan), *split_proof_faults(plan), *est_faults(plan, problem)]
+    faults = [*own_faults(plan), *_est_faults(plan, problem)]
     if problem is None:
         return Verdict(faults)
     faults += _against_problem(plan, problem)
@@ -46,11 +43,6 @@ def check(plan: Plan, problem: SplitProblem | None) -> Verdict:
     if stated is None:
         return Verdict((), "stated" if found else "recomputed")
     return Verdict(found, "replayed")
-
-
-def differ(left: float, right: float, rounding: float = 0.0) -> bool:
-    """Whether two numbers differ by more than both ``rounding`` and 1e-9 of the larger one."""
-    return abs(left - right) > max(TOLERANCE * max(abs(left), abs(right)), rounding)
 
 
 def own_faults(plan: Plan) -> Iterator[str]:
@@ -75,13 +67,9 @@ def own_faults(plan: Plan) -> Iterator[str]:
         yield "predicted: step_seconds_low and step_seconds_high come together or not at all"
     elif low is not None and high is not None and not low <= predicted.step_seconds <= high:
         yield f"predicted: step_seconds {predicted.step_seconds} is not within {low} to {high}"
-    if differ(predicted.samples_per_second * predicted.step_seconds, plan.global_batch_size):
-        yield (
-            f"predicted: {predicted.samples_per_second} samples/s in {predicted.step_seconds} s "
-            f"is not the global batch of {plan.global_batch_size}"
-        )
     if predicted.transfer_seconds is not None:
         yield f"predicted: transfer_seconds is {predicted.transfer_seconds}, a split sends nothing"
+    yield from step_faults(plan, TOLERANCE)
     yield from _uniform_faults(plan)
     if plan.num_devices == 1 and any(group.exposed_seconds for group in plan.groups):
         yield "groups[0]: one device has nothing to synchronise, but exposed_seconds"
@@ -120,17 +108,6 @@ def _uniform_faults(plan: Plan) -> Iterator[str]:
         yield f"groups: virtual nodes differ from {plan.global_batch_size}/{nodes} samples each"
 
 
-def split_proof_faults(plan: Plan) -> Iterator[str]:
-    """List what of a split's proof does not agree with itself or the prediction."""
-    proof = plan.proof
-    if plan.objective == "step_seconds" and differ(proof.objective, plan.predicted.step_seconds):
-        yield (
-            f"proof: objective {proof.objective} s is not the predicted step time "
-            f"{plan.predicted.step_seconds} s"
-        )
-    yield from proof_faults(proof, TOLERANCE)
-
-
 def _against_problem(plan: Plan, problem: SplitProblem) -> list[str]:
     options = {option.device_type: option for option in problem.devices}
     faults = [*question_faults(plan, problem)]
@@ -148,27 +125,11 @@ def _against_problem(plan: Plan, problem: SplitProblem) -> list[str]:
             for index, group in enumerate(other.groups)
             for fault in _group_faults(group, options.get(group.device_type), problem, in_use)
         ]
-    faults += _count_faults(plan, options)
+    faults += device_faults(plan, {name: one.num_devices for name, one in options.items()})
     if not faults:  # the next checks need known types and sizes
         faults += _prediction_faults(plan, options)
         faults += _bound_faults(plan, problem)
     return faults
-
-
-def question_faults(plan: Plan, problem: SplitProblem | ShardedProblem) -> Iterator[str]:
-    """List where a plan answers another question than the problem's."""
-    if plan.model != problem.model:
-        yield f"model is {plan.model!r}, the profiles are of {problem.model!r}"
-    if plan.global_batch_size != problem.global_batch_size:
-        yield (
-            f"global_batch_size is {plan.global_batch_size}, "
-            f"the problem asks for {problem.global_batch_size}"
-        )
-    if problem.virtual_nodes is not None and plan.num_virtual_nodes != problem.virtual_nodes:
-        yield (
-            f"the plan has {plan.num_virtual_nodes} virtual nodes, "
-            f"the problem asks for {problem.virtual_nodes}"
-        )
 
 
 def _group_faults(
@@ -197,15 +158,6 @@ def _group_faults(
         share = problem.global_batch_size // problem.virtual_nodes
         if size != share:
             yield f"virtual nodes hold {size} samples; {problem.virtual_nodes} of them need {share}"
-
-
-def _count_faults(plan: Plan, options: dict[str, DeviceOption]) -> Iterator[str]:
-    used: Counter[str] = Counter()
-    for group in plan.groups:
-        used[group.device_type] += group.num_devices
-    for name, number in used.items():
-        if name in options and number > options[name].num_devices:
-            yield f"{number} devices of {name} are used, there are {options[name].num_devices}"
 
 
 def _prediction_faults(plan: Plan, options: dict[str, DeviceOption]) -> Iterator[str]:
@@ -402,3 +354,78 @@ def _obvious_plans(problem: SplitProblem) -> Iterator[_Obvious]:
                     exposed = definitions.exposed_seconds(option, number, point.batch_size)
                     step = passes * point.step_seconds + (exposed or 0.0) + fixed
                     yield _Obvious(step, (number * passes, number), what)
+
+
+def _est_faults(plan: Plan, problem: SplitProblem | None) -> Iterator[str]:
+    """List the faults of EasyScale's estimates of a plan and of its alternatives (1a-1d)."""
+    if plan.objective == "waste" and plan.est is None:
+        yield "est: missing from a plan whose objective is waste"
+    if plan.est is None:
+        return
+    if plan.objective == "waste" and differ(plan.proof.objective, plan.est.overload_factor):
+        yield "proof: objective is not est.overload_factor, the seconds per mini-batch"
+    ranked = [(plan.groups, plan.est)]
+    for number, other in enumerate(plan.alternatives):
+        if other.est is None:
+            yield f"alternatives[{number}].est: missing"
+            return
+        ranked.append((other.groups, other.est))
+    for index, (groups, est) in enumerate(ranked):
+        where = "est" if index == 0 else f"alternatives[{index - 1}].est"
+        if not groups:
+            yield f"{where}: no groups"
+            continue
+        total = sum(group.num_devices * group.device_batch_size for group in groups)
+        if total != plan.global_batch_size:
+            yield f"{where}: its groups hold {total} samples, not {plan.global_batch_size}"
+        yield from (f"{where}.{fault}" for fault in _estimate_faults(groups, est))
+        yield from (f"{where}: {fault}" for fault in _capability_faults(groups, est, problem))
+        if index and est.throughput > ranked[index - 1][1].throughput * (1 + TOLERANCE):
+            yield f"{where}: a higher throughput than the entry before it"
+
+
+def _estimate_faults(groups: tuple[ReplicaGroup, ...], est: EstEstimate) -> Iterator[str]:
+    missing = {group.device_type for group in groups} - set(est.capability)
+    if missing:
+        yield f"capability: missing for {', '.join(sorted(missing))}"
+        return
+    ests: dict[str, int] = {}  # A_i
+    numbers: dict[str, int] = {}  # N_i
+    for group in groups:
+        name = group.device_type
+        ests[name] = max(ests.get(name, 0), group.virtual_nodes)
+        numbers[name] = numbers.get(name, 0) + group.num_devices
+    num_ests = sum(numbers[name] * ests[name] for name in ests)  # (1a)
+    overload = max(ests[name] / est.capability[name] for name in ests)  # (1b)
+    peak = sum(numbers[name] * est.capability[name] for name in ests)
+    waste = (
+        sum(numbers[name] * (est.capability[name] - ests[name] / overload) for name in ests)
+        + (num_ests - est.max_p) / overload
+    )  # (1c)
+    if sum(group.num_devices * group.virtual_nodes for group in groups) != est.max_p:
+        yield f"max_p: the groups do not hold {est.max_p} ESTs"
+    if num_ests != est.num_ests or num_ests < est.max_p:
+        yield f"num_ests: is {est.num_ests}, (1a) gives {num_ests} for max_p {est.max_p}"
+    if differ(overload, est.overload_factor):
+        yield f"overload_factor: is {est.overload_factor}, (1b) gives {overload}"
+    if differ(waste, est.waste, TOLERANCE * peak):
+        yield f"waste: is {est.waste}, (1c) gives {waste}"
+    if differ(peak - waste, est.throughput, TOLERANCE * peak):
+        yield f"throughput: is {est.throughput}, (1d) gives {peak - waste}"
+
+
+def _capability_faults(
+    groups: tuple[ReplicaGroup, ...], est: EstEstimate, problem: SplitProblem | None
+) -> Iterator[str]:
+    if problem is None or problem.virtual_nodes is None:
+        return
+    size = problem.global_batch_size // problem.virtual_nodes
+    in_use = sum(group.num_devices for group in groups)
+    for option in problem.devices:
+        point = definitions.point(definitions.terms(option, in_use), size)
+        claimed = est.capability.get(option.device_type)
+        if claimed is not None and (point is None or differ(claimed, 1 / point.step_seconds)):
+            yield f"capability of {option.device_type} is not 1 / t({size})"
+        used = sum(g.num_devices for g in groups if g.device_type == option.device_type)
+        if used > option.num_devices:
+            yield f"{used} devices of {option.device_type}, there are {option.num_devices}"

@@ -4,16 +4,16 @@ Everything is recomputed from the problem's layers and edges, independently of h
 plans. The code is slow and simple on purpose.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import isclose, prod
 
 from ..schema.errors import ProblemError
 from ..schema.pipeline import DevicePool, PipelineProblem
-from ..schema.plan import Plan, Stage
+from ..schema.plan import Plan, Prediction, Stage
 from ..schema.restrictions import Restrictions
-from . import definitions
+from . import definitions, schedule
 from .chain_bound import is_proved
-from .pipeline_prediction import prediction_faults
 from .pipeline_recount import (
     crossing_bytes,
     planned_memory,
@@ -22,6 +22,7 @@ from .pipeline_recount import (
     stage_memory,
     timed_stage,
 )
+from .plan import device_faults, differ, question_faults, step_faults
 from .proofs import Verdict
 from .schedule import lists_of, step_seconds
 
@@ -61,7 +62,6 @@ def check(plan: Plan, problem: PipelineProblem) -> Verdict:
 
 def _header_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     pairs = [
-        ("model", plan.model, problem.model),
         ("microbatch_size", plan.microbatch_size, problem.microbatch_size),
         ("microbatches", plan.num_microbatches, problem.num_microbatches),
         ("schedule", plan.schedule, problem.schedule),
@@ -76,7 +76,7 @@ def _header_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     faults = [
         f"{name} is {got}, the problem says {want}" for name, got, want in pairs if got != want
     ]
-    faults += _optimizer_faults(plan, problem)
+    faults += [*question_faults(plan, problem), *_optimizer_faults(plan, problem)]
     if problem.recompute is not None and plan.recomputes != problem.recompute:
         faults.append(f"recompute is {plan.recomputes}, the problem says {problem.recompute}")
     if plan.solved == "nested":
@@ -169,14 +169,13 @@ def _tied_faults(plan: Plan, problem: PipelineProblem, stage_of: dict[str, int])
 
 
 def _device_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
-    faults = _chunk_faults(plan)
+    there = {pool.device_type: definitions.devices_of(pool) for pool in problem.pools}
+    faults = [*_chunk_faults(plan), *device_faults(plan, there)]
     for pool in problem.pools:
         mine = [stage for stage in plan.stages if stage.device_type == pool.device_type]
         if plan.traits.is_chunked:
             mine = _one_of_each_device(mine)
         used, known = sum(stage.num_replicas for stage in mine), definitions.devices_of(pool)
-        if used > known:
-            faults.append(f"{used} {pool.device_type} are used, {known} exist")
         if problem.workers == "exactly" and used < known:
             faults.append(f"{used} of {known} {pool.device_type} are used, not all")
         faults += _held_faults(mine, pool)
@@ -282,7 +281,12 @@ def _claim_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     if not isclose(step, plan.predicted.step_seconds, rel_tol=_TOLERANCE, abs_tol=1e-15):
         faults.append(f"predicted.step_seconds is {plan.predicted.step_seconds}, expected {step}")
     whole = replace(plan.predicted, step_seconds=step, fixed_seconds=fixed)
-    faults += prediction_faults(plan, replace(expected, predicted=whole), problem)
+    faults += [
+        *_cost_faults(plan, problem),
+        *_part_faults(plan.predicted, replace(expected, predicted=whole)),
+        *_interval_faults(plan, problem),
+        *step_faults(plan, _TOLERANCE),
+    ]
     replicas = plan.position_replicas
     noam = -(-sum(replicas) // replicas[0])  # workers over input-stage replicas (2.4.2)
     if noam != plan.noam:
@@ -301,6 +305,63 @@ def _stage_faults(plan: Plan, expected: Plan) -> list[str]:
             ):
                 faults.append(f"stage {index}: {name} is {got}, expected {want}")
     return faults
+
+
+def _cost_faults(plan: Plan, problem: PipelineProblem) -> Iterator[str]:
+    last = len(plan.stages) - 1
+    for index, stage in enumerate(plan.stages):
+        pool = pool_of(problem, stage)
+        assert pool is not None
+        own, _ = definitions.own_seconds(problem, pool, len(plan.stages))
+        message = definitions.message_seconds(problem) if index < last else 0.0
+        latency = None
+        if definitions.counts_overheads(problem) and pool.reduce_bytes_per_second is not None:
+            latency = pool.reduce_latency_seconds
+        for name, got, want in (
+            ("pass_seconds", stage.pass_seconds, own),
+            ("message_seconds", stage.message_seconds, message),
+            ("reduce_latency_seconds", stage.reduce_latency_seconds, latency),
+        ):
+            if got is not None and (want is None or differ(got, want, 1e-15, _TOLERANCE)):
+                yield f"stage {index}: {name} is {got}, the problem says {want}"
+
+
+def _part_faults(got: Prediction, expected: Plan) -> Iterator[str]:
+    """Yield the parts that differ from those recomputed from the stages' times.
+
+    If the stages' times do not determine the parts, the step must be compute and fixed cost only.
+    """
+    if all(getattr(got, name) is None for name in schedule.PARTS):
+        return  # the plan states no parts
+    fixed = expected.predicted.fixed_seconds or 0.0
+    step = expected.predicted.step_seconds
+    wanted = {name: 0.0 for name in schedule.PARTS}
+    wanted |= {"fixed_seconds": fixed, "compute_seconds": step - fixed}
+    wanted = schedule.parts_of(expected) or wanted
+    for name, want in wanted.items():
+        part = getattr(got, name)
+        if abs((part or 0.0) - want) > _TOLERANCE * step + 1e-15:
+            yield f"predicted.{name} is {part}, expected {want}"
+
+
+def _interval_faults(plan: Plan, problem: PipelineProblem) -> Iterator[str]:
+    """List what of the interval and the tolerance is not as accurate as the measurements."""
+    got, error = plan.predicted, problem.step_error
+    wanted: tuple[float | None, float | None] = (None, None)
+    if error is not None:
+        wanted = (max(0.0, got.step_seconds * (1 - error)), got.step_seconds * (1 + error))
+    pairs = zip(("low", "high"), (got.step_seconds_low, got.step_seconds_high), wanted, strict=True)
+    for name, found, want in pairs:
+        same = found is want
+        if found is not None and want is not None:
+            same = isclose(found, want, rel_tol=_TOLERANCE, abs_tol=1e-15)
+        if not same:
+            yield f"predicted.step_seconds_{name} is {found}, expected {want}"
+    tolerance = plan.proof.tolerance
+    if tolerance is not None and (error is None or tolerance > error):
+        yield f"proof.tolerance is {tolerance}, the problem's steps are off by {error}"
+    if got.load_seconds is not None:
+        yield f"predicted.load_seconds is {got.load_seconds}, pipelines have no such part"
 
 
 __all__ = ["check", "crossing_bytes", "seconds_per_input", "stage_memory", "timed_stage"]

@@ -1,18 +1,23 @@
 """Check what any plan states beside its costs: its facts, its passes, its prices, its restrictions.
 
 Nothing is shared with the solvers. What a plan states of its costs is judged by what its structure
-makes of it (``Plan.kind``): batch_split.py, pipeline.py, parallel.py.
+makes of it (``Plan.kind``): batch_split.py, sharded_split.py, pipeline.py, parallel.py. What these
+ask of every plan is here too: its question, its devices, its step and its proof.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from math import ceil, isclose
 from typing import Any
 
+from ..schema.parallel import ParallelProblem
+from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan, Stage, passes_of
+from ..schema.problem import ShardedProblem, SplitProblem
+from .proofs import proof_faults
 
-_TOLERANCE = 1e-9
+TOLERANCE = 1e-9
 
 _OBJECTIVES = {
     "split": ("step_seconds", "waste"),
@@ -137,6 +142,54 @@ def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
         yield f"recompute is {stage.recompute}, which is not that of the first stage"
 
 
+def differ(left: float, right: float, rounding: float = 0.0, near: float = TOLERANCE) -> bool:
+    """Whether two numbers differ by more than both ``rounding`` and ``near`` of the larger one."""
+    return abs(left - right) > max(near * max(abs(left), abs(right)), rounding)
+
+
+def question_faults(
+    plan: Plan, problem: SplitProblem | ShardedProblem | PipelineProblem | ParallelProblem
+) -> Iterator[str]:
+    """List where a plan answers another question than the problem's."""
+    if plan.model != problem.model:
+        yield f"model is {plan.model!r}, the problem is of {problem.model!r}"
+    if plan.global_batch_size != problem.global_batch_size:
+        yield (
+            f"global_batch_size is {plan.global_batch_size}, "
+            f"the problem asks for {problem.global_batch_size}"
+        )
+    nodes = getattr(problem, "virtual_nodes", None)
+    if nodes is not None and plan.num_virtual_nodes != nodes:
+        yield f"the plan has {plan.num_virtual_nodes} virtual nodes, the problem asks for {nodes}"
+
+
+def device_faults(plan: Plan, known: Mapping[str, int]) -> Iterator[str]:
+    """List device types of which a plan uses more than there are, by type."""
+    for name, number in _devices(plan).items():
+        if name in known and number > known[name]:
+            yield f"{number} devices of {name} are used, there are {known[name]}"
+
+
+def rate_faults(plan: Plan, near: float) -> Iterator[str]:
+    """List a predicted rate that is not the batch over the step, to a relative rounding."""
+    got = plan.predicted
+    done = got.samples_per_second * got.step_seconds
+    if differ(done, plan.global_batch_size if got.step_seconds else 0.0, near=near):
+        yield (
+            f"predicted: {got.samples_per_second} samples/s in {got.step_seconds} s "
+            f"is not the global batch of {plan.global_batch_size}"
+        )
+
+
+def step_faults(plan: Plan, near: float) -> Iterator[str]:
+    """List what of a plan's step, its rate and its proof does not agree, to a relative rounding."""
+    step, proof = plan.predicted.step_seconds, plan.proof
+    yield from rate_faults(plan, near)
+    if plan.objective == "step_seconds" and differ(proof.objective, step, near=near):
+        yield f"proof: objective {proof.objective} s is not the predicted step time {step} s"
+    yield from proof_faults(proof, near)
+
+
 def dollar_faults(plan: Plan) -> Iterator[str]:
     """List what is wrong with a plan's dollars per hour and per million samples.
 
@@ -152,12 +205,12 @@ def dollar_faults(plan: Plan) -> Iterator[str]:
     counted = _hourly(plan)
     if counted is None:
         yield "predicted: dollars_per_hour, and the plan's cluster does not state every price"
-    elif not isclose(hourly, counted, rel_tol=_TOLERANCE):
+    elif not isclose(hourly, counted, rel_tol=TOLERANCE):
         yield f"predicted.dollars_per_hour is {hourly}, the cluster's prices give {counted}"
     if per_million is not None:
         # What an hour costs is what its samples cost.
         paid = per_million * plan.predicted.samples_per_second * 3600 / 1e6
-        if not isclose(paid, hourly, rel_tol=_TOLERANCE):
+        if not isclose(paid, hourly, rel_tol=TOLERANCE):
             yield (
                 f"predicted.dollars_per_million_samples is {per_million}: an hour's samples cost "
                 f"{paid}, not dollars_per_hour {hourly}"

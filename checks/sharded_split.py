@@ -3,7 +3,6 @@
 The code is slow and simple on purpose, and shares nothing with the solver or its costs.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +12,8 @@ from ..schema.choices import Shard
 from ..schema.plan import Plan, RefutedShares, SharesCertificate
 from ..schema.problem import ShardedDevices, ShardedProblem
 from ..schema.profile import BatchPoint
-from .batch_split import TOLERANCE, differ, own_faults, question_faults, split_proof_faults
+from .batch_split import own_faults
+from .plan import TOLERANCE, device_faults, differ, question_faults
 from .proofs import Verdict
 
 MOST_STEPS = 3e6
@@ -73,7 +73,7 @@ def check(plan: Plan, problem: ShardedProblem | None) -> Verdict:
     Returns:
         One sentence per fault, and how the bound is known.
     """
-    faults = [*own_faults(plan), *split_proof_faults(plan), *_share_faults(plan)]
+    faults = [*own_faults(plan), *_share_faults(plan)]
     if problem is None:
         return Verdict(faults)
     faults += question_faults(plan, problem)
@@ -108,10 +108,8 @@ def _share_faults(plan: Plan) -> Iterator[str]:
 def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
     kinds = {kind.device_type: kind for kind in problem.devices}
     sharing = _sharing(problem, plan.shard)
-    used: Counter[str] = Counter()
     for index, group in enumerate(plan.groups):
         where, kind = f"groups[{index}]", kinds.get(group.device_type)
-        used[group.device_type] += group.num_devices
         if kind is None:
             yield f"{where}: device type {group.device_type!r} is not in the pool"
             continue
@@ -134,9 +132,7 @@ def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
                 f"{where}: a pass of {size} samples and a share of {share} bytes need {held} "
                 f"bytes on a {group.device_type} of {kind.memory_bytes}"
             )
-    for name, number in used.items():
-        if name in kinds and number > kinds[name].num_devices:
-            yield f"{number} devices of {name} are used, there are {kinds[name].num_devices}"
+    yield from device_faults(plan, {name: kind.num_devices for name, kind in kinds.items()})
     shares = sum(group.num_devices * (group.state_share_bytes or 0) for group in plan.groups)
     if shares < problem.weight_bytes:
         yield f"groups: the shares hold the states of {shares} of {problem.weight_bytes} bytes"

@@ -71,7 +71,7 @@ def with_group(plan: Plan, **changes: Any) -> Plan:
 
 
 CHANGES: list[tuple[str, Callable[[Plan], Plan]]] = [
-    ("the plan is for", lambda p: replace(p, model="other")),
+    ("model is", lambda p: replace(p, model="other")),
     ("all layers once", lambda p: with_stage(p, layers=p.stages[0].layers[:-1])),
     ("is not judged", lambda p: replace(p, schedule="gpipe")),
     ("virtual nodes (number, size) are", lambda p: with_group(p, virtual_nodes=9)),
@@ -88,11 +88,11 @@ CHANGES: list[tuple[str, Callable[[Plan], Plan]]] = [
     ("update_seconds is", lambda p: with_stage(p, update_seconds=7.0)),
     ("step_seconds is", lambda p: replace(p, predicted=replace(p.predicted, step_seconds=7.0))),
     (
-        "samples_per_second is",
+        "samples/s in",
         lambda p: replace(p, predicted=replace(p.predicted, samples_per_second=7.0)),
     ),
     ("memory_bytes on", lambda p: with_group(p, memory_bytes=None)),
-    ("objective 7 is not the step", lambda p: replace(p, proof=replace(p.proof, objective=7.0))),
+    ("objective 7.0 s is not", lambda p: replace(p, proof=replace(p.proof, objective=7.0))),
     ("is above the objective", lambda p: replace(p, proof=replace(p.proof, lower_bound=1e9))),
     ("leaves a gap of", lambda p: replace(p, proof=replace(p.proof, lower_bound=1.0))),
     ("no lower_bound", lambda p: replace(p, proof=replace(p.proof, lower_bound=None))),
@@ -142,7 +142,7 @@ def test_what_crosses_a_boundary(problem: ParallelProblem) -> None:
 
 def test_devices_and_memory_that_are_not_there(plan: Plan, problem: ParallelProblem) -> None:
     fewer = replace(problem, pools=tuple(replace(p, num_devices=1) for p in problem.pools))
-    assert any("in use, the pool has 1" in fault for fault in check(plan, fewer))
+    assert any("are used, there are 1" in fault for fault in check(plan, fewer))
     small = replace(problem, pools=tuple(replace(p, memory_bytes=100) for p in problem.pools))
     assert any("which has 0.0 MiB" in fault for fault in check(plan, small))
 

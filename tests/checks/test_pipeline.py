@@ -80,7 +80,7 @@ def test_tampered_layers(plan):
 
 def test_tampered_devices(plan):
     many = with_stage(plan, 0, num_replicas=9)
-    assert any("are used, 2 exist" in fault for fault in check(many, problem()))
+    assert any("are used, there are 2" in fault for fault in check(many, problem()))
     odd = with_stage(plan, 0, device_type="K80")
     assert any("no pool of K80" in fault for fault in check(odd, problem()))
     far = with_stage(plan, 0, first_device=7)
