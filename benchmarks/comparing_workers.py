@@ -16,7 +16,7 @@ from torch import nn
 from hetflow.profilers.zoo.resnet import resnet18
 from hetflow.runtime.agreement.fingerprints import fingerprint
 from hetflow.runtime.agreement.known import KnownParameters
-from hetflow.runtime.agreement.settings import SettingsNumber
+from hetflow.runtime.agreement.verdict import SettingsNumber
 from hetflow.runtime.digest import digest_of
 
 

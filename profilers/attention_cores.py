@@ -12,8 +12,7 @@ from .nested_tensors import storage_key, tensors_in
 
 if TYPE_CHECKING:
     from ..runtime.pipeline.cores import Between
-    from ..runtime.pipeline.cut import StageModule
-    from ..runtime.pipeline.layered import LayeredModel
+    from ..runtime.pipeline.cut import LayeredModel, StageModule
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..devices.backend import DeviceRequest
-from ..runtime.median import FEWEST_FOR_AN_INTERVAL
-from ..runtime.step_times import StepTimes
+from ..runtime.measurements import FEWEST_FOR_AN_INTERVAL, StepTimes
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync, SyncPoint
 from . import links

@@ -14,7 +14,7 @@ from .layer_memory import Footprint, Ledger, footprint
 from .nested_tensors import mapped, tensors_in
 
 if TYPE_CHECKING:
-    from ..runtime.pipeline.layered import LayeredModel
+    from ..runtime.pipeline.cut import LayeredModel
 
 Row = dict[str, Any]
 _EMPTY_PASSES = 30

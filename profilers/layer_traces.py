@@ -20,7 +20,7 @@ from .nested_tensors import tensors_in
 from .targets import one_line
 
 if TYPE_CHECKING:
-    from ..runtime.pipeline.layered import LayeredModel
+    from ..runtime.pipeline.cut import LayeredModel
 
 
 _PLAIN = (bool, int, float, str)
@@ -93,7 +93,7 @@ def call_of(bench: Bench, batch: Any) -> Call:
     """
     import inspect
 
-    from ..runtime.pipeline.layered import by_placeholder
+    from ..runtime.pipeline.cut import by_placeholder
 
     original = bench.model.forward
     signature = inspect.signature(original)
@@ -266,7 +266,7 @@ def hooked_rows(
     Raises:
         TargetError: The pass calls no module.
     """
-    from ..runtime.pipeline.layered import numbered
+    from ..runtime.pipeline.cut import numbered
 
     calls = _watched(bench, batch)
     if not calls:
@@ -330,7 +330,7 @@ def _watched(bench: Bench, batch: Any) -> list[_Call]:
 
 
 def _layers_of(module: Any, name: str) -> list[tuple[str, Any]]:
-    from ..runtime.pipeline.layered import is_leaf
+    from ..runtime.pipeline.cut import is_leaf
 
     if name and is_leaf(module):
         return [(name, module)]

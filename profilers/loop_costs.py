@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from ..runtime.median import FEWEST_FOR_AN_INTERVAL
-from ..runtime.step_times import StepTimes
+from ..runtime.measurements import FEWEST_FOR_AN_INTERVAL, StepTimes
 from ..schema.errors import TargetError
 from ..schema.options import told
 from .batch_curve import TOO_LARGE

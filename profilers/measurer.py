@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..devices.cpu import DEVICE_TYPE
 from ..devices.out_of_memory import says_out_of_memory
-from ..runtime.step_times import StepTimes
+from ..runtime.measurements import StepTimes
 from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.plan import PassTime

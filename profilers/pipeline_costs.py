@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..devices.backend import DeviceRequest
-from ..runtime.step_times import StepTimes
+from ..runtime.measurements import StepTimes
 from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
 from ..schema.profile import LayerGraph

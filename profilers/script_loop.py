@@ -18,7 +18,7 @@ from ..devices import memory
 from ..devices.backend import backend_of
 from ..devices.out_of_memory import is_out_of_memory
 from ..runtime.emulation import PassHolder
-from ..runtime.step_times import StepTimes
+from ..runtime.measurements import StepTimes
 from ..schema import files
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig
@@ -74,8 +74,8 @@ def run_measured(
     """
     import torch
 
-    from ..runtime.adapters.hook import install
     from ..runtime.adapters.training import begun, watch
+    from ..runtime.after_import import install
     from ..runtime.group import has_joined
     from ..runtime.worker import run_script
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..devices.backend import DeviceRequest
 from ..devices.collectives import LOOPBACK
 from ..devices.local import pinned_worker
-from ..runtime.step_times import StepTimes
+from ..runtime.measurements import StepTimes
 from ..schema import files
 from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig

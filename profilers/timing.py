@@ -1,13 +1,13 @@
 """Repeat a measurement as often as its spread needs, and no more.
 
-The stopping rule is free of distributions (`runtime.median`).
+The stopping rule is free of distributions (`runtime.measurements`).
 """
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..runtime.median import median_interval
+from ..runtime.measurements import median_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -44,3 +46,28 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+# Adapt a library when a script imports it.
+
+# A library's module -> the adapter that runs once it is imported.
+ADAPTED = {
+    "torch": ".adapters.ddp",
+    "accelerate": ".adapters.accelerate",
+    "datasets.distributed": ".adapters.streams",
+    "transformers.trainer": ".adapters.transformers",
+    "lightning.fabric": ".adapters.lightning",
+    "lightning.pytorch": ".adapters.lightning",
+    "lightning_fabric": ".adapters.lightning",
+    "pytorch_lightning": ".adapters.lightning",
+}
+
+
+def install() -> None:
+    """Adapt libraries as the script imports them; call it before the script runs."""
+    for name, adapter in ADAPTED.items():
+        after_import(name, partial(_adapt, adapter, name))
+
+
+def _adapt(adapter: str, name: str) -> None:
+    import_module(adapter, __package__).adapt(sys.modules[name])

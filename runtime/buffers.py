@@ -22,8 +22,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..schema.launch import VirtualNode
 from . import peers
-from .raw_bytes import byte_view
-from .telling import log
+from .digest import byte_view
+from .log import log
 
 AllReduce = Callable[[Tensor], object]
 

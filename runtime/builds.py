@@ -17,7 +17,7 @@ from ..schema.files import to_json
 from ..schema.launch import Determinism
 from ..schema.options import option
 from ..schema.records import Name, adapter_of, record
-from .telling import log
+from .log import log
 
 
 @record

@@ -33,9 +33,9 @@ from ..devices.backend import Stream, backend_of
 from ..schema.errors import TargetError
 from ..schema.options import option
 from .data_workers import context_of
-from .rows import Passes, Rows, as_they_are
-from .shares import slices
 from .streams import generator_of, seed_host_streams
+from .tensor_datasets import Passes, Rows, as_they_are
+from .virtual_nodes import slices
 
 Broadcast = Callable[[list[int]], list[int]]
 END = -1

@@ -7,6 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Tensors as raw bytes.
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as a flat uint8 tensor; a view where the tensor is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
 
 class InPieces(NamedTuple):
     """A tensor whose values come in pieces, in order, each on any device."""

@@ -18,11 +18,11 @@ from ..protocol.messages import Finished
 from ..protocol.record import WorkerReport, assemble, parse_report, report_text
 from ..schema import files
 from ..schema.errors import FileError, HetflowError, TargetError
-from .blame import explained
+from .error_origin import explained
 from .group import Place, leave
+from .log import log
 from .measurements import peak_memory_bytes
 from .session import Session
-from .telling import log
 from .worker import ScriptRun, fail_at_exit
 
 _STARTED = time.monotonic()

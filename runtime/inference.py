@@ -24,8 +24,8 @@ from .data import PassSampler, feed
 from .gathering import Encoded, encoded, in_order
 from .runner import Runner
 from .session import Session
-from .shares import share_out
 from .streams import seed_streams
+from .virtual_nodes import share_out
 
 # Random streams of samples are keyed by epoch; predictions draw the same in every call.
 PREDICTION_EPOCH = -1

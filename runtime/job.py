@@ -21,6 +21,7 @@ from .engine import LossFunction, Step, StepEngine
 from .epoch import Epoch, Epochs, IndexReader
 from .inference import PREDICTION_EPOCH, Prediction
 from .losses import Weighted, weighted_by
+from .measurements import StepTimes
 from .progress import Progress
 from .promise.promise import Form, Promise
 from .rounds import Rounds
@@ -28,7 +29,6 @@ from .runner import Runner
 from .saving import Checkpoints
 from .session import Session
 from .split_engine import SplitEngine
-from .step_times import StepTimes
 from .streaming import StreamReader, check_stream
 from .totals import check_same_length
 from .unplanned import HINT, has_gone_back

@@ -3,16 +3,207 @@
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
+from math import exp, lgamma, log
+from typing import Any
 
 import torch
 
 from ..devices.backend import DeviceBackend, Mark, backend_of
-from ..schema.run import StageRun, StepTerms
-from .step_times import StagePass, StepTimes
-from .terms import stage_runs, step_terms
+from ..schema.run import MeasuredTerm, StageRun, StepTerms
+
+# A confidence interval for a median that assumes nothing about the distribution.
+#
+# The probability that the true median lies between two given order statistics of n samples follows
+# from the binomial law alone. So the interval between these two samples is valid for any noise;
+# timing noise is skewed, never normal.
+
+FEWEST_FOR_AN_INTERVAL = 6
+"""Fewer values give no 95 % interval: the true median may lie outside their whole range."""
+_CONFIDENCE = 0.95
+
+
+def median_interval(
+    samples: Sequence[float], confidence: float = _CONFIDENCE
+) -> tuple[float, float] | None:
+    """The tightest symmetric order-statistic interval that holds the median.
+
+    The median lies between the k-th smallest and the k-th largest of n samples with probability
+    ``1 - 2 * P(Binomial(n, 1/2) < k)``.
+
+    Args:
+        samples: In any unit, in any order.
+        confidence: Least probability that the interval holds the median, 0 to 1.
+
+    Returns:
+        (low, high) in the samples' unit; None where n is too small (below 6 for 95 %).
+    """
+    ordered = sorted(samples)
+    total = len(ordered)
+    outside = 0.0
+    best: tuple[float, float] | None = None
+    for k in range(1, total // 2 + 1):
+        outside += _probability(total, k - 1)
+        if 1 - 2 * outside < confidence:
+            break
+        best = (ordered[k - 1], ordered[total - k])
+    return best
+
+
+def _probability(total: int, number: int) -> float:
+    """P(Binomial(total, 1/2) = number), by logarithms: powers overflow for thousands of steps."""
+    ways = lgamma(total + 1) - lgamma(number + 1) - lgamma(total - number + 1)
+    return exp(ways - total * log(2))
+
+
+def half_width(samples: Sequence[float]) -> float | None:
+    """Half the width of `median_interval`, in the samples' unit; None for too few samples."""
+    interval = median_interval(samples)
+    return None if interval is None else (interval[1] - interval[0]) / 2
+
+
+# The times of one step's parts, as a worker's ``StepClock`` has marked them.
+
+
+@dataclass(frozen=True, slots=True)
+class StagePass:
+    """One forward pass of a pipeline's stage, one backward pass, or half of a backward pass."""
+
+    stage: int
+    is_backward: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """One full step of one worker. Times are in seconds since the step began.
+
+    A step begins when the script asks for its batch, and ends when it asks for the next one.
+
+    Attributes:
+        asked_seconds: When this step began, in seconds since the first step that is kept began.
+        passes: (begin, end) of each pass, in order: forward and backward of a virtual node, or a
+            pipeline's forward passes. The runtime's own work for a virtual node is included;
+            waiting for its samples comes before.
+        computed: When the last pass has ended, and the rest of the gradients is on its way.
+        synchronised: When gradients are the mean over all workers.
+        ended: When the script has updated, cleared gradients, and asks for the next batch.
+        stages: The passes of a pipeline's stages, loading included.
+    """
+
+    asked_seconds: float
+    passes: tuple[tuple[float, float], ...]
+    computed: float
+    synchronised: float
+    ended: float
+    stages: tuple[StagePass, ...] = ()
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> "StepTimes":
+        """Read back the values of ``as_json``."""
+        passes = tuple((float(began), float(ended)) for began, ended in found["passes"])
+        stages = tuple(StagePass(**entry) for entry in found.get("stages", ()))
+        return cls(**{**found, "passes": passes, "stages": stages})
+
+    def as_json(self) -> dict[str, Any]:
+        """The times as plain values, for JSON."""
+        return asdict(self)
+
+    @property
+    def pass_seconds(self) -> list[float]:
+        """[passes] the seconds that each took."""
+        return [ended - began for began, ended in self.passes]
+
+    @property
+    def gap_seconds(self) -> list[float]:
+        """[passes - 1] seconds from the end of each pass to the next one's begin: loading."""
+        return [after[0] - before[1] for before, after in pairwise(self.passes)]
+
+    @property
+    def sync_seconds(self) -> float:
+        """Seconds from this worker's last pass until gradients are the mean over all workers."""
+        return self.synchronised - self.computed
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds from the mean gradients to the request for the next batch."""
+        return self.ended - self.synchronised
+
+
+# Compute the measured terms of a step, in the form of a predicted step.
+#
+# A predicted step is ``v * virtual_node + fixed + sync + update`` seconds, for v virtual nodes. The
+# terms measured here add up to the measured step in the same way, so they can correct a prediction.
+
+
+def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
+    """Medians over steps of each term in seconds, with 95 % intervals; None without steps.
+
+    The time of one more virtual node is, in each step, the mean over all but the first: from the
+    end of one pass to the end of the next. The extra time of the first virtual node (cold caches)
+    is fixed cost. The fixed cost is the rest of the median step, so that the terms add up to it.
+    """
+    if not steps:
+        return None
+    step = _term([entry.ended for entry in steps])
+    sync = _term([entry.sync_seconds for entry in steps])
+    update = _term([entry.update_seconds for entry in steps])
+    if steps[0].stages or any(len(entry.passes) < 2 for entry in steps):
+        return StepTerms(num_steps=len(steps), step=step, sync=sync, update=update)
+    node, load = _term([_one_more(entry) for entry in steps]), _term([_wait(e) for e in steps])
+    number = len(steps[0].passes)
+    left = [e.ended - number * node.seconds - e.sync_seconds - e.update_seconds for e in steps]
+    others = number * node.seconds + sync.seconds + update.seconds
+    return StepTerms(
+        num_steps=len(steps),
+        step=step,
+        sync=sync,
+        update=update,
+        virtual_node=node,
+        load=load,
+        fixed=MeasuredTerm(
+            seconds=max(0.0, step.seconds - others), interval_seconds=half_width(left)
+        ),
+    )
+
+
+def _one_more(step: StepTimes) -> float:
+    """Seconds for one more virtual node: from the end of a pass to the end of the next."""
+    return (step.passes[-1][1] - step.passes[0][1]) / (len(step.passes) - 1)
+
+
+def _wait(step: StepTimes) -> float:
+    return sum(step.gap_seconds) / len(step.gap_seconds)
+
+
+def stage_runs(steps: Sequence[StepTimes]) -> tuple[StageRun, ...]:
+    """The seconds of each stage's forward and backward passes, for one microbatch each.
+
+    Halves of a backward pass are added up.
+    """
+    numbers = sorted({entry.stage for step in steps for entry in step.stages})
+    return tuple(run for run in (_stage_run(steps, number) for number in numbers) if run)
+
+
+def _stage_run(steps: Sequence[StepTimes], number: int) -> StageRun | None:
+    forward, backward = [], []
+    for step in steps:
+        ahead = [p.seconds for p in step.stages if p.stage == number and not p.is_backward]
+        back = [p.seconds for p in step.stages if p.stage == number and p.is_backward]
+        if ahead and back:
+            forward.append(sum(ahead) / len(ahead))
+            backward.append(sum(back) / len(ahead))
+    if not forward:
+        return None
+    return StageRun(stage=number, forward=_term(forward), backward=_term(backward))
+
+
+def _term(values: Sequence[float]) -> MeasuredTerm:
+    return MeasuredTerm(seconds=statistics.median(values), interval_seconds=half_width(values))
+
 
 WARMUP_STEPS = 3
 MAX_STEPS_KEPT = 20_000
@@ -30,7 +221,7 @@ class Timings:
         update: From then until the script asks for the next batch.
         step: The whole step.
         spread: Interquartile range of the step time.
-        terms: The terms of a predicted step, as measured (runtime/terms.py).
+        terms: The terms of a predicted step, as measured (runtime/measurements.py).
         stages: The passes of each pipeline stage, as measured.
     """
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from ..schema.errors import LaunchError, PeerLostError
 from ..schema.options import option
+from .log import log
 from .peers import SharedStore
-from .telling import log
 
 LATE_SECONDS = 40.0
 LOOK_SECONDS = 0.5

@@ -14,10 +14,10 @@ from ..schema.options import option
 from .buffers import VirtualNodeBuffers
 from .checkpoint import Checkpoint
 from .engine import StateParts
+from .log import log
 from .manifest import shape_difference
 from .restoring import check_buffers, load_registered, unregistered_copy
 from .session import Session
-from .telling import log
 from .worker import ScriptRun
 
 

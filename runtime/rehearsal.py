@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement.watch import Watch
+from .agreement.agreement import Watch
 from .group import Place
 from .job import Job
 from .setup import named_parameters

@@ -11,23 +11,112 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
+from ..devices.backend import Mark, backend_of
+from ..protocol import handover
 from ..protocol.handover import FOUND
 from ..schema.errors import FileError, HetflowError, TargetError
 from ..schema.options import option
 from . import checkpoint, parts
 from .agreement.agreement import Agreement
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, copy_to_host
 from .engine import StepEngine
-from .handing_over import Handover
-from .host_copies import HostCopies
+from .log import log
 from .manifest import BrokenCheckpoint, IncompleteCheckpoint
 from .progress import Progress
 from .runner import Runner
 from .session import Session
 from .stopping import StopRequests, leave
-from .telling import log
+
+# Copy tensors to the host while the worker goes on.
+
+
+class HostCopies:
+    """Copy device tensors through pinned memory, in the order of the device's own work.
+
+    Later changes of a tensor do not change its copy. The host does not wait for the device until
+    someone reads the copies.
+    """
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+        self._arrive: list[tuple[torch.device, Mark]] = []
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy on the host; its values are valid after ``wait``."""
+        if backend_of(tensor.device).is_host:
+            return copy_to_host(tensor)
+        source = tensor.detach().contiguous()
+        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        copy.copy_(source, non_blocking=True)
+        self._devices.add(tensor.device)
+        return copy
+
+    def close(self) -> None:
+        """Mark the end of the copies. Call it in the thread that called ``take``."""
+        self._arrive = [(device, backend_of(device).mark(device)) for device in self._devices]
+
+    def wait(self) -> None:
+        """Wait until all copies have arrived; any thread may call it."""
+        for device, mark in self._arrive:
+            backend_of(device).wait_for(mark)
+
+
+# Report to the launch, so that workers of another plan can take over.
+#
+# Under a pipeline each worker keeps a part of the state, so none can stay while others join. All
+# workers write their parts and leave; the next workers resume from these (protocol/handover.py).
+
+
+class Handover:
+    """One worker's side of a handover; it does nothing where a handover is not possible.
+
+    Args:
+        session: The state that the parts of the job share.
+        is_possible: Whether every worker keeps a part of the state.
+
+    Attributes:
+        folder: The folder for the parts when the plan changes, if the user gave no folder.
+    """
+
+    def __init__(self, session: Session, *, is_possible: bool) -> None:
+        place = session.place
+        self._is_main = session.is_main
+        self._follows = is_possible and place.start.follows
+        self._store = place.store if is_possible else None
+        self.folder: Path | None = place.start.handover_folder if is_possible else None
+        self._is_training = False
+
+    @property
+    def signals(self) -> list[signal.Signals]:
+        """The signals by which the launch asks for a handover."""
+        return [handover.SIGNAL] if self.folder is not None else []
+
+    def check(self, folder: Path, *, has_found: bool) -> None:
+        """Refuse to start from step 0 in the place of workers that have trained.
+
+        Raises:
+            TargetError: Those workers left no state to resume from.
+        """
+        if self._follows and not has_found:
+            raise TargetError(
+                f"{folder}: there is no complete checkpoint to go on from",
+                hint="the warnings above say what is wrong with those that are there",
+            )
+
+    def tell_training(self) -> None:
+        """Tell the launch that the script has caught up with its state, or has ended."""
+        if self._store is not None and not self._is_training:
+            self._is_training = True
+            handover.tell_training(self._store)
+
+    def tell_stopped(self) -> None:
+        """Tell the launch that all workers have finished their last step."""
+        if self._store is not None and self._is_main:
+            handover.tell_stopped(self._store)
+
 
 _NONE = "none"  # stands for a checkpoint's name where there is none to resume from
 _REFUSED = "checkpoints refused"

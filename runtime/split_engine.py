@@ -33,14 +33,13 @@ from .losses import Weighted, check_has_graph, loss_and_rest, outputs_in
 from .manifest import shapes_of
 from .optimizers import state_of
 from .over_batch import OutputsOfBatch
-from .places import invariant_of
 from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .setup import final_tensors
-from .shares import share_out, slices
 from .streams import seed_streams, streams_kept
 from .sync_batch_norm import joined, over_workers, synchronised_norms
 from .totals import StepTotals, Sums, packed_sums
+from .virtual_nodes import invariant_of, share_out, slices
 
 
 class SplitEngine:

@@ -11,10 +11,8 @@ from ..devices.torch_version import check_torch
 from ..protocol.environment import read_environment
 from ..protocol.lower import check_pipeline_level
 from ..schema.errors import TargetError
-from .agreement.agreement import Agreement, Subject
-from .agreement.known import KnownParameters
-from .agreement.strangers import OtherOptimizers
-from .agreement.watch import Watch
+from .agreement.agreement import Agreement, Subject, Watch
+from .agreement.known import KnownParameters, OtherOptimizers
 from .allocator import keep_freed_memory
 from .determinism import apply_level, check_level
 from .elastic.member import Member
@@ -24,8 +22,8 @@ from .finish import at_exit, report_when_asked, say_errors_in_one_line
 from .group import Place, join
 from .initial_values import settle
 from .job import Job
-from .optimizer_state import warning_of
-from .optimizers import Given, optimizers_of
+from .log import log, speak
+from .optimizers import Given, optimizers_of, warning_of
 from .progress import Progress
 from .promise.promise import Promise
 from .runner import Alone, Runner
@@ -33,7 +31,6 @@ from .saving import Checkpoints
 from .session import Session
 from .setup import broadcast_state, check_batch_norms, check_model, place_model
 from .split_engine import SplitEngine
-from .telling import log, speak
 
 
 def prepare(

@@ -20,10 +20,10 @@ from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from ..schema.options import option
 from .data import Batch, Loop, Pass, feed, other_size, to_device
+from .log import log
 from .session import Session
-from .shares import slices
 from .streams import seed_streams
-from .telling import log
+from .virtual_nodes import slices
 
 ENDLESS = 1 << 62
 """Stands for the number of steps of an epoch whose end is not known."""

@@ -29,9 +29,9 @@ from ..schema.errors import TargetError
 from . import peers
 from .gradients.reducer import GradientReducer
 from .group import Place
-from .late import LateValues
 from .losses import loss_and_weight, weight_number
 from .packed_sums import PackedSums
+from .run_ahead import LateValues
 
 # Indices in the vector that is summed; the losses and weights of all virtual nodes follow.
 _WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _SCALERS, _SCALED, _NODES = range(9)

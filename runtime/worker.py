@@ -27,9 +27,9 @@ from ..protocol.launch_token import take_token
 from ..schema.errors import HetflowError, PeerLostError
 from ..schema.options import speak
 from ..schema.requests import flag_of
-from .adapters.hook import install
-from .blame import explained, is_lost_peer, may_be_echo
+from .after_import import install
 from .elastic.control import Control
+from .error_origin import explained, is_lost_peer, may_be_echo
 from .unplanned import Unplanned
 
 

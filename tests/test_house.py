@@ -372,7 +372,7 @@ _WRITES = re.compile(r"sys\.(stdout|stderr)\.(buffer\.)?write$|traceback\.print_
 def test_only_programs_write_to_the_terminal() -> None:
     """What the library says goes to the logger ``hetflow``; see docs/decisions.md."""
     programs = {
-        "runtime/worker.py", "runtime/telling.py",  # a worker, and the handler that it may have
+        "runtime/worker.py", "runtime/log.py",  # a worker, and the handler that it may have
         "runtime/job.py",  # what the script prints with ``job.print``
         "preload/__main__.py", "preload/server.py",
     }  # fmt: skip

@@ -34,18 +34,17 @@ from ...protocol.environment import Start, read_environment
 from ...schema.errors import TargetError
 from ...schema.options import option
 from .. import peers
-from ..agreement.watch import Watch
+from ..agreement.agreement import Watch
 from ..allocator import keep_freed_memory
 from ..digest import digest_of
 from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
 from ..group import Place, join, make_group_of_one
 from ..measurements import StepClock
-from ..places import batch_sizes_of, holders_of
 from ..session import Session
 from ..setup import final_tensors
-from ..shares import share_out, slices
 from ..stopping import StopRequests, leave
+from ..virtual_nodes import batch_sizes_of, holders_of, share_out, slices
 from .losses import Losses
 from .measured import Sized
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...schema.errors import TargetError
 from ..promise.graph import divisors_of, last_divisors_of
-from .divided import before, share_of
+from .losses import before, share_of
 from .numbers import slope_of
 from .patching import around, check_version
 from .scalars import with_scalars

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..raw_bytes import byte_view
+from ..digest import byte_view
 from ..streams import generator_of
 
 _ROW = 1 << 14  # words; a row of weights stays in the cache

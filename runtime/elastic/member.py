@@ -3,7 +3,7 @@
 All workers do the same operations in the same order: draw an order, take a step, merge buffers.
 Every operation contains a collective, which acts as a barrier; so after a failure any two workers
 are at most one operation apart. Lagging workers get the operation's result from a leading one (for
-a step: behind.py). If no worker has completed the operation, all repeat it under the new mapping.
+a step: catching_up.py). If no worker has completed it, all repeat it under the new mapping.
 The buffers of the dead worker's virtual nodes come from the mirror. Only the step in progress is
 lost (VirtualFlow 4.1 and 7).
 """
@@ -22,21 +22,21 @@ from ...devices.backend import backend_of
 from ...devices.collectives import is_on_devices
 from ...protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ...schema.errors import PeerLostError
-from ..blame import forget_frames, is_lost_peer, may_be_echo
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
 from ..engine import Step
 from ..epoch import Epochs
+from ..error_origin import forget_frames, is_lost_peer, may_be_echo
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups
 from ..peers import abort_groups, give_up_when
-from ..places import holdings_of
 from ..progress import Progress, check_fits
 from ..session import Session
 from ..split_engine import SplitEngine
 from ..stopping import leave
 from ..totals import Sums
+from ..virtual_nodes import holdings_of
 from . import transfer
-from .behind import THE_RUNNING_JOB, Behind
+from .catching_up import THE_RUNNING_JOB, Behind
 from .control import Control
 from .mirror import Mirror
 

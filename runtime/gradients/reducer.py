@@ -11,11 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...devices.backend import backend_of
 from ..invariant import InvariantSum
-from .arrivals import Arrivals
-from .bucket_sums import BucketSums
-from .first_gradients import FirstGradients
-from .flat_buffers import FIRST_BUCKET_BYTES, FlatBuffers
-from .views import layout_of
+from .arrivals import Arrivals, BucketSums
+from .flat_buffers import FIRST_BUCKET_BYTES, FlatBuffers, layout_of
+from .hooks import FirstGradients
 
 
 class GradientReducer:

@@ -25,16 +25,16 @@ from ..gradients.hooks import ScriptHooks
 from ..session import Session
 from ..setup import final_tensors
 from ..streams import key_of, seed_streams_by
-from ..tensor.lanes import Lanes
+from ..tensor.groups import Lanes
 from ..tensor.regions import check_attention
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
 from .channels import Message
 from .cut import StageModule, check_crossing, cut, holdings_of, like, whole
 from .evaluation import StageEvaluation, refusing_calls
-from .executor import Executor, held
+from .executor import Executor, Unflushed, held
 from .microbatches import LossScaling, StepMicrobatches
-from .optimizer import OwnShare, ShardedUpdates, check_shardable
+from .optimizer import OwnShare, ShardedUpdates, StageState, check_shardable
 from .ownership import Holders, Ownership
 from .placing import (
     SpreadModel,
@@ -48,11 +48,9 @@ from .placing import (
     shapes_on,
 )
 from .stage import Stage, StageBuffers, buffer_holders, hold_own, parameters_of, refusing_reads
-from .state import StageState
 from .synchronise import Synchroniser
 from .trace import layers_of
 from .transport import Routes, transport_of
-from .unflushed import Unflushed
 
 
 def _any_call(arguments: Mapping[str, Any]) -> None:

@@ -23,15 +23,14 @@ from torch import Tensor, nn
 from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
 from .. import checkpoint, peers
+from ..digest import byte_view
 from ..group import Place
 from ..manifest import DTYPES
-from ..raw_bytes import byte_view
 from ..tensor.operators import TensorGroup, gather_tokens_from, scatter_tokens_to
 from ..tensor.sequence import check_length
 from .answers import made_again, portable
 from .crossing import Holding, Holdings
-from .cut import CALL, StageModule
-from .layered import by_placeholder
+from .cut import CALL, StageModule, by_placeholder
 from .transport import Transport
 
 _ALONE = TensorGroup()

@@ -30,7 +30,7 @@ from ...schema.errors import PeerLostError, TargetError
 from .. import peers
 from ..group import Place
 from ..tensor.gradients import plain
-from ..tensor.lanes import Lanes
+from ..tensor.groups import Lanes
 
 NORMS = (2.0, 1.0, math.inf)
 NUM_ROWS = 1 + len(NORMS)

@@ -29,10 +29,10 @@ from .. import peers
 from ..digest import InPieces
 from ..group import Place
 from ..initial_values import forget
+from ..log import log
 from ..manifest import shapes_of
-from ..telling import log
 from ..tensor.gradients import TAKE_NORMS, PartGradient, companions, plain, scale_companions
-from ..tensor.lanes import Lanes
+from ..tensor.groups import Lanes
 from .norms import NORMS, Table, ToldNorms
 
 _NEED_ALL = {"abs", "max", "min", "amax", "amin", "mean", "median", "std", "var", "sort", "topk"}

@@ -21,8 +21,7 @@ from ..engine import LossFunction
 from ..group import Place
 from ..initial_values import fill, initial_value
 from ..setup import check_same_shapes, move_optimizer_state
-from .cut import CALL, StageModule
-from .layered import by_placeholder
+from .cut import CALL, StageModule, by_placeholder
 from .ownership import broadcast
 
 RunStage = Callable[[dict[str, Any]], Any]

@@ -25,8 +25,7 @@ from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places
 from ..digest import InPieces
 from ..group import Place, subgroup
 from .cores import AttentionCores
-from .cut import StageModule
-from .layered import writes
+from .cut import StageModule, writes
 from .ownership import Holders, broadcast, stream
 
 Places = Mapping[str, list[tuple[nn.Module, str]]]

@@ -25,8 +25,8 @@ from ...schema.operations import Operation
 from .. import peers
 from ..gradients.arrivals import have_no_gradients
 from ..group import Place, subgroup
-from ..late import HostLead, LateValues
 from ..losses import check_has_graph, loss_and_weight, weight_number
+from ..run_ahead import HostLead, LateValues
 from ..tensor.gradients import plain
 from .norms import (
     NORMS,

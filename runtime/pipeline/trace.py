@@ -29,9 +29,9 @@ from ...schema.errors import TargetError
 from ...schema.layer_trace import LayerTrace
 from ..manifest import shape_text
 from ..setup import check_model
-from ..tensor.opaque import is_shared_call
+from ..tensor.sharded import is_shared_call
 from .answers import Rebuild, taken_apart
-from .layered import Layer, LayeredModel, is_leaf, numbered, of_inputs, writes
+from .cut import Layer, LayeredModel, is_leaf, numbered, of_inputs, writes
 
 _HINT = "call the model as the profiled workload does, or profile it as the script calls it"
 
@@ -59,7 +59,7 @@ class TracedCall:
         """Refuse a call for which the graph is not valid.
 
         Args:
-            arguments: Arguments by name (layered.py), defaults included.
+            arguments: Arguments by name (cut.py), defaults included.
 
         Raises:
             TargetError: An argument differs from the traced call's, or the model's code would take

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...schema.errors import TargetError
-from ..telling import log
+from ..log import log
 from .draws import eagerly
 from .graph import FACTORS, MEAN, QUOTIENTS, SUM, SUMMED, TERMS, counts_of, num_summed, signature_of
 from .recording import Recording, Replays, Slice

@@ -43,12 +43,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from ...devices.backend import backend_of
 from ...devices.out_of_memory import is_out_of_memory
 from ...schema.errors import TargetError
-from ..agreement.strangers import leaves_of
+from ..agreement.known import leaves_of
 from ..data import Batch, Pass, copied
-from ..late import LateValues
 from ..losses import loss_and_rest, loss_and_weight, outputs_in, weight_number
-from ..shares import slices
+from ..run_ahead import LateValues
 from ..streams import streams_kept
+from ..virtual_nodes import slices
 from .draws import Draws, eagerly
 from .graph import Counts, counts_of
 from .untouched import Untouched

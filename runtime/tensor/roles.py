@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from torch import nn
 
 from ...schema.errors import TargetError
-from .cuts import Cut
+from .groups import Cut
 from .sequence import SequenceRole, check_sequence
 
 Style = Literal["column", "row", "vocabulary", "output", "logits", "inner"]

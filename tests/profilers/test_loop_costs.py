@@ -7,7 +7,7 @@ import pytest
 
 from hetflow.profilers.busy import sizes_to_measure
 from hetflow.profilers.loop_costs import LoopCosts, LoopPolicy, Rounds
-from hetflow.runtime.step_times import StepTimes
+from hetflow.runtime.measurements import StepTimes
 from hetflow.schema.errors import TargetError
 
 pytestmark = pytest.mark.measures

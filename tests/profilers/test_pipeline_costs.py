@@ -15,7 +15,7 @@ from hetflow.profilers.pipeline_fit import Profiled, Ring, Trial, fit_costs
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.protocol.lower import lower
-from hetflow.runtime.step_times import StepTimes
+from hetflow.runtime.measurements import StepTimes
 from hetflow.schema.launch import LaunchConfig
 from hetflow.schema.plan import Prediction, Proof
 from hetflow.schema.profile import LayerGraph, LayerNode

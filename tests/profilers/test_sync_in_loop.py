@@ -7,7 +7,7 @@ import pytest
 
 from hetflow.profilers.busy import SyncInLoop, measure_sync_in_loop, slowest
 from hetflow.profilers.several_devices import GroupPeak
-from hetflow.runtime.step_times import StepTimes
+from hetflow.runtime.measurements import StepTimes
 from hetflow.schema.launch import LaunchConfig
 
 PASS = {4: 0.002, 16: 0.006, 64: 0.02}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetflow.profilers.timing import RepeatPolicy, Timing, repeat
-from hetflow.runtime.median import median_interval
+from hetflow.runtime.measurements import median_interval
 
 SAMPLES = st.lists(st.floats(0.001, 10.0), min_size=1, max_size=60)
 

@@ -20,7 +20,7 @@ from hetflow.profilers.zoo.transformer import GPT
 from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline import replica_sums
 from hetflow.runtime.saving import OpenedFolders
-from hetflow.runtime.tensor.cuts import Cut
+from hetflow.runtime.tensor.groups import Cut
 from hetflow.runtime.tensor.layers import (
     column_linear,
     joined_linear,

@@ -17,13 +17,14 @@ from hetflow import runtime as hf
 from hetflow.runtime import restoring, saving
 from hetflow.runtime.agreement.fingerprints import Shadow, fingerprint, shadow_of
 from hetflow.runtime.agreement.known import KnownParameters
-from hetflow.runtime.agreement.settings import (
+from hetflow.runtime.agreement.verdict import (
     SettingsNumber,
+    Statement,
     are_alike,
     differing,
+    find_fault,
     settings_of,
 )
-from hetflow.runtime.agreement.verdict import Statement, find_fault
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import Plan

@@ -17,8 +17,7 @@ from hetflow.protocol.lower import check_level as check_name
 from hetflow.protocol.pins import pins
 from hetflow.runtime.determinism import check_level, scan
 from hetflow.runtime.group import Place
-from hetflow.runtime.invariant import InvariantSum
-from hetflow.runtime.subtrees import Subtree, turns_of
+from hetflow.runtime.invariant import InvariantSum, Subtree, turns_of
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.plan import Plan

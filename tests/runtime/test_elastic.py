@@ -25,9 +25,8 @@ from hetflow.protocol.messages import (
 )
 from hetflow.runtime.buffers import VirtualNodeBuffers
 from hetflow.runtime.elastic import transfer
-from hetflow.runtime.elastic.control import Control
+from hetflow.runtime.elastic.control import Connections, Control
 from hetflow.runtime.elastic.mirror import Mirror
-from hetflow.runtime.elastic.sockets import Connections
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.tests import programs
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetflow.runtime.pipeline.cut import StageModule, cut
-from hetflow.runtime.pipeline.layered import LayeredModel
+from hetflow.runtime.pipeline.cut import LayeredModel, StageModule, cut
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.schema.errors import TargetError
 from hetflow.schema.layer_trace import LayerTrace, TracedInput

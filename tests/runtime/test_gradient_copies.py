@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from hetflow.runtime.pipeline.unflushed import Unflushed
+from hetflow.runtime.pipeline.executor import Unflushed
 from hetflow.schema.operations import Kind, Operation
 
 

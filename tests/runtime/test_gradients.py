@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hetflow.runtime.gradients import arrivals, first_gradients, flat_buffers
+from hetflow.runtime.gradients import arrivals, flat_buffers, hooks
 from hetflow.runtime.gradients.reducer import GradientReducer
 from hetflow.schema.errors import TargetError
 
@@ -127,7 +127,7 @@ def test_no_room_for_sums_among_numbers_of_another_type() -> None:
 
 def pretend(backend: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every device for one of this kind."""
-    for module in (arrivals, first_gradients, flat_buffers):
+    for module in (arrivals, hooks, flat_buffers):
         monkeypatch.setattr(module, "backend_of", lambda _: backend)
 
 

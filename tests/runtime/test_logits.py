@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hetflow.runtime import tensor_parallel
-from hetflow.runtime.tensor.logits import CutLogits
 from hetflow.runtime.tensor.operators import TensorGroup
 from hetflow.runtime.tensor.roles import sharing_of
-from hetflow.runtime.tensor.sharded import ShardedModel
+from hetflow.runtime.tensor.sharded import CutLogits, ShardedModel
 from hetflow.schema.errors import TargetError
 
 from .test_sequence import BATCH, TOKENS, Threads

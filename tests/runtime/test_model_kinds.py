@@ -15,9 +15,8 @@ from hetflow.profilers.bench import Bench
 from hetflow.profilers.layer_traces import call_of, find_layers
 from hetflow.profilers.layers import graph_of, measure_layers
 from hetflow.profilers.targets import Workload
-from hetflow.runtime.pipeline.cut import check_crossing, cut, like
+from hetflow.runtime.pipeline.cut import LayeredModel, check_crossing, cut, like
 from hetflow.runtime.pipeline.evaluation import StageEvaluation
-from hetflow.runtime.pipeline.layered import LayeredModel
 from hetflow.runtime.pipeline.stage import Stage
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.schema import files

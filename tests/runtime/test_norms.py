@@ -21,8 +21,7 @@ from hetflow.runtime.pipeline.norms import (
     norms_of,
     weighted_sum,
 )
-from hetflow.runtime.tensor.cuts import Cut
-from hetflow.runtime.tensor.lanes import Lanes
+from hetflow.runtime.tensor.groups import Cut, Lanes
 
 HOST = torch.device("cpu")
 # Groups of three workers, of two and of one: their parameters have as many columns, or one.

@@ -8,7 +8,7 @@ import torch
 
 from hetflow.protocol.environment import Start
 from hetflow.runtime import split_engine
-from hetflow.runtime.agreement.settings import are_alike
+from hetflow.runtime.agreement.verdict import are_alike
 from hetflow.runtime.gradients.reducer import GradientReducer
 from hetflow.runtime.group import Place
 from hetflow.runtime.packed_sums import PackedSums

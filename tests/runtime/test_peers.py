@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hetflow.runtime import peers
-from hetflow.runtime.blame import is_lost_peer, may_be_echo
+from hetflow.runtime.error_origin import is_lost_peer, may_be_echo
 from hetflow.runtime.gradients.reducer import GradientReducer
 from hetflow.runtime.peers import SharedStore
 from hetflow.schema.errors import PeerLostError

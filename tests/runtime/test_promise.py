@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime import late
+from hetflow.runtime import run_ahead
 from hetflow.runtime.promise import graph
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
@@ -433,9 +433,9 @@ class Device:
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "backend_of", lambda _: Device())
-    monkeypatch.setattr(late, "backend_of", lambda _: Device())
+    monkeypatch.setattr(run_ahead, "backend_of", lambda _: Device())
     unpinned = partial(torch.empty, pin_memory=False)
-    monkeypatch.setattr(late.torch, "empty", lambda *sizes, **_: unpinned(*sizes).double())
+    monkeypatch.setattr(run_ahead.torch, "empty", lambda *sizes, **_: unpinned(*sizes).double())
 
 
 @pytest.mark.usefixtures("on_a_device")

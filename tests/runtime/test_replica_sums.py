@@ -14,8 +14,7 @@ from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline import replica_sums
 from hetflow.runtime.pipeline.ownership import Ownership
 from hetflow.runtime.pipeline.replica_sums import Hook, ReplicaSums
-from hetflow.runtime.tensor.cuts import Cut
-from hetflow.runtime.tensor.lanes import Lanes
+from hetflow.runtime.tensor.groups import Cut, Lanes
 from hetflow.schema.errors import TargetError
 from hetflow.schema.operations import Kind, Operation
 

@@ -20,8 +20,7 @@ from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline.optimizer import OwnShare, ShardedUpdates, check_shardable, keepers_of
 from hetflow.runtime.pipeline.ownership import Ownership
-from hetflow.runtime.tensor.cuts import Cut
-from hetflow.runtime.tensor.lanes import Lanes
+from hetflow.runtime.tensor.groups import Cut, Lanes
 from hetflow.schema.errors import TargetError
 from hetflow.tests.profiles import examples
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.runtime.shares import share_out, slices
+from hetflow.runtime.virtual_nodes import share_out, slices
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 

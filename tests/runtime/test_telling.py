@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.runtime.telling import log, speak
+from hetflow.runtime.log import log, speak
 
 
 @pytest.fixture(autouse=True)

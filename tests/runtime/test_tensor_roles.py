@@ -11,9 +11,8 @@ from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline.norms import NORMS, HostTable, ToldNorms
 from hetflow.runtime.pipeline.ownership import NormOnly
-from hetflow.runtime.tensor.cuts import Cut
 from hetflow.runtime.tensor.gradients import PartGradient
-from hetflow.runtime.tensor.lanes import Lanes
+from hetflow.runtime.tensor.groups import Cut, Lanes
 from hetflow.runtime.tensor.operators import bounds
 from hetflow.runtime.tensor.roles import Sharing, check_degree, sharing_of
 from hetflow.schema.errors import TargetError

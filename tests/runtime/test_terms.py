@@ -5,10 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.runtime.measurements import StepClock
-from hetflow.runtime.median import half_width
-from hetflow.runtime.step_times import StagePass, StepTimes
-from hetflow.runtime.terms import stage_runs, step_terms
+from hetflow.runtime.measurements import (
+    StagePass,
+    StepClock,
+    StepTimes,
+    half_width,
+    stage_runs,
+    step_terms,
+)
 
 seconds = st.floats(min_value=1e-4, max_value=10.0)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetflow.runtime.adapters import divided
+from hetflow.runtime.adapters import losses
 from hetflow.runtime.adapters.transformers import Form, form_of
 from hetflow.schema.errors import TargetError
 from hetflow.tests.runtime.script_campaign import LOSSES, RIGHT
@@ -29,7 +29,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("clamp", "clamp_min", "clip"):
             if hasattr(kind, name):
                 monkeypatch.setattr(kind, name, getattr(kind, name))
-    divided.adapt()
+    losses.adapt()
 
 
 class Worker:
