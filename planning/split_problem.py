@@ -69,18 +69,12 @@ def split_problem(
         InfeasibleError: No profiled size fits the memory of any device.
     """
     cluster = cluster.spelled_as(profile.device_type for profile in profiles)
-    model = _only_model(profiles)
-    by_type = _by_device_type(profiles)
-    options, short = [], []
-    used = [_profile_of(name, by_type) for name in cluster.num_devices]
+    used, counted = _used(profiles, cluster, optimizer, memory_reserve_bytes)
     link = _slowest_link(used, cluster)
-    counted = optimizer or _measured_optimizer(used)
-    total = sum(cluster.num_devices.values())
-    for profile in used if optimizer is None else [_with_state(p, optimizer) for p in used]:
+    options, short = [], []
+    for profile in used:
         name = profile.device_type
         number = cluster.num_devices[name]
-        reserve = reserve_of(profile, memory_reserve_bytes, num_devices=total)
-        profile = with_reserve(profile, reserve)
         limit = cluster.device_types[name].memory_bytes or profile.device_memory_bytes
         curve = fitting_points(profile.batch_curve, limit)
         if curve:
@@ -92,13 +86,15 @@ def split_problem(
     if not options:
         raise _does_not_fit(short)
     problem = SplitProblem(
-        model=model,
+        model=used[0].model,
         global_batch_size=global_batch_size,
         devices=tuple(options),
         virtual_nodes=virtual_nodes,
         optimizer=counted,
     )
-    return _interpolated(problem) if interpolate else problem
+    if not interpolate:
+        return problem
+    return replace(problem, devices=tuple(_option_between(problem, one) for one in options))
 
 
 def sharded_problem(
@@ -123,20 +119,15 @@ def sharded_problem(
         ProblemError: As ``split_problem``; or the profiles do not say which optimizer trains.
     """
     cluster = cluster.spelled_as(profile.device_type for profile in profiles)
-    model, by_type = _only_model(profiles), _by_device_type(profiles)
-    used = [_profile_of(name, by_type) for name in cluster.num_devices]
-    counted = optimizer or _measured_optimizer(used)
+    used, counted = _used(profiles, cluster, optimizer, memory_reserve_bytes)
     if counted is None:
         raise ProblemError(
             "the profiles do not say which optimizer they count, so its state cannot be shared",
             hint=f"profile again, or state {option('optimizer')}",
         )
-    link, total = _slowest_link(used, cluster), sum(cluster.num_devices.values())
-    kinds = []
-    for profile in used if optimizer is None else [_with_state(p, optimizer) for p in used]:
+    link, kinds = _slowest_link(used, cluster), []
+    for profile in used:
         name = profile.device_type
-        reserve = reserve_of(profile, memory_reserve_bytes, num_devices=total)
-        profile = with_reserve(profile, reserve)
         busy = profile.busy if cluster.shares_servers(name) else None
         costs = busy or profile
         kinds.append(
@@ -159,7 +150,7 @@ def sharded_problem(
     tables = (profile.layers for profile in used if profile.layers is not None)
     gathered, edge, number = unit_bytes(next(tables, None), weights)
     problem = ShardedProblem(
-        model=model,
+        model=used[0].model,
         global_batch_size=global_batch_size,
         devices=tuple(kinds),
         optimizer=counted,
@@ -182,6 +173,23 @@ def sharded_problem(
             for kind, (curve, added) in zip(kinds, between, strict=True)
         ),
     )
+
+
+def _used(
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    optimizer: OptimizerState | None,
+    memory_reserve_bytes: int,
+) -> tuple[list[Profile], OptimizerState | None]:
+    """The profiles of a pool's types, with all that memory has to hold; and the optimizer."""
+    _check_model(profiles)
+    by_type = _by_device_type(profiles)
+    used = [_profile_of(name, by_type) for name in cluster.num_devices]
+    counted, total = optimizer or _measured_optimizer(used), sum(cluster.num_devices.values())
+    if optimizer is not None:
+        used = [_with_state(profile, optimizer) for profile in used]
+    reserves = [reserve_of(each, memory_reserve_bytes, num_devices=total) for each in used]
+    return [with_reserve(*each) for each in zip(used, reserves, strict=True)], counted
 
 
 def split_keys(profiles: Sequence[Profile], pool: Cluster) -> Keys:
@@ -216,7 +224,7 @@ def _slowest_link(profiles: Sequence[Profile], pool: Cluster) -> Link | None:
     return Link(level="pool", bytes_per_second=worst["rate",], latency_seconds=late)
 
 
-def _only_model(profiles: Sequence[Profile]) -> str:
+def _check_model(profiles: Sequence[Profile]) -> None:
     models = sorted({profile.model for profile in profiles})
     if not models:
         raise ProblemError("there are no profiles", hint="run `hetflow profile` first")
@@ -225,7 +233,6 @@ def _only_model(profiles: Sequence[Profile]) -> str:
             f"the profiles are of several models: {', '.join(models)}",
             hint=f"choose one, for example {option('model', models[0])}",
         )
-    return models[0]
 
 
 def _by_device_type(profiles: Sequence[Profile]) -> dict[str, Profile]:
@@ -332,17 +339,6 @@ def _does_not_fit(short: list[tuple[str, BatchPoint, int]]) -> InfeasibleError:
         f"needs {point.peak_memory_bytes} bytes, {missing} more than the {limit} there are",
         hint="use devices with more memory, or profile smaller batch sizes; or let devices share "
         f"the states ({option('shard', 'auto')})",
-    )
-
-
-def _interpolated(problem: SplitProblem) -> SplitProblem:
-    options = tuple(_option_between(problem, option) for option in problem.devices)
-    return SplitProblem(
-        model=problem.model,
-        global_batch_size=problem.global_batch_size,
-        devices=options,
-        virtual_nodes=problem.virtual_nodes,
-        optimizer=problem.optimizer,
     )
 
 
