@@ -29,7 +29,13 @@ _OF_CASES = tuple(
     asked.name for asked in asked_of(Simulated) if asked.name in Case.__dataclass_fields__
     and asked.name not in ("trace", "throughputs", "scheduler", "market")
 )  # fmt: skip
-_OF_MARKETS = ("start", "preemption_seconds", "checkpoint_seconds", "cloud_move_dollars")
+_OF_MARKETS = (
+    "start",
+    "preemption_seconds",
+    "checkpoint_seconds",
+    "cloud_move_dollars",
+    "rent_policy",
+)
 
 
 @takes(SimulateRequest)
@@ -126,6 +132,7 @@ def _market(asked: Simulated, devices: Cluster) -> dict[str, Any]:
         checkpoint_seconds=asked.checkpoint_seconds,
         seed=asked.seed,
         is_told=is_told,
+        policy=asked.rent_policy,
     )
     return {"scheduler": "market", "market": prices, "market_options": told}
 

@@ -127,6 +127,15 @@ class Simulated:
     cloud_move_dollars: Annotated[
         float, Option(help="Market: egress of a move between clouds.")
     ] = 0.0
+    rent_policy: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Market: the policy of `hetflow rent` for jobs with a deadline: on_demand, "
+            "greedy, time_sliced or uniform_progress.",
+            default="the cheapest way to end in time at today's prices",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

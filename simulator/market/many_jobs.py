@@ -32,6 +32,7 @@ from ...schema.simulation import JobOutcome
 from ...solvers.market.offers import Prices
 from ..outcomes import Simulation
 from ..traces.arrivals import Queue
+from .asked import FREE, NOTHING, ON_DEMAND, SPOT, Asked, check_policy
 
 _DONE = 1e-9  # of a job's steps
 _NOTHING = -1
@@ -51,6 +52,8 @@ class MarketOptions:
         checkpoint_seconds: Between checkpoints; 0: one is written when a machine is about to go.
         seed: Of the random times.
         is_told: Whether the market says when machines can be had.
+        policy: The policy of ``hetflow rent`` that decides for jobs with a deadline; None: the
+            cheapest way at today's prices.
     """
 
     restart_seconds: float = 0.0
@@ -59,8 +62,11 @@ class MarketOptions:
     checkpoint_seconds: float = 0.0
     seed: int = 0
     is_told: bool = False
+    policy: str | None = None
 
     def __post_init__(self) -> None:
+        if self.policy is not None:
+            check_policy(self.policy)
         for name in ("restart_seconds", "cloud_move_dollars", "checkpoint_seconds"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
@@ -172,6 +178,8 @@ class _Run:
         self.outcomes: list[JobOutcome] = []
         self.num_decisions = 0
         self.waits_until = inf  # when the first of the jobs that wait has to launch
+        self.asked: dict[str, Asked | None] = {}  # by job
+        self.kinds = np.zeros(0, dtype=np.int64)  # what a policy lets each job hold [jobs]
 
     def step(self) -> bool:
         """Everything at one moment, and then time until the next; False when all is done."""
@@ -195,6 +203,12 @@ class _Run:
                 (len(self.active.jobs) + 1) * job.scale_factor
             )
             alone = job.steps / min(isolated, float(by_type.max()))
+            rate = float(np.where(self.spot, 0.0, by_type[self.type_of]).max())
+            if self.options.policy is not None and job.slo_seconds is not None and rate > 0:
+                self.asked[job.id] = Asked.of(
+                    self.options.policy, job.steps, rate, job.slo_seconds,
+                    self.options.restart_seconds,
+                )  # fmt: skip
             self.active.add(job, by_type[self.type_of], deadline, alone)
 
     @property
@@ -252,6 +266,7 @@ class _Run:
         slack = self._slack(everyone)
         active.is_late |= slack <= _JUST
         free = self._free()
+        self._ask(free)
         wish = self._wishes(everyone, free)
         movers = np.flatnonzero((wish != active.held) & (wish >= 0))
         for place in movers[np.argsort(slack[movers], kind="stable")].tolist():
@@ -264,6 +279,31 @@ class _Run:
                 active.dollars[place] += self.away[before, chosen]
             free[self.type_of[chosen]] -= active.scale[place]
             self._launch(place, chosen)
+
+    def _ask(self, free: Floats) -> None:
+        """Ask the policy for each job with a deadline, and again at its next tick."""
+        active = self.active
+        self.kinds = np.zeros(len(active.jobs), dtype=np.int64)
+        known = np.isfinite(self._price) & self.spot
+        for place, job in enumerate(active.jobs):
+            asked = self.asked.get(job.id)
+            if asked is None or active.is_late[place]:
+                continue
+            held, since = int(active.held[place]), self.now - job.arrival_seconds
+            holds_spot = held >= 0 and bool(self.spot[held])
+            own = (self.type_of == self.type_of[held]) * (held >= 0) * active.scale[place]
+            room = free[self.type_of] + own >= active.scale[place]
+            self.kinds[place] = asked.kind(
+                since,
+                float(active.left[place]),
+                float(active.pending[place]),
+                held=SPOT if holds_spot else ON_DEMAND if held >= 0 else NOTHING,
+                has_spot=holds_spot or bool((known & room & (active.rate[place] > 0)).any()),
+            )
+            self.waits_until = min(self.waits_until, job.arrival_seconds + asked.next_tick(since))
+            if self.kinds[place] == NOTHING and held >= 0:
+                free[self.type_of[held]] += active.scale[place]
+                self._let_go(place)
 
     def _launch(self, place: int, offer: int) -> None:
         active, mean = self.active, self.options.preemption_seconds
@@ -292,6 +332,9 @@ class _Run:
         secured: Bools = np.asarray(ok & self.safe)
         must: Bools = np.asarray(late & secured.any(axis=1))
         ok = np.where(must[:, None], secured, ok)
+        kinds = self.kinds[places]
+        ok &= ~np.isin(kinds, (SPOT, NOTHING))[:, None] | (self.spot & (kinds == SPOT)[:, None])
+        ok &= (kinds != ON_DEMAND)[:, None] | ~self.spot
         with np.errstate(invalid="ignore"):
             dollars = self._price * scale[:, None] * seconds
         dollars[holds] += self.away[held[holds]]
@@ -309,7 +352,14 @@ class _Run:
         )
         best = np.argmin(score, axis=1)
         spare = active.deadline[places] - self.now - _SPARE - seconds[number, best]
-        may_wait = ~holds & ~late & in_time[number, best] & np.isfinite(spare) & (spare > _JUST)
+        may_wait = (
+            (kinds == FREE)
+            & ~holds
+            & ~late
+            & in_time[number, best]
+            & np.isfinite(spare)
+            & (spare > _JUST)
+        )
         away = np.where(np.isfinite(self._price), inf, self._last_price) * scale[:, None] * seconds
         waits = may_wait & (np.where(rate > 0, away, inf).min(axis=1) < score[number, best])
         if waits.any():

@@ -12,6 +12,9 @@ from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs
 from hetflow.schema.market import Availability, InstanceType, Market, PriceHistory, utc_text
 from hetflow.schema.simulation import JobOutcome, SimulationRun
+from hetflow.simulator.market.replay import replay
+from hetflow.solvers.market.deadline import DeadlineJob
+from hetflow.solvers.market.named import PLAIN
 from hetflow.tests.profiles import examples
 
 RATES = Throughputs(
@@ -213,3 +216,38 @@ def test_bad_questions() -> None:
         hetflow.simulate(Jobs(jobs=(job(),)), RATES, "1xV100", preemption_seconds=5.0)
     with pytest.raises(ProblemError, match="preemption_seconds must be finite and > 0"):
         run(bare, job(), preemption_seconds=-1.0)
+
+
+def told(ticks: list[int]) -> Market:
+    """V100s on spot at a dollar an hour in ticks of ten minutes, else on demand at four."""
+    there = Availability(zone="a", start=AT, tick_seconds=600, available=tuple(ticks))
+    return market(history("v", "a", (0, 1.0)), availability=(there,))
+
+
+@pytest.mark.parametrize("policy", list(PLAIN))
+@settings(max_examples=examples(12), deadline=None)
+@given(data=st.data())
+def test_a_job_under_a_policy_pays_what_the_replay_of_it_pays(policy: str, data: Any) -> None:
+    ticks = data.draw(st.lists(st.integers(0, 1), min_size=24, max_size=24))
+    found = only(run(told(ticks), job(hours=2, slo_seconds=4 * HOUR), rent_policy=policy,
+                     restart_seconds=300.0, pool="1xV100"))  # fmt: skip
+    one = DeadlineJob(
+        work_seconds=2 * HOUR, deadline_seconds=4 * HOUR, restart_seconds=300.0, tick_seconds=600.0,
+        on_demand_dollars_per_hour=4.0, spot_dollars_per_hour=(1.0,),
+    )  # fmt: skip
+    replayed = replay(one, PLAIN[policy], [ticks])
+    assert found.finish_seconds <= 4 * HOUR
+    assert found.dollars == pytest.approx(replayed.dollars - replayed.unused_dollars, abs=1e-6)
+
+
+def test_a_policy_decides_for_jobs_with_a_deadline_alone() -> None:
+    ticks = [1] * 24
+    late = job("a", hours=1, slo_seconds=3 * HOUR)
+    free = job("b", hours=1)
+    found = {one.id: one.dollars for one in run(told(ticks), late, free,
+             rent_policy="on_demand").jobs}  # fmt: skip
+    assert found == {"a": pytest.approx(4.0), "b": pytest.approx(1.0)}
+    with pytest.raises(ProblemError, match="rent_policy='cheapest'|known are on_demand"):
+        run(told(ticks), late, rent_policy="cheapest")
+    with pytest.raises(ProblemError, match="rent_policy is for a market"):
+        hetflow.simulate(Jobs(jobs=(late,)), RATES, "1xV100", policy="las", rent_policy="greedy")
