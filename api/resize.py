@@ -58,7 +58,7 @@ def _mapping(
     profiles: Profiles | None,
 ) -> LaunchConfig:
     """Map the launch's virtual nodes to the requested devices."""
-    from ..launcher.mapping import renumbered, spread
+    from ..launcher.mapping import check_shares_nothing, renumbered, spread
     from ..protocol.lower import lower
 
     if (pool is None) == (plan is None):
@@ -68,6 +68,7 @@ def _mapping(
         )
     now = control.current(run)
     check_not_parallel(now)
+    check_shares_nothing(now)
     if now.pipeline is not None:
         return _recut(run, now, pool, plan, profiles)
     if plan is not None:

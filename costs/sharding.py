@@ -4,7 +4,6 @@ With ``optimizer`` a device keeps its share of the optimizer's state, with ``gra
 gradients, with ``all`` also of the weights. The rest of its peak is as measured with whole states.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
@@ -14,17 +13,7 @@ from ..schema.choices import Shard
 from ..schema.plan import Prediction, ReplicaGroup
 from ..schema.problem import ShardedDevices, ShardedProblem
 from ..schema.profile import BatchPoint, LayerGraph
-
-_REPEATED = re.compile(r"(.*?(?:^|[._])\d+)(?:[._]|$)")
-
-
-def unit_of(name: str) -> str:
-    """The repeated layer that a layer or parameter is in, by its name; empty for the rest.
-
-    ``blocks.3.attention.weight`` is in ``blocks.3``: states are gathered by such units.
-    """
-    found = _REPEATED.match(name)
-    return found[1] if found else ""
+from ..schema.units import unit_of
 
 
 def unit_bytes(layers: LayerGraph | None, weight_bytes: int) -> tuple[int, int, int]:

@@ -59,6 +59,8 @@ class LaunchRequest:
             return self.on_failure
         if self._bound is None:
             return "shrink"
+        if self.config.shard is not None:
+            return "stop"
         return "replace" if self.checkpoint is not None else "stop"
 
     @property
@@ -66,12 +68,19 @@ class LaunchRequest:
         """Why workers cannot join or leave one by one; None for a split on one host."""
         if self.config.pipeline is not None:
             return "pipeline"
+        if self.config.shard is not None:
+            return "plan whose devices share states"
         return None if self.rendezvous is None else "launch on several hosts"
 
     def __post_init__(self) -> None:
         what = self._bound
         if what is None or self.on_failure in ("stop", None):
             return
+        if self.config.shard is not None:
+            raise TargetError(
+                f"a {what} ends where a worker dies",
+                hint=f"leave {option('on_failure')} out, and start again from a checkpoint",
+            )
         if self.on_failure == "shrink":
             raise TargetError(
                 f"a {what} cannot go on without a worker that dies",

@@ -84,26 +84,35 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
     if plan.layers:
         check_pipeline_level(determinism)
         _check_layers(plan)
-    elif plan.shard is not None:
+    if plan.shard is not None and determinism in ("elastic", "heterogeneous"):
         raise ProblemError(
-            "plans whose devices share states are planned and checked, and not launched yet",
-            hint="solve without sharing, or take a pipeline",
+            f"determinism {determinism} is for devices that share no states: shared gradients are "
+            "summed by mapping",
+            hint=f"use {option('determinism', 'static')}, which repeats itself under the same plan",
         )
     _check_numbers(plan.num_devices, plan.num_microbatches)
     ranks_of_stages = _ranks_of_stages(plan)
     work = _work_of(plan, ranks_of_stages) if plan.layers else None
     workers = zip(_devices_of(plan, ranks_of_stages), _nodes_of(plan, work), strict=True)
+    shares = [g.state_share_bytes for g in plan.groups for _ in range(g.num_devices)]
     return LaunchConfig(
         model=plan.model,
         global_batch_size=plan.global_batch_size,
         workers=tuple(
-            WorkerSlot(rank=rank, device_type=name, virtual_nodes=nodes, device=device)
+            WorkerSlot(
+                rank=rank,
+                device_type=name,
+                virtual_nodes=nodes,
+                device=device,
+                state_share_bytes=None if plan.shard is None else shares[rank],
+            )
             for rank, ((name, device), nodes) in enumerate(workers)
         ),
         seed=seed,
         emulated=plan.emulated,
         determinism=determinism,
         pipeline=work,
+        shard=plan.shard,
         optimizer=plan.optimizer,
         predicted_step_seconds=plan.predicted.step_seconds,
     )

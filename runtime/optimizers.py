@@ -89,6 +89,11 @@ def warning_of(optimizers: Sequence[optim.Optimizer], counted: OptimizerState | 
     )
 
 
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether it is known to treat each number by itself, so that a slice has a whole's update."""
+    return type(optimizer) in _ELEMENTWISE
+
+
 def state_ratio(optimizers: Sequence[optim.Optimizer]) -> float | None:
     """Bytes of optimizer state per byte of weights, found by a step on a few numbers.
 
@@ -101,7 +106,7 @@ def state_ratio(optimizers: Sequence[optim.Optimizer]) -> float | None:
     weights = kept = 0.0
     for optimizer in optimizers:
         kind = type(optimizer)
-        if kind not in _ELEMENTWISE:
+        if not is_elementwise(optimizer):
             return None
         for group in optimizer.param_groups:
             size = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)

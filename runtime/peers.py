@@ -181,6 +181,7 @@ _SUM = _started_sum()
 _any_all_reduce = _collective(dist.all_reduce)
 # Like torch.distributed's functions of these names; with ``async_op`` they return a Transfer.
 broadcast = _collective(dist.broadcast)
+reduce = _collective(dist.reduce)
 # Newer releases of torch renamed it, and warn of the old name.
 all_gather = _collective(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
 reduce_scatter = _collective(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor))

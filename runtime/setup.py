@@ -148,6 +148,16 @@ def broadcast_state(
         _broadcast(tensor.detach())
 
 
+def broadcast_buffers(model: nn.Module, place: Place) -> None:
+    """Move a model's buffers to the device, and start all workers from the first worker's."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved = buffer.to(place.device)
+                if place.distributed:
+                    _broadcast(moved.detach())
+
+
 def _broadcast(tensor: Tensor) -> None:
     dense = tensor.contiguous()
     peers.broadcast(dense, src=0)

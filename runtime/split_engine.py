@@ -36,6 +36,8 @@ from .over_batch import OutputsOfBatch
 from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .setup import final_tensors
+from .sharding.saving import SharedState
+from .sharding.states import SharedStates
 from .streams import seed_streams, streams_kept
 from .sync_batch_norm import joined, over_workers, synchronised_norms
 from .totals import StepTotals, Sums, packed_sums
@@ -54,7 +56,7 @@ class SplitEngine:
         totals: The sums of a step.
     """
 
-    flushes, keeps_groups, is_drained, runs_whole = True, False, True, True
+    flushes, keeps_groups, is_drained = True, False, True
 
     def __init__(self, session: Session, *, overlap: bool) -> None:
         self._session, self._overlap = session, overlap
@@ -63,14 +65,21 @@ class SplitEngine:
             session.model, session.local_nodes, session.batch_sizes or (1,)
         )
         warn_of_saving(session.model, self.buffers)
-        self.reducer = _reducer_of(session, has_buffers=bool(self.buffers.slots))
+        self.shared_states = _shared_states_of(session)
+        self.runs_whole = self.shared_states is None
+        self.reducer: GradientReducer | SharedStates = self.shared_states or _reducer_of(
+            session, has_buffers=bool(self.buffers.slots)
+        )
         self.totals = StepTotals(
             self.reducer,
             session.place,
             len(session.batch_sizes) or 1,
             are_alike=_are_alike(session.place),
         )
-        self.state = WholeState(session, self.buffers, self.totals)
+        self.whole_state = whole = WholeState(session, self.buffers, self.totals)
+        self.state: WholeState | SharedState = whole
+        if self.shared_states is not None:
+            self.state = SharedState(session, self.buffers, self.totals, self.shared_states, whole)
         self._rest: dict[int, Encoded] = {}
         self._norms = synchronised_norms(session.model)
         self._script_hooks = ScriptHooks(session.parameters)
@@ -115,6 +124,8 @@ class SplitEngine:
     def begin(self, step: Step) -> None:
         """Begin the passes of a step."""
         session, batch = self._session, step.batch
+        if self.shared_states is not None:
+            self.shared_states.check_step(step, session.batch_sizes)
         if not step.round:
             session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
@@ -219,6 +230,8 @@ class SplitEngine:
             self.reducer.arm(defer_last=self._holder is not None)
         if share is not None:
             self._go_back(*share, step.scaler)
+        elif self.shared_states is not None:
+            self.shared_states.check_passes()
 
     @contextmanager
     def _passing(self, item: Pass, *, counts: bool = True) -> Iterator[None]:
@@ -348,7 +361,9 @@ class SplitEngine:
 
     def shared(self) -> list[SharedTensors]:
         """Parameters, and buffers as the script last wrote them: equal on all workers."""
-        held: dict[str, Tensor] = dict(self._session.parameters)
+        held: dict[str, Tensor] = {}
+        if self.shared_states is None:
+            held |= self._session.parameters
         # Buffers that are not persistent are caches, which may depend on a worker's own inputs.
         held |= {slot.name: slot.base for slot in self.buffers.slots if slot.is_persistent}
         return [SharedTensors(None, held)]
@@ -364,10 +379,13 @@ class SplitEngine:
     def digest(self) -> str:
         """See ``StepEngine``."""
         self.totals.look()
-        return digest_of(final_tensors(self._session.model, self._session.parameters))
+        final = final_tensors(self._session.model, self._session.parameters)
+        return digest_of(final) if self.shared_states is None else self.shared_states.digest(final)
 
     def gather(self) -> None:
-        """Do nothing: every worker has the whole model."""
+        """Bring shared weights to every worker; otherwise each has the whole model."""
+        if self.shared_states is not None:
+            self.shared_states.make_whole()
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
@@ -375,11 +393,20 @@ class SplitEngine:
         yield
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Do nothing: every worker has the whole model."""
-        return nullcontext()
+        """Gather shared weights as layers run; otherwise each worker has the whole model."""
+        return nullcontext() if self.shared_states is None else self.shared_states.open()
 
     def check_predicts(self) -> None:
-        """Accept ``job.predict``: each worker runs whole passes."""
+        """Accept ``job.predict`` where each worker runs whole passes.
+
+        Raises:
+            TargetError: The workers share states.
+        """
+        if self.shared_states is not None:
+            raise TargetError(
+                "job.predict needs the whole model on each worker, and they share it",
+                hint="call the model in job.evaluation(), on all workers alike",
+            )
 
     def close(self) -> None:
         """Remove the hooks from the parameters, and give the script's own back."""
@@ -397,6 +424,14 @@ def _reducer_of(session: Session, *, has_buffers: bool) -> GradientReducer:
         keeps_carried=place.control is not None and place.control.changes,
         num_sums=_num_sums(session, has_buffers=has_buffers),
     )
+
+
+def _shared_states_of(session: Session) -> SharedStates | None:
+    config = session.place.start.config
+    if config is None or config.shard is None:
+        return None
+    shares = [slot.state_share_bytes or 0 for slot in config.workers]
+    return SharedStates(session, config.shard, shares)
 
 
 def _num_sums(session: Session, *, has_buffers: bool) -> int:

@@ -29,7 +29,7 @@ from .promise.promise import Promise
 from .runner import Alone, Runner
 from .saving import Checkpoints
 from .session import Session
-from .setup import broadcast_state, check_batch_norms, check_model, place_model
+from .setup import broadcast_buffers, broadcast_state, check_batch_norms, check_model, place_model
 from .split_engine import SplitEngine
 
 
@@ -158,7 +158,10 @@ def assemble(
         progress = Progress(session, engine.state, engine.buffers)
         runner = Alone(engine)
     else:
-        broadcast_state(model, session.optimizers, session.parameters, place)
+        if start.config is not None and start.config.shard is not None:
+            broadcast_buffers(model, place)
+        else:
+            broadcast_state(model, session.optimizers, session.parameters, place)
         engine = SplitEngine(session, overlap=overlap)
         progress = Progress(session, engine.state, engine.buffers)
         runner = _runner_of(session, engine, epochs, progress)
@@ -181,7 +184,8 @@ def _runner_of(session: Session, engine: SplitEngine, epochs: Epochs, progress: 
     The workers of a script's second job never change.
     """
     control = session.place.control
-    if control is None or not control.changes or control.num_jobs > 1:
+    is_fixed = engine.shared_states is not None
+    if control is None or not control.changes or control.num_jobs > 1 or is_fixed:
         return Alone(engine)
     return Member(session, engine, epochs, progress, control)
 

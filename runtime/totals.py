@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from torch import Tensor
 from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from . import peers
-from .gradients.reducer import GradientReducer
 from .group import Place
 from .losses import loss_and_weight, weight_number
 from .packed_sums import PackedSums
@@ -42,9 +41,43 @@ _NUM_DIGITS = _NUMBER_DIGITS + _SQUARE_DIGITS
 _EXACT = (torch.float32, torch.float64)
 Sums = Sequence[float] | Tensor
 """The sums of a step, float64: plain numbers on the host."""
-_Noted = tuple[GradientReducer, list[int], bool]  # reducer, unused parameters, has other workers
+_Noted = tuple["Gradients", list[int], bool]  # reducer, unused parameters, has other workers
 _MOST_SAMPLES = 1 << 48  # of a dataset; what is more is no length
 _MAX_GRADIENTS = 64  # weights such as numbers of tokens give many different shares
+
+
+class Gradients(Protocol):
+    """The gradients of a step, which are summed over the workers: whole ones, or shares."""
+
+    @property
+    def sums(self) -> Tensor | None:
+        """See ``GradientReducer``, as the others."""
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters, trainable or not."""
+
+    @property
+    def carried(self) -> bool:
+        """Whether gradients of an earlier step were still there when this step began."""
+
+    def wait(self) -> None:
+        """Wait for all sums."""
+
+    def unused(self) -> list[int]:
+        """Indices of the trainable parameters without a gradient on this worker in this step."""
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Set gradients to None."""
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply this worker's gradients of this step before they are summed."""
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients."""
+
+    def is_finite(self) -> bool:
+        """Whether all parameters are numbers. Waits for the device."""
 
 
 def packed_sums(num_nodes: int, num_parameters: int, *, on_host: bool) -> PackedSums:
@@ -71,7 +104,7 @@ class StepTotals:
 
     def __init__(
         self,
-        reducer: GradientReducer,
+        reducer: Gradients,
         place: Place,
         num_nodes: int = 1,
         *,
@@ -272,7 +305,7 @@ class StepTotals:
         self._step = (self._reducer, self._reducer.unused(), self._place.distributed)
         return self._step
 
-    def move(self, reducer: GradientReducer, place: Place, *, are_alike: bool = True) -> None:
+    def move(self, reducer: Gradients, place: Place, *, are_alike: bool = True) -> None:
         """Continue with other workers; ``close`` may still end the step before.
 
         Joining workers know the last weight, so all workers start from it. Waits for the device.

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from .choices import Shard
 from .cluster import Cluster
 from .errors import ProblemError, TargetError
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .options import option, options
 from .plan import EmulatedDevice
-from .records import Count, Index, Name, Seconds, record, register_keys
+from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
 from .schedule_traits import ScheduleTraits, traits
 
 Determinism = Literal["none", "static", "elastic", "heterogeneous"]
@@ -37,6 +38,7 @@ class WorkerSlot:
     device_type: Name
     virtual_nodes: tuple[VirtualNode, ...]
     device: Index | None = None
+    state_share_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         if not self.virtual_nodes:
@@ -146,6 +148,7 @@ class LaunchConfig:
 
     ``optimizer`` is the one whose state the plan counted; workers check that the script uses it.
     ``predicted_step_seconds`` is the plan's; None where the workers are not the plan's any more.
+    ``shard`` is what the workers share of the states, in proportion to ``state_share_bytes``.
     """
 
     schema: Literal["hetflow.launch/1"] = "hetflow.launch/1"
@@ -158,8 +161,11 @@ class LaunchConfig:
     pipeline: PipelineWork | None = None
     optimizer: OptimizerState | None = None
     predicted_step_seconds: Seconds | None = None
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
+        if self.shard is not None and not sum(s.state_share_bytes or 0 for s in self.workers):
+            raise ProblemError("workers that share states must say their shares")
         if [slot.rank for slot in self.workers] != list(range(len(self.workers))):
             raise ProblemError("worker ranks must be 0, 1, 2, ... in order")
         if self.pipeline is None:

@@ -780,6 +780,8 @@ def _check_start(start: Start) -> None:
     said, hint = None, "train with hf.prepare: docs/training.md"
     if config.pipeline is not None:
         said, hint = "this plan is a pipeline", "hetflow solve; or train with hf.prepare"
+    elif config.shard is not None:
+        said, hint = "devices share states under this one", "train with hf.prepare"
     elif start.determinism != "none":
         said = f"{option('determinism', start.determinism)} needs sums in a fixed order"
     elif start.checkpoint_every or start.from_scratch:

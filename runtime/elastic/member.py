@@ -76,7 +76,7 @@ class Member:
         self._progress, self._control = progress, control
         self._last: Any = None
         self._last_is_step = False
-        self._behind = Behind(session, engine.state, progress)
+        self._behind = Behind(session, engine.whole_state, progress)
         self._next: Resize | None = None
         self._arrived: Place | None = None
         self._position: dict[str, int] | None = None

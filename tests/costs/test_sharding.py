@@ -1,7 +1,8 @@
 """Units by which weights are gathered, by the names of layers."""
 
-from hetflow.costs.sharding import unit_bytes, unit_of
+from hetflow.costs.sharding import unit_bytes
 from hetflow.schema.profile import LayerGraph, LayerNode
+from hetflow.schema.units import unit_of
 
 
 def test_units_are_repeated_layers() -> None:

@@ -1,0 +1,1 @@
+"""States that the workers of a split share: weights, gradients, the optimizer's."""

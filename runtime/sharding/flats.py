@@ -1,0 +1,197 @@
+"""Parameters laid end to end in a vector that the workers share by unlike cuts.
+
+Between steps a parameter is this worker's slice of it, with the gradient and the optimizer's state
+of that slice. While its layer runs, the parameter is a view of the whole vector. Freed vectors give
+their memory back and keep their identity, because autograd may have saved views of them.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from .. import peers
+from ..group import Place
+
+
+def cuts_of(before: int, length: int, shares: Sequence[int]) -> list[int]:
+    """[workers + 1] where each worker's part of a vector begins and ends.
+
+    Parts of all vectors together are in proportion to the shares, to one number of each worker.
+
+    Args:
+        before: Numbers in the vectors before this one.
+        length: Numbers in this one.
+        shares: [workers] what each is to hold, in any unit.
+    """
+    total = sum(shares)
+    ends = (
+        (before + length) * share // total - before * share // total for share in accumulate(shares)
+    )
+    return [0, *accumulate((min(end, length) for end in ends), max)]
+
+
+class Flat:
+    """The parameters of one kind in a unit of the model.
+
+    Args:
+        members: Index and parameter; all of one dtype, trained or all frozen.
+        cuts: [workers + 1] see ``cuts_of``.
+        place: This worker among the others.
+        keeps_whole: Whether weights are not shared, so that the whole vector stays.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[tuple[int, nn.Parameter]],
+        cuts: Sequence[int],
+        place: Place,
+        *,
+        keeps_whole: bool,
+    ) -> None:
+        self.members, self._place, self._keeps_whole = members, place, keeps_whole
+        first = members[0][1]
+        self.is_trained, self._cuts = first.requires_grad, list(cuts)
+        self.shapes = [parameter.shape for _, parameter in members]
+        ends = list(accumulate(shape.numel() for shape in self.shapes))
+        self.bounds = list(pairwise([0, *ends]))
+        low, high = self._cuts[place.rank], self._cuts[place.rank + 1]
+        self._whole = torch.empty(ends[-1], dtype=first.dtype, device=place.device)
+        for (start, end), (_, parameter) in zip(self.bounds, members, strict=True):
+            self._whole[start:end].view(parameter.shape).copy_(parameter.detach())
+            parameter.data = self._whole[:0]
+        for part in self._parts(self._whole):
+            if place.distributed:
+                peers.broadcast(part, src=0)
+        own = self._whole[low:high]
+        self._own = own if keeps_whole else own.clone()
+        self._sums: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self._gathering: list[peers.Transfer | None] | None = None
+        self._reducing: list[tuple[Tensor, list[peers.Transfer | None]]] = []
+        self.is_whole = False
+        self.free()
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        return [flat[low:high] for low, high in pairwise(self._cuts)]
+
+    def slice_of(self, number: int, rank: int | None = None) -> slice:
+        """A worker's slice of a member, in numbers of that member; by default this worker's."""
+        rank = self._place.rank if rank is None else rank
+        low, high = self._cuts[rank], self._cuts[rank + 1]
+        start, end = self.bounds[number]
+        begin = min(max(low, start), end) - start
+        return slice(begin, max(begin, min(high, end) - start))
+
+    def own_of(self, flat: Tensor, number: int) -> Tensor:
+        """The slice of a member in this worker's part of the vector."""
+        low, start = self._cuts[self._place.rank], self.bounds[number][0]
+        found = self.slice_of(number)
+        if found.start == found.stop:
+            return flat[:0]
+        return flat[start + found.start - low : start + found.stop - low]
+
+    def gather(self) -> None:
+        """Begin to bring all parts together; ``wait`` ends it."""
+        if self.is_whole or self._gathering is not None:
+            return
+        if not self._keeps_whole:
+            storage = self._whole.untyped_storage()
+            storage.resize_(self._whole.numel() * self._whole.element_size())
+            self._parts(self._whole)[self._place.rank].copy_(self._own)
+        self._gathering = [
+            peers.broadcast(part, src=rank, async_op=True)
+            for rank, part in enumerate(self._parts(self._whole))
+            if self._place.distributed and part.numel()
+        ]
+
+    def wait(self) -> None:
+        """Make the parameters whole, and wait until they are."""
+        self.gather()
+        for work in self._gathering or ():
+            if work is not None:
+                work.wait()
+        if self._gathering is not None:
+            self._gathering, self.is_whole = None, True
+            for number, (_, parameter) in enumerate(self.members):
+                parameter.data = self.view_of(number)
+
+    def view_of(self, number: int) -> Tensor:
+        """A member as a view of the whole vector."""
+        start, end = self.bounds[number]
+        return self._whole[start:end].view(self.shapes[number])
+
+    def free(self) -> None:
+        """Make the parameters this worker's slices; what is gathered is given back."""
+        if self._gathering is not None:
+            self.wait()
+        for number, (_, parameter) in enumerate(self.members):
+            parameter.data = self.own_of(self._own, number)
+        if not self._keeps_whole:
+            self._whole.untyped_storage().resize_(0)
+        self.is_whole = False
+
+    # Gradients
+
+    def begin_sums(self) -> bool:
+        """Begin a step; whether gradients of an earlier one are there, which stay in the sum."""
+        self._sums = None
+        if not any(parameter.grad is not None for _, parameter in self.members):
+            return False
+        self._sums = torch.zeros_like(self._own)
+        for number, (_, parameter) in enumerate(self.members):
+            if parameter.grad is not None:
+                self.own_of(self._sums, number).copy_(parameter.grad)
+            parameter.grad = None
+        return True
+
+    def await_gradients(self) -> None:
+        """Give each parameter room for its whole gradient; parameters are whole."""
+        if not self.is_trained or self._gradient is not None:
+            return
+        self._gradient = torch.zeros_like(self._whole)
+        for number, (_, parameter) in enumerate(self.members):
+            start, end = self.bounds[number]
+            parameter.grad = self._gradient[start:end].view(self.shapes[number])
+
+    def reduce(self) -> None:
+        """Begin to sum the gradients that have come, to the workers that own them."""
+        if self._gradient is None:
+            return
+        for _, parameter in self.members:
+            parameter.grad = None
+        works = [
+            peers.reduce(part, dst=rank, async_op=True)
+            for rank, part in enumerate(self._parts(self._gradient))
+            if self._place.distributed and part.numel()
+        ]
+        self._reducing.append((self._gradient, works))
+        self._gradient = None
+
+    def add_reduced(self) -> None:
+        """Wait for the sums that were begun, and add this worker's part."""
+        for gradient, works in self._reducing:
+            for work in works:
+                if work is not None:
+                    work.wait()
+            part = self._parts(gradient)[self._place.rank]
+            if self._sums is None:
+                self._sums = part.clone()  # of the whole gradient nothing stays
+            else:
+                self._sums += part
+        self._reducing.clear()
+
+    def give_gradients(self) -> None:
+        """Let each parameter's gradient be this worker's slice of the sum."""
+        if not self.is_trained:
+            return
+        if self._sums is None:
+            self._sums = torch.zeros_like(self._own)
+        for number, (_, parameter) in enumerate(self.members):
+            parameter.grad = self.own_of(self._sums, number)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the sums."""
+        if self._sums is not None:
+            self._sums.mul_(factor.to(self._sums))

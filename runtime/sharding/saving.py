@@ -1,0 +1,149 @@
+"""Checkpoints of shared states: whole, as a split's, so that each loads under any sharding."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...schema.errors import TargetError
+from .. import peers
+from ..buffers import VirtualNodeBuffers
+from ..checkpoint import Checkpoint, copy_to_host
+from ..manifest import shapes_of
+from ..optimizers import state_of
+from ..restoring import load_optimizers
+from ..session import Session
+from ..totals import StepTotals
+from .states import SharedStates
+
+
+class SharedState:
+    """The state of a job whose workers share it; the first worker gathers and writes it.
+
+    Args:
+        session: The state that the parts of the job share.
+        buffers: The virtual nodes' buffers.
+        totals: The sums of a step.
+        states: This worker's share.
+        whole: Reads and writes checkpoints of whole states.
+    """
+
+    is_in_parts = False
+
+    def __init__(
+        self,
+        session: Session,
+        buffers: VirtualNodeBuffers,
+        totals: StepTotals,
+        states: SharedStates,
+        whole: Any,
+    ) -> None:
+        self._session, self._buffers, self._totals = session, buffers, totals
+        self._states = states
+        self.reader: Callable[[], Callable[[Path], Checkpoint]] = whole.reader
+        self.write = whole.write
+
+    def describe(self) -> dict[str, Any]:
+        """See ``StateParts``."""
+        return {
+            "virtual_nodes": list(self._session.batch_sizes),
+            "seed": self._session.seed,
+            "parameters": shapes_of(self._states.shapes),
+        }
+
+    def capture(
+        self, registered: Sequence[Any], share: Callable[[Callable[[], Any]], Any]
+    ) -> dict[str, Any] | None:
+        """See ``StateParts``."""
+        session = self._session
+        buffers = share(lambda: self._buffers.capture(session.holders, session.place.distributed))
+        parameters = share(self._parameters)
+        optimizer = share(self._optimizers)
+        self._totals.look()
+        if not session.is_main:
+            return None
+        return {
+            "parameters": {name: parameters[name] for name in session.parameters},
+            "optimizer": optimizer,
+            "buffers": buffers,
+            "registered": [thing.state_dict() for thing in registered],
+            "last_weight": self._totals.last_weight,
+        }
+
+    def _parameters(self) -> dict[str, Tensor]:
+        is_main = self._session.is_main
+        found = {}
+        for name, whole in self._states.in_turn():
+            if is_main:
+                found[name] = copy_to_host(whole)
+        return found
+
+    def _optimizers(self) -> Any:
+        """The optimizers' state with whole tensors, on the first worker."""
+        states, places = state_of(self._session.optimizers), self._states.places()
+        several = states if isinstance(states, list) else [states] if states else []
+        for optimizer, state in zip(self._session.optimizers, several, strict=True):
+            state["state"] = {
+                number: {key: self._whole(places, parameter, value) for key, value in own.items()}
+                for number, own, parameter in _entries(optimizer, state)
+            }
+        return states
+
+    def _whole(self, places: dict[int, Any], parameter: nn.Parameter, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        flat, number = places[id(parameter)]
+        shape, here = flat.shapes[number], flat.slice_of(number)
+        whole = torch.zeros(shape.numel(), dtype=value.dtype, device=value.device)
+        whole[here] = value
+        if self._session.place.distributed:
+            for rank in range(self._session.place.world_size):
+                part = whole[flat.slice_of(number, rank)]
+                if part.numel():
+                    peers.broadcast(part, src=rank)
+        return copy_to_host(whole.view(shape)) if self._session.is_main else None
+
+    def restore(self, path: Path, state: dict[str, Any]) -> None:
+        """See ``StateParts``."""
+        session, places = self._session, self._states.places()
+
+        def own(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+            flat, number = places[id(parameter)]
+            if whole.shape != flat.shapes[number]:
+                raise TargetError(f"{path}: a moment of another shape: {tuple(whole.shape)}")
+            return whole.reshape(-1)[flat.slice_of(number)]
+
+        with torch.no_grad():
+            for name, parameter in session.parameters.items():
+                parameter.copy_(own(parameter, state["parameters"][name]))
+
+        def loads(optimizer: torch.optim.Optimizer) -> Callable[[Any], object]:
+            def load(saved: dict[str, Any]) -> None:
+                sliced = {
+                    number: {
+                        key: own(parameter, value)
+                        if isinstance(value, Tensor) and value.dim()
+                        else value
+                        for key, value in entry.items()
+                    }
+                    for number, entry, parameter in _entries(optimizer, saved)
+                }
+                optimizer.load_state_dict({**saved, "state": sliced})
+
+            return load
+
+        load_optimizers(
+            path, session.optimizers, [loads(o) for o in session.optimizers], state["optimizer"]
+        )
+        self._buffers.restore(state["buffers"])
+        self._totals.last_weight = state["last_weight"]
+
+
+def _entries(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> list[tuple[int, dict[str, Any], nn.Parameter]]:
+    """Number, state and parameter of each parameter with a state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [(n, state["state"][n], p) for n, p in enumerate(parameters) if n in state["state"]]

@@ -1,0 +1,528 @@
+"""The states that the workers of a split share, gathered and reduced as passes need them.
+
+Weights are gathered and gradients reduced in units: each repeated layer is one, the rest is one
+that is whole for a pass. With ``all`` a layer's weights come before its forward and again before
+its backward pass, one layer ahead, and go behind it. With ``gradients`` each pass reduces them to
+the workers that keep their states, with ``optimizer`` only the last pass of a step does. Workers
+run the same layers in the same order, so their collectives meet. Between steps each parameter is
+this worker's slice, on which elementwise optimizers update as on the whole.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from ...schema.choices import Shard
+from ...schema.errors import TargetError
+from ...schema.options import option
+from ...schema.units import unit_of
+from .. import peers
+from ..digest import InPieces, digest_of_pieces
+from ..engine import Step
+from ..gradients.hooks import Hooks
+from ..initial_values import fill
+from ..optimizers import is_elementwise
+from ..session import Session
+from ..setup import check_same_shapes
+from ..virtual_nodes import share_out
+from .flats import Flat, cuts_of
+
+_NOT_HERE = (
+    "the model was called outside of job.backward and job.evaluation, where this worker has only "
+    "a share of its weights"
+)
+
+
+class Unit:
+    """Parameters that are gathered together: a repeated layer, or all that is in none."""
+
+    def __init__(self, flats: Sequence[Flat]) -> None:
+        self.flats = flats
+        self.goes_back = False
+
+    def gather(self) -> None:
+        """Begin to gather the weights."""
+        for flat in self.flats:
+            flat.gather()
+
+    def wait(self) -> None:
+        """Wait until the weights are whole."""
+        for flat in self.flats:
+            flat.wait()
+
+    def free(self) -> None:
+        """Keep this worker's slices only."""
+        for flat in self.flats:
+            flat.free()
+
+    def await_gradients(self) -> None:
+        """Make room for whole gradients."""
+        for flat in self.flats:
+            flat.await_gradients()
+
+    def reduce(self) -> None:
+        """Begin to reduce the gradients that have come."""
+        for flat in self.flats:
+            flat.reduce()
+
+    def add_reduced(self) -> None:
+        """Wait for the reductions that were begun."""
+        for flat in self.flats:
+            flat.add_reduced()
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity on a layer's inputs; its backward pass comes when the layer's has ended."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.ended = ended
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.ended()
+        return (None, *gradients)
+
+
+class SharedStates:
+    """One worker's share of the states of a split, and its part in gathers and reductions.
+
+    It takes the place of a ``GradientReducer`` and has its methods.
+
+    Args:
+        session: The state that the parts of the job share.
+        shard: What is shared.
+        shares: [workers] of the states, in any unit.
+    """
+
+    def __init__(self, session: Session, shard: Shard, shares: Sequence[int]) -> None:
+        self._session, self._shard = session, shard
+        self._names, self._parameters = list(session.parameters), list(session.parameters.values())
+        for optimizer in session.optimizers:
+            if not is_elementwise(optimizer):
+                raise TargetError(
+                    f"{type(optimizer).__name__} is none of torch's optimizers that update each "
+                    "number by itself, and workers hold slices of parameters",
+                    hint="use Adam, AdamW or SGD; or solve without " + option("shard"),
+                )
+        if session.place.distributed:
+            check_same_shapes(dict(session.parameters), session.place)
+        self.shapes = {name: p.detach().to("meta") for name, p in session.parameters.items()}
+        self._rest, self._units, self._modules = self._cut(shares)
+        self._trained = self._layout()
+        self._hooks = [
+            hook
+            for name, module in self._modules.items()
+            for hook in (
+                module.register_forward_pre_hook(
+                    partial(self._before_forward, name), with_kwargs=True
+                ),
+                module.register_forward_hook(partial(self._after_forward, name)),
+            )
+        ]
+        self._own_hooks = Hooks()
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                self._own_hooks.add(parameter, partial(self._came, index))
+        self._order: list[str] = []  # of units in the last forward pass
+        self._now: list[str] = []
+        self._used: set[int] = set()
+        self._reduced: Unit | None = None
+        self._is_open, self._carried = False, False
+        self._norm = clip_grad._get_total_norm
+        clip_grad._get_total_norm = self._total_norm
+
+    def _cut(self, shares: Sequence[int]) -> tuple[Unit, dict[str, Unit], dict[str, nn.Module]]:
+        """Find the units, and lay their parameters out."""
+        session = self._session
+        place, model = session.place, session.model
+        index_of = {id(parameter): n for n, parameter in enumerate(self._parameters)}
+        homes: dict[int, set[str]] = {}
+        modules: dict[str, nn.Module] = {}
+        for path, parameter in model.named_parameters(remove_duplicate=False):
+            name = unit_of(path.rpartition(".")[0])
+            homes.setdefault(index_of[id(parameter)], set()).add(name)
+            if name:
+                modules[name] = model.get_submodule(name)
+        members: dict[tuple[str, torch.dtype, bool], list[int]] = {}
+        for index, parameter in enumerate(self._parameters):
+            home = homes.get(index, {""})
+            name = next(iter(home)) if len(home) == 1 else ""  # tied weights belong to the rest
+            members.setdefault((name, parameter.dtype, parameter.requires_grad), []).append(index)
+        flats: dict[str, list[Flat]] = {"": []}
+        before = 0
+        for (name, _, _), indices in members.items():
+            own = [(index, self._parameters[index]) for index in indices]
+            for _, parameter in own:
+                fill(parameter, place.device, computes=place.rank == 0)
+            length = sum(parameter.numel() for _, parameter in own)
+            cuts = cuts_of(before, length, shares)
+            keeps = self._shard != "all"
+            flats.setdefault(name, []).append(Flat(own, cuts, place, keeps_whole=keeps))
+            before += length
+        rest = Unit(flats.pop(""))
+        units = {name: Unit(found) for name, found in flats.items()}
+        return rest, units, {name: modules[name] for name in units}
+
+    @property
+    def _all(self) -> list[Unit]:
+        return [self._rest, *self._units.values()]
+
+    @property
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self._all for flat in unit.flats]
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all workers meet in every pass."""
+        return self._shard != "optimizer"
+
+    # Layers
+
+    def _before_forward(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._is_open:
+            raise TargetError(_NOT_HERE, hint="call it inside of these, on all workers alike")
+        unit = self._units[name]
+        unit.wait()
+        if unit.goes_back:  # activations are computed again
+            return None
+        self._now.append(name)
+        if self._shard == "all":
+            self._ahead(len(self._now))
+        if not torch.is_grad_enabled():
+            return None
+        values = [*args, *kwargs.values()]
+        places = [n for n, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
+        if not places:
+            return None
+        inputs = (values[n] for n in places)
+        ended = partial(self._went_back, name)
+        passed = _AfterBackward.apply(ended, *inputs)  # type: ignore[no-untyped-call]
+        for n, tensor in zip(places, passed, strict=True):
+            values[n] = tensor
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        unit = self._units[name]
+        if unit.goes_back:
+            return
+        if self._shard == "all":
+            unit.free()
+        found = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+        if torch.is_grad_enabled() and found:
+            position = len(self._now) - 1
+            torch.autograd.graph.register_multi_grad_hook(
+                found, lambda _: self._goes_back(name, position), mode="any"
+            )
+
+    def _goes_back(self, name: str, position: int) -> None:
+        unit = self._units[name]
+        unit.wait()
+        unit.goes_back = True
+        unit.await_gradients()
+        if self._shard == "all" and position > 0:
+            self._units[self._now[position - 1]].gather()
+
+    def _went_back(self, name: str) -> None:
+        unit = self._units[name]
+        unit.goes_back = False
+        if self.in_rounds:
+            self._reduce(unit)
+        if self._shard == "all":
+            unit.free()
+
+    def _ahead(self, position: int) -> None:
+        if position < len(self._order) and self._order[: len(self._now)] == self._now:
+            self._units[self._order[position]].gather()
+
+    def _reduce(self, unit: Unit) -> None:
+        """Reduce a unit's gradients while the next unit goes back."""
+        if self._reduced is not None:
+            self._reduced.add_reduced()
+        unit.reduce()
+        self._reduced = unit
+
+    def _came(self, index: int, _: Tensor) -> None:
+        self._used.add(index)
+
+    # A step, as ``GradientReducer`` has it
+
+    def begin(self, write_sums: object = None, *, num_passes: int | None = None) -> None:
+        """Start a step; gradients that are still set stay in the sum."""
+        if self._layout() != self._trained:
+            raise TargetError(
+                "parameters were frozen or unfrozen after hf.prepare, and their states are shared",
+                hint="freeze them before",
+            )
+        self._used.clear()
+        for unit in self._all:
+            unit.free()
+        self._carried = any([flat.begin_sums() for flat in self._flats])
+        if self._shard != "all":
+            for unit in self._all:
+                unit.gather()
+            for unit in self._all:
+                unit.wait()
+        if not self.in_rounds:
+            for unit in self._all:
+                unit.await_gradients()
+
+    def _layout(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def check_step(self, step: Step, batch_sizes: Sequence[int]) -> None:
+        """Refuse a step in which the workers would not meet in every pass.
+
+        Raises:
+            TargetError: A short batch leaves a virtual node without samples; or there is a scaler.
+        """
+        number = step.batch.num_samples
+        if step.scaler is not None and step.scaler.is_enabled():
+            self.multiply(torch.zeros(()))
+        if self.in_rounds and not all(share_out(number, batch_sizes or (number,))):
+            raise TargetError(
+                f"a batch of {number} samples leaves a virtual node without any, and workers that "
+                f"share {self._shard} meet in every pass",
+                hint="give the DataLoader drop_last=True",
+            )
+
+    def check_passes(self) -> None:
+        """Refuse a pass that does not go back.
+
+        Raises:
+            TargetError: The workers would not meet in it.
+        """
+        if self.in_rounds:
+            raise TargetError(
+                f"a loss has weight 0, and workers that share {self._shard} meet in every pass",
+                hint="give each virtual node a weight",
+            )
+
+    def enter(self, node: int) -> None:
+        """Begin a virtual node's pass."""
+        self._is_open, self._now = True, []
+        self._rest.wait()
+        self._rest.await_gradients()
+
+    def leave(self) -> None:
+        """End the pass: what no hook has reduced or freed is now."""
+        for name in reversed(self._now):
+            if self.in_rounds:
+                self._reduce(self._units[name])
+            self._units[name].goes_back = False
+        if self.in_rounds:
+            self._reduce(self._rest)
+        if self._shard == "all":
+            for unit in self._all:
+                unit.free()
+        self._order, self._is_open = self._now, False
+
+    def arm(self, *, defer_last: bool = False) -> None:
+        """Do nothing: gradients are reduced as layers have gone back."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def launch_rest(self) -> None:
+        """Begin the reductions that no pass has begun."""
+        for unit in self._all:
+            unit.reduce()
+
+    def wait(self) -> None:
+        """Wait for all sums: afterwards each gradient is this worker's slice."""
+        for unit in self._all:
+            unit.add_reduced()
+            unit.free()
+        self._reduced = None
+        for flat in self._flats:
+            flat.give_gradients()
+
+    @property
+    def sums(self) -> Tensor | None:
+        """None: the sums of a step travel alone."""
+        return None
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters, trainable or not."""
+        return len(self._parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradients of all workers together."""
+        return sum(
+            self.shapes[name].numel() * p.element_size()
+            for name, p in zip(self._names, self._parameters, strict=True)
+            if p.requires_grad
+        )
+
+    @property
+    def carried(self) -> bool:
+        """Whether gradients of an earlier step were still there when this step began."""
+        return self._carried
+
+    @property
+    def has_some(self) -> bool:
+        """Whether a gradient has come in this step."""
+        return bool(self._used)
+
+    def unused(self) -> list[int]:
+        """Indices of the trainable parameters without a gradient on this worker in this step."""
+        if self._carried:
+            return []
+        return [
+            n for n, p in enumerate(self._parameters) if p.requires_grad and n not in self._used
+        ]
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Set gradients to None: what plain PyTorch shows for parameters that no pass used."""
+        for index in indices:
+            self._parameters[index].grad = None
+
+    def multiply(self, factor: Tensor) -> None:
+        """Refuse a factor of this worker alone.
+
+        Raises:
+            TargetError: Always.
+        """
+        raise TargetError(
+            "a GradScaler does not go with shared states: each worker would see overflows in its "
+            "own share only",
+            hint="use bfloat16, which needs none",
+        )
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by a factor of shape []."""
+        for flat in self._flats:
+            flat.scale(factor)
+
+    def is_finite(self) -> bool:
+        """Whether all numbers of this worker's shares are finite. Waits for the device."""
+        return all(bool(p.detach().isfinite().all()) for p in self._parameters)
+
+    def undo(self) -> None:
+        """Refuse to repeat a step: a lost worker ends a launch that shares states."""
+        raise AssertionError("no worker joins or leaves where states are shared")
+
+    def close(self) -> None:
+        """Remove the hooks; the parameters stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._own_hooks.remove()
+        if clip_grad._get_total_norm == self._total_norm:
+            clip_grad._get_total_norm = self._norm
+
+    # Outside of steps
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Let the model be called in the body, on all workers alike."""
+        if self._shard == "all":
+            self._rest.wait()
+        else:
+            self.make_whole()
+        self._is_open, self._now, self._order = True, [], []
+        try:
+            yield
+        finally:
+            self._is_open = False
+            for unit in self._all:
+                unit.free()
+
+    def make_whole(self) -> None:
+        """Bring the whole model to every worker, until the next step begins."""
+        for unit in self._all:
+            unit.wait()
+        self._is_open = True
+
+    def digest(self, tensors: Mapping[str, Tensor]) -> str:
+        """The digest of trained tensors, whose parameters are gathered one unit at a time."""
+        places = self.places()
+        return digest_of_pieces(
+            InPieces(name, tensor.dtype, *self._pieces(places, name, tensor))
+            for name, tensor in sorted(tensors.items())
+        )
+
+    def _pieces(
+        self, places: dict[int, tuple[Flat, int]], name: str, tensor: Tensor
+    ) -> tuple[tuple[int, ...], Iterable[Tensor]]:
+        if id(tensor) not in places:
+            return tuple(tensor.shape), [tensor]
+        flat, number = places[id(tensor)]
+
+        def gathered() -> Iterator[Tensor]:
+            was_whole = flat.is_whole
+            flat.wait()
+            yield flat.view_of(number).clone()  # numpy would keep the storage from being freed
+            if not was_whole:
+                flat.free()
+
+        return tuple(flat.shapes[number]), gathered()
+
+    def in_turn(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's whole value, a unit at a time. Call it on all workers."""
+        for unit in self._all:
+            was = [flat.is_whole for flat in unit.flats]
+            unit.wait()
+            for flat in unit.flats:
+                for number, (index, _) in enumerate(flat.members):
+                    yield self._names[index], flat.view_of(number)
+            if not all(was):
+                unit.free()
+
+    def places(self) -> dict[int, tuple[Flat, int]]:
+        """Parameter, by its id, -> its vector and its number in that."""
+        return {
+            id(parameter): (flat, number)
+            for flat in self._flats
+            for number, (_, parameter) in enumerate(flat.members)
+        }
+
+    def _total_norm(
+        self,
+        tensors: Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """``clip_grad_norm_``'s norm, over all workers' slices where gradients are such."""
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        own = {id(p.grad) for p in self._parameters if p.grad is not None}
+        if not {id(tensor) for tensor in given} <= own or not self._session.place.distributed:
+            return self._norm(given, norm_type, error_if_nonfinite, foreach)
+        held = [tensor for tensor in given if tensor.numel()]
+        power, dtype = float(norm_type), given[0].dtype if given else torch.float32
+        # A worker without a share has no gradient to tell the dtype by.
+        norm = self._norm(held, norm_type, False, foreach).to(self._session.device, torch.float64)
+        if math.isinf(power):
+            peers.all_reduce(norm, op=torch.distributed.ReduceOp.MAX)
+        else:
+            norm = norm**power
+            peers.all_reduce(norm)
+            norm = norm ** (1 / power)
+        norm = norm.to(dtype)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(f"the total norm of order {power} for gradients is not finite")
+        return norm
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)

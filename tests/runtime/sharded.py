@@ -1,0 +1,179 @@
+"""Workers that share states, against the same virtual nodes in one process. A script, not a test.
+
+Usage: sharded.py STORE_FILE RANK KIND... Each worker trains each kind of model under each sharding.
+It holds gradients, norms, updates and what is whole at a time against a model of its own.
+"""
+
+import sys
+from copy import deepcopy
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hetflow.protocol.environment import Start
+from hetflow.runtime.group import Place
+from hetflow.runtime.peers import SharedStore
+from hetflow.runtime.sharding.flats import Flat
+from hetflow.runtime.sharding.states import SharedStates
+from hetflow.schema.choices import Shard
+from hetflow.schema.units import unit_of
+from hetflow.tests.runtime import model_kinds
+
+SHARES = ([1, 1, 1], [3, 0, 7])
+ROUNDS, STEPS, NEAR, LIMIT = 2, 2, 1e-10, 0.5
+SAMPLES = (3, 1, 2)
+"""Of a pass of each worker."""
+
+
+class _Adapter(nn.Module):
+    """A frozen layer and what is trained beside it, as LoRA has it."""
+
+    def __init__(self, base: nn.Module, width: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(width, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, 4 * width, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x) + self.up(self.down(x))
+        return found
+
+
+def lora() -> Any:
+    """GPT-2 whose base is frozen, with adapters in its blocks."""
+    model, data, loss = model_kinds.hf_gpt2()
+    model.requires_grad_(False)
+    for block in model.transformer.h:
+        block.mlp.c_fc = _Adapter(block.mlp.c_fc, model_kinds.WIDTH)
+    return model, data, loss
+
+
+KINDS = {
+    "gpt": model_kinds.hf_gpt2,
+    "llama": model_kinds.hf_llama,
+    "vit": model_kinds.hf_vit,
+    "resnet": model_kinds.resnet,
+    "lora": lora,
+}
+
+
+class Watch:
+    """The most bytes of weights that are whole at a time."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def look(self, states: SharedStates) -> None:
+        """Note how much is whole now."""
+        held = sum(
+            flat._whole.untyped_storage().nbytes() for unit in states._all for flat in unit.flats
+        )
+        self.most = max(self.most, held)
+
+
+def most_whole_bytes(model: nn.Module) -> int:
+    """What docs/sharding.md allows: the rest, and the two largest units."""
+    homes: dict[int, set[str]] = {}
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        homes.setdefault(id(parameter), set()).add(unit_of(name.rpartition(".")[0]))
+    for parameter in model.parameters():
+        home = homes[id(parameter)]
+        name = next(iter(home)) if len(home) == 1 else ""
+        sizes[name] = sizes.get(name, 0) + parameter.nbytes
+    rest = sizes.pop("", 0)
+    return rest + sum(sorted(sizes.values())[-2:])
+
+
+def train(kind: str, shard: Shard, shares: list[int]) -> None:
+    """Train shared and whole; they must agree."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    model, data, loss = KINDS[kind]()
+    torch.manual_seed(4 + rank)  # only the first worker's values count
+    whole = deepcopy(model)
+    if rank:
+        for parameter in model.parameters():
+            parameter.data.normal_()
+    store = SharedStore(dist.distributed_c10d._get_default_store()).under(f"{kind}{shard}{shares}")
+    place = Place(Start(), None, torch.device("cpu"), rank=rank, world_size=world, store=store)
+
+    def optimizer_of(of: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in of.parameters() if p.requires_grad], lr=0.01)
+
+    optimizer, own = optimizer_of(model), optimizer_of(whole)
+    session: Any = SimpleNamespace(
+        parameters=dict(model.named_parameters()), optimizers=(optimizer,), place=place,
+        model=model, device=place.device,
+    )  # fmt: skip
+    states, watch = SharedStates(session, shard, shares), Watch()
+    wait = Flat.wait
+
+    def waiting(flat: Flat) -> None:
+        wait(flat)
+        watch.look(states)
+
+    Flat.wait = waiting  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        nodes = [[data(SAMPLES[r], generator) for _ in range(ROUNDS)] for r in range(world)]
+        optimizer.zero_grad()
+        own.zero_grad()
+        for inputs in [each for of in nodes for each in of]:
+            (loss(whole, inputs) / 6).backward()
+        states.begin(num_passes=ROUNDS)
+        for inputs in nodes[rank]:
+            states.enter(0)
+            (loss(model, inputs) / 6).backward()
+            states.leave()
+        states.launch_rest()
+        states.wait()
+        norms = [nn.utils.clip_grad_norm_(of.parameters(), LIMIT) for of in (model, whole)]
+        assert abs(float(norms[0] - norms[1])) < NEAR, norms
+        places = states.places()
+        for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
+            assert (parameter.grad is None) == (other.grad is None)
+            if parameter.grad is not None and other.grad is not None:
+                flat, number = places[id(parameter)]
+                expected = other.grad.reshape(-1)[flat.slice_of(number)]
+                assert torch.allclose(parameter.grad, expected, rtol=0, atol=NEAR)
+        optimizer.step()
+        own.step()
+    if shard == "all":
+        assert watch.most <= most_whole_bytes(whole), (watch.most, most_whole_bytes(whole))
+    Flat.wait = wait  # type: ignore[method-assign]
+    with torch.no_grad(), states.open():
+        inputs = data(2, generator)
+        model.eval()
+        whole.eval()
+        for norm in [*model.modules(), *whole.modules()]:
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.reset_running_stats()  # a virtual node's own
+        assert abs(float(loss(model, inputs) - loss(whole, inputs))) < NEAR
+    states.make_whole()
+    for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (parameter - other).abs().max() < NEAR
+    states.close()
+
+
+def main() -> None:
+    """Run all kinds under all shardings."""
+    store = dist.FileStore(sys.argv[1], len(SAMPLES))
+    rank, size = int(sys.argv[2]), len(SAMPLES)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    for kind, shard, shares in product(sys.argv[3:], get_args(Shard), SHARES):
+        try:
+            train(kind, shard, shares)
+            sys.stderr.write(f"{kind}, {shard}, {shares}: as one process\n")
+        except BaseException:
+            sys.stderr.write(f"{kind}, {shard}, {shares}\n")
+            raise
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Train a small model with tied weights by hf.prepare, and save it. A script for launches.
+
+Usage: sharded_run.py EPOCHS FILE.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import hetflow as hf
+
+WIDTH, WORDS, SAMPLES = 8, 11, 32
+
+
+class Block(nn.Module):
+    """A layer that repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return found
+
+
+class Model(nn.Module):
+    """An embedding, blocks, and a head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy of the words."""
+    return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+def main() -> None:
+    """Train, evaluate, and save the whole model."""
+    torch.manual_seed(0)
+    model = Model().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    job = hf.prepare(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WORDS, (SAMPLES, 5), generator=generator)
+    data = TensorDataset(ids, ids.flip(1))
+    for _ in range(int(sys.argv[1])):
+        for batch in job.batches(DataLoader(data, batch_size=8)):
+            optimizer.zero_grad()
+            job.backward(lambda x, y: loss_of(model, x, y), batch)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    with job.evaluation() as whole:
+        evaluated = float(loss_of(whole, ids, ids.flip(1)))
+    job.finish()
+    if job.is_main:
+        torch.save({"loss": evaluated, "model": model.state_dict()}, sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""States that workers share: as one process, through checkpoints, and what is refused."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hetflow.launcher.mapping import same_nodes
+from hetflow.protocol.lower import lower
+from hetflow.runtime.sharding.flats import cuts_of
+from hetflow.runtime.sharding.states import SharedStates
+from hetflow.schema import files
+from hetflow.schema.choices import Shard
+from hetflow.schema.errors import ProblemError, TargetError
+from hetflow.schema.plan import Plan
+from hetflow.tests import programs
+from hetflow.tests.runtime.gloo_workers import TRANSFORMERS
+
+HERE = Path(__file__).parent
+SIZE = 3
+DEVICES = [(2, 3), (2, 1)]
+"""Virtual nodes and their samples on each of two workers."""
+
+
+def train(folder: Path, *kinds: str) -> None:
+    """Train kinds of models on three workers that share states, and in one process."""
+    shared = programs.preloaded("more modules", *TRANSFORMERS)
+    workers = [
+        programs.start(
+            [sys.executable, HERE / "sharded.py", folder / "store", str(rank), *kinds],
+            env={"OMP_NUM_THREADS": "1", programs.VARIABLE: shared},
+            stderr=-1,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        said = [worker.communicate(timeout=300)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0] * SIZE, "\n".join(said)
+
+
+@pytest.mark.processes
+def test_workers_that_share_train_as_one_process(tmp_path: Path) -> None:
+    train(tmp_path, "lora")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_all_kinds_of_models_train_as_one_process(tmp_path: Path) -> None:
+    train(tmp_path, "gpt", "llama", "vit", "resnet")
+
+
+def shared(plan: Plan, shard: Shard | None, shares: Sequence[int]) -> Plan:
+    """The plan with states shared so."""
+    if shard is None:
+        return plan
+    groups = tuple(
+        replace(group, state_share_bytes=share, memory_bytes=1)
+        for group, share in zip(plan.groups, shares, strict=True)
+    )
+    return replace(plan, stages=(replace(plan.stages[0], replicas=groups, shard=shard),))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_checkpoints_move_between_shardings(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    def launch(shard: Shard | None, shares: Sequence[int], epochs: int, *options: Any) -> Any:
+        name = f"{shard}-{epochs}"
+        files.write(tmp_path / f"{name}.json", shared(plan_of(DEVICES), shard, shares))
+        command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / name]
+        command += [*options, tmp_path / f"{name}.json", HERE / "sharded_run.py"]
+        done = programs.run([*command, str(epochs), tmp_path / f"{name}.pt"], timeout=240)
+        assert done.returncode == 0, done.stderr
+        return torch.load(tmp_path / f"{name}.pt")
+
+    whole = launch(None, (), 4)
+    kept = ("--checkpoint", tmp_path / "kept")
+    launch("all", (1000, 3000), 1, *kept)
+    launch("gradients", (3, 1), 2, *kept)
+    launch(None, (), 3, *kept)
+    moved = launch("optimizer", (1, 0), 4, *kept)
+    assert moved["loss"] == pytest.approx(whole["loss"], abs=1e-10)
+    for name, value in whole["model"].items():
+        assert torch.allclose(moved["model"][name], value, rtol=0, atol=1e-10), name
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=5),
+    shares=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
+)
+def test_cuts_are_in_proportion_over_all_vectors(lengths: list[int], shares: list[int]) -> None:
+    held, before = [0] * len(shares), 0
+    for length in lengths:
+        cuts = cuts_of(before, length, shares)
+        assert (cuts[0], cuts[-1]) == (0, length)
+        for rank, (low, high) in enumerate(pairwise(cuts)):
+            assert low <= high
+            held[rank] += high - low
+        before += length
+    for number, share in zip(held, shares, strict=True):
+        assert abs(number - before * share / sum(shares)) <= len(lengths) + 1
+
+
+def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
+    return SimpleNamespace(
+        parameters=dict(model.named_parameters()), optimizers=(optimizer,), place=place,
+        model=model, device=place.device,
+    )  # fmt: skip
+
+
+def test_refuses_what_slices_cannot_do() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(TargetError, match="Adafactor is none of"):
+        SharedStates(session_of(model, torch.optim.Adafactor(model.parameters())), "all", [1])
+    states = SharedStates(session_of(model, torch.optim.SGD(model.parameters())), "all", [1])
+    with pytest.raises(TargetError, match=r"outside of job\.backward"):
+        model(torch.ones(1, 2))
+    step: Any = SimpleNamespace(scaler=None, batch=SimpleNamespace(num_samples=3))
+    states.check_step(step, [1, 1, 1])
+    with pytest.raises(TargetError, match="leaves a virtual node without any"):
+        states.check_step(step, [4, 1, 1, 4])
+    step.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(TargetError, match="GradScaler"):
+        states.check_step(step, [1, 1, 1])
+    model[0].requires_grad_(False)
+    with pytest.raises(TargetError, match="frozen or unfrozen"):
+        states.begin()
+    states.close()
+
+
+def test_a_launch_refuses_what_shares_cannot_follow(plan_of: Callable[..., Plan]) -> None:
+    plan = shared(plan_of(DEVICES), "all", (1, 3))
+    with pytest.raises(ProblemError, match="determinism elastic"):
+        lower(plan, determinism="elastic")
+    config = lower(plan)
+    assert [slot.state_share_bytes for slot in config.workers] == [1, 3]
+    with pytest.raises(ProblemError, match="keep their devices"):
+        same_nodes(config, lower(plan_of(DEVICES)))
