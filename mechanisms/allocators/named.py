@@ -13,8 +13,7 @@ from ...solvers.allocation.instance import CONSOLIDATED, isolated_rate
 from ...solvers.allocation.policy import POLICIES
 from ..arrays import Floats, Ints
 from ..cluster.active import Active
-from .allox import AlloX
-from .baselines import FifoAnyType, GreedyFifo
+from .baselines import AlloX, FifoAnyType, GreedyFifo
 from .centre_las import CentreLas
 from .flat_las import FlatLas
 from .gandiva import Gandiva

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.mechanisms.arrays import NOWHERE
-from hetflow.mechanisms.rounds.priorities import (
+from hetflow.mechanisms.rounds.decide import (
     NEVER_RAN,
     choose,
     choose_by_type,

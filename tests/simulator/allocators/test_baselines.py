@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
-from hetflow.mechanisms.allocators.allox import AlloX
+from hetflow.mechanisms.allocators.baselines import AlloX
 from hetflow.mechanisms.allocators.gandiva import Gandiva
 from hetflow.mechanisms.cluster.active import Active
 from hetflow.schema.errors import HetflowError
