@@ -10,10 +10,10 @@ from math import ceil, isclose
 
 from ..schema.cluster import Cluster
 from ..schema.optimizer import OptimizerState
-from ..schema.parallel import ParallelProblem
+from ..schema.parallel import ParallelPool, ParallelProblem
 from ..schema.pipeline import DevicePool, PipelineProblem
 from ..schema.plan import Plan, ReplicaGroup
-from ..schema.problem import ShardedProblem
+from ..schema.problem import ShardedDevices, ShardedProblem
 from ..schema.profile import BatchPoint, LayerGraph, Profile
 from ..schema.schedule_traits import traits
 
@@ -102,8 +102,7 @@ def sharded_faults(
         profile = by_type[kind.device_type.lower()]
         where = f"the problem's {kind.device_type}"
         layers = layers or profile.layers
-        if kind.memory_bytes != _device_bytes(cluster, profile):
-            faults.append(f"{where}: memory_bytes is {kind.memory_bytes}, which it has not")
+        faults += _memory_faults(kind, cluster, profile)
         beside = memory_reserve_bytes + _context_bytes(profile)
         curve = profile.batch_curve
         if profile.busy is not None and _has_company(cluster, profile.device_type):
@@ -233,6 +232,16 @@ def _most_beside(
     return found
 
 
+def _memory_faults(
+    pool: ShardedDevices | DevicePool | ParallelPool, cluster: Cluster, profile: Profile
+) -> list[str]:
+    has = _device_bytes(cluster, profile)
+    if pool.memory_bytes == has:
+        return []
+    where = f"the problem's {pool.device_type}"
+    return [f"{where}: memory_bytes is {pool.memory_bytes}, it has {has}"]
+
+
 def _device_bytes(cluster: Cluster, profile: Profile) -> int:
     stated = cluster.device_types[profile.device_type].memory_bytes
     return profile.device_memory_bytes if stated is None else stated
@@ -290,17 +299,13 @@ def parallel_faults(
         One sentence per fault.
     """
     by_type = {profile.device_type: profile for profile in reversed(profiles)}  # the first counts
-    faults, most = [], 0
+    faults: list[str] = []
+    most = 0
     for pool in problem.pools:
         profile = by_type[pool.device_type]
         held = (profile.base_memory_bytes or 0) + _exchange_bytes(profile)
         most = max(most, held + _most_beside(profile, cluster, memory_reserve_bytes, 2))
-        has = _device_bytes(cluster, profile)
-        if pool.memory_bytes != has:
-            faults.append(
-                f"the problem's {pool.device_type}: memory_bytes is {pool.memory_bytes}, it has "
-                f"{has}"
-            )
+        faults += _memory_faults(pool, cluster, profile)
     if problem.reserved_bytes != most:
         faults.append(f"the problem's reserved_bytes is {problem.reserved_bytes}, not {most}")
     return faults
@@ -332,7 +337,7 @@ def pipeline_faults(
             if table.microbatch_size == problem.microbatch_size
         )  # fmt: skip
         where = f"the problem's {pool.device_type}"
-        shares = _shares_host(cluster, profile.device_type)
+        shares = _has_company(cluster, profile.device_type)
         found = _pool_faults(problem, pool, profile, graph, shares_host=shares)
         faults += [f"{where}: {fault}" for fault in found]
         between = 2 if traits(problem.schedule).placement == "line" else 4
@@ -342,17 +347,8 @@ def pipeline_faults(
             base = (base or 0) + beside
         if pool.base_memory_bytes != base:
             faults.append(f"{where}: base_memory_bytes is {pool.base_memory_bytes}, not {base}")
-        if pool.memory_bytes != _device_bytes(cluster, profile):
-            has = _device_bytes(cluster, profile)
-            faults.append(f"{where}: memory_bytes is {pool.memory_bytes}, it has {has}")
+        faults += _memory_faults(pool, cluster, profile)
     return faults
-
-
-def _shares_host(cluster: Cluster, device_type: str) -> bool:
-    return any(
-        device_type in group.devices and sum(group.devices.values()) > 1
-        for group in cluster.servers
-    )
 
 
 def _slowed(profile: Profile, batch_size: int) -> float:

@@ -37,22 +37,22 @@ def best_parallel(question: Question, clock: Clock) -> Plan:
 
     asked = question.asked
     trace = trace_for(question.profiles, question.pool)
-    others_follow = question.asked.top > 1
+    others_follow = asked.top > 1
     try:
         own = clock.part(1 + others_follow)
         pool, problem, plan = _in_the_best_part(question, trace, own)
     except InfeasibleError:
-        if question.asked.sequence_parallel is not None or not _spreadable(question):
+        if asked.sequence_parallel is not None or not _spreadable(question):
             raise
         # The tokens of norms and residuals may be what does not fit.
-        spread = replace(question.asked, sequence_parallel=True)
+        spread = replace(asked, sequence_parallel=True)
         return best_parallel(replace(question, asked=spread), clock)
     for line in _unused_degrees(problem):
         _log.warning(line)
     say_obstacle(trace, len(plan.stages))
-    others = alternatives(problem, plan, question.asked.top - 1, clock.part(2).effort)
+    others = alternatives(problem, plan, asked.top - 1, clock.part(2).effort)
     degrees = {size.tensor_parallel_size for size in problem.sizes}
-    if degrees == {1} and question.asked.strategy == "parallel":
+    if degrees == {1} and asked.strategy == "parallel":
         _log.info(
             f"the profiles hold no tensor_layers{_why_none(question)}: tensor-parallel degrees "
             "above 1 are not tried"
@@ -114,16 +114,16 @@ def _problem(question: Question, pool: Cluster, trace: LayerTrace | None) -> Par
     return parallel_problem(
         question.profiles,
         pool,
-        question.asked.batch_size,
+        asked.batch_size,
         microbatch_size=asked.microbatch_size,
         link_bytes_per_second=asked.link_bytes_per_second,
-        recompute=question.asked.recompute,
+        recompute=asked.recompute,
         optimizer=question.optimizer,
-        most_stages=1 if question.asked.sequence_parallel and cannot_spread(trace) else None,
+        most_stages=1 if asked.sequence_parallel and cannot_spread(trace) else None,
         num_model_chunks=_chunks(asked.num_model_chunks),
-        memory_reserve_bytes=question.asked.memory_reserve_bytes,
-        sequence_parallel=bool(question.asked.sequence_parallel),
-        shard_optimizer=question.asked.shard_optimizer,
+        memory_reserve_bytes=asked.memory_reserve_bytes,
+        sequence_parallel=bool(asked.sequence_parallel),
+        shard_optimizer=asked.shard_optimizer,
     )
 
 
