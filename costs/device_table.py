@@ -83,8 +83,8 @@ def _row(
 
 # fmt: off
 SPECS: tuple[DeviceSpec, ...] = (
-    _row("K80", "K80", 12, 4.37, None, None, 240, "PCIe 3 x16", 32,
-         "NVIDIA K80 board specification, one of its two dies, with boost", bfloat16=False),
+    _row("K80", "K80", 12, 2.8, None, None, 240, "PCIe 3 x16", 32,
+         "NVIDIA K80 board specification, one of its two dies, without boost", bfloat16=False),
     _row("P100", "P100-SXM2-16GB", 16, 10.6, None, 21.2, 732, "NVLink 1", 160,
          "NVIDIA P100 data sheet", bfloat16=False),
     _row("P100", "P100-PCIE-16GB", 16, 9.3, None, 18.7, 732, "PCIe 3 x16", 32,

@@ -24,7 +24,10 @@ class Efficiency:
         vector: Of 32-bit products on vector units.
         tf32: Of 32-bit products on matrix units.
         half: Of 16-bit products on matrix units.
-        convolution: What convolutions reach of what products reach on the same unit.
+        convolution_vector: Of convolutions on vector units. May be above 1: cuDNN's algorithms take
+            fewer operations than are counted.
+        convolution_tf32: Of convolutions of 32 bits on matrix units.
+        convolution_half: Of convolutions of 16 bits on matrix units.
         memory: Of the memory's bandwidth.
         link: Of a link's bandwidth, in an all-reduce of large messages.
         launch_seconds: Of each operator, whatever its size.
@@ -33,15 +36,22 @@ class Efficiency:
     vector: float
     tf32: float
     half: float
-    convolution: float
+    convolution_vector: float
+    convolution_tf32: float
+    convolution_half: float
     memory: float
     link: float
     launch_seconds: float
 
     def of(self, unit: Unit, operator: Operator) -> float:
         """That of an operator on a unit."""
-        products = {"vector": self.vector, "tf32": self.tf32, "half": self.half}[unit]
-        return products * (self.convolution if operator.is_convolution else 1.0)
+        if operator.is_convolution:
+            return {
+                "vector": self.convolution_vector,
+                "tf32": self.convolution_tf32,
+                "half": self.convolution_half,
+            }[unit]
+        return {"vector": self.vector, "tf32": self.tf32, "half": self.half}[unit]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

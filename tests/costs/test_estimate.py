@@ -35,7 +35,15 @@ DEVICE = DeviceSpec(
     source="made up",
 )
 SHARES = Efficiency(
-    vector=0.5, tf32=0.25, half=0.5, convolution=0.5, memory=0.5, link=0.5, launch_seconds=1e-3
+    vector=0.5,
+    tf32=0.25,
+    half=0.5,
+    convolution_vector=0.25,
+    convolution_tf32=0.125,
+    convolution_half=0.25,
+    memory=0.5,
+    link=0.5,
+    launch_seconds=1e-3,
 )
 ESTIMATOR = Estimator(spec=DEVICE, efficiency=SHARES)
 
