@@ -120,6 +120,8 @@ def rent_run_table(run: RentRun) -> str:
         f"{run.num_launches} launches ({run.predicted_launches} predicted), {run.num_moves} "
         f"moves, {run.num_preemptions} machines taken away; {run.num_steps_repeated} of "
         f"{run.num_steps} steps repeated, a checkpoint each {run.checkpoint_every}",
+        f"a launch took up to {run.longest_restart_seconds:.0f} s until its first step; "
+        f"{run.restart_seconds:g} s were asked for",
     ]
     if run.parameters_digest is not None:
         lines.append(f"parameters {run.parameters_digest}")

@@ -386,6 +386,8 @@ class Agent:
         fate = self.engine.fate(lease.folder)
         if lease.began is None and fate.state == "training":
             lease.began = self._now()
+            took = lease.began - lease.launched
+            self._note(longest_restart_seconds=max(took, self.record.longest_restart_seconds))
         saved = saved_steps(self.training.folder)
         if saved != self._seen[0]:
             self._seen = (saved, self._now())

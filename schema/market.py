@@ -331,7 +331,8 @@ class RentRun:
     from ``started_seconds`` on (since 1970 in UTC). Machines are paid to the second, in the
     prediction too. ``num_preemptions`` is how often a machine was taken away,
     ``num_steps_repeated`` what was done again after that, and ``checkpoint_every`` steps lay
-    between checkpoints. ``parameters_digest`` is that of the trained parameters.
+    between checkpoints. ``longest_restart_seconds`` is what a launch took until its first step.
+    ``parameters_digest`` is that of the trained parameters.
     """
 
     schema: Literal["hetflow.rent_run/1"] = "hetflow.rent_run/1"
@@ -350,6 +351,7 @@ class RentRun:
     num_moves: Index = 0
     num_preemptions: Index = 0
     num_steps_repeated: Index = 0
+    longest_restart_seconds: Annotated[float, Field(ge=0)] = 0.0
     predicted_seconds: PositiveSeconds
     predicted_dollars: Dollars
     predicted_launches: Index

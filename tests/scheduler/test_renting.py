@@ -203,6 +203,7 @@ def test_a_run_pays_what_the_replay_predicts(tmp_path: Path, policy: str, notice
         assert run.dollars == pytest.approx(run.predicted_dollars, rel=0.02)
         assert run.seconds == pytest.approx(run.predicted_seconds, rel=0.02)
         assert run.num_steps_repeated <= 10 * run.num_preemptions
+        assert run.longest_restart_seconds == pytest.approx(JOB.restart_seconds, abs=4)
         if notice:
             assert run.num_steps_repeated == 0
 
