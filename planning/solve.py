@@ -17,6 +17,7 @@ from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
 from ..schema.restrictions import Restrictions
+from ..solvers.methods import METHODS
 from .inputs import flat, types_of
 from .judging import confirm
 from .limits import Clock
@@ -406,9 +407,7 @@ def _solve_waste(problem: SplitProblem, top: int) -> Plan:
             f"{option('objective', 'waste')} needs maxP",
             hint=f"add {option('virtual_nodes', 'maxP')}",
         )
-    from ..solvers.split import waste as est_mapping
-
-    return est_mapping.solve(problem, top=top)
+    return METHODS.get("easyscale-waste")(problem, top=top)
 
 
 def _with_origin(plan: Plan, question: Question) -> Plan:

@@ -128,7 +128,7 @@ SCHEDULES: Registry[ScheduleTraits] = Registry(
         "hetflow.schedules.zero_bubble",
         "hetflow.schedules.zero_bubble_v",
         "hetflow.schedules.pipedream",
-        "hetflow.schedules.dualpipe",
+        "hetflow.papers.dualpipe.schedule",
     ),
 )
 

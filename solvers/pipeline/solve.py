@@ -1,10 +1,10 @@
 """Partition a graph of layers into replicated stages on unlike devices (thesis 2.4.1).
 
-The text solves level by level for one device type; so does ``solved="nested"`` (nested/), also with
-the released optimizer's costs. The default is flat. First a stage takes consecutive devices in the
-order of the topology and pays for the links that they span; this finds the configuration 15-1 on
-four servers of four, which nested levels cannot. Then a stage may take any devices in any order
-(anywhere.py). Memory limits and device types are part of the search.
+The text solves level by level for one device type; so does ``solved="nested"``, which stands in
+papers/pipedream/, also with the released optimizer's costs. The default is flat. First a stage
+takes consecutive devices in the order of the topology and pays for the links that they span; this
+finds the configuration 15-1 on four servers of four, which nested levels cannot. Then a stage may
+take any devices in any order (anywhere.py). Memory limits and device types are part of the search.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from ...schema.errors import InfeasibleError, TooLittleTimeError
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan
 from ..effort import DEFAULT, Effort, OutOfTimeError
+from ..methods import METHODS
 from ..tolerance import MOST_GIVEN_UP
-from .alone import least_of_one_or_more
+from .alone import least_of_one_or_more, least_with_fixed
 from .anywhere import blind, exact, has_one_order, relaxed
 from .assemble import ORDERED, assemble, fill_seconds
 from .at_once import Candidate, at_once
@@ -26,11 +27,9 @@ from .bottleneck.graph import search as search_graph
 from .bottleneck.line import TOLERANCE, objective
 from .bottleneck.line import search as search_line
 from .cuts import Cuts, cuts_of, own_order
-from .fixed_costs import least_with_fixed
 from .infeasible import explain
 from .makespan.branch_and_bound import EXACT, Incumbent
 from .makespan.solve import best_step, relaxed_step
-from .nested.solve import solve as solve_nested
 from .packing import NoSeatsError, seat
 from .placements import PlacedStage, Space, bandwidths_of, build
 from .search import Search, StoppedError
@@ -99,7 +98,7 @@ def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort
     if problem.traits.is_uniform:
         return solve_uniform(problem, effort=effort)
     if problem.solved == "nested":
-        return solve_nested(problem, method=method, effort=effort)
+        return METHODS.get("pipedream-nested")(problem, method=method, effort=effort)
     cuts = cuts_of(problem)
     options = (False, True) if problem.recompute is None else (problem.recompute,)
     links = bandwidths_of(problem)

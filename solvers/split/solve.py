@@ -19,11 +19,10 @@ from ...schema.errors import InfeasibleError
 from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import SplitProblem
 from ..tolerance import MOST_GIVEN_UP
-from .feasible import feasible_batches, feasible_sums
+from .feasible import feasible_batches, feasible_sums, members, multiples
 from .levels import Level, levels, single_devices
 from .pool import Pool
 from .simplest import WORK_LIMIT, TooMuchWorkError, simplest
-from .subset_sums import members, multiples
 from .ties import choose, groups_of
 from .times import least_seconds, refutation
 

@@ -15,9 +15,8 @@ from collections.abc import Mapping
 
 from ...costs.comm import exposed_seconds
 from ...schema.plan import ReplicaGroup, device_group
-from .feasible import FeasibleSums, TypeSums
+from .feasible import FeasibleSums, TypeSums, members, sumset
 from .pool import Pool
-from .subset_sums import members, sumset
 
 Work = Counter[int]  # samples per device -> number of devices
 

@@ -177,7 +177,7 @@ def test_a_single_device_must_not_claim_synchronisation() -> None:
 
 
 def est_plan() -> tuple[Plan, SplitProblem]:
-    from hetflow.solvers.split.waste import solve
+    from hetflow.papers.easyscale.waste import solve
 
     problem = replace(PROBLEM, virtual_nodes=5)
     return solve(problem, top=3), problem

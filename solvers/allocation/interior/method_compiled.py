@@ -12,7 +12,7 @@ import numpy as np
 
 from ...compiling import compiled
 from . import method
-from .arithmetic_compiled import block_sum, eliminate, summed
+from .face_compiled import block_sum, eliminate, summed
 from .method import _SHORT, _STEP, _TINY, _WORSE, SMALL, Point, Scaled
 
 _LIMITS = (_TINY, _STEP, _SHORT, _WORSE)  # given to compiled functions, see ``compiled``

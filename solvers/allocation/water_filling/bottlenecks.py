@@ -21,8 +21,7 @@ from ..space_sharing.column_generation import (
     PairTimes,
     spare_prices,
 )
-from .prices import least_cost, marginal_cost, rents
-from .vertex import at_prices, cheapest, determined, some_rows
+from .vertex import at_prices, cheapest, determined, least_cost, marginal_cost, rents, some_rows
 
 # Where all but this part can be had, prices at hand may be sharper than a program's.
 NEARLY = 1e-6

@@ -37,8 +37,7 @@ from .bottlenecks import (
     LimitsWithPairs,
     best_levels,
 )
-from .stages import Stage, level_proofs, unproved
-from .stepwise import RaisedLevels
+from .stepwise import RaisedLevels, Stage, level_proofs, unproved
 from .tree import Path, Tree
 
 # Levels too high by this part may be so by rounding.

@@ -15,7 +15,7 @@ from hetflow.solvers.allocation import allocate, simplex
 from hetflow.solvers.allocation.engine import solve_alone
 from hetflow.solvers.allocation.program import Program
 from hetflow.solvers.allocation.water_filling import filling
-from hetflow.solvers.allocation.water_filling.prices import least_cost
+from hetflow.solvers.allocation.water_filling.vertex import least_cost
 
 
 def tables(jobs: int, types: int) -> tuple[Jobs, Throughputs]:

@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.solvers.split.subset_sums import Folds, members, multiples, repeated, sumset
+from hetflow.solvers.split.feasible import Folds, members, multiples, repeated, sumset
 
 small_sets = st.sets(st.integers(0, 200), min_size=1)
 

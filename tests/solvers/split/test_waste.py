@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.checks.batch_split import check
+from hetflow.papers.easyscale.waste import solve
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.plan import ReplicaGroup
 from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint
-from hetflow.solvers.split.waste import solve
 from hetflow.tests.profiles import examples
 
 SIZE = 4

@@ -15,7 +15,7 @@ compiled = pytest.importorskip(
     "hetflow.solvers.allocation.interior.method_compiled", reason="numba is not installed"
 )
 
-arithmetic = pytest.importorskip("hetflow.solvers.allocation.interior.arithmetic_compiled")
+arithmetic = pytest.importorskip("hetflow.solvers.allocation.interior.face_compiled")
 
 pytestmark = pytest.mark.slow  # compiling takes 20 CPU s
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hetflow.schema.errors import ProblemError
-from hetflow.solvers.allocation.space_sharing.estimate import complete, estimate
+from hetflow.solvers.allocation.space_sharing.pair_estimates import complete, estimate
 
 
 def low_rank(seed, rows=20, columns=15, rank=2):

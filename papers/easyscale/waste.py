@@ -32,6 +32,7 @@ from ...schema.plan import (
     split_plan,
 )
 from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ...solvers.methods import METHODS
 
 METHOD = "EasyScale 3.4: ascending f_overload, exact k-best covers"
 Floats = npt.NDArray[np.float64]
@@ -308,3 +309,6 @@ def _plan(problem: SplitProblem, ranked: list[_Choice]) -> Plan:
             for groups, est in others
         ),
     )
+
+
+METHODS.add("easyscale-waste", solve, __name__)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....costs.pipeline import overheads
-from ....schema.pipeline import PipelineProblem
-from ..cuts import Cuts
+from ...costs.pipeline import overheads
+from ...schema.pipeline import PipelineProblem
+from ...solvers.pipeline.cuts import Cuts
 from .states import Block, Nested, Ranges, ranges_of
 
 _TOLERANCE = 1e-12

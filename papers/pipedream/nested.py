@@ -13,7 +13,7 @@ from math import ceil
 
 import numpy as np
 
-from ....costs.pipeline import (
+from ...costs.pipeline import (
     boundary_seconds,
     num_in_flight,
     overheads,
@@ -22,22 +22,16 @@ from ....costs.pipeline import (
     weight_versions,
     worker_bytes,
 )
-from ....schema.errors import BackendError, InfeasibleError
-from ....schema.options import option
-from ....schema.pipeline import PipelineProblem
-from ....schema.plan import NestedBlock, Plan, Stage
-from ...effort import DEFAULT, Effort
-from ..assemble import finish, stage_on
-from ..cuts import Floats, cuts_of, layers_of
+from ...schema.errors import BackendError, InfeasibleError
+from ...schema.options import option
+from ...schema.pipeline import PipelineProblem
+from ...schema.plan import NestedBlock, Plan, Stage
+from ...solvers.effort import DEFAULT, Effort
+from ...solvers.methods import METHODS
+from ...solvers.pipeline.assemble import finish, stage_on
+from ...solvers.pipeline.cuts import Floats, cuts_of, layers_of
 from . import line
-from .states import (
-    Block,
-    Nested,
-    Ranges,
-    States,
-    inclusion_states,
-    published_states,
-)
+from .states import Block, Nested, Ranges, States, inclusion_states, published_states
 
 _CLOSE = 1 + 1e-12
 
@@ -435,3 +429,6 @@ def _output(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index:
     crossing = float(ranges.crossing[block.last])
     message = overheads(problem).message_seconds
     return boundary_seconds(crossing, links[len(path) - 1 - depth], message)
+
+
+METHODS.add("pipedream-nested", solve, __name__)

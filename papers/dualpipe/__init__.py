@@ -1,0 +1,1 @@
+"""DualPipe and DualPipeV (DeepSeek-V3): schedules that no planner here proposes."""
