@@ -19,6 +19,22 @@ from hetflow.runtime import peers
 WIDTH, NUM_LAYERS, NUM_STEPS = 256, 24, 5
 
 
+def model_of() -> nn.Module:
+    """Equal layers."""
+    layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def workload() -> tuple[Any, ...]:
+    """The same to be profiled."""
+    return (
+        model_of(),
+        lambda size: torch.randn(size, WIDTH),
+        lambda model, x: model(x).square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )
+
+
 def main(backend: str, fault: str) -> None:
     CudaBackend.bucket_bytes = 1 << 20
     if fault == "one-stream":
@@ -34,8 +50,7 @@ def main(backend: str, fault: str) -> None:
 
         peers.all_reduce = all_reduce
     torch.manual_seed(0)
-    layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    model = nn.Sequential(*layers)
+    model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     job = hf.prepare(model, optimizer)
     called = model if backend == "eager" else torch.compile(model, backend=backend)

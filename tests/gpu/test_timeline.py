@@ -1,10 +1,14 @@
 """What the virtual clock of the software device says of hetflow's steps."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hetflow.costs.estimate import Estimator
+from hetflow.profilers import targets
+from hetflow.profilers.operator_counts import count_model
 from hetflow.schema import files
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.testing import Rates, Timeline
@@ -74,6 +78,25 @@ def trained(software: GpuHost, plan: Plan, backend: str = "eager", fault: str = 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_splits_sums_are_hidden_behind_its_backward_pass(software: GpuHost, backend: str) -> None:
     assert trained(software, split(), backend).hidden_share > 0.7
+
+
+def test_a_backward_pass_and_an_update_take_what_the_planner_is_told(software: GpuHost) -> None:
+    """Forward passes are left out: the loss is tested in the first steps, by more of them."""
+    timeline = trained(software, split())
+    target = targets.parse(f"{SCRIPT}:workload")
+    counts = count_model(target, sorted(SHARES.values()), (), "sgd")
+    passes = {found.batch_size: found for found in counts.passes}
+    for device, size in zip(timeline.devices, SHARES.values(), strict=True):
+        estimator = Estimator(spec=SMALL.spec(device.spec))
+        first, last = timeline.steady(device)
+        ran: Counter[str] = Counter()
+        for span in timeline.spans:
+            if span.device == device and first <= span.start_seconds < last:
+                ran[span.name] += span.end_seconds - span.start_seconds
+        planned = (*passes[size].backward, *counts.update)
+        for name in ("mm", "threshold_backward", "_foreach_add_"):
+            seconds = estimator.seconds([one for one in planned if one.name == name])
+            assert ran[name] / 3 == pytest.approx(seconds, rel=0.05), name
 
 
 def test_a_lost_overlap_is_seen(software: GpuHost) -> None:
