@@ -279,7 +279,8 @@ def _devices_of(
     is_free = not plan.layers or plan.traits.placement == "both-ways"
     for stage, ranks in zip(plan.stages, ranks_of_stages, strict=True):
         held = [(g.device_type, None if is_free else one) for g in stage.replicas for one in g.held]
-        found.update(zip(ranks, held, strict=True))
+        # A stage of both directions has one replica, and a rank in each.
+        found.update(zip(ranks, held * (len(ranks) // len(held)), strict=True))
     in_order = [found[rank] for rank in range(len(found))]
     if is_free or _states_devices(plan):
         return in_order
