@@ -251,7 +251,7 @@ import sys
 import torch
 from torch.utils.data import DataLoader
 from hetflow import runtime as hf
-from hetflow.runtime import late
+from hetflow.runtime import run_ahead
 from hetflow.runtime.promise import graph
 from hetflow.tests.runtime import test_promise, losses
 model = test_promise.model_of()
