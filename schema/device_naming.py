@@ -51,7 +51,8 @@ def device_type_name(name: str) -> str:
     ``NVIDIA H200`` is ``H200``: vendor, form factor and memory are left out, the rest is joined.
     ``NVIDIA RTX 6000 Ada Generation`` is ``RTX6000Ada``, as the Quadro RTX 6000 is another chip.
     """
-    name = name.partition("/")[0]  # ROCm's name of one chip is "MI250X / MI250", or without blanks
+    # ROCm's name of one chip is "MI250X / MI250", or without blanks; parts of a chip are "1/2".
+    name = re.split(r"\s*/\s*(?=[A-Za-z])", name)[0]
     words = [word for part in name.split() for word in re.split(r"-(?!Q\b)", part) if word]
     kept = [
         _SPELLED.get(word.lower(), word)
