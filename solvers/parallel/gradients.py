@@ -1,6 +1,9 @@
-"""The all-reduce of every stage that there might be, as tables over its first and last layer."""
+"""The all-reduce of every stage that there might be, and numbers of replicas worth trying."""
 
+from collections.abc import Iterator
+from functools import lru_cache
 from itertools import combinations
+from math import inf
 
 import numpy as np
 
@@ -110,3 +113,72 @@ def _ring_seconds(
     last = np.array([curve.seconds(float(size) / num_replicas) for size in sizes])
     seconds: np.ndarray = 2 * (num_replicas - 1) * (whole * full + last[places].reshape(rest.shape))
     return seconds
+
+
+def replica_counts(
+    problem: ParallelProblem, microbatch_size: int, most: int, *, is_timed: bool = True
+) -> Iterator[int]:
+    """Numbers of replicas worth trying: for each number of microbatches the fewest, and few more.
+
+    Others that run as many microbatches take more devices, and their all-reduce is no shorter:
+    any plan of theirs is still one without some replicas. Not so where they share the optimizer's
+    state, or where the all-reduce of more replicas may be shorter (``_may_reduce_faster``).
+
+    Args:
+        problem: Whose batch.
+        microbatch_size: b, samples.
+        most: Replicas.
+        is_timed: Whether seconds matter, and not memory alone.
+    """
+    units = -(-problem.global_batch_size // microbatch_size)
+    fewest: dict[int, int] = {}
+    for replicas in range(1, min(most, units) + 1):
+        fewer = fewest.setdefault(-(-units // replicas), replicas)
+        if (
+            fewer == replicas
+            or problem.shard_optimizer
+            or (is_timed and _may_reduce_faster(problem, fewer, replicas))
+        ):
+            yield replicas
+
+
+def _may_reduce_faster(problem: ParallelProblem, fewer: int, more: int) -> bool:
+    """Whether a stage of more replicas may take less for its all-reduce than one of fewer.
+
+    Either is inside a server and the other is not: 3 replicas do not fill a server of 4. Or a
+    link's bandwidth falls with the size of messages, which more replicas make smaller.
+    """
+    for pool in problem.pools:
+        for times in pool.times if pool.inside is not None else ():
+            degree, width = times.tensor_parallel_size, pool.devices_per_server
+            if is_inside(fewer * degree, width) != is_inside(more * degree, width):
+                return True
+    links = [*(pool.link(1) for pool in problem.pools), *(pool.inside for pool in problem.pools)]
+    links += [link.curve for link in problem.between]
+    curves = {link for link in links if link is not None and len(link.coefficients) > 1}
+    if not curves:
+        return False
+    sizes = _reduced_bytes(problem)
+    return any(
+        ((more - 1) * _message_seconds(curve, sizes / more)
+         < (fewer - 1) * _message_seconds(curve, sizes / fewer) * (1 - 1e-12)).any()
+        for curve in curves
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def _reduced_bytes(problem: ParallelProblem) -> np.ndarray:
+    """Bytes of each bucket that a stage may reduce: whole ones and rests, on one device."""
+    degrees = {t.tensor_parallel_size for pool in problem.pools for t in pool.times}
+    known = [degree for degree in degrees if problem.sizes_of(degree) is not None]
+    every = np.array([_gradients(problem, degree, slice(None)) for degree in known]).ravel()
+    if problem.bucket_bytes is not None:
+        every = np.append(every % problem.bucket_bytes, problem.bucket_bytes)
+    return np.unique(every[every > 0])
+
+
+def _message_seconds(curve: LinkCurve, sizes: np.ndarray) -> np.ndarray:
+    """``LinkCurve.seconds`` of each size above 0; infinite where the curve gives no bandwidth."""
+    bandwidth = np.polyval(curve.coefficients, np.log2(sizes / 1e6))
+    taken: np.ndarray = np.where(bandwidth > 0, curve.latency_seconds + sizes / bandwidth, inf)
+    return taken

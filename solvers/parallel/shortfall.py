@@ -8,7 +8,8 @@ import numpy as np
 from ...schema.parallel import ParallelPool, ParallelProblem
 from ..effort import DEFAULT
 from .bound import Relaxation
-from .space import Space, Spaces, fitting, replica_counts
+from .gradients import replica_counts
+from .space import Space, Spaces, fitting
 
 _MOST_BYTES = 1 << 60
 

@@ -21,11 +21,12 @@ from ...schema.plan import Plan, Prediction, Proof, ReplicaGroup, Stage
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from . import interleaved
 from .bound import Region
+from .gradients import replica_counts
 from .interleaved import Interleaved
 from .labels import Labels
 from .search import Found, Search, StageChoice
 from .shortfall import missing_bytes, smallest_pools
-from .space import MOST_TYPES, Spaces, microbatch_sizes, replica_counts
+from .space import MOST_TYPES, Spaces, microbatch_sizes
 
 NUM_TRIED_FIRST = 32
 """Searches whose simple plans are tried at the start, so that a good one is known early."""

@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 
-from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, Recompute, is_inside
+from ...schema.parallel import ParallelPool, ParallelProblem, Recompute
 
 MOST_TYPES = 2  # device types in one stage; part of the space that solve() states
 ROOM = 1.0 + 1e-12
@@ -163,80 +163,6 @@ def microbatch_sizes(problem: ParallelProblem) -> list[int]:
     """Those that any type was timed at and that the batch is large enough for."""
     sizes = {t.microbatch_size for pool in problem.pools for t in pool.times}
     return sorted(size for size in sizes if size <= problem.global_batch_size)
-
-
-def replica_counts(
-    problem: ParallelProblem, microbatch_size: int, most: int, *, is_timed: bool = True
-) -> Iterator[int]:
-    """Numbers of replicas worth trying: for each number of microbatches the fewest, and few more.
-
-    Others that run as many microbatches take more devices, and their all-reduce is no shorter:
-    any plan of theirs is still one without some replicas. Not so where they share the optimizer's
-    state, or where the all-reduce of more replicas may be shorter (``_may_reduce_faster``).
-
-    Args:
-        problem: Whose batch.
-        microbatch_size: b, samples.
-        most: Replicas.
-        is_timed: Whether seconds matter, and not memory alone.
-    """
-    units = -(-problem.global_batch_size // microbatch_size)
-    fewest: dict[int, int] = {}
-    for replicas in range(1, min(most, units) + 1):
-        fewer = fewest.setdefault(-(-units // replicas), replicas)
-        if (
-            fewer == replicas
-            or problem.shard_optimizer
-            or (is_timed and _may_reduce_faster(problem, fewer, replicas))
-        ):
-            yield replicas
-
-
-def _may_reduce_faster(problem: ParallelProblem, fewer: int, more: int) -> bool:
-    """Whether a stage of more replicas may take less for its all-reduce than one of fewer.
-
-    Either is inside a server and the other is not: 3 replicas do not fill a server of 4. Or a
-    link's bandwidth falls with the size of messages, which more replicas make smaller.
-    """
-    for pool in problem.pools:
-        for times in pool.times if pool.inside is not None else ():
-            degree, width = times.tensor_parallel_size, pool.devices_per_server
-            if is_inside(fewer * degree, width) != is_inside(more * degree, width):
-                return True
-    curves = {pool.link(1) for pool in problem.pools if len(pool.link(1).coefficients) > 1} | {
-        link.curve for link in problem.between if len(link.curve.coefficients) > 1
-    }
-    curves |= {p.inside for p in problem.pools if p.inside and len(p.inside.coefficients) > 1}
-    if not curves:
-        return False
-    sizes = _reduced_bytes(problem)
-    return any(
-        ((more - 1) * _message_seconds(curve, sizes / more)
-         < (fewer - 1) * _message_seconds(curve, sizes / fewer) * (1 - 1e-12)).any()
-        for curve in curves
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=8)
-def _reduced_bytes(problem: ParallelProblem) -> np.ndarray:
-    """Bytes of each bucket that a stage may reduce: whole ones and rests, on one device."""
-    found = []
-    for sizes in problem.sizes:
-        held = np.array(list(_prefix(map(float, sizes.weight_bytes))))
-        whole = (held[None, :] - held[:, None])[np.triu_indices(len(held), 1)]
-        parts = (1, 2, 4) if problem.cost_rule == "sailor" else (1,)
-        found += [whole / part for part in parts]
-    every = np.concatenate(found)
-    if problem.bucket_bytes is not None:
-        every = np.append(every % problem.bucket_bytes, problem.bucket_bytes)
-    return np.unique(every[every > 0])
-
-
-def _message_seconds(curve: LinkCurve, sizes: np.ndarray) -> np.ndarray:
-    """``LinkCurve.seconds`` of each size above 0; none where the curve gives no bandwidth."""
-    bandwidth = np.polyval(curve.coefficients, np.log2(sizes / 1e6))
-    taken: np.ndarray = np.where(bandwidth > 0, curve.latency_seconds + sizes / bandwidth, 0.0)
-    return taken
 
 
 class Spaces:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 
 from hetflow.checks.parallel import counted_step
 from hetflow.schema.parallel import ParallelProblem
-from hetflow.solvers.parallel.gradients import Rings
+from hetflow.solvers.parallel.gradients import Rings, replica_counts
 from hetflow.solvers.parallel.search import Search
-from hetflow.solvers.parallel.space import microbatch_sizes, replica_counts, space_of
+from hetflow.solvers.parallel.space import microbatch_sizes, space_of
 from hetflow.tests.profiles import examples
 from hetflow.tests.solvers.parallel.every_plan import fits, plans, problems, two_types
 
