@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .nested_tensors import storage_key, tensors_in
+from ..runtime.nested_tensors import storage_key, tensors_in
 
 if TYPE_CHECKING:
     from ..runtime.pipeline.cores import Between

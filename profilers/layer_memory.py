@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..devices.backend import backend_of
-from .nested_tensors import storage_key
+from ..runtime.nested_tensors import storage_key
 
 
 @dataclass(frozen=True, slots=True)

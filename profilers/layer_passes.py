@@ -9,9 +9,9 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..runtime.nested_tensors import mapped, tensors_in
 from .bench import Bench
 from .layer_memory import Footprint, Ledger, footprint
-from .nested_tensors import mapped, tensors_in
 
 if TYPE_CHECKING:
     from ..runtime.pipeline.cut import LayeredModel

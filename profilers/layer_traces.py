@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..devices.out_of_memory import is_out_of_memory
+from ..runtime.nested_tensors import tensors_in
 from ..schema.errors import TargetError
 from ..schema.layer_trace import LayerTrace, TracedInput
 from .bench import Bench
 from .layer_memory import Ledger
 from .layer_passes import Piece, Row, detached, measure_piece, measuring_seconds, weight_row
-from .nested_tensors import tensors_in
 from .targets import one_line
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ are reported.
 from statistics import median
 from typing import Any
 
+from ..runtime.nested_tensors import tensors_in
 from ..schema.files import to_plain
 from ..schema.layer_trace import trace_of
 from ..schema.profile import LayerCore, LayerGraph, LayerNode
@@ -17,7 +18,6 @@ from .bench import Bench
 from .layer_memory import Ledger, footprint
 from .layer_passes import Row, core_rows, traced_rows
 from .layer_traces import call_of, find_layers, hooked_rows
-from .nested_tensors import tensors_in
 
 
 def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str, Any]:

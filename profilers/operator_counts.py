@@ -17,6 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 from ..devices.host import TORCH_DEVICE
+from ..runtime.nested_tensors import mapped, storage_key, tensors_in
 from ..schema.errors import TargetError
 from ..schema.operator_counts import (
     CoreCounts,
@@ -36,7 +37,6 @@ from .bench import Bench
 from .layer_memory import Ledger
 from .layer_passes import Piece, chosen, detached, weight_row
 from .layer_traces import call_of, find_layers
-from .nested_tensors import mapped, storage_key, tensors_in
 from .tensor_roles import NoTensorRolesError, heads_divisor, shared_layers, tensor_roles
 
 # Names of operators that move nothing, although they are no views by their schema.

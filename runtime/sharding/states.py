@@ -27,6 +27,7 @@ from ..digest import InPieces, digest_of_pieces
 from ..engine import Step
 from ..gradients.hooks import Hooks
 from ..initial_values import fill
+from ..nested_tensors import tensors_in
 from ..optimizers import is_elementwise
 from ..session import Session
 from ..setup import check_same_shapes
@@ -217,7 +218,7 @@ class SharedStates:
             return
         if self._shard == "all":
             unit.free()
-        found = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+        found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if torch.is_grad_enabled() and found:
             position = len(self._now) - 1
             torch.autograd.graph.register_multi_grad_hook(
@@ -515,14 +516,3 @@ class SharedStates:
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(f"the total norm of order {power} for gradients is not finite")
         return norm
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)

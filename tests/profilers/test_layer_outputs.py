@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hetflow.profilers.bench import Bench
 from hetflow.profilers.layers import graph_of, measure_layers
-from hetflow.profilers.nested_tensors import mapped, tensors_in
 from hetflow.profilers.targets import Workload
+from hetflow.runtime.nested_tensors import mapped, tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
