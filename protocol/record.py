@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from ..devices.emulated import is_emulated
 from ..schema.files import to_json
+from ..schema.launch import LaunchConfig
 from ..schema.plan import Plan
 from ..schema.records import Bytes, Index, Name, Seconds, adapter_of, record
 from ..schema.run import DeviceRun, Generation, RunEvent, RunRecord, StageRun, StepTerms
@@ -74,9 +75,8 @@ def assemble(
     measured = max((r.step_seconds for r in ordered if r.step_seconds is not None), default=None)
     predicted = (plan.predicted.step_seconds or None) if as_planned else None
     on_host = Counter(r.host for r in ordered)
-    devices = tuple(
-        _device_run(plan, report, on_host[report.host], as_planned=as_planned) for report in ordered
-    )
+    config = lower(plan) if as_planned and ordered else None
+    devices = tuple(_device_run(plan, report, on_host[report.host], config) for report in ordered)
     digests = {r.parameters_digest for r in ordered if r.parameters_digest}
     return RunRecord(
         plan=plan,
@@ -99,10 +99,11 @@ def assemble(
 
 
 def _device_run(
-    plan: Plan, report: WorkerReport, num_host_devices: int, *, as_planned: bool
+    plan: Plan, report: WorkerReport, num_host_devices: int, config: LaunchConfig | None
 ) -> DeviceRun:
-    if as_planned:
-        predicted, emulated = _prediction(plan, report)
+    """What one worker did; ``config`` is the plan lowered, None where workers are not its own."""
+    if config is not None:
+        predicted, emulated = _prediction(plan, config, report)
     else:
         predicted, emulated = None, report.emulated_passes > 0
     return DeviceRun(
@@ -126,9 +127,10 @@ def _device_run(
     )
 
 
-def _prediction(plan: Plan, report: WorkerReport) -> tuple[float | None, bool]:
+def _prediction(
+    plan: Plan, config: LaunchConfig, report: WorkerReport
+) -> tuple[float | None, bool]:
     """Return a worker's predicted seconds of passes per step, and whether it is emulated."""
-    config = lower(plan)
     passes = len(config.workers[report.rank].virtual_nodes)
     if config.pipeline is None:
         times = [group.pass_seconds for group in plan.groups for _ in range(group.num_devices)]

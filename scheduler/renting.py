@@ -41,16 +41,6 @@ from ..schema.run import RunRecord
 from .leases import CHECKPOINT, KILL_AFTER_SECONDS, last_words
 from .store import RUN
 
-__all__ = [
-    "RECORD",
-    "Agent",
-    "RealFeed",
-    "RentingEngine",
-    "ReplayedFeed",
-    "Training",
-    "machine_for",
-]
-
 RECORD = "rent_run.json"
 """In the agent's folder: what was held and paid so far."""
 LAUNCHES = "launches"
@@ -91,13 +81,12 @@ class ReplayedFeed:
     def sight(self, tick: int) -> Sight:
         """What could be had then; after the window's end, what was last there."""
         at = [min(tick, len(zone) - 1) for zone in self.available]
-        there = zip(self.zones, self.available, at, strict=True)
+        there = list(zip(self.zones, self.available, at, strict=True))
         prices = self.spot_dollars_per_hour
         return Sight(
             available={name: zone[now] for name, zone, now in there},
             unchanged_seconds={
-                name: self._ticks_so(zone, now) * self.tick_seconds
-                for name, zone, now in zip(self.zones, self.available, at, strict=True)
+                name: self._ticks_so(zone, now) * self.tick_seconds for name, zone, now in there
             },
             spot_dollars_per_hour={}
             if prices is None

@@ -74,12 +74,7 @@ class SplitProblem:
             raise ProblemError("a split needs at least one device")
         if len(set(names)) != len(names):
             raise ProblemError("each device type may appear once")
-        if self.virtual_nodes is not None and self.global_batch_size % self.virtual_nodes:
-            raise ProblemError(
-                f"{self.virtual_nodes} virtual nodes do not divide a global batch of "
-                f"{self.global_batch_size}",
-                hint="choose a number of virtual nodes that divides the batch",
-            )
+        _check_virtual_nodes(self)
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -143,12 +138,7 @@ class ShardedProblem:
     def __post_init__(self) -> None:
         if self.num_devices < 2:
             raise InfeasibleError("states are shared by two devices or more, and the pool has one")
-        if self.virtual_nodes and self.global_batch_size % self.virtual_nodes:
-            raise ProblemError(
-                f"{self.virtual_nodes} virtual nodes do not divide a global batch of "
-                f"{self.global_batch_size}",
-                hint="choose a number of virtual nodes that divides the batch",
-            )
+        _check_virtual_nodes(self)
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -167,3 +157,13 @@ class ShardedProblem:
         return [
             p for p in kind.batch_curve if p.batch_size <= batch and only in (None, p.batch_size)
         ]
+
+
+def _check_virtual_nodes(problem: SplitProblem | ShardedProblem) -> None:
+    """Refuse a number of virtual nodes that does not divide the batch."""
+    if problem.virtual_nodes is not None and problem.global_batch_size % problem.virtual_nodes:
+        raise ProblemError(
+            f"{problem.virtual_nodes} virtual nodes do not divide a global batch of "
+            f"{problem.global_batch_size}",
+            hint="choose a number of virtual nodes that divides the batch",
+        )

@@ -174,7 +174,7 @@ class _Choice:
         """How many devices take each size and number of passes, with the most room in all."""
         tables = self.rooms(seconds, keeps=True)
         found: Counter[tuple[_Entry, int]] = Counter()
-        left, number = self.target, len(tables) - 1
+        left = self.target
         kinds = [
             kind
             for kind, count in enumerate(self.counts)
