@@ -166,13 +166,12 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-cores": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "exported-gpt2": ("gpt2:sgd:clip", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
-        "exported-qwen": ("qwen:adam:clip", [(QWEN[0], (2,)), (QWEN[1], (2,))]),
         "exported-gpt2-cores": ("gpt2:sgd:clip", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
         "exported-bert": ("bert:adam:clip", [(BERT[0], (2,)), (BERT[1], (2,))]),
         "exported-neox": ("neox:adam:clip", [(NEOX[0], (2,)), (NEOX[1], (2,))]),
         "exported-vit": ("vit:sgd:clip-inf", [(VIT[0], (2,)), (VIT[1], (2,))]),
         "exported-qwen-apart": (
-            "qwen:sgd:", [((*QWEN[0], *QWEN[1][:2]), (2,)), (QWEN[1][2:], (2,))]
+            "qwen:adam:clip", [((*QWEN[0], *QWEN[1][:2]), (2,)), (QWEN[1][2:], (2,))]
         ),
         "sized": ("sized:sgd:clip", [(FIRST, (2,)), (LAST, (2,))]),
         "sized-chunks": ("sized:sgd:clip", [(part, (2,)) for part in CHUNKS]),
