@@ -16,10 +16,9 @@ from ..schema.options import option, told
 from ..schema.pipeline import Objective
 from ..schema.plan import Plan
 from ..schema.profile import Profile
-from ..schema.run import RunRecord
 from ..schema.schedule_traits import SCHEDULES, traits
 from ..solvers.effort import DEFAULT, Effort
-from ..solvers.pipeline.repetitive.sweep import Configuration, CostModel, Estimate, Measured, Row
+from ..solvers.methods import METHODS
 from ..solvers.pipeline.simplest import simplest_of
 from .judging import confirm
 from .limits import Clock
@@ -136,12 +135,7 @@ def _best(question: Question, clock: Clock) -> Plan:
 
 
 def _repetitive(question: Question, microbatch_sizes: Sequence[int]) -> Plan:
-    """Choose degrees, microbatch size and recomputation by PipeDream-2BW's planner (thesis 3.3).
-
-    For a model of repeating layers, in equal stages on a pool of one type.
-    """
-    from ..solvers.pipeline.repetitive.solve import Repetitive, solve
-
+    """Ask PipeDream-2BW's planner, for a model of repeating layers on a pool of one type."""
     asked, profiles, pool = question.asked, question.profiles, question.pool
     free = asked.memory_reserve_bytes
     problems = {
@@ -165,72 +159,13 @@ def _repetitive(question: Question, microbatch_sizes: Sequence[int]) -> Plan:
             f"batch of {asked.batch_size}",
             hint="use another batch, or profile the layers at other microbatch sizes",
         )
-    model = Repetitive(problems)
-    chosen: CostModel | None = None
-    if asked.cost_model == "closed-form":
-        chosen = model.closed_form()
-    elif asked.cost_model == "measured":
-        chosen = _measured(None if asked.runs is None else Path(asked.runs), profiles[0].model)
-    plan, rows = solve(model, chosen)
+    plan = METHODS.get("pipedream-2bw-repetitive")(
+        problems,
+        cost_model=asked.cost_model,
+        runs=None if asked.runs is None else Path(asked.runs),
+    )
     confirm(plan, problems[plan.microbatch_size], profiles, pool, memory_reserve_bytes=free)
-    origin = {"cost_model": asked.cost_model, "configurations": [_row(row) for row in rows]}
-    return with_origin(plan, profiles, pool, question.pool_name, **origin)
-
-
-def _row(row: Row) -> dict[str, object]:
-    return {
-        **dataclasses.asdict(row.configuration),
-        "accumulation": row.num_microbatches,
-        "samples_per_second": row.samples_per_second,
-        "memory_bytes": row.memory_bytes,
-        "fits": row.fits,
-    }
-
-
-def _measured(folder: Path | None, model: str) -> Measured:
-    """Read the configurations that ran under 2BW plans of this model from their run records."""
-    from ..schema import files
-
-    if folder is None:
-        raise ProblemError(
-            f"{option('cost_model', 'measured')} needs runs to learn from",
-            hint=f"add {option('runs', 'DIR')}",
-        )
-    estimates: dict[Configuration, Estimate] = {}
-    paths = sorted(folder.rglob("run.json")) if folder.is_dir() else [folder]
-    for path in paths:
-        record = files.read_any(path)
-        if isinstance(record, RunRecord) and record.plan.stage_cost is not None:
-            found = _configuration(record, model)
-            if found is not None:
-                estimates[found[0]] = found[1]
-    if not estimates:
-        raise ProblemError(
-            f"{folder} holds no finished run of {model} under a 2bw plan with equal stages",
-            hint="launch some configurations first, or use another cost model",
-        )
-    return Measured(estimates=estimates)
-
-
-def _configuration(record: RunRecord, model: str) -> tuple[Configuration, Estimate] | None:
-    plan = record.plan
-    replicas = {stage.num_replicas for stage in plan.stages}
-    seconds = record.measured_step_seconds
-    is_alike = plan.traits.is_double_buffered and plan.model == model and len(replicas) == 1
-    if not is_alike or seconds is None or record.status != "done":
-        return None
-    size = replicas.pop()
-    configuration = Configuration(
-        data_parallel_size=size,
-        pipeline_parallel_size=len(plan.stages),
-        microbatch_size=plan.microbatch_size,
-        recompute=plan.recomputes,
-    )
-    peaks = [device.peak_memory_bytes or 0 for device in record.devices]
-    return configuration, Estimate(
-        microbatch_seconds=seconds / (plan.num_microbatches // size),
-        memory_bytes=float(max(peaks, default=0)),
-    )
+    return with_origin(plan, profiles, pool, question.pool_name)
 
 
 def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> Plan:
@@ -418,15 +353,13 @@ def solve_pipeline(
     return with_origin(plan, profiles, pool, pool_name)
 
 
-def with_origin(
-    plan: Plan, profiles: Sequence[Profile], pool: Cluster, pool_name: str, **origin: Any
-) -> Plan:
+def with_origin(plan: Plan, profiles: Sequence[Profile], pool: Cluster, pool_name: str) -> Plan:
     """Add to a plan how its layers were found, what links were assumed, and its provenance."""
     return dataclasses.replace(
         plan,
         trace=trace_for(profiles, pool),
         assumptions=links_between(profiles, pool, plan.link_bytes_per_second).assumed,
-        provenance={**(plan.provenance or {}), "pool": pool_name, **origin},
+        provenance={**(plan.provenance or {}), "pool": pool_name},
     )
 
 

@@ -11,5 +11,9 @@ from ..schema.plugins import Registry
 METHODS: Registry[Callable[..., Plan]] = Registry(
     "method",
     group="hetflow.methods",
-    own=("hetflow.papers.pipedream.nested", "hetflow.papers.easyscale.waste"),
+    own=(
+        "hetflow.papers.pipedream.nested",
+        "hetflow.papers.pipedream_2bw.repetitive",
+        "hetflow.papers.easyscale.waste",
+    ),
 )

@@ -10,8 +10,9 @@ from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.plan import Proof
 from hetflow.schema.plan import split_plan as made_split
-from hetflow.solvers.pipeline.stated import stated_plan
 from hetflow.tests.plan_parts import whole_group
+
+from .stated import stated_plan
 
 STATED = Proof(termination="feasible", objective=0.0, lower_bound=None, gap=None, method="stated")
 

@@ -3,13 +3,13 @@
 import dataclasses
 
 import pytest
-from partition_cases import chain, levels
+from truth_parts.stated import stated_plan
 
 from hetflow.checks.pipeline import check
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.pipeline.solve import solve
-from hetflow.solvers.pipeline.stated import stated_plan
+from hetflow.tests.solvers.partition_cases import chain, levels
 
 TIMES = [(0.1, 0.2), (0.3, 0.1), (0.2, 0.4), (0.2, 0.2), (0.1, 0.3)]
 SIZES = [(100, 50), (300, 400), (200, 80), (500, 70), (10, 900)]

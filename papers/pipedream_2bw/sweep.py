@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ....schema.errors import InfeasibleError, ProblemError
+from ...schema.errors import InfeasibleError, ProblemError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

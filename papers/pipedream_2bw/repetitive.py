@@ -7,27 +7,32 @@ microbatch and recomputation; the plan is the fastest configuration whose stages
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
-from ....schedules.registry import generate
-from ....schema.errors import InfeasibleError, ProblemError
-from ....schema.options import option, told
-from ....schema.pipeline import PipelineLayer, PipelineProblem
-from ....schema.plan import Plan
-from ..assemble import ORDERED, finish
-from ..cuts import cuts_of
-from ..placements import bandwidths_of
-from ..prediction import predicted
-from ..stage_costs import StageCosts
-from ..uniform.layouts import Layout, Place
-from ..uniform.option import Cut, Option, Shape
+from ...schedules.registry import generate
+from ...schema import files
+from ...schema.errors import InfeasibleError, ProblemError
+from ...schema.options import option, told
+from ...schema.pipeline import PipelineLayer, PipelineProblem
+from ...schema.plan import Plan
+from ...schema.run import RunRecord
+from ...solvers.methods import METHODS
+from ...solvers.pipeline.assemble import ORDERED, finish
+from ...solvers.pipeline.cuts import cuts_of
+from ...solvers.pipeline.placements import bandwidths_of
+from ...solvers.pipeline.prediction import predicted
+from ...solvers.pipeline.stage_costs import StageCosts
+from ...solvers.pipeline.uniform.layouts import Layout, Place
+from ...solvers.pipeline.uniform.option import Cut, Option, Shape
 from . import sweep
 from .sweep import (
     ClosedForm,
     Configuration,
     CostModel,
     Estimate,
+    Measured,
     ParallelPipelineProblem,
     Row,
 )
@@ -256,3 +261,83 @@ def _plan(option: Option, cut: Cut, *, least_per_sample: float | None, num_rows:
     # Another model's choice is no optimum of these costs, and has no bound in them.
     proof = replace(plan.proof, termination="feasible", lower_bound=None, gap=None)
     return replace(plan, proof=proof)
+
+
+def planned(
+    problems: Mapping[int, PipelineProblem], *, cost_model: str, runs: Path | None = None
+) -> Plan:
+    """Return the plan of a cost model by name; its provenance lists all configurations.
+
+    Args:
+        problems: As of ``Repetitive``.
+        cost_model: ``profiled``, ``closed-form`` or ``measured``.
+        runs: Folder of the runs that ``measured`` takes.
+
+    Raises:
+        ProblemError: As of ``Repetitive``, or there are no runs to learn from.
+        InfeasibleError: No configuration fits.
+    """
+    model, chosen = Repetitive(problems), None
+    if cost_model == "closed-form":
+        chosen = model.closed_form()
+    elif cost_model == "measured":
+        chosen = _measured(runs, model.any.model)
+    plan, rows = solve(model, chosen)
+    configurations = [
+        {
+            **asdict(row.configuration),
+            "accumulation": row.num_microbatches,
+            "samples_per_second": row.samples_per_second,
+            "memory_bytes": row.memory_bytes,
+            "fits": row.fits,
+        }
+        for row in rows
+    ]
+    return replace(plan, provenance={"cost_model": cost_model, "configurations": configurations})
+
+
+def _measured(folder: Path | None, model: str) -> Measured:
+    """Read the configurations that ran under 2BW plans of this model from their run records."""
+    if folder is None:
+        raise ProblemError(
+            f"{option('cost_model', 'measured')} needs runs to learn from",
+            hint=f"add {option('runs', 'DIR')}",
+        )
+    estimates: dict[Configuration, Estimate] = {}
+    paths = sorted(folder.rglob("run.json")) if folder.is_dir() else [folder]
+    for path in paths:
+        record = files.read_any(path)
+        if isinstance(record, RunRecord) and record.plan.stage_cost is not None:
+            found = _configuration(record, model)
+            if found is not None:
+                estimates[found[0]] = found[1]
+    if not estimates:
+        raise ProblemError(
+            f"{folder} holds no finished run of {model} under a 2bw plan with equal stages",
+            hint="launch some configurations first, or use another cost model",
+        )
+    return Measured(estimates=estimates)
+
+
+def _configuration(record: RunRecord, model: str) -> tuple[Configuration, Estimate] | None:
+    plan = record.plan
+    replicas = {stage.num_replicas for stage in plan.stages}
+    seconds = record.measured_step_seconds
+    is_alike = plan.traits.is_double_buffered and plan.model == model and len(replicas) == 1
+    if not is_alike or seconds is None or record.status != "done":
+        return None
+    size = replicas.pop()
+    configuration = Configuration(
+        data_parallel_size=size,
+        pipeline_parallel_size=len(plan.stages),
+        microbatch_size=plan.microbatch_size,
+        recompute=plan.recomputes,
+    )
+    peaks = [device.peak_memory_bytes or 0 for device in record.devices]
+    return configuration, Estimate(
+        microbatch_seconds=seconds / (plan.num_microbatches // size),
+        memory_bytes=float(max(peaks, default=0)),
+    )
+
+
+METHODS.add("pipedream-2bw-repetitive", planned, __name__)

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.solvers.pipeline.repetitive.sweep import (
+from hetflow.papers.pipedream_2bw.sweep import (
     ClosedForm,
     Configuration,
     Estimate,
@@ -14,6 +13,7 @@ from hetflow.solvers.pipeline.repetitive.sweep import (
     solve,
     sweep,
 )
+from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.tests.data import reference
 
 

@@ -6,17 +6,17 @@ For comparing predictions with launches over many partitions, not only over opti
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...schema.errors import ProblemError
-from ...schema.pipeline import PipelineProblem
-from ...schema.plan import Plan
-from .alone import alone
-from .assemble import assemble
-from .bottleneck.line import objective
-from .cuts import cuts_of, layers_of
-from .makespan.bound import step_of
-from .packing import seat
-from .placements import Move, PlacedStage, Space, build, final_states
-from .stage_costs import StageCosts
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.pipeline import PipelineProblem
+from hetflow.schema.plan import Plan
+from hetflow.solvers.pipeline.alone import alone
+from hetflow.solvers.pipeline.assemble import assemble
+from hetflow.solvers.pipeline.bottleneck.line import objective
+from hetflow.solvers.pipeline.cuts import cuts_of, layers_of
+from hetflow.solvers.pipeline.makespan.bound import step_of
+from hetflow.solvers.pipeline.packing import seat
+from hetflow.solvers.pipeline.placements import Move, PlacedStage, Space, build, final_states
+from hetflow.solvers.pipeline.stage_costs import StageCosts
 
 Stated = Sequence[tuple[Sequence[str], int]]
 

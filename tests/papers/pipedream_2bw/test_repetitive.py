@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partition_cases import chain, levels
 
 from hetflow.checks.pipeline import check
+from hetflow.papers.pipedream_2bw import repetitive as pipeline_repetitive
+from hetflow.papers.pipedream_2bw.repetitive import Repetition, Repetitive, repetition
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineLayer, PipelineProblem
 from hetflow.solvers.pipeline import solve as pipeline
-from hetflow.solvers.pipeline.repetitive import solve as pipeline_repetitive
-from hetflow.solvers.pipeline.repetitive.solve import Repetition, Repetitive, repetition
 from hetflow.tests.profiles import examples
+from hetflow.tests.solvers.partition_cases import chain, levels
 
 FEW = settings(max_examples=examples(60))
 
@@ -89,7 +89,7 @@ def test_the_plan_is_the_best_configuration(problems):
 
 
 def model_rows(model: Repetitive):
-    from hetflow.solvers.pipeline.repetitive.sweep import sweep
+    from hetflow.papers.pipedream_2bw.sweep import sweep
 
     return sweep(model.question())
 
