@@ -12,7 +12,7 @@ from ..schema.errors import ProblemError
 from ..schema.pipeline import DevicePool, PipelineProblem
 from ..schema.plan import Plan, Prediction, Stage
 from ..schema.restrictions import Restrictions
-from . import definitions, schedule
+from . import definitions
 from .chain_bound import is_proved
 from .pipeline_recount import (
     crossing_bytes,
@@ -24,7 +24,8 @@ from .pipeline_recount import (
 )
 from .plan import device_faults, differ, question_faults, step_faults
 from .proofs import Verdict
-from .schedule import lists_of, step_seconds
+from .schedule import lists_of
+from .step import PARTS, parts_of, step_seconds
 
 _TOLERANCE = 1e-6
 _OF_STAGE = (
@@ -331,13 +332,13 @@ def _part_faults(got: Prediction, expected: Plan) -> Iterator[str]:
 
     If the stages' times do not determine the parts, the step must be compute and fixed cost only.
     """
-    if all(getattr(got, name) is None for name in schedule.PARTS):
+    if all(getattr(got, name) is None for name in PARTS):
         return  # the plan states no parts
     fixed = expected.predicted.fixed_seconds or 0.0
     step = expected.predicted.step_seconds
-    wanted = {name: 0.0 for name in schedule.PARTS}
+    wanted = {name: 0.0 for name in PARTS}
     wanted |= {"fixed_seconds": fixed, "compute_seconds": step - fixed}
-    wanted = schedule.parts_of(expected) or wanted
+    wanted = parts_of(expected) or wanted
     for name, want in wanted.items():
         part = getattr(got, name)
         if abs((part or 0.0) - want) > _TOLERANCE * step + 1e-15:

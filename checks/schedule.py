@@ -1,35 +1,35 @@
-"""Judge, count and time a pipeline's lists of operations: the judge's own code, slow and simple.
+"""Validate a pipeline's lists of operations, and judge those that a plan would run.
 
 The lists are those that would run, from the schedule itself. Its passes must be in the order that
-the name promises (``schedule_lists``); every rank's list must keep to the definitions; and what it
-keeps in memory, how long it takes, and which parts a step has are counted here. So an error in the
-generators, counters or timers of ``schedules/`` is found.
+the name promises (``schedule_lists``); every rank's list must keep to the definitions: data,
+deadlocks, bounds and weight versions (thesis 2.4.3, 3.2.1). What the lists keep in memory is
+counted here. Nothing is shared with ``schedules/``, so an error in its generators or counters is
+found.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from math import ceil, isclose
+from functools import lru_cache
 
-from ..schema.errors import ProblemError
-from ..schema.operations import Operation, Schedule
+from ..schema.operations import (
+    DIFFERENTIATING,
+    FREEING,
+    PASSES,
+    RECEIVES,
+    SENDS,
+    Kind,
+    Message,
+    Operation,
+    Schedule,
+    message_of,
+)
 from ..schema.pipeline_shape import PipelineShape
-from ..schema.plan import Plan, Stage
+from ..schema.plan import Plan
 from ..schema.schedule_traits import Generator, generator_of, traits
 from .schedule_lists import definition_of, own_passes, own_placement
 
-_PASSES = ("forward", "backward", "backward_input", "backward_weight")
-_ENDS = ("backward", "backward_weight")  # what frees a microbatch's activations
 _UPDATES_SHOWN = 3  # of schedules that never end
-PARTS = (
-    "update_seconds",
-    "sync_seconds",
-    "transfer_seconds",
-    "virtual_node_seconds",
-    "compute_seconds",
-    "fixed_seconds",
-)
 Seconds = Callable[[Operation], float]
 """Seconds of an operation: a pass, an update, a reduction, or a message on its link."""
 
@@ -77,9 +77,10 @@ def judged(name: str, generate: Generator, shape: PipelineShape) -> Lists:
     """
     promised = own_passes(name, shape)
     schedule = generate(shape)
-    order = tuple(_runnable(schedule))
-    faults = [*_promise_faults(name, shape, schedule, promised)]
-    faults = faults or [*_run_faults(schedule, order, shape)]
+    faults = [*_promise_faults(name, shape, schedule, promised)] or [*_structure(schedule)]
+    order = () if faults else tuple(_runnable(schedule))
+    if not faults:
+        faults = [*_list_faults(schedule, order), *_round_faults(schedule, shape)]
     held = _held(schedule)
     if not faults and promised is None:
         faults = [*_bubble_faults(name, shape, schedule, order, held)]
@@ -106,7 +107,7 @@ def _promise_faults(
     if len(schedule.ranks) != sum(shape.replicas):
         yield f"{len(schedule.ranks)} ranks instead of {sum(shape.replicas)}"
     for rank, (operations, order) in enumerate(zip(schedule.ranks, promised or (), strict=False)):
-        made = [(op.kind.value, op.stage, op.microbatch) for op in operations if op.kind in _PASSES]
+        made = [(op.kind.value, op.stage, op.microbatch) for op in operations if op.kind in PASSES]
         if made != list(order):
             yield f"rank {rank}: its passes are not in the order of {name}"
 
@@ -128,11 +129,11 @@ def _bubble_faults(
         return
     p, each = shape.pipeline_parallel_size, -(-shape.num_microbatches // shape.replicas[0])
     passes = 3 * each * len(schedule.placement) // p
-    taken = run_seconds(schedule, order, lambda op: float(op.kind in _PASSES))
+    taken = run_seconds(schedule, order, lambda op: float(op.kind in PASSES))
     if taken != passes + p - 1:
         yield f"{name} takes {taken:g} unit passes, without bubbles {passes + p - 1}"
     for rank, operations in enumerate(schedule.ranks):
-        most = _in_flight([op for op in operations if op.kind in _PASSES])
+        most = _in_flight([op for op in operations if op.kind in PASSES])
         if most > bound(p):
             yield f"rank {rank} holds {most} microbatches, {name} at most {bound(p)}"
 
@@ -175,176 +176,6 @@ def _runnable(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
                 moved = True
 
 
-class _Rank:
-    """What one rank has done: passes, messages received, updates of its stages."""
-
-    def __init__(self, operations: tuple[Operation, ...]) -> None:
-        self.done: set[tuple[str, int, int]] = set()
-        self.read: dict[tuple[int, int], int | None] = {}
-        self.latest: Counter[int] = Counter()  # stage -> its newest version
-        self.covered: Counter[int] = Counter()  # stage -> microbatches in its updates
-        self.reduced: dict[int, range] = {}
-        self.mine: dict[int, set[int]] = {}
-        for operation in operations:
-            if operation.kind in _PASSES:
-                self.mine.setdefault(operation.stage, set()).add(operation.microbatch)
-
-    def lacks(self, operation: Operation) -> bool:
-        """Whether gradients that a reduction or update covers are missing."""
-        mine = self.mine.get(operation.stage, set()) & set(operation.microbatches)
-        return not all(
-            ("backward", operation.stage, k) in self.done
-            or ("backward_weight", operation.stage, k) in self.done
-            for k in mine
-        )
-
-
-def _run_faults(
-    schedule: Schedule, order: tuple[tuple[int, Operation], ...], shape: PipelineShape
-) -> Iterator[str]:
-    """Run the lists and list what breaks a definition.
-
-    Every pass has its input; every message is received, in the order of its channel; each
-    microbatch is run once on each stage, on one rank; updates cover the gradients of their
-    microbatches, in order, reduced over replicas; passes read the version that they must.
-    """
-    if len(order) < sum(map(len, schedule.ranks)):
-        yield "a deadlock: some ranks wait for ever"
-        return
-    ranks = [_Rank(operations) for operations in schedule.ranks]
-    channels: dict[tuple[int, int, str], deque[tuple[int, int]]] = {}
-    entered: dict[int, int] = {}  # vertical sync: microbatch -> version on the input stage
-    for rank, operation in order:
-        fault = _fault_of(operation, rank, ranks[rank], schedule, shape, channels, entered)
-        if fault:
-            kind = operation.kind.replace("_", " ")
-            yield (
-                f"rank {rank}, {kind} of stage {operation.stage}, microbatch "
-                f"{operation.microbatch}: {fault}"
-            )
-            return  # what comes later may follow from it
-    if any(channels.values()):
-        yield "some messages are never received"
-    yield from _completeness(schedule, ranks)
-
-
-def _completeness(schedule: Schedule, ranks: list[_Rank]) -> Iterator[str]:
-    """Every stage runs every microbatch once, and ends with updates that cover all of them."""
-    everything = list(range(schedule.num_microbatches))
-    for stage, holders in enumerate(schedule.placement):
-        ran = [k for rank in holders for k in ranks[rank].mine.get(stage, ())]
-        if sorted(ran) != everything:
-            yield f"stage {stage} does not run every microbatch once"
-        for rank in holders:
-            mine, done = ranks[rank].mine.get(stage, ()), ranks[rank].done
-            forward = all(("forward", stage, k) in done for k in mine)
-            if not forward or ranks[rank].covered[stage] != len(everything):
-                yield f"rank {rank}: stage {stage} does not end with all passes in updates"
-
-
-def _fault_of(
-    operation: Operation,
-    rank: int,
-    state: _Rank,
-    schedule: Schedule,
-    shape: PipelineShape,
-    channels: dict[tuple[int, int, str], deque[tuple[int, int]]],
-    entered: dict[int, int],
-) -> str | None:
-    """Run one operation; return what breaks a definition, None if nothing does."""
-    kind, stage, k, done = operation.kind.value, operation.stage, operation.microbatch, state.done
-    way, _, what = kind.partition("_")
-    key, last = (kind, stage, k), len(schedule.placement) - 1
-    if not 0 <= stage <= last or rank not in schedule.placement[stage]:
-        return "the rank does not hold the stage"
-    if key in done and kind not in ("reduce", "update"):
-        return "for the second time"
-    found = None
-    differentiated = {("backward", stage, k), ("backward_input", stage, k)} & done
-    if kind == "forward":
-        sources = {("forward", stage - 1, k), ("receive_activation", stage, k)}
-        if stage and not sources & done:
-            found = "without its input"
-    elif kind in ("backward", "backward_input"):
-        sources = {(each, stage + 1, k) for each in ("backward", "backward_input")}
-        if stage < last and not (sources | {("receive_gradient", stage, k)}) & done:
-            found = "without its gradient"
-        if ("forward", stage, k) not in done or differentiated:
-            found = "without its forward pass, or again"
-    elif kind == "backward_weight":
-        if ("backward_input", stage, k) not in done:
-            found = "before the gradient of the input"
-    elif way == "send":
-        made = ("forward", stage, k) in done if what == "activation" else bool(differentiated)
-        if not made:
-            found = "before its pass"
-        boundary = stage if what == "activation" else stage - 1
-        channels.setdefault((rank, operation.peer or 0, what), deque()).append((boundary, k))
-    elif way == "receive":
-        boundary = stage - 1 if what == "activation" else stage
-        if channels[operation.peer or 0, rank, what].popleft() != (boundary, k):
-            found = "another message comes first"
-    else:
-        found = _closing_fault(operation, state, schedule, shape)
-    if kind in _PASSES:
-        found = found or _version_fault(operation, state, schedule, shape, entered)
-    done.add(key)
-    return found
-
-
-def _closing_fault(
-    operation: Operation, state: _Rank, schedule: Schedule, shape: PipelineShape
-) -> str | None:
-    """Judge a reduction or update: whole rounds, in order, of gradients that are there."""
-    stage, covers = operation.stage, operation.microbatches
-    replicated = len(schedule.placement[stage]) > 1
-    if state.lacks(operation):
-        return "before its gradients are complete"
-    first, every = state.covered[stage], schedule.num_microbatches
-    if schedule.weight_semantics == "double-buffered":
-        every = shape.microbatches_per_update or len(covers)
-    elif schedule.weight_semantics != "flush":
-        every = len(schedule.placement[stage])  # one input on each replica (2.4.3)
-    if covers != range(first, min(first + every, schedule.num_microbatches)):
-        return f"covers microbatches {covers}"
-    if operation.kind == "reduce":
-        state.reduced[stage] = covers
-        return None if replicated else "there are no replicas"
-    if operation.weight_version != state.latest[stage] + 1:
-        return f"writes version {operation.weight_version} after {state.latest[stage]}"
-    if replicated and state.reduced.pop(stage, None) != covers:
-        return "without its reduction"
-    state.latest[stage] += 1
-    state.covered[stage] = covers.stop
-    return None
-
-
-def _version_fault(
-    operation: Operation,
-    state: _Rank,
-    schedule: Schedule,
-    shape: PipelineShape,
-    entered: dict[int, int],
-) -> str | None:
-    """Judge the version that a pass reads (2.4.3, 3.2.1); both passes read the same."""
-    stage, k, read = operation.stage, operation.microbatch, operation.weight_version
-    if operation.kind != "forward":
-        return None if read == state.read.get((stage, k), read) else "reads another version"
-    wanted = state.latest[stage]  # flush, stashing: the newest
-    if schedule.weight_semantics == "vertical-sync":
-        wanted = entered.setdefault(k, wanted)
-    if schedule.weight_semantics == "double-buffered":
-        wanted = max(0, k // (shape.microbatches_per_update or _least_update(schedule)) - 1)
-    state.read[stage, k] = read
-    if wanted > state.latest[stage]:
-        return f"version {wanted} is not made yet"
-    return None if read == wanted else f"reads version {read}, not {wanted}"
-
-
-def _least_update(schedule: Schedule) -> int:
-    return next(op.num_microbatches for op in schedule.ranks[0] if op.kind == "update")
-
-
 def _held(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """[stages] most microbatches in flight, and most weight versions, of a replica at once.
 
@@ -362,19 +193,19 @@ def _held(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _in_flight(mine: list[Operation]) -> int:
+def _in_flight(mine: Sequence[Operation]) -> int:
     most, held = 0, set()
     for operation in mine:
         if operation.kind == "forward":
             held.add((operation.stage, operation.microbatch))
-        if operation.kind in _ENDS:
+        if operation.kind in FREEING:
             held.discard((operation.stage, operation.microbatch))
         most = max(most, len(held))
     return most
 
 
-def _versions(mine: list[Operation]) -> int:
-    last_read = {op.weight_version: at for at, op in enumerate(mine) if op.kind in _PASSES}
+def _versions(mine: Sequence[Operation]) -> int:
+    last_read = {op.weight_version: at for at, op in enumerate(mine) if op.kind in PASSES}
     most, newest, kept = 1, 0, {0}
     for place, operation in enumerate(mine):
         if operation.kind == "update" and operation.weight_version is not None:
@@ -419,113 +250,385 @@ def run_seconds(
     return max(clock)
 
 
-def step_seconds(plan: Plan, lists: Lists | None = None) -> float:
-    """Seconds of a step with a flush, from the seconds of the plan's stages.
-
-    Args:
-        plan: A plan with the seconds of its stages.
-        lists: Its lists, if they were judged before.
-
-    Raises:
-        ProblemError: The schedule does not support the plan's shape, or its lists have faults.
-    """
-    lists = lists or lists_of(plan)
-    if lists.faults:
-        raise ProblemError(f"schedule {plan.schedule}: {lists.faults[0]}")
-
-    def seconds(operation: Operation) -> float:
-        kind, stage = operation.kind, plan.stages[operation.stage]
-        if kind == "send_gradient":
-            return (plan.stages[operation.stage - 1].output_seconds or 0.0) / 2
-        if kind == "send_activation":
-            return (stage.output_seconds or 0.0) / 2
-        return (stage.reduce_seconds or 0.0) if kind == "reduce" else _pass_seconds(stage, kind)
-
-    return run_seconds(lists.schedule, lists.order, seconds)
+Key = tuple[Kind, int, int]
 
 
-def _pass_seconds(stage: Stage, kind: str) -> float:
-    forward = stage.forward_seconds or 0.0
-    if kind == "forward":
-        return forward
-    if kind == "update":
-        return (stage.update_seconds or 0.0) + (stage.tied_seconds or 0.0)
-    backward = (stage.compute_seconds or 0.0) - forward
-    return backward if kind == "backward" else backward / 2  # the halves are taken as equal
+def validate(schedule: Schedule) -> list[str]:
+    """List every fault of a schedule.
 
+    These rules are checked:
 
-def steady_seconds(plan: Plan) -> float:
-    """Seconds of a step without a flush: all its inputs on the slowest stage or boundary."""
-    count, slowest = plan.num_microbatches, 0.0
-    for stage in plan.stages:
-        updates, rounds = 1.0, float(ceil(count / stage.num_replicas))
-        if plan.traits.updates_each_round:
-            updates = rounds = count / stage.num_replicas
-        busy = rounds * (stage.compute_seconds or 0.0) + updates * (stage.update_seconds or 0.0)
-        rings = updates * (stage.reduce_seconds or 0.0)
-        slowest = max(slowest, busy, rings, count * (stage.output_seconds or 0.0))
-    return slowest
-
-
-def parts_of(plan: Plan) -> dict[str, float] | None:
-    """Split a step into parts: each is what the step gets shorter by without it, one by one.
-
-    Updates are taken away first, then all-reduces, what messages cost beside bytes, their bytes,
-    and what passes cost beside layers. Compute is the rest.
+    * ranks, stages and microbatches exist;
+    * each microbatch runs once forward and once backward on each stage, both on one rank;
+    * every pass has its input, and every result is sent to where it is needed;
+    * the messages of each channel are received in the order in which they are sent;
+    * no rank waits forever;
+    * the promised bounds on activations and weight versions hold;
+    * every pass reads the version that the schedule's weight semantics require.
 
     Returns:
-        ``PARTS`` -> seconds, which add up to the step. None if the stages do not determine it.
+        One sentence per fault; empty if the schedule is valid. Later checks are skipped if earlier
+        faults make them impossible.
     """
-    if any(stage.reduce_seconds is None or stage.update_seconds is None for stage in plan.stages):
-        return None
-    if any(stage.forward_seconds is None for stage in plan.stages) and plan.traits.flushes:
-        return None
-    fixed = plan.predicted.fixed_seconds or 0.0
-    seconds: Callable[[Plan], float] = steady_seconds
-    try:
-        if plan.traits.flushes:
-            seconds = partial(step_seconds, lists=lists_of(plan))
-        left = seconds(plan)
-    except ProblemError:
-        return None  # a plan of the steady state only
-    if not isclose(left + fixed, plan.predicted.step_seconds, rel_tol=1e-9, abs_tol=1e-15):
-        return None
-    bare, lost = plan, []
-    for without in (_no_update, _no_reduction, _no_message_cost, _no_bytes, _bare(plan)):
-        bare = replace(bare, stages=tuple(without(stage) for stage in bare.stages))
-        shorter = min(left, seconds(bare))
-        lost.append(left - shorter)
-        left = shorter
-    update, reduction, message, sent, passes = lost
-    parts = (update, reduction, message + sent, passes, left, fixed)
-    return dict(zip(PARTS, parts, strict=True))
+    faults = list(_structure(schedule))
+    return faults or _list_faults(schedule, tuple(_runnable(schedule)))
 
 
-def _no_update(stage: Stage) -> Stage:
-    return replace(stage, update_seconds=0.0)
+def _list_faults(schedule: Schedule, order: tuple[tuple[int, Operation], ...]) -> list[str]:
+    """List what breaks a definition in lists of ranks, stages and microbatches that exist."""
+    holder = _holders(schedule)
+    faults = [*_completeness(schedule)]
+    for rank in range(schedule.num_ranks):
+        faults += _inputs_and_outputs(schedule, rank, holder)
+    faults += _channels(schedule)
+    faults += _deadlock(schedule, order)
+    if not faults:
+        faults += _version_faults(schedule)
+    return faults + list(_bounds(schedule))
 
 
-def _no_reduction(stage: Stage) -> Stage:
-    return replace(stage, reduce_seconds=0.0, tied_seconds=None)
+def describe(operation: Operation) -> str:
+    """Describe an operation in words: ``forward of stage 2, microbatch 5``."""
+    return (
+        f"{operation.kind.replace('_', ' ')} of stage {operation.stage}, "
+        f"microbatch {operation.microbatch}"
+    )
 
 
-def _no_message_cost(stage: Stage) -> Stage:
-    bytes_only = (stage.output_seconds or 0.0) - 2 * (stage.message_seconds or 0.0)
-    return replace(stage, output_seconds=max(0.0, bytes_only))
+def _structure(schedule: Schedule) -> Iterator[str]:
+    ranks = range(schedule.num_ranks)
+    if not schedule.placement or not schedule.num_microbatches:
+        yield "a schedule needs at least one stage and one microbatch"
+    for stage, holders in enumerate(schedule.placement):
+        if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(ranks):
+            yield f"stage {stage} stands on ranks {holders}, of {len(ranks)} ranks"
+    for rank, operations in enumerate(schedule.ranks):
+        held = {stage for stage, ranks_ in enumerate(schedule.placement) if rank in ranks_}
+        for operation in operations:
+            where = f"rank {rank}: {describe(operation)}"
+            if operation.stage not in held:
+                yield f"{where}: the rank does not hold the stage"
+            last = operation.microbatch + operation.num_microbatches
+            if not 0 <= operation.microbatch < last <= schedule.num_microbatches:
+                yield f"{where}: there are {schedule.num_microbatches} microbatches"
+            transfer = operation.kind in SENDS or operation.kind in RECEIVES
+            if transfer != (operation.peer is not None):
+                yield f"{where}: peer {operation.peer}"
+            elif transfer and (operation.peer not in ranks or operation.peer == rank):
+                yield f"{where}: no other rank {operation.peer}"
+            versioned = operation.kind in PASSES or operation.kind is Kind.UPDATE
+            if versioned != (operation.weight_version is not None):
+                yield f"{where}: weight version {operation.weight_version}"
 
 
-def _no_bytes(stage: Stage) -> Stage:
-    return replace(stage, output_seconds=0.0)
+def _holders(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """(stage, microbatch) -> the rank that runs its forward pass."""
+    return {
+        (operation.stage, operation.microbatch): rank
+        for rank, operations in enumerate(schedule.ranks)
+        for operation in operations
+        if operation.kind is Kind.FORWARD
+    }
 
 
-def _bare(plan: Plan) -> Callable[[Stage], Stage]:
-    """Return what takes the cost of passes beside layers off a stage."""
-    backwards = 2 if plan.traits.splits_backward else 1
+def _completeness(schedule: Schedule) -> Iterator[str]:
+    runs: dict[tuple[int, int], list[tuple[Kind, int]]] = defaultdict(list)
+    for rank, operations in enumerate(schedule.ranks):
+        for operation in operations:
+            if operation.kind in PASSES:
+                runs[operation.stage, operation.microbatch].append((operation.kind, rank))
+    whole = [Kind.BACKWARD, Kind.FORWARD]
+    split = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FORWARD]
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            found = runs[stage, microbatch]
+            kinds = sorted(kind for kind, _ in found)
+            if kinds not in (whole, split):
+                yield (
+                    f"stage {stage}, microbatch {microbatch}: needs one forward and one backward "
+                    f"pass, has {', '.join(kinds) or 'none'}"
+                )
+            elif len({rank for _, rank in found}) > 1:
+                yield f"stage {stage}, microbatch {microbatch}: passes on several ranks"
 
-    def without(stage: Stage) -> Stage:
-        own = stage.pass_seconds or 0.0
-        forward = max(0.0, (stage.forward_seconds or 0.0) - own)
-        whole = max((stage.compute_seconds or 0.0) - own - backwards * own, forward)
-        return replace(stage, forward_seconds=forward, compute_seconds=whole)
 
-    return without
+def _inputs_and_outputs(
+    schedule: Schedule, rank: int, holder: dict[tuple[int, int], int]
+) -> Iterator[str]:
+    """Check that one rank's data is there before it is used, and made before it is sent."""
+    done: set[Key] = set()
+    for operation in schedule.ranks[rank]:
+        stage, microbatch = operation.stage, operation.microbatch
+        for need in _needs(operation, rank, schedule.num_stages, holder):
+            if need not in done:
+                yield (
+                    f"rank {rank}: {describe(operation)} before {need[0].replace('_', ' ')} of "
+                    f"stage {need[1]}, microbatch {need[2]}"
+                )
+        made = (_phase(operation.kind), stage, microbatch)
+        if operation.peer is not None and made in done:
+            yield f"rank {rank}: {describe(operation)} for the second time"
+        done.add(made)
+    for operation in schedule.ranks[rank]:
+        kind = {Kind.FORWARD: Kind.SEND_ACTIVATION}.get(operation.kind)
+        kind = Kind.SEND_GRADIENT if operation.kind in DIFFERENTIATING else kind
+        step = 1 if operation.kind is Kind.FORWARD else -1
+        peer = holder.get((operation.stage + step, operation.microbatch), rank)
+        key = (kind, operation.stage, operation.microbatch)
+        if kind is not None and peer != rank and key not in done:
+            yield f"rank {rank}: the result of {describe(operation)} is never sent to rank {peer}"
+
+
+def _needs(
+    operation: Operation, rank: int, num_stages: int, holder: dict[tuple[int, int], int]
+) -> Iterator[Key]:
+    kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
+    if kind is Kind.FORWARD and stage > 0:
+        here = holder.get((stage - 1, microbatch)) == rank
+        before = (Kind.FORWARD, stage - 1) if here else (Kind.RECEIVE_ACTIVATION, stage)
+        yield (*before, microbatch)
+    if kind in DIFFERENTIATING:
+        yield Kind.FORWARD, stage, microbatch
+        if stage + 1 < num_stages:
+            here = holder.get((stage + 1, microbatch)) == rank
+            before = (Kind.BACKWARD_INPUT, stage + 1) if here else (Kind.RECEIVE_GRADIENT, stage)
+            yield (*before, microbatch)
+    if kind in (Kind.BACKWARD_WEIGHT, Kind.SEND_GRADIENT):
+        yield Kind.BACKWARD_INPUT, stage, microbatch
+    if kind is Kind.SEND_ACTIVATION:
+        yield Kind.FORWARD, stage, microbatch
+
+
+def _phase(kind: Kind) -> Kind:
+    """Treat a whole backward pass as its first part, since both make the input's gradient."""
+    return Kind.BACKWARD_INPUT if kind is Kind.BACKWARD else kind
+
+
+def _channels(schedule: Schedule) -> Iterator[str]:
+    sent: dict[tuple[int, int, bool], list[Message]] = defaultdict(list)
+    received: dict[tuple[int, int, bool], list[Message]] = defaultdict(list)
+    for rank, operations in enumerate(schedule.ranks):
+        for operation in operations:
+            if operation.kind in SENDS or operation.kind in RECEIVES:
+                message = message_of(operation, rank)
+                side = sent if operation.kind in SENDS else received
+                side[message[3], message[4], message[0]].append(message)
+    for channel in sorted(set(sent) | set(received)):
+        if sent[channel] == received[channel]:
+            continue
+        what = "activations" if channel[2] else "gradients"
+        same = sorted(sent[channel]) == sorted(received[channel])
+        yield (
+            f"rank {channel[0]} sends {what} to rank {channel[1]} "
+            + ("in another order than they are received" if same else "that are not all received")
+            + f" ({len(sent[channel])} sent, {len(received[channel])} received)"
+        )
+
+
+def _deadlock(schedule: Schedule, order: tuple[tuple[int, Operation], ...]) -> Iterator[str]:
+    done = Counter(rank for rank, _ in order)
+    for rank, operations in enumerate(schedule.ranks):
+        if done[rank] < len(operations):
+            yield f"deadlock: rank {rank} waits for ever in {describe(operations[done[rank]])}"
+
+
+def _bounds(schedule: Schedule) -> Iterator[str]:
+    in_flight = [_in_flight(operations) for operations in schedule.ranks]
+    versions = [
+        max(
+            (_versions([op for op in operations if op.stage == stage]) for stage in stages),
+            default=0,
+        )
+        for operations, stages in zip(schedule.ranks, schedule.stages_of_rank, strict=True)
+    ]
+    for what, promised, found in (
+        ("activations", schedule.max_in_flight, in_flight),
+        ("weight versions", schedule.max_weight_versions, versions),
+    ):
+        for rank, (bound, count) in enumerate(zip(promised or (), found, strict=False)):
+            if count > bound:
+                yield f"rank {rank} holds {count} {what}, more than the promised {bound}"
+        if promised is not None and len(promised) != schedule.num_ranks:
+            yield f"{len(promised)} promised numbers of {what} for {schedule.num_ranks} ranks"
+
+
+def _round_faults(schedule: Schedule, shape: PipelineShape) -> Iterator[str]:
+    """List reductions and updates of other microbatches than whole rounds (2.4.3, 3.2.1)."""
+    for rank, operations in enumerate(schedule.ranks):
+        for operation in operations:
+            if operation.kind not in (Kind.REDUCE, Kind.UPDATE):
+                continue
+            every = len(schedule.placement[operation.stage])  # one input on each replica
+            if schedule.weight_semantics == "flush":
+                every = schedule.num_microbatches
+            elif schedule.weight_semantics == "double-buffered":
+                every = shape.microbatches_per_update or operation.num_microbatches
+            left = schedule.num_microbatches - operation.microbatch
+            if operation.num_microbatches != min(every, left):
+                yield f"rank {rank}: {describe(operation)} covers {operation.num_microbatches}"
+
+
+Versions = dict[tuple[int, int], int]
+"""(stage, microbatch) -> weight version."""
+
+
+def _version_faults(schedule: Schedule) -> list[str]:
+    """List every fault of the updates and of the versions that passes read."""
+    faults: list[str] = []
+    for rank, stages in enumerate(schedule.stages_of_rank):
+        for stage in stages:
+            mine = [op for op in schedule.ranks[rank] if op.stage == stage]
+            faults += _updates(schedule, rank, stage, mine)
+            faults += _reductions(schedule, rank, stage, mine)
+            faults += _same_version(rank, stage, mine)
+    if not faults:
+        faults += _semantics(schedule)
+    return faults
+
+
+def _updates(
+    schedule: Schedule, rank: int, stage: int, operations: list[Operation]
+) -> Iterator[str]:
+    where = f"rank {rank}, stage {stage}"
+    latest = covered = 0
+    finished: set[int] = set()
+    mine = {op.microbatch for op in operations if op.kind in FREEING}
+    for operation in operations:
+        version = operation.weight_version
+        if operation.kind in FREEING:
+            finished.add(operation.microbatch)
+            if operation.microbatch < covered:
+                yield f"{where}: microbatch {operation.microbatch} misses its update"
+        if operation.kind in PASSES and version is not None and not 0 <= version <= latest:
+            yield (
+                f"{where}: {operation.kind} of microbatch {operation.microbatch} reads version "
+                f"{version}, but the latest is {latest}"
+            )
+        if operation.kind is Kind.UPDATE:
+            if version != latest + 1:
+                yield f"{where}: an update writes version {version} after version {latest}"
+            if operation.microbatch != covered:
+                yield f"{where}: an update starts at {operation.microbatch}, not at {covered}"
+            missing = (mine & set(operation.microbatches)) - finished
+            if missing:
+                yield f"{where}: an update lacks the gradients of microbatches {sorted(missing)}"
+            latest, covered = latest + 1, operation.microbatches.stop
+    if covered != schedule.num_microbatches:
+        yield f"{where}: updates cover {covered} of {schedule.num_microbatches} microbatches"
+
+
+def _reductions(
+    schedule: Schedule, rank: int, stage: int, operations: list[Operation]
+) -> Iterator[str]:
+    """Check that a replicated stage's gradient is reduced after its passes, before each update."""
+    replicated = len(schedule.placement[stage]) > 1
+    passes_done: set[int] = set()
+    mine = {op.microbatch for op in operations if op.kind in FREEING}
+    reduced: list[range] = []
+    for operation in operations:
+        if operation.kind in FREEING:
+            passes_done.add(operation.microbatch)
+        if operation.kind is Kind.REDUCE:
+            reduced.append(operation.microbatches)
+            if not replicated or (mine & set(operation.microbatches)) - passes_done:
+                yield f"rank {rank}, stage {stage}: a reduction before its gradients are complete"
+        if operation.kind is Kind.UPDATE and replicated:
+            if not reduced or reduced.pop(0) != operation.microbatches:
+                yield f"rank {rank}, stage {stage}: an update without its reduction"
+    if reduced:
+        yield f"rank {rank}, stage {stage}: a reduction without its update"
+
+
+def _same_version(rank: int, stage: int, operations: list[Operation]) -> Iterator[str]:
+    read: dict[int, int | None] = {}
+    for operation in operations:
+        if operation.kind not in PASSES:
+            continue
+        first = read.setdefault(operation.microbatch, operation.weight_version)
+        if operation.weight_version != first:
+            yield (
+                f"rank {rank}, stage {stage}: microbatch {operation.microbatch} reads version "
+                f"{first} forward and {operation.weight_version} backward"
+            )
+
+
+def _semantics(schedule: Schedule) -> Iterator[str]:
+    read = _read(schedule)
+    demanded = {
+        "flush": _latest,
+        "stashing": _latest,
+        "vertical-sync": _latest_at_input_stage,
+        "double-buffered": _one_batch_back,
+    }[schedule.weight_semantics](schedule)
+    for (stage, microbatch), version in sorted(demanded.items()):
+        if read[stage, microbatch] != version:
+            yield (
+                f"stage {stage}, microbatch {microbatch}: reads version "
+                f"{read[stage, microbatch]}, {schedule.weight_semantics} demands version {version}"
+            )
+    if schedule.weight_semantics == "flush":
+        yield from _flushed(schedule)
+    if schedule.weight_semantics == "double-buffered":
+        lengths = {op.num_microbatches for op in _all(schedule) if op.kind is Kind.UPDATE}
+        if len(lengths) > 1:
+            yield f"updates cover unlike numbers of microbatches: {sorted(lengths)}"
+
+
+def _all(schedule: Schedule) -> Iterator[Operation]:
+    for operations in schedule.ranks:
+        yield from operations
+
+
+def _read(schedule: Schedule) -> Versions:
+    return {
+        (op.stage, op.microbatch): op.weight_version
+        for op in _all(schedule)
+        if op.kind is Kind.FORWARD and op.weight_version is not None
+    }
+
+
+def _latest(schedule: Schedule) -> Versions:
+    """Stashing: the forward pass reads the latest version its rank has (2.4.3)."""
+    demanded: Versions = {}
+    for operations in schedule.ranks:
+        latest: dict[int, int] = {}
+        for operation in operations:
+            if operation.kind is Kind.UPDATE:
+                latest[operation.stage] = latest.get(operation.stage, 0) + 1
+            elif operation.kind is Kind.FORWARD:
+                version = latest.get(operation.stage, 0)
+                demanded[operation.stage, operation.microbatch] = version
+    return demanded
+
+
+def _latest_at_input_stage(schedule: Schedule) -> Versions:
+    """Vertical sync: every stage reads what was the latest at the input stage (2.4.3)."""
+    entered = {k: version for (stage, k), version in _latest(schedule).items() if stage == 0}
+    return {
+        (stage, microbatch): version
+        for stage in range(schedule.num_stages)
+        for microbatch, version in entered.items()
+    }
+
+
+def _one_batch_back(schedule: Schedule) -> Versions:
+    """2BW: max(floor((k - 1) / m) - 1, 0) for microbatch k counted from 1 (3.2.1)."""
+    m = next(op.num_microbatches for op in _all(schedule) if op.kind is Kind.UPDATE)
+    return {
+        (stage, k - 1): max((k - 1) // m - 1, 0)
+        for stage in range(schedule.num_stages)
+        for k in range(1, schedule.num_microbatches + 1)
+    }
+
+
+def _flushed(schedule: Schedule) -> Iterator[str]:
+    """Check that no microbatch is in flight on a stage at its update: one version is enough."""
+    for rank, operations in enumerate(schedule.ranks):
+        under_way: dict[int, int] = {}
+        for operation in operations:
+            if operation.kind is Kind.FORWARD:
+                under_way[operation.stage] = under_way.get(operation.stage, 0) + 1
+            elif operation.kind in FREEING:
+                under_way[operation.stage] -= 1
+            elif operation.kind is Kind.UPDATE and under_way.get(operation.stage):
+                yield f"rank {rank}, stage {operation.stage}: an update amid a batch"

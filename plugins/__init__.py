@@ -16,6 +16,7 @@ from ..schema.lazy import lazy_names
 if TYPE_CHECKING:
     from ..checks.allocation_policies import Pool
     from ..checks.judges import Judge, judge
+    from ..checks.schedule import validate
     from ..devices.accelerator import AcceleratorBackend
     from ..devices.backend import LocalDevice, device_backend
     from ..devices.cpu import cpu_device
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ..schedules.one_f_one_b import one_rank
     from ..schedules.parallel import parallel_pipelines
     from ..schedules.registry import schedule
-    from ..schedules.validate import validate
     from ..schema.deployment import Deployment
     from ..schema.jobs import Certificate, Entity
     from ..schema.market import Availability, Capacity, Market, PriceHistory
@@ -99,7 +99,7 @@ _WHERE = {
     "price_importer": "..importers.registry",
     "schedule": "..schedules.registry",
     "trace_importer": "..importers.registry",
-    "validate": "..schedules.validate",
+    "validate": "..checks.schedule",
 }
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: generators, a validator and a timer."""
+"""Pipeline schedules as data: generators, counters and a timer."""

@@ -15,30 +15,17 @@ def peak_in_flight(schedule: Schedule, *, until_weight_gradient: bool = True) ->
             passes.
     """
     freeing = FREEING if until_weight_gradient else DIFFERENTIATING
-    return tuple(_peak(operations, freeing, None) for operations in schedule.ranks)
+    return tuple(_peak(operations, freeing) for operations in schedule.ranks)
 
 
-def peak_activation_bytes(schedule: Schedule, activation_bytes: Sequence[int]) -> tuple[int, ...]:
-    """[ranks] the most bytes of activations a rank holds at once.
-
-    Args:
-        schedule: The schedule.
-        activation_bytes: [stages] bytes kept between the forward and backward pass of a microbatch.
-    """
-    return tuple(_peak(operations, FREEING, activation_bytes) for operations in schedule.ranks)
-
-
-def _peak(
-    operations: Sequence[Operation], freeing: frozenset[Kind], weights: Sequence[int] | None
-) -> int:
+def _peak(operations: Sequence[Operation], freeing: frozenset[Kind]) -> int:
     held = peak = 0
     for operation in operations:
-        weight = 1 if weights is None else weights[operation.stage]
         if operation.kind is Kind.FORWARD:
-            held += weight
+            held += 1
             peak = max(peak, held)
         elif operation.kind in freeing:
-            held -= weight
+            held -= 1
     return peak
 
 
@@ -75,6 +62,6 @@ def held_by_stage(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     found = []
     for stage, ranks in enumerate(schedule.placement):
         mine = [[op for op in schedule.ranks[rank] if op.stage == stage] for rank in ranks]
-        in_flight = max(_peak(operations, FREEING, None) for operations in mine)
+        in_flight = max(_peak(operations, FREEING) for operations in mine)
         found.append((in_flight, max(_versions(operations, stage) for operations in mine)))
     return tuple(found)

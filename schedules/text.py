@@ -69,7 +69,7 @@ def from_text(
 ) -> Schedule:
     """Parse a schedule with one flush from this notation.
 
-    The result is not validated (see `validate`), and has no bounds on memory.
+    The result is not validated (`checks.schedule.validate` does), and has no bounds on memory.
 
     Args:
         name: Name of the new schedule.

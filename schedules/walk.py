@@ -1,7 +1,6 @@
 """An order in which the operations of all ranks can run.
 
-This is the only definition of when an operation may start. The timer adds times to it, and the
-validator reports the ranks that never finish as a deadlock.
+The timer adds times to it. The judge has an order of its own (checks/schedule.py).
 """
 
 from collections import deque

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hetflow.checks.judges import JUDGES
+from hetflow.checks.schedule import validate
 from hetflow.cli.main import run
 from hetflow.devices.backend import DEVICES
 from hetflow.devices.cpu import cpu_device
@@ -23,7 +24,6 @@ from hetflow.importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_I
 from hetflow.launcher.devices import seat_workers, views
 from hetflow.protocol.lower import lower, schedule_of
 from hetflow.schedules.counting import peak_in_flight
-from hetflow.schedules.validate import validate
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import TargetError

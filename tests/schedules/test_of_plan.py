@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from hetflow.checks.schedule import validate
 from hetflow.schedules.of_plan import schedule_of, times_of
 from hetflow.schedules.timing import time_schedule
-from hetflow.schedules.validate import validate
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.schema.plan import Plan

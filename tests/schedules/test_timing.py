@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.schedules.counting import peak_activation_bytes, peak_weight_versions
+from hetflow.schedules.counting import peak_weight_versions
 from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
@@ -106,16 +106,6 @@ def test_one_microbatch_has_no_steady_state() -> None:
     schedule = generate("pipedream", pipeline_parallel_size=2, num_microbatches=1)
     timing = time_schedule(schedule, StageTimes.uniform(2, 1, 2))
     assert timing.steady_seconds_per_microbatch == timing.makespan_seconds == 6
-
-
-def test_activation_bytes() -> None:
-    schedule = generate(
-        "interleaved", pipeline_parallel_size=2, num_microbatches=4, num_model_chunks=2
-    )
-    by_count = time_schedule(schedule, StageTimes.uniform(4, 1, 1)).peak_in_flight
-    assert peak_activation_bytes(schedule, [1, 1, 1, 1]) == by_count
-    # Rank 0: F0 F1 of stage 0, F0 F1 of stage 2, F2 of stage 0, B0 of stage 2, F3 of stage 0.
-    assert peak_activation_bytes(schedule, [100, 0, 1, 0])[0] == 4 * 100 + 1
 
 
 def test_weight_versions_are_those_of_the_neediest_stage() -> None:
