@@ -277,7 +277,8 @@ def planned(
         ProblemError: As of ``Repetitive``, or there are no runs to learn from.
         InfeasibleError: No configuration fits.
     """
-    model, chosen = Repetitive(problems), None
+    model = Repetitive(problems)
+    chosen: CostModel | None = None
     if cost_model == "closed-form":
         chosen = model.closed_form()
     elif cost_model == "measured":
