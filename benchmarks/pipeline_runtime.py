@@ -265,15 +265,14 @@ def ratio(ours, theirs):
 
 def planned_seconds(schedule, stages):
     """The planner's prediction for a partition (costs/), with links of no cost."""
-    from hetflow.costs.pipeline import ring_seconds
+    from hetflow.costs.pipeline import rounds
     from hetflow.schedules.replay import StepStage, flush_step_seconds
 
     computes = [(layers * seconds, replicas) for layers, seconds, replicas in stages]
     if schedule in ("gpipe", "1f1b"):
         timed = [StepStage(m, c / 3, c * 2 / 3, 0.0, 0.0, 0.0) for c, m in computes]
         return flush_step_seconds(schedule, tuple(timed), MICROBATCHES)
-    slowest = max(ring_seconds(schedule, c, 0.0, 0.0, m, MICROBATCHES, 1.0) for c, m in computes)
-    return slowest * MICROBATCHES
+    return max(rounds(schedule, m, MICROBATCHES) * c for c, m in computes)
 
 
 def timed_seconds(plan):

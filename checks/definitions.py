@@ -272,30 +272,6 @@ def thesis_seconds(
     return max(compute_seconds, 2 * others * weight_bytes / bytes_per_second) / num_replicas
 
 
-def published_seconds(
-    compute_seconds: float,
-    weight_bytes: float,
-    num_replicas: int,
-    bytes_per_second: float,
-    devices_below: int,
-) -> float:
-    """The stage cost of PipeDream's published code, seconds: (C + 4(m-1) w / (B m) / g) / m."""
-    per_link = 4 * (num_replicas - 1) * weight_bytes / (bytes_per_second * num_replicas)
-    return (compute_seconds + per_link / devices_below) / num_replicas
-
-
-def nested_ring_seconds(
-    compute_seconds: float,
-    weight_bytes: float,
-    num_replicas: int,
-    bytes_per_second: float,
-    devices_below: int,
-) -> float:
-    """Stage cost at one level, in seconds; the devices of a component share its ring traffic."""
-    ring = ring_seconds(weight_bytes, num_replicas, bytes_per_second)
-    return max(compute_seconds, ring / devices_below) / num_replicas
-
-
 def boundary_seconds(
     activation_bytes: float, bytes_per_second: float, message_seconds: float
 ) -> float:

@@ -6,7 +6,7 @@ plans. The code is slow and simple on purpose.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import isclose, prod
+from math import isclose
 
 from ..schema.errors import ProblemError
 from ..schema.pipeline import DevicePool, PipelineProblem
@@ -14,6 +14,7 @@ from ..schema.plan import Plan, Prediction, Stage
 from ..schema.restrictions import Restrictions
 from . import definitions
 from .chain_bound import is_proved
+from .methods import METHOD_JUDGES
 from .pipeline_recount import (
     crossing_bytes,
     planned_memory,
@@ -81,7 +82,7 @@ def _header_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     if problem.recompute is not None and plan.recomputes != problem.recompute:
         faults.append(f"recompute is {plan.recomputes}, the problem says {problem.recompute}")
     if plan.solved == "nested":
-        faults += _nesting_faults(plan, problem)
+        faults += METHOD_JUDGES.get("pipedream-nested").faults(plan, problem)
     counts = [stage.num_replicas for stage in plan.stages]
     if problem.most_devices is not None and plan.num_devices > problem.most_devices:
         faults.append(f"{plan.num_devices} devices, at most {problem.most_devices} are asked for")
@@ -105,37 +106,6 @@ def _optimizer_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     ):
         return []
     return [f"memory is planned for {planned}, the problem says {asked}"]
-
-
-def _nesting_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
-    depth = len(problem.pools[0].levels)
-    found = [
-        f"stage {index}: nesting must name {depth} blocks whose replicas multiply to "
-        f"{stage.num_replicas}"
-        for index, stage in enumerate(plan.stages)
-        if len(stage.nesting) != depth
-        or prod(block.num_replicas for block in stage.nesting) != stage.num_replicas
-    ]
-    return found or _block_faults(plan, depth)
-
-
-def _block_faults(plan: Plan, depth: int) -> list[str]:
-    """List blocks of a nested plan that are not numbered from 0 within the block around them."""
-    faults = []
-    for level in range(depth):
-        inside: dict[tuple[int, ...], list[int]] = {}
-        for stage in plan.stages:
-            around = tuple(block.index for block in stage.nesting[:level])
-            own = stage.nesting[level].index
-            known = inside.setdefault(around, [])
-            if not known or known[-1] != own:
-                known.append(own)
-        faults += [
-            f"nesting: the blocks of level {level} are numbered {numbers}, not from 0 on"
-            for numbers in inside.values()
-            if numbers != list(range(len(numbers)))
-        ]
-    return faults
 
 
 def _layer_faults(plan: Plan, problem: PipelineProblem) -> list[str]:

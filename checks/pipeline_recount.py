@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
-from math import prod
 
 from ..schema.pipeline import DevicePool, PipelineProblem
 from ..schema.plan import Plan, Stage
 from . import definitions
+from .methods import prices_of
 from .schedule import lists_of
 
 
@@ -65,36 +65,16 @@ def crossing_bytes(plan: Plan, problem: PipelineProblem, index: int) -> float:
     These are the outputs of all earlier layers that stage ``index`` or a later stage needs.
     """
     before = {name for stage in plan.stages[:index] for name in stage.layers}
-    if problem.cut_rule == "released" or problem.stage_cost == "published":
-        return _released_crossing(problem, before)
+    prices = prices_of(problem)
+    own = None if prices is None else prices.crossing_bytes(problem, before)
+    if own is not None:
+        return own
     senders = {
         source
         for source, target in problem.links
         if problem.layers[source].id in before and problem.layers[target].id not in before
     }
     return sum(problem.layers[source].activation_bytes for source in senders)
-
-
-def _released_crossing(problem: PipelineProblem, before: set[str]) -> float:
-    """Bytes that cross a cut as the published optimizer counts them.
-
-    The last layers before the cut, and their ancestors that feed a layer beyond one of them.
-    """
-    inside = {i for i, layer in enumerate(problem.layers) if layer.id in before}
-    if not inside or len(inside) == len(problem.layers):
-        return 0.0
-    ancestors: list[set[int]] = [set() for _ in problem.layers]
-    for source, target in sorted(problem.links, key=lambda link: link[1]):
-        ancestors[target] |= ancestors[source] | {source}
-    covered = set().union(*(ancestors[layer] for layer in inside))
-    last = inside - covered
-    extra = {
-        source
-        for member in last
-        for source, target in problem.links
-        if source in ancestors[member] and target not in ancestors[member] and target != member
-    }
-    return sum(problem.layers[layer].activation_bytes for layer in last | extra)
 
 
 def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
@@ -105,7 +85,7 @@ def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
     stage = plan.stages[index]
     pool = pool_of(problem, stage)
     assert pool is not None
-    compute, weights = _sums(plan, problem, [index])
+    compute, weights = sums(plan, problem, [index])
     names = set(stage.layers)
     total = sum(layer.weight_bytes for layer in problem.layers)
     in_flight, versions = held(plan, problem, index)
@@ -113,12 +93,13 @@ def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
     if index + 1 < len(plan.stages):
         sent = _boundary_at(plan, problem, index + 1, _boundary_link(plan, problem, index + 1))
     flat = plan.solved == "flat"
-    own = _flat_price if flat else _nested_price
+    prices = prices_of(problem)
+    price = _flat_price if prices is None else prices.of_stage
     return replace(
         stage,
         num_in_flight=in_flight,
         weight_versions=versions,
-        seconds_per_input=own(plan, problem, index),
+        seconds_per_input=price(plan, problem, index),
         compute_seconds=compute,
         forward_seconds=definitions.own_seconds(problem, pool, len(plan.stages))[0]
         + sum(
@@ -147,15 +128,6 @@ def _flat_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
     return max([_flat_stage(plan, problem, index), *boundaries])
 
 
-def _nested_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
-    """Seconds per input of a stage at its lowest level, shared by the replicas of those above."""
-    stage = plan.stages[index]
-    compute, weights = _sums(plan, problem, [index])
-    lowest = stage.nesting[-1].num_replicas
-    alone = _block(problem, 0, index, compute, weights, lowest)
-    return alone * lowest / stage.num_replicas
-
-
 def _tied_seconds(problem: PipelineProblem, stage: Stage) -> float | None:
     """Seconds of the all-reduce of tied weights; None if the model has none.
 
@@ -170,15 +142,16 @@ def _tied_seconds(problem: PipelineProblem, stage: Stage) -> float | None:
 
 def seconds_per_input(plan: Plan, problem: PipelineProblem) -> float:
     """Seconds per input of the slowest stage or boundary of a plan (thesis 2.4.1)."""
-    if plan.solved == "nested":
-        return _nested_seconds(plan, problem, list(range(len(plan.stages))), 0)
+    prices = prices_of(problem)
+    if prices is not None:
+        return prices.objective(plan, problem)
     return max(
         [_flat_stage(plan, problem, index) for index in range(len(plan.stages))]
         + [_flat_boundary(plan, problem, index) for index in range(1, len(plan.stages))]
     )
 
 
-def _sums(plan: Plan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
+def sums(plan: Plan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
     """Sum the compute seconds and weight bytes of stages, on the first one's device type.
 
     The fixed cost of passes is counted for a single stage only; for several stages it is counted at
@@ -214,7 +187,7 @@ def _flat_stage(plan: Plan, problem: PipelineProblem, index: int) -> float:
     stage, bandwidth = plan.stages[index], _span(plan, problem, index)
     pool = pool_of(problem, stage)
     assert pool is not None
-    compute, weights = _sums(plan, problem, [index])
+    compute, weights = sums(plan, problem, [index])
     if problem.stage_cost == "thesis":
         return definitions.thesis_seconds(compute, weights, stage.num_replicas, bandwidth)
     total = sum(layer.weight_bytes for layer in problem.layers)
@@ -229,28 +202,15 @@ def _boundary_link(plan: Plan, problem: PipelineProblem, index: int) -> float:
     Every pair of their replicas counts.
     """
     before, after = plan.stages[index - 1], plan.stages[index]
-    if plan.solved == "nested":
-        return _nested_link(problem, before, after)
+    prices = prices_of(problem)
+    if prices is not None:
+        return prices.link(problem, before, after)
     if before.device_type == after.device_type:
         pool = pool_of(problem, after)
         assert pool is not None
         return _slowest_link(pool, {*before.held, *after.held})
     spans = (_span(plan, problem, index - 1), _span(plan, problem, index))
     return min(*spans, problem.inter_bytes_per_second or 0.0)
-
-
-def _nested_link(problem: PipelineProblem, before: Stage, after: Stage) -> float:
-    """Bytes per second at the highest level at which two stages lie in different blocks."""
-    levels = problem.pools[0].levels
-    depth = next(
-        (
-            depth
-            for depth, (one, other) in enumerate(zip(before.nesting, after.nesting, strict=True))
-            if one.index != other.index
-        ),
-        len(levels) - 1,
-    )
-    return min(level.bytes_per_second for level in levels[: len(levels) - depth])
 
 
 def _flat_boundary(plan: Plan, problem: PipelineProblem, index: int) -> float:
@@ -278,64 +238,3 @@ def _boundary_at(
         bytes_per_second,
         definitions.message_seconds(problem),
     )
-
-
-def _nested_seconds(plan: Plan, problem: PipelineProblem, stages: list[int], depth: int) -> float:
-    """Seconds per input of the slowest block at one level, A(i -> j) of thesis 2.4.1.
-
-    The compute time of each block comes from the level below.
-    """
-    levels = problem.pools[0].levels
-    number = len(levels) - 1 - depth
-    blocks: dict[int, list[int]] = {}
-    for index in stages:
-        blocks.setdefault(plan.stages[index].nesting[depth].index, []).append(index)
-    groups = [blocks[key] for key in sorted(blocks)]
-    slowest = 0.0
-    for order, group in enumerate(groups):
-        replicas = plan.stages[group[0]].nesting[depth].num_replicas
-        compute, weights = _sums(plan, problem, group)
-        if number > 0:
-            compute = _nested_seconds(plan, problem, group, depth + 1)
-        slowest = max(
-            slowest,
-            _block(problem, number, order, compute, weights, replicas),
-            _nested_boundaries(plan, problem, groups, order, replicas, number),
-        )
-    return slowest
-
-
-def _block(
-    problem: PipelineProblem, number: int, order: int, compute: float, weights: float, replicas: int
-) -> float:
-    levels = problem.pools[0].levels
-    bandwidth = levels[number].bytes_per_second
-    if problem.stage_cost == "thesis":
-        return definitions.thesis_seconds(compute, weights, replicas, bandwidth)
-    if problem.stage_cost == "published":
-        below = levels[number - 1].num_components if number and order == 0 else 1
-        return definitions.published_seconds(compute, weights, replicas, bandwidth, below)
-    below = prod(level.num_components for level in levels[:number])
-    return definitions.nested_ring_seconds(compute, weights, replicas, bandwidth, below)
-
-
-def _nested_boundaries(
-    plan: Plan,
-    problem: PipelineProblem,
-    groups: list[list[int]],
-    order: int,
-    replicas: int,
-    number: int,
-) -> float:
-    """Seconds per input to transfer a block's input; in the published code, its output too."""
-    if order == 0 or not problem.count_boundaries:
-        return 0.0
-    bandwidth = problem.pools[0].levels[number].bytes_per_second
-    message = definitions.message_seconds(problem)
-    sent = crossing_bytes(plan, problem, groups[order][0])
-    into = definitions.boundary_seconds(sent, bandwidth, message)
-    if problem.stage_cost != "published":
-        return into
-    out = groups[order][-1] + 1
-    after = crossing_bytes(plan, problem, out) if out < len(plan.stages) else 0.0
-    return max(into, definitions.boundary_seconds(after, bandwidth, message)) / replicas

@@ -10,7 +10,7 @@ replicas. Three prices for it, all in seconds per input:
 ``published``
     The released optimizer: (C + 4(m-1) w / (B m) / g) / m, where g (the previous level's
     devices) divides only in a pipeline's first block; a boundary costs 2a / (B m) on both
-    sides of a block. For comparison with it digit by digit, not for planning.
+    sides of a block. For comparison with it digit by digit (papers/pipedream/), not for planning.
 ``ring``
     The default: compute overlapped with a ring all-reduce at the speed of the slowest link the
     replicas span, per update and not per input where gradients are accumulated. On the
@@ -35,50 +35,6 @@ from ..schema.pipeline import (
 )
 from ..schema.schedule_traits import traits
 from .comm import Wire, collective_seconds
-
-
-def thesis_seconds(
-    compute_seconds: float, weight_bytes: float, num_replicas: int, bytes_per_second: float
-) -> float:
-    """T(i -> j, m) of thesis 2.4.1, seconds per input."""
-    sync = 2 * (num_replicas - 1) * weight_bytes / bytes_per_second
-    return max(compute_seconds, sync) / num_replicas
-
-
-def published_seconds(
-    compute_seconds: float,
-    weight_bytes: float,
-    num_replicas: int,
-    bytes_per_second: float,
-    devices_below: int,
-) -> float:
-    """The released optimizer's block, seconds per input.
-
-    Args:
-        compute_seconds: C, or the level below's answer.
-        weight_bytes: w.
-        num_replicas: m.
-        bytes_per_second: B of the level.
-        devices_below: g, devices of the level below, for a pipeline's first block; else 1.
-    """
-    sync = 4 * (num_replicas - 1) * weight_bytes / (bytes_per_second * num_replicas)
-    return (compute_seconds + sync / devices_below) / num_replicas
-
-
-def nested_ring_seconds(
-    compute_seconds: float,
-    weight_bytes: float,
-    num_replicas: int,
-    bytes_per_second: float,
-    devices_below: int,
-) -> float:
-    """The ring price where levels are solved one by one, seconds per input.
-
-    max(A / m, 2(m-1) w / (B m^2 g)): the m components of g devices synchronise once in m g
-    inputs, one per device.
-    """
-    sync = 2 * (num_replicas - 1) * weight_bytes / (bytes_per_second * num_replicas**2)
-    return max(compute_seconds / num_replicas, sync / devices_below)
 
 
 class AllReduce(Wire):
@@ -214,34 +170,6 @@ def rounds(schedule: str, num_replicas: int, num_microbatches: int) -> float:
 def updates(schedule: str, num_replicas: int, num_microbatches: int) -> float:
     """Optimizer updates of a stage in a step of M microbatches: PipeDream makes one a round."""
     return num_microbatches / num_replicas if traits(schedule).updates_each_round else 1.0
-
-
-def ring_seconds(
-    schedule: str,
-    compute_seconds: float,
-    update_seconds: float,
-    weight_bytes: float,
-    num_replicas: int,
-    num_microbatches: int,
-    bytes_per_second: float,
-) -> float:
-    """The default price of a stage, seconds per input in the steady state.
-
-    Args:
-        schedule: Says how often weights are updated.
-        compute_seconds: C of one microbatch on one replica, with recomputation where planned and
-            with what its passes cost themselves.
-        update_seconds: One optimizer update of the stage's weights.
-        weight_bytes: w.
-        num_replicas: m.
-        num_microbatches: M of a step.
-        bytes_per_second: The slowest link that the replicas span.
-    """
-    often = updates(schedule, num_replicas, num_microbatches)
-    busy = rounds(schedule, num_replicas, num_microbatches) * compute_seconds
-    link = Wire(0.0, bytes_per_second)
-    sync = often * collective_seconds("all-reduce", weight_bytes, num_replicas, link)
-    return max(busy + often * update_seconds, sync) / num_microbatches
 
 
 def boundary_seconds(

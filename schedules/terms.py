@@ -7,7 +7,7 @@ the busiest device, and the waiting caused by startup and uneven stages. With an
 removal, single terms would differ, but their sum would not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, isclose
 
@@ -155,9 +155,3 @@ def _bare(halves: int) -> Callable[[Stage], Stage]:
         return replace(stage, compute_seconds=compute, forward_seconds=forward)
 
     return without
-
-
-def total_seconds(terms: StepTerms) -> float:
-    """Seconds of the step: the sum of its terms."""
-    parts: Sequence[float] = [getattr(terms, name) for name in StepTerms.__slots__]
-    return sum(parts)

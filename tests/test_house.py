@@ -50,7 +50,8 @@ MAY_IMPORT = {
         "schema", "schedules", "solvers", "checks", "devices", "importers", "exporters", "engines",
     },
     "testing": {"schema", "costs", "profilers"},  # nobody imports it
-    "papers": {"schema", "costs", "schedules", "solvers", "importers"},  # nobody imports it
+    # Nobody imports it.
+    "papers": {"schema", "costs", "schedules", "checks", "solvers", "importers"},
     "api": {
         "schema", "planning", "solvers", "importers", "profilers", "devices", "protocol", "runtime",
         "launcher", "mechanisms", "simulator", "checks", "exporters", "reports", "schedules",
@@ -224,6 +225,14 @@ def test_imports_point_one_way(package: str) -> None:
                 assert package in TORCH_AT_IMPORT | TORCH_WHEN_ASKED, f"{where}: torch"
             if name in LIBRARIES_OF_FEW_FILES:
                 assert str(where) in LIBRARIES_OF_FEW_FILES[name], f"{where} imports {name}"
+
+
+def test_judges_of_papers_share_nothing_with_what_they_judge() -> None:
+    judges = [*(ROOT / "papers").glob("*/judge.py")]
+    assert judges
+    for path in judges:
+        ours = {name for name, _ in imports(path) if name.startswith("hetflow.")}
+        assert ours <= {"hetflow.schema", "hetflow.checks"}, path
 
 
 def test_oracles_have_their_own_arithmetic() -> None:

@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 
-from ...costs.parallel_stage import gather_seconds, transfer_seconds
+from ...costs.parallel_stage import gather_seconds, step_seconds, transfer_seconds
 from ...schema.parallel import ParallelProblem
 from ..effort import DEFAULT, Effort
 from .bound import Path, Relaxation
@@ -232,10 +232,12 @@ class Search:
                     update_seconds=self._update(start, end, mix, reduce),
                 )
             )
-        each = [one.compute_seconds + one.transfer_seconds for one in chosen]
-        total = (self.num_microbatches - 1) * max(each) + sum(each)
-        total += max(one.update_seconds for one in chosen)
-        total += max(one.reduce_seconds for one in chosen)
+        total = step_seconds(
+            self.num_microbatches,
+            [one.compute_seconds + one.transfer_seconds for one in chosen],
+            [one.update_seconds for one in chosen],
+            [one.reduce_seconds for one in chosen],
+        )
         if total >= below:
             return None
         groups = [

@@ -3,19 +3,19 @@
 import pytest
 from tests.checks import planted, tampered
 
-from hetflow.costs.pipeline import thesis_seconds
+from hetflow.costs.pipeline import updates
 
 SPLITS = [name for name in tampered.QUESTIONS if "split" in name or "virtual nodes" in name]
 
 
 def test_a_fault_changes_what_runs_and_is_taken_out_again() -> None:
-    run = planted.lines_run(lambda: thesis_seconds(1.0, 100.0, 2, 10.0))
+    run = planted.lines_run(lambda: updates("gpipe", 2, 8))
     (site,) = [one for one in planted.sites(run) if one.kind == "return"]
-    whole = thesis_seconds(1.0, 100.0, 2, 10.0)
+    whole = updates("gpipe", 2, 8)
     with planted.planted(site) as changed:
         assert changed
-        assert thesis_seconds(1.0, 100.0, 2, 10.0) == pytest.approx(0.9 * whole)
-    assert thesis_seconds(1.0, 100.0, 2, 10.0) == whole
+        assert updates("gpipe", 2, 8) == pytest.approx(0.9 * whole)
+    assert updates("gpipe", 2, 8) == whole
 
 
 @pytest.mark.slow
