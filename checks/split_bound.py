@@ -6,8 +6,7 @@ them. If the whole batch is among the sums for a time below the bound, the bound
 among those of no set of splits, and the sets hold all splits, the bound is proved.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterator, Sequence
 from math import gcd, inf
 
 from ..schema.plan import RefutedSplits
@@ -32,73 +31,22 @@ def faster(problem: SplitProblem, seconds: float) -> str | None:
     share = batch // problem.virtual_nodes if problem.virtual_nodes else None
     if (alone := _alone_within(problem, limit, share)) is not None:
         return alone
-    options = [o for o in problem.devices if o.batch_curve]
-    total = sum(option.num_devices for option in options)
-    in_all = [
-        used for number in range(1, len(options) + 1) for used in combinations(options, number)
-    ]
+    options = {option.device_type: option for option in problem.devices}
+    total = sum(option.num_devices for option in problem.devices)
     worst = {
-        option.device_type: max(
-            (definitions.split_sync_seconds(option, number) for number in range(2, total + 1)),
-            default=0.0,
-        )
-        for option in options
+        name: max(definitions.split_sync_seconds(kind, n) for n in range(1, total + 1))
+        for name, kind in options.items()
     }
-    plans = [(used, _amounts(used, limit, worst, batch, share)) for used in in_all]
-    steps = sum(
-        option.num_devices * len(one)
-        for used, amounts in plans
-        for option, one in zip(used, amounts, strict=True)
-    )
-    if steps * (1 + batch / 1e4) > MOST_STEPS:
-        return None
-    for used, amounts in plans:
-        if _reaches(used, amounts, batch):
-            return "several of " + ", ".join(option.device_type for option in used)
+    try:
+        for used in {used for _, used, _ in _all_splits(problem)}:
+            kinds = [options[name] for name in sorted(used)]
+            left = limit - max(kind.update_seconds + kind.fixed_seconds for kind in kinds)
+            left -= max(worst[name] for name in used)
+            if left > 0 and _can_do(kinds, total, left, batch, share):
+                return f"several of {', '.join(sorted(used))}"
+    except TooLargeError:
+        pass
     return None
-
-
-def _amounts(
-    used: tuple[DeviceOption, ...],
-    limit: float,
-    worst: Mapping[str, float],
-    batch: int,
-    share: int | None,
-) -> list[list[int]]:
-    """[types] numbers of samples that one device can do, if all types in use end by ``limit``.
-
-    Synchronisation counts as for the ``worst`` number of devices by type, and the slowest update.
-    """
-    sync = max(worst[option.device_type] for option in used)
-    left = limit - sync - max(option.update_seconds + option.fixed_seconds for option in used)
-    found = []
-    for option in used:
-        numbers: set[int] = set()
-        for point in option.batch_curve:
-            size = point.batch_size
-            if share not in (None, size):
-                continue
-            exposed = definitions.exposed_seconds(option, 2, size) or 0.0
-            most = int((left - exposed) / point.step_seconds) if left > exposed else 0
-            numbers |= {passes * size for passes in range(1, min(most, batch // size) + 1)}
-        found.append(sorted(numbers))
-    return found
-
-
-def _reaches(used: tuple[DeviceOption, ...], amounts: list[list[int]], batch: int) -> bool:
-    """Whether two devices or more do exactly the batch."""
-    stride = gcd(batch, *(each for one in amounts for each in one))
-    mask = (1 << (batch // stride + 1)) - 1
-    none, one, more = 1, 0, 0  # sums over no device, exactly one, and several
-    for option, numbers in zip(used, amounts, strict=True):
-        for _ in range(option.num_devices):
-            joined, first = more, one
-            for number in numbers:
-                shift = number // stride
-                joined |= (one | more) << shift
-                first |= none << shift
-            more, one = joined & mask, first & mask
-    return bool(more >> (batch // stride) & 1)
 
 
 def _alone_within(problem: SplitProblem, limit: float, share: int | None) -> str | None:
