@@ -4,14 +4,14 @@ The code is slow and simple on purpose, and shares nothing with the solvers.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..schema.plan import Plan, Prediction, ReplicaGroup
 from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint
 from . import definitions, split_bound
 from .methods import METHOD_JUDGES
-from .plan import TOLERANCE, device_faults, differ, question_faults, step_faults
+from .plan import TOLERANCE, device_faults, differ, question_faults, step_faults, unlike
 from .proofs import Verdict
 
 
@@ -147,67 +147,64 @@ def _group_faults(
     point = definitions.point(costs, size)
     if point is None:
         yield f"a pass of {size} samples on {group.device_type} is not profiled or does not fit"
-    elif group.pass_seconds is not None and differ(group.pass_seconds, point.step_seconds):
-        yield f"pass_seconds is {group.pass_seconds}, the profile says {point.step_seconds}"
-    exposed = definitions.exposed_seconds(option, num_devices, size)
-    if group.exposed_seconds is not None and differ(group.exposed_seconds, exposed or 0.0, 1e-15):
-        yield f"exposed_seconds is {group.exposed_seconds}, the profile says {exposed}"
-    if group.interpolated != (size in costs.interpolated_sizes):
-        yield f"interpolated is {group.interpolated}, which is not true of {size} samples"
-    busy = num_devices > 1 and option.alone is not None
-    if group.measured_busy != busy:
-        yield f"measured_busy is {group.measured_busy}, which is not true of {num_devices} devices"
+    else:
+        counted = replace(
+            group,
+            pass_seconds=point.step_seconds,
+            exposed_seconds=definitions.exposed_seconds(option, num_devices, size) or 0.0,
+            interpolated=size in costs.interpolated_sizes,
+            measured_busy=num_devices > 1 and option.alone is not None,
+        )
+        yield from unlike(group, counted, "", TOLERANCE)
     if problem.virtual_nodes is not None:
         share = problem.global_batch_size // problem.virtual_nodes
         if size != share:
             yield f"virtual nodes hold {size} samples; {problem.virtual_nodes} of them need {share}"
 
 
-def _prediction_faults(plan: Plan, options: dict[str, DeviceOption]) -> Iterator[str]:
-    used = [options[group.device_type] for group in plan.groups]
-    costs = [definitions.terms(option, plan.num_devices) for option in used]
+def _prediction_faults(plan: Plan, options: dict[str, DeviceOption]) -> list[str]:
+    """List what of the prediction is not as counted, for the slowest group that it fits best."""
+    used, number = [options[group.device_type] for group in plan.groups], plan.num_devices
+    costs = [definitions.terms(option, number) for option in used]
     work = [_work(group, cost) for group, cost in zip(plan.groups, costs, strict=True)]
     exposed = [
-        definitions.exposed_seconds(option, plan.num_devices, group.virtual_node_batch_size) or 0.0
+        definitions.exposed_seconds(option, number, group.virtual_node_batch_size) or 0.0
         for group, option in zip(plan.groups, used, strict=True)
     ]
-    ready = [seconds + more for (seconds, _), more in zip(work, exposed, strict=True)]
-    longest = max(ready)
-    least = max(definitions.split_sync_seconds(option, plan.num_devices) for option in used)
-    closing = max(cost.update_seconds + cost.fixed_seconds for cost in costs)
-    rounding = max(1e-14 * definitions.fitted_ring_seconds(option) for option in used)
-    step = longest + least + closing
+    longest = max(seconds + more for (seconds, _), more in zip(work, exposed, strict=True))
+    least = max(definitions.split_sync_seconds(option, number) for option in used)
+    ends = [(cost.update_seconds, cost.fixed_seconds) for cost in costs]
+    step = longest + least + max(map(sum, ends))
     passes = [
         (seconds, more, point.step_seconds_error)
         for (seconds, point), more in zip(work, exposed, strict=True)
     ]
     spread = definitions.spread_seconds(step, passes, [option.step_error for option in used])
-    found = plan.predicted
-    syncs = [
-        least + more for one, more in zip(ready, exposed, strict=True) if not differ(one, longest)
-    ]
-    sync = min(syncs, key=lambda seconds: abs(seconds - (found.sync_seconds or 0.0)))
-    pairs = [
-        ("sync_seconds", found.sync_seconds, sync),
-        ("step_seconds", found.step_seconds, step),
-        ("step_seconds_low", found.step_seconds_low, max(0.0, step - (spread or 0.0))),
-        ("step_seconds_high", found.step_seconds_high, step + (spread or 0.0)),
-    ]
-    for name, claimed, true in pairs:
-        if claimed is not None and differ(claimed, true, max(rounding, 1e-14 * step)):
-            yield f"predicted.{name} is {claimed}, the profiles give {true}"
-    if (spread is None) != (found.step_seconds_high is None):
-        known = "do not tell" if spread is None else "tell"
-        yield f"predicted: step_seconds_high is {found.step_seconds_high}; the profiles {known} it"
-    if found.update_seconds is not None:
-        yield from _closing_faults(found, costs, closing)
-    if found.compute_seconds is not None:
-        slowest = [
-            (group.virtual_nodes, point)
-            for group, (_, point), one in zip(plan.groups, work, ready, strict=True)
-            if not differ(one, longest)
-        ]
-        yield from _part_faults(found, slowest)
+    stated, found = plan.predicted, list[list[str]]()
+    if stated.compute_seconds is not None:  # then what is not stated apart is 0
+        names = ("load_seconds", "virtual_node_seconds", "fixed_seconds")
+        stated = replace(stated, **{name: getattr(stated, name) or 0.0 for name in names})
+    for group, (seconds, point), more in zip(plan.groups, work, exposed, strict=True):
+        load, own = point.load_seconds or 0.0, point.virtual_node_seconds or 0.0
+        for update, fixed in ends:
+            if differ(seconds + more, longest) or differ(update + fixed, max(map(sum, ends))):
+                continue
+            counted = replace(
+                plan.predicted,
+                step_seconds=step,
+                step_seconds_low=None if spread is None else max(0.0, step - spread),
+                step_seconds_high=None if spread is None else step + spread,
+                sync_seconds=least + more,
+                compute_seconds=group.virtual_nodes * (point.step_seconds - load - own),
+                load_seconds=group.virtual_nodes * load,
+                virtual_node_seconds=group.virtual_nodes * own,
+                update_seconds=update,
+                fixed_seconds=fixed,
+            )
+            rounding = max(1e-14 * definitions.fitted_ring_seconds(option) for option in used)
+            rounding = max(rounding, 1e-12 * step)
+            found.append([*unlike(stated, counted, "predicted.", TOLERANCE, rounding)])
+    return min(found, key=len)
 
 
 def _work(group: ReplicaGroup, costs: DeviceOption | AloneDevice) -> tuple[float, BatchPoint]:
@@ -216,41 +213,6 @@ def _work(group: ReplicaGroup, costs: DeviceOption | AloneDevice) -> tuple[float
     if point is None:
         raise AssertionError("judged before: the size is one of the curve")
     return group.virtual_nodes * point.step_seconds, point
-
-
-def _closing_faults(
-    found: Prediction, costs: list[DeviceOption | AloneDevice], closing: float
-) -> Iterator[str]:
-    """Check that update and fixed cost are those of a type in use with the largest sum."""
-    claimed = (found.update_seconds or 0.0, found.fixed_seconds or 0.0)
-    true = [
-        (cost.update_seconds, cost.fixed_seconds)
-        for cost in costs
-        if not differ(cost.update_seconds + cost.fixed_seconds, closing)
-    ]
-    if not any(_alike(claimed, pair) for pair in true):
-        yield (
-            f"predicted.update_seconds and fixed_seconds are {claimed}, the profiles give {true[0]}"
-        )
-
-
-def _part_faults(found: Prediction, slowest: list[tuple[int, BatchPoint]]) -> Iterator[str]:
-    """Check that the compute, load and virtual node times are those of one slowest device."""
-    names = ("compute_seconds", "load_seconds", "virtual_node_seconds")
-    claimed = tuple(getattr(found, name) or 0.0 for name in names)
-    true = []
-    for count, point in slowest:
-        load, own = point.load_seconds or 0.0, point.virtual_node_seconds or 0.0
-        true.append((count * (point.step_seconds - load - own), count * load, count * own))
-    if not any(_alike(claimed, parts) for parts in true):
-        for name, claim, right in zip(names, claimed, true[0], strict=True):
-            if not _alike((claim,), (right,), scale=sum(true[0])):
-                yield f"predicted.{name} is {claim}, the profiles give {right}"
-
-
-def _alike(left: tuple[float, ...], right: tuple[float, ...], scale: float = 0.0) -> bool:
-    whole = max(sum(left), sum(right), scale)  # small terms carry the rounding of their sum
-    return not any(differ(a, b, 1e-12 * whole) for a, b in zip(left, right, strict=True))
 
 
 def bound_faults(plan: Plan, problem: SplitProblem) -> list[str]:

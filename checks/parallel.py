@@ -6,7 +6,7 @@ message and all-reduce is recomputed, and the step follows from them (docs/paral
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil, isclose
+from math import ceil
 
 from ..schema.errors import ProblemError
 from ..schema.parallel import (
@@ -19,7 +19,14 @@ from ..schema.parallel import (
 from ..schema.pipeline_shape import PipelineShape
 from ..schema.plan import Plan, ReplicaGroup, Stage
 from . import definitions
-from .plan import device_faults, dollar_faults, question_faults, rate_faults, step_faults
+from .plan import (
+    device_faults,
+    dollar_faults,
+    number_faults,
+    question_faults,
+    rate_faults,
+    step_faults,
+)
 from .schedule_lists import own_passes
 
 _NEAR = 1e-9
@@ -46,7 +53,8 @@ def _plan_faults(plan: Plan, problem: ParallelProblem) -> list[str]:
     faults = [*_shape_faults(plan, problem), *_device_faults(plan, problem)]
     if faults:
         return faults  # costs need layers and degrees that were timed
-    return [*_memory_faults(plan, problem), *_time_faults(plan, problem)]
+    counted = _counted(plan, problem)
+    return [*_memory_faults(plan, counted, problem), *number_faults(plan, counted, _NEAR, 0.0)]
 
 
 def counted_step(plan: Plan, problem: ParallelProblem) -> float:
@@ -251,50 +259,47 @@ def _group_faults(
         yield f"{where} was not timed at degree {degree}, microbatch {plan.microbatch_size}"
 
 
-def _memory_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
+def _memory_faults(plan: Plan, counted: Plan, problem: ParallelProblem) -> Iterator[str]:
     room = {pool.device_type: pool.memory_bytes for pool in problem.pools}
-    for number, stage in enumerate(plan.stages):
-        counted = counted_memory(plan, problem, number)
-        for group, needed in zip(stage.replicas, counted, strict=True):
-            memory = room[group.device_type]
+    for number, (stage, own) in enumerate(zip(plan.stages, counted.stages, strict=True)):
+        for group, other in zip(stage.replicas, own.replicas, strict=True):
+            memory, needed = room[group.device_type], other.memory_bytes or 0
             if memory is not None and needed > memory * (1 + _NEAR):
                 yield (
                     f"stage {number} needs {needed / 2**20:.1f} MiB on a {group.device_type}, "
                     f"which has {memory / 2**20:.1f} MiB"
                 )
-            if group.memory_bytes is None or abs(group.memory_bytes - needed) > 1:
-                yield (
-                    f"stage {number}: memory_bytes on {group.device_type} is "
-                    f"{group.memory_bytes}, counted {needed:.0f}"
+            if group.memory_bytes is None:
+                yield f"stage {number}: memory_bytes is missing, counted {needed:.0f}"
+
+
+def _counted(plan: Plan, problem: ParallelProblem) -> Plan:
+    """The plan with every number counted again."""
+    stages = tuple(
+        replace(
+            stage,
+            compute_seconds=_compute(plan, problem, number),
+            transfer_seconds=_transfer(plan, problem, number),
+            reduce_seconds=_reduce(plan, problem, number),
+            update_seconds=_update(plan, problem, number),
+            replicas=tuple(
+                replace(group, memory_bytes=round(needed))
+                for group, needed in zip(
+                    stage.replicas, counted_memory(plan, problem, number), strict=True
                 )
-
-
-def _time_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
-    for number, stage in enumerate(plan.stages):
-        counted = {
-            "compute_seconds": _compute(plan, problem, number),
-            "transfer_seconds": _transfer(plan, problem, number),
-            "reduce_seconds": _reduce(plan, problem, number),
-            "update_seconds": _update(plan, problem, number),
-        }
-        for name, seconds in counted.items():
-            claimed = getattr(stage, name)
-            if claimed is not None and not _same(claimed, seconds):
-                yield f"stage {number}: {name} is {claimed:.6g}, counted {seconds:.6g}"
-    got = plan.predicted
+            ),
+        )
+        for number, stage in enumerate(plan.stages)
+    )
     held = [_held_with(plan, number) for number in range(plan.num_positions)]
-    for name, claimed, seconds in (
-        ("sync_seconds", got.sync_seconds,
-         max(sum(_reduce(plan, problem, number) for number in own) for own in held)),
-        ("update_seconds", got.update_seconds,
-         max(sum(_update(plan, problem, number) for number in own) for own in held)),
-        ("bubble_fraction", got.bubble_fraction, _bubble(plan, problem)),
-    ):  # fmt: skip
-        if claimed is not None and not _same(claimed, seconds):
-            yield f"predicted.{name} is {claimed:.6g}, counted {seconds:.6g}"
-    step = counted_step(plan, problem)
-    if not _same(plan.predicted.step_seconds, step):
-        yield f"step_seconds is {plan.predicted.step_seconds:.6g}, counted {step:.6g}"
+    predicted = replace(
+        plan.predicted,
+        step_seconds=counted_step(plan, problem),
+        sync_seconds=max(sum(_reduce(plan, problem, number) for number in own) for own in held),
+        update_seconds=max(sum(_update(plan, problem, number) for number in own) for own in held),
+        bubble_fraction=_bubble(plan, problem),
+    )
+    return replace(plan, stages=stages, predicted=predicted)
 
 
 def _bubble(plan: Plan, problem: ParallelProblem) -> float:
@@ -361,10 +366,6 @@ def _figures(plan: Plan) -> tuple[float, ...]:
         max(stage.memory_bytes or 0 for stage in plan.stages),
         got.dollars_per_hour or 0.0,
     )
-
-
-def _same(claimed: float, counted: float) -> bool:
-    return isclose(claimed, counted, rel_tol=_NEAR, abs_tol=1e-15)
 
 
 def _pool(problem: ParallelProblem, group: ReplicaGroup) -> ParallelPool:

@@ -10,7 +10,7 @@ from math import isclose
 
 from ..schema.errors import ProblemError
 from ..schema.pipeline import DevicePool, PipelineProblem
-from ..schema.plan import Plan, Prediction, Stage
+from ..schema.plan import Plan, Stage
 from ..schema.restrictions import Restrictions
 from . import definitions
 from .chain_bound import is_proved
@@ -23,23 +23,12 @@ from .pipeline_recount import (
     stage_memory,
     timed_stage,
 )
-from .plan import device_faults, differ, question_faults, step_faults
+from .plan import device_faults, number_faults, question_faults, step_faults
 from .proofs import Verdict
 from .schedule import lists_of
 from .step import PARTS, parts_of, step_seconds
 
 _TOLERANCE = 1e-6
-_OF_STAGE = (
-    "num_in_flight",
-    "weight_versions",
-    "seconds_per_input",
-    "compute_seconds",
-    "forward_seconds",
-    "output_seconds",
-    "reduce_seconds",
-    "update_seconds",
-    "tied_seconds",
-)
 
 
 def check(plan: Plan, problem: PipelineProblem) -> Verdict:
@@ -54,7 +43,7 @@ def check(plan: Plan, problem: PipelineProblem) -> Verdict:
     """
     faults = _header_faults(plan, problem) + _layer_faults(plan, problem)
     faults = faults or _device_faults(plan, problem) or _memory_faults(plan, problem)
-    faults = faults or _schedule_faults(plan, problem) or _claim_faults(plan, problem)
+    faults = faults or _schedule_faults(plan, problem) or [*_claim_faults(plan, problem)]
     bound, asked = plan.proof.lower_bound, plan.restrictions
     if faults or bound is None:
         return Verdict(faults)
@@ -235,104 +224,43 @@ def _schedule_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     return [f"schedule: {fault}" for fault in faults]
 
 
-def _claim_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
+def _claim_faults(plan: Plan, problem: PipelineProblem) -> Iterator[str]:
     stages = [timed_stage(plan, problem, index) for index in range(len(plan.stages))]
-    expected = replace(plan, stages=tuple(stages))
-    faults = _stage_faults(plan, expected)
+    counted = replace(plan, stages=tuple(stages))
     steady = 0.0 if plan.objective == "step_seconds" else seconds_per_input(plan, problem)
+    fixed = definitions.step_overhead(problem, {stage.device_type for stage in plan.stages})
     step = problem.num_microbatches * steady
     if problem.traits.flushes:
-        step = step_seconds(expected)
-    fixed = definitions.step_overhead(problem, {stage.device_type for stage in plan.stages})
+        step = step_seconds(counted)
     step += fixed
-    found = step if plan.objective == "step_seconds" else steady
-    claimed = plan.proof.objective
-    if not isclose(found, claimed, rel_tol=_TOLERANCE, abs_tol=1e-15):
-        faults.append(f"proof.objective is {claimed}, the stages give {found}")
-    if not isclose(step, plan.predicted.step_seconds, rel_tol=_TOLERANCE, abs_tol=1e-15):
-        faults.append(f"predicted.step_seconds is {plan.predicted.step_seconds}, expected {step}")
-    whole = replace(plan.predicted, step_seconds=step, fixed_seconds=fixed)
-    faults += [
-        *_cost_faults(plan, problem),
-        *_part_faults(plan.predicted, replace(expected, predicted=whole)),
-        *_interval_faults(plan, problem),
-        *step_faults(plan, _TOLERANCE),
-    ]
-    replicas = plan.position_replicas
-    noam = -(-sum(replicas) // replicas[0])  # workers over input-stage replicas (2.4.2)
-    if noam != plan.noam:
-        faults.append(f"noam is {plan.noam}, expected {noam}")
-    return faults
-
-
-def _stage_faults(plan: Plan, expected: Plan) -> list[str]:
-    """List the numbers of stages that differ from those counted; an optional one may be missing."""
-    faults = []
-    for index, (stage, counted) in enumerate(zip(plan.stages, expected.stages, strict=True)):
-        for name in _OF_STAGE:
-            got, want = getattr(stage, name), getattr(counted, name)
-            if got is not None and (
-                want is None or not isclose(got, want, rel_tol=_TOLERANCE, abs_tol=1e-12)
-            ):
-                faults.append(f"stage {index}: {name} is {got}, expected {want}")
-    return faults
-
-
-def _cost_faults(plan: Plan, problem: PipelineProblem) -> Iterator[str]:
-    last = len(plan.stages) - 1
-    for index, stage in enumerate(plan.stages):
-        pool = pool_of(problem, stage)
-        assert pool is not None
-        own, _ = definitions.own_seconds(problem, pool, len(plan.stages))
-        message = definitions.message_seconds(problem) if index < last else 0.0
-        latency = None
-        if definitions.counts_overheads(problem) and pool.reduce_bytes_per_second is not None:
-            latency = pool.reduce_latency_seconds
-        for name, got, want in (
-            ("pass_seconds", stage.pass_seconds, own),
-            ("message_seconds", stage.message_seconds, message),
-            ("reduce_latency_seconds", stage.reduce_latency_seconds, latency),
-        ):
-            if got is not None and (want is None or differ(got, want, 1e-15, _TOLERANCE)):
-                yield f"stage {index}: {name} is {got}, the problem says {want}"
-
-
-def _part_faults(got: Prediction, expected: Plan) -> Iterator[str]:
-    """Yield the parts that differ from those recomputed from the stages' times.
-
-    If the stages' times do not determine the parts, the step must be compute and fixed cost only.
-    """
-    if all(getattr(got, name) is None for name in PARTS):
-        return  # the plan states no parts
-    fixed = expected.predicted.fixed_seconds or 0.0
-    step = expected.predicted.step_seconds
-    wanted = {name: 0.0 for name in PARTS}
-    wanted |= {"fixed_seconds": fixed, "compute_seconds": step - fixed}
-    wanted = parts_of(expected) or wanted
-    for name, want in wanted.items():
-        part = getattr(got, name)
-        if abs((part or 0.0) - want) > _TOLERANCE * step + 1e-15:
-            yield f"predicted.{name} is {part}, expected {want}"
-
-
-def _interval_faults(plan: Plan, problem: PipelineProblem) -> Iterator[str]:
-    """List what of the interval and the tolerance is not as accurate as the measurements."""
-    got, error = plan.predicted, problem.step_error
-    wanted: tuple[float | None, float | None] = (None, None)
-    if error is not None:
-        wanted = (max(0.0, got.step_seconds * (1 - error)), got.step_seconds * (1 + error))
-    pairs = zip(("low", "high"), (got.step_seconds_low, got.step_seconds_high), wanted, strict=True)
-    for name, found, want in pairs:
-        same = found is want
-        if found is not None and want is not None:
-            same = isclose(found, want, rel_tol=_TOLERANCE, abs_tol=1e-15)
-        if not same:
-            yield f"predicted.step_seconds_{name} is {found}, expected {want}"
+    whole = replace(plan.predicted, step_seconds=step, fixed_seconds=fixed, load_seconds=None)
+    counted = replace(counted, predicted=whole)
+    parts = {name: 0.0 for name in PARTS} | {
+        "fixed_seconds": fixed,
+        "compute_seconds": step - fixed,
+    }
+    parts = parts_of(counted) or parts  # else the step must be compute and fixed cost only
+    error, got = problem.step_error, plan.predicted
+    low = None if error is None else max(0.0, got.step_seconds * (1 - error))
+    high = None if error is None else got.step_seconds * (1 + error)
+    objective = step if plan.objective == "step_seconds" else steady
+    counted = replace(
+        counted,
+        predicted=replace(whole, **parts, step_seconds_low=low, step_seconds_high=high),
+        proof=replace(plan.proof, objective=objective),
+    )
+    stated = {name: getattr(got, name) or 0.0 for name in PARTS}
+    if any(getattr(got, name) is not None for name in PARTS):  # then the parts are the whole step
+        plan = replace(plan, predicted=replace(got, **stated))
+    yield from number_faults(plan, counted, _TOLERANCE)
     tolerance = plan.proof.tolerance
     if tolerance is not None and (error is None or tolerance > error):
         yield f"proof.tolerance is {tolerance}, the problem's steps are off by {error}"
-    if got.load_seconds is not None:
-        yield f"predicted.load_seconds is {got.load_seconds}, pipelines have no such part"
+    yield from step_faults(plan, _TOLERANCE)
+    replicas = plan.position_replicas
+    noam = -(-sum(replicas) // replicas[0])  # workers over input-stage replicas (2.4.2)
+    if noam != plan.noam:
+        yield f"noam is {plan.noam}, expected {noam}"
 
 
 __all__ = ["check", "crossing_bytes", "seconds_per_input", "stage_memory", "timed_stage"]

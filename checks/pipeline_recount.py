@@ -117,6 +117,9 @@ def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
         tied_seconds=_tied_seconds(problem, stage) if flat else None,
         pass_seconds=definitions.own_seconds(problem, pool, len(plan.stages))[0],
         message_seconds=definitions.message_seconds(problem) if sent else 0.0,
+        reduce_latency_seconds=pool.reduce_latency_seconds
+        if definitions.counts_overheads(problem) and pool.reduce_bytes_per_second is not None
+        else None,
     )
 
 

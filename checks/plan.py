@@ -147,6 +147,47 @@ def differ(left: float, right: float, rounding: float = 0.0, near: float = TOLER
     return abs(left - right) > max(near * max(abs(left), abs(right)), rounding)
 
 
+def number_faults(
+    plan: Plan, counted: Plan, near: float, rounding: float | None = None
+) -> Iterator[str]:
+    """List the numbers of a plan that are not as counted; what is not stated has no fault.
+
+    Args:
+        plan: The plan to check.
+        counted: The same plan with its numbers counted by the judge; None where there is none.
+        near: Relative rounding.
+        rounding: Absolute rounding of predicted seconds; None takes ``near`` of the step.
+    """
+    for number, (stage, other) in enumerate(zip(plan.stages, counted.stages, strict=True)):
+        yield from unlike(stage, other, f"stage {number}: ", near, 1e-12)
+        for group, one in zip(stage.replicas, other.replicas, strict=True):
+            yield from unlike(group, one, f"stage {number}: {group.device_type}: ", near)
+    if rounding is None:
+        rounding = near * counted.predicted.step_seconds
+    yield from unlike(plan.predicted, counted.predicted, "predicted.", near, rounding + 1e-15)
+    claimed, objective = plan.proof.objective, counted.proof.objective
+    if differ(claimed, objective, 1e-15, near):
+        yield f"proof.objective is {claimed}, counted {objective}"
+
+
+_KNOWN_OR_NOT = ("step_seconds_low", "step_seconds_high")  # and stated if they are known
+
+
+def unlike(
+    stated: Any, counted: Any, where: str, near: float, rounding: float = 1e-15
+) -> Iterator[str]:
+    """List the numbers of one record that differ from those of another, or are not known."""
+    for field in fields(counted):
+        got, want = getattr(stated, field.name), getattr(counted, field.name)
+        if got is None and (want is None or field.name not in _KNOWN_OR_NOT):
+            continue
+        if not isinstance(got, int | float | None) or got == want:
+            continue
+        least = 1.0 if field.name == "memory_bytes" else rounding
+        if got is None or want is None or differ(got, want, least, near):
+            yield f"{where}{field.name} is {got}, counted {want}"
+
+
 def question_faults(
     plan: Plan, problem: SplitProblem | ShardedProblem | PipelineProblem | ParallelProblem
 ) -> Iterator[str]:

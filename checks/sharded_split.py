@@ -4,7 +4,7 @@ The code is slow and simple on purpose, and shares nothing with the solver or it
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
 
@@ -13,7 +13,7 @@ from ..schema.plan import Plan, RefutedShares, SharesCertificate
 from ..schema.problem import ShardedDevices, ShardedProblem
 from ..schema.profile import BatchPoint
 from .batch_split import own_faults
-from .plan import TOLERANCE, device_faults, differ, question_faults
+from .plan import TOLERANCE, device_faults, differ, question_faults, unlike
 from .proofs import Verdict
 
 MOST_STEPS = 3e6
@@ -92,8 +92,8 @@ def check(plan: Plan, problem: ShardedProblem | None) -> Verdict:
 
 def _share_faults(plan: Plan) -> Iterator[str]:
     for index, group in enumerate(plan.groups):
-        if group.state_share_bytes is None or group.memory_bytes is None:
-            yield f"groups[{index}]: replicas that share states say their share and their memory"
+        if None in (group.state_share_bytes, group.memory_bytes, group.pass_seconds):
+            yield f"groups[{index}]: replicas that share states say share, memory and pass_seconds"
     passes = {group.virtual_nodes for group in plan.groups}
     if plan.shard in ("gradients", "all") and len(passes) > 1:
         yield f"groups: {sorted(passes)} passes, and devices that share {plan.shard} meet in each"
@@ -118,13 +118,15 @@ def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
         if point is None:
             yield f"{where}: a pass of {size} samples on {group.device_type} is not profiled"
             continue
-        if group.pass_seconds is None or differ(group.pass_seconds, point.step_seconds):
-            yield f"{where}: pass_seconds is {group.pass_seconds}, not {point.step_seconds}"
-        marks = (size in kind.interpolated_sizes, kind.measured_busy)
-        if (group.interpolated, group.measured_busy) != marks:
-            yield f"{where}: interpolated and measured_busy are not {marks}"
         share = group.state_share_bytes or 0
         held = max(0, ceil(sharing.held(problem, point, share)))
+        counted = replace(
+            group,
+            pass_seconds=point.step_seconds,
+            interpolated=size in kind.interpolated_sizes,
+            measured_busy=kind.measured_busy,
+        )
+        yield from unlike(group, counted, f"{where}: ", TOLERANCE)
         if group.memory_bytes not in (None, held):
             yield f"{where}: memory_bytes is {group.memory_bytes}, its share makes it {held}"
         if held > kind.memory_bytes:
@@ -144,18 +146,21 @@ def _prediction_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
     rounds = plan.groups[0].virtual_nodes if sharing.is_in_rounds else 1
     step = sharing.step(problem, rounds, compute / rounds)
     ends = [(kind.update_seconds, kind.fixed_seconds) for kind in problem.devices]
-    for name, claimed, true in (
-        ("step_seconds", found.step_seconds, step),
-        ("compute_seconds", found.compute_seconds or 0.0, compute),
-    ):
-        if differ(claimed, true, 1e-14 * step):
-            yield f"predicted.{name} is {claimed}, the profiles give {true}"
-    last = (found.update_seconds or 0.0, found.fixed_seconds or 0.0)
-    if last not in ends or differ(sum(last), max(map(sum, ends))):
-        yield f"predicted.update_seconds and fixed_seconds are {last}, which no type has at most"
-    for name in ("load_seconds", "virtual_node_seconds", "step_seconds_low", "step_seconds_high"):
-        if getattr(found, name) is not None:
-            yield f"predicted.{name}: plans that share states do not tell it"
+    longest = [end for end in ends if not differ(sum(end), max(map(sum, ends)))]
+    told = (found.update_seconds or 0.0, found.fixed_seconds or 0.0)
+    update, fixed = told if told in longest else longest[0]
+    counted = replace(
+        found,
+        step_seconds=step,
+        compute_seconds=compute,
+        update_seconds=update,
+        fixed_seconds=fixed,
+        load_seconds=None,
+        virtual_node_seconds=None,
+        step_seconds_low=None,
+        step_seconds_high=None,
+    )
+    yield from unlike(found, counted, "predicted.", TOLERANCE, 1e-14 * step)
 
 
 def _replayed(problem: ShardedProblem, bound: float, stated: SharesCertificate) -> Verdict:

@@ -115,9 +115,9 @@ AGAINST = [
     (groups(group("A", 4, 1, 4, 1.0), group("B", 1, 1, 4, 2.0)), "4 devices of A are used"),
     (groups(A, group("B", 1, 1, 4, 2.0)), None),
     (groups(group("A", 2, 1, 8, 2.0), B), "a pass of 8 samples on A is not profiled"),
-    (groups(replace(A, pass_seconds=1.1), B), "pass_seconds is 1.1, the profile says 1.0"),
+    (groups(replace(A, pass_seconds=1.1), B), "pass_seconds is 1.1, counted 1.0"),
     (groups(replace(A, interpolated=True), B), "interpolated is True"),
-    (slower(1.9), "predicted.compute_seconds is 1.9, the profiles give 2.0"),
+    (slower(1.9), "predicted.compute_seconds is 1.9, counted 2.0"),
     (slower(1.9), "predicted.step_seconds is 3.15"),
     (slower(0.4), "which no plan can beat"),
 ]
@@ -273,12 +273,12 @@ def test_terms_and_intervals_are_recomputed() -> None:
             virtual_node_seconds=None,
             compute_seconds=told.compute_seconds + told.virtual_node_seconds,
         ),
-        "update_seconds and fixed_seconds are": altered(
+        "update_seconds is": altered(
             plan, fixed_seconds=None, update_seconds=told.update_seconds + told.fixed_seconds
         ),
         "step_seconds_high is": altered(plan, step_seconds_high=told.step_seconds_high * 1.01),
         "step_seconds_low is": altered(plan, step_seconds_low=told.step_seconds_low * 0.99),
-        "the profiles tell it": altered(plan, step_seconds_low=None, step_seconds_high=None),
+        "step_seconds_high is None": altered(plan, step_seconds_low=None, step_seconds_high=None),
         "come together": altered(plan, step_seconds_low=None),
         "is not within": altered(plan, step_seconds_low=told.step_seconds * 1.01),
         "its parts add up": altered(plan, fixed_seconds=None),

@@ -148,7 +148,7 @@ def test_other_points_of_the_pareto_table_are_judged_when_they_are_solved(
         )
 
     monkeypatch.setattr("hetflow.solvers.parallel.pareto.alternatives", slower)
-    with pytest.raises(BackendError, match=r"alternatives\[0\]: step_seconds is 9"):
+    with pytest.raises(BackendError, match=r"alternatives\[0\]: predicted.step_seconds is 9"):
         solved("parallel")
 
 
