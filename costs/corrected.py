@@ -6,7 +6,7 @@ The rules, and why, are in docs/decisions.md ("Runs correct profiles").
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..schema.problem import DeviceOption
+from ..schema.problem import AloneDevice, DeviceOption
 from ..schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profile, Sync, SyncPoint
 from .comm import exposed_seconds, least_seconds, sync_seconds
 from .compute import point_at
@@ -16,15 +16,8 @@ _SAME = 1e-9
 """Of the whole: what differs by less is the same number, computed in another order."""
 
 Curve = tuple[BatchPoint, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Costs:
-    """A device's terms in one state of its host: alone, or with others at work."""
-
-    batch_curve: Curve
-    update_seconds: float
-    fixed_seconds: float
+_Costs = AloneDevice
+"""A device's terms in one state of its host: alone, or with others at work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,6 @@ def corrected_by_splits(
     """
     seen = []
     for run in runs:
-        assert run.record.plan.kind == "split"
         assert run.record.measured_step_seconds is not None
         seen.append(_Seen(workers_of(run.record), run.record.measured_step_seconds))
     said: list[str] = []

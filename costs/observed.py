@@ -101,7 +101,6 @@ class Worker:
 def workers_of(run: RunRecord) -> tuple[Worker, ...]:
     """The workers of a split's run that `why_not` has let pass."""
     plan = run.plan
-    assert plan.kind == "split"
     groups = [group for group in plan.groups for _ in range(group.num_devices)]
     on_host = Counter(device.host for device in run.devices)
     return tuple(
@@ -169,7 +168,6 @@ def why_not(run: RunRecord, profiles: Sequence[Profile]) -> str | None:
 
 
 def _why_not_split(run: RunRecord, known: dict[str, Profile]) -> str | None:
-    assert run.plan.kind == "split"
     planned = [g.device_type for g in run.plan.groups for _ in range(g.num_devices)]
     found = {device.rank: device.device_type for device in run.devices}
     if len(found) != len(run.devices) or found != dict(enumerate(planned)):

@@ -1,4 +1,4 @@
-"""1F1B and 1F1B-RR: the order that PipeDream, PipeDream-Flush and PipeDream-2BW share.
+"""GPipe; and 1F1B-RR, the order that PipeDream, PipeDream-Flush and PipeDream-2BW share.
 
 Thesis 2.4.2: in the startup phase a stage admits exactly as many inputs as keep the pipeline full;
 then it alternates between one forward and one backward pass. The replicas of a stage take inputs
@@ -24,6 +24,16 @@ def one_rank(microbatches: Sequence[int], stage: int, in_flight: int) -> list[Sl
     ]
 
 
+@schedule("gpipe", replicas="any", order="forward-first")
+def gpipe(shape: PipelineShape) -> Schedule:
+    """Generate GPipe: all forward passes, then all backward passes, then one update (4.2.2).
+
+    Backward passes run in the order of the forward passes, as in figure 4.3. A rank holds the
+    activations of all its microbatches.
+    """
+    return build("gpipe", shape, "flush", admits_all=True)
+
+
 @schedule("1f1b", replicas="any", order="alternating", chunked_as="interleaved")
 def flush(shape: PipelineShape) -> Schedule:
     """Generate PipeDream-Flush: 1F1B over one batch, then one update (3.2.2, figure 4.4 top)."""
@@ -31,7 +41,12 @@ def flush(shape: PipelineShape) -> Schedule:
 
 
 def build(
-    name: str, shape: PipelineShape, semantics: WeightSemantics, per_update: int | None = None
+    name: str,
+    shape: PipelineShape,
+    semantics: WeightSemantics,
+    per_update: int | None = None,
+    *,
+    admits_all: bool = False,
 ) -> Schedule:
     """Generate a schedule in 1F1B order.
 
@@ -40,9 +55,12 @@ def build(
         shape: The requested degrees and counts.
         semantics: Which weight versions passes read.
         per_update: Microbatches per update, if weights are double-buffered.
+        admits_all: Whether stages admit all inputs first, not only as many as fill the pipeline.
     """
     shape.one_chunk(name)
     depth = [closed_forms.in_flight(shape.replicas, s) for s in range(len(shape.replicas))]
+    if admits_all:
+        depth = [shape.num_microbatches + 1] * len(depth)
     slots: list[list[Slot]] = []
     for position, count in enumerate(shape.replicas):
         for replica in range(count):

@@ -122,7 +122,6 @@ SCHEDULES: Registry[ScheduleTraits] = Registry(
     "schedule",
     group="hetflow.schedules",
     own=(
-        "hetflow.schedules.gpipe",
         "hetflow.schedules.one_f_one_b",
         "hetflow.schedules.interleaved",
         "hetflow.schedules.zero_bubble",

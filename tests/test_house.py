@@ -335,7 +335,7 @@ def test_no_code_but_their_own_names_schedules() -> None:
     assert named == []
     default = traits(DEFAULT_SCHEDULE)
     assert (default.order, default.flushes) == ("alternating", True)  # the parallel planner's
-    assert schedules_named(ROOT / "schedules" / "gpipe.py", names)
+    assert schedules_named(ROOT / "schedules" / "one_f_one_b.py", names)
 
 
 def test_every_package_ships() -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from ...costs.pipeline import shared_level, slowest_links
 from ...schedules.registry import generate
 from ...schema import files
 from ...schema.errors import InfeasibleError, ProblemError
@@ -232,9 +233,26 @@ def _least_per_sample(model: Repetitive, rows: list[Row]) -> float:
     for row in rows:
         found = model.option(row.configuration)
         if found is not None and row.fits and found[0].fits(found[1]):
-            seconds = found[0].least_slowest(found[1])
+            seconds = _least_slowest(*found)
             least = min(least, seconds / row.configuration.microbatch_size)
     return least
+
+
+def _least_slowest(option: Option, cut: Cut) -> float:
+    """A bound of ``Option.slowest`` on any devices: links as fast as so many devices can have."""
+    spans, links, replicas = option.spans, option.links, option.shape.layout.num_replicas
+    levels = option.problem.pools[0].levels
+
+    def fastest(num_devices: int) -> float:
+        """Bytes per second among so many devices in the smallest component that holds them."""
+        level = shared_level(levels, 0, num_devices - 1)
+        return slowest_links(levels)[level - 1] if level else float("inf")
+
+    option.spans = [fastest(replicas)] * len(spans)
+    option.links = [fastest(2 * replicas)] * len(links)
+    found = option.slowest(cut)
+    option.spans, option.links = spans, links
+    return found
 
 
 def _plan(option: Option, cut: Cut, *, least_per_sample: float | None, num_rows: int) -> Plan:

@@ -9,7 +9,7 @@ from ...schema.parallel import ParallelPool, ParallelProblem
 from ..effort import DEFAULT
 from .bound import Relaxation
 from .gradients import replica_counts
-from .space import Space, Spaces, fitting
+from .space import Spaces
 
 _MOST_BYTES = 1 << 60
 
@@ -93,21 +93,9 @@ def _fewest_devices(problem: ParallelProblem, pool: ParallelPool) -> int | None:
             if not space.options or (best is not None and replicas >= best):
                 break
             rounds = -(-problem.global_batch_size // (microbatch * replicas))
-            path = _least_path(space, most_stages, rounds)
-            if path is not None and (best is None or path * replicas < best):
-                best = path * replicas
+            relaxation = Relaxation(alone, space, replicas, rounds, most_stages, DEFAULT)
+            firsts = relaxation.firsts(inf, inf)
+            devices = relaxation.tables(np.ones((1, 1)), firsts, is_timed=False)[0, 0, -1]
+            if devices < inf and (best is None or devices * replicas < best):
+                best = int(devices) * replicas
     return best
-
-
-def _least_path(space: Space, most_stages: int, num_microbatches: int) -> int | None:
-    """The fewest devices of one replica of all stages; None where no stages fit."""
-    size = len(space.least_seconds)
-    least = np.where(np.arange(size) == 0, 0.0, inf)  # of layers before ``end``, by end
-    for placed in range(most_stages - 1, -1, -1):
-        in_flight = min(placed + 1, num_microbatches)
-        reached = np.where(np.arange(size) == 0, 0.0, inf)
-        for option in space.options:
-            needed = np.where(fitting(option, in_flight), least[:, None], inf).min(axis=0)
-            reached = np.minimum(reached, needed + option.tensor_parallel_size)
-        least = reached
-    return None if np.isinf(least[-1]) else int(least[-1])

@@ -47,13 +47,8 @@ class Option:
 
     def stage_memory(self, start: int, end: int, num_in_flight: int) -> float:
         """Bytes on each device that holds the stage."""
-        stashed = self.stashed[end] - self.stashed[start]
-        if self.recompute == "full":
-            activations = num_in_flight * self.inputs[start] + stashed
-        else:
-            activations = num_in_flight * stashed + self.core_bytes(start, end)
-        held = self.weights[end] - self.weights[start]
-        return self.reserved_bytes + held + self.uneven_bytes(start, end) + activations
+        once, each = _held(self)
+        return float(once[start, end] + num_in_flight * each[start, end])
 
     def uneven_bytes(self, start: int, end: int) -> float:
         """What the fullest replica holds beyond an equal share of the optimizer's state."""
@@ -73,16 +68,8 @@ class Option:
         """``fits`` of every stage before ``end`` [starts]."""
         if self.memory_bytes is None:
             return np.ones(end, dtype=bool)
-        held = self.stashed[end] - np.array(self.stashed[:end])
-        if self.recompute == "full":
-            held = num_in_flight * np.array(self.inputs[:end]) + held
-        else:
-            held = num_in_flight * held
-        held = self.reserved_bytes + (self.weights[end] - np.array(self.weights[:end])) + held
-        if self.uneven:
-            held = held + most_uneven(self)[:end, end]
-        if self.cores:
-            held = held + most_cores(self)[:end, end]
+        once, each = _held(self)
+        held = once[:end, end] + num_in_flight * each[:end, end]
         fits: np.ndarray = held <= self.memory_bytes * ROOM
         return fits
 
@@ -124,7 +111,8 @@ def _held(option: Option) -> tuple[np.ndarray, np.ndarray]:
     once = option.reserved_bytes + (weights[None, :] - weights[:, None])
     each = stashed[None, :] - stashed[:, None]
     if option.recompute == "full":
-        once, each = once + each, np.array(option.inputs)[:, None]
+        once = once + each
+        each = np.broadcast_to(np.array(option.inputs)[:, None], once.shape)
     once = once + most_uneven(option) if option.uneven else once
     return once + most_cores(option) if option.cores else once, each
 

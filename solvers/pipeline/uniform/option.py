@@ -5,7 +5,7 @@ from math import ceil
 
 import numpy as np
 
-from ....costs.pipeline import shared_level, slowest_links, worker_bytes
+from ....costs.pipeline import worker_bytes
 from ....schedules.timing import StageTimes, time_schedule
 from ....schema.operations import Schedule
 from ....schema.pipeline import PipelineProblem
@@ -66,25 +66,6 @@ class Option:
         if self.problem.traits.flushes:
             return max(self.rounds * share, way)
         return share / self.shape.layout.num_replicas
-
-    def least_slowest(self, cut: Cut) -> float:
-        """A bound of ``slowest`` on any devices: every link as fast as so many devices can have."""
-        spans, links = self.spans, self.links
-        replicas = self.shape.layout.num_replicas
-        self.spans = [self._fastest(pool, replicas) for pool in self.pools]
-        self.links = [
-            self._fastest(one, 2 * replicas) if one == other else link
-            for one, other, link in zip(self.pools, self.pools[1:], links, strict=False)
-        ]
-        found = self.slowest(cut)
-        self.spans, self.links = spans, links
-        return found
-
-    def _fastest(self, pool: int, num_devices: int) -> float:
-        """Bytes per second among so many devices in the smallest component that holds them."""
-        levels = self.problem.pools[pool].levels
-        level = shared_level(levels, 0, num_devices - 1)
-        return slowest_links(levels)[level - 1] if level else float("inf")
 
     def raise_bound(self, heaviest: float | None) -> None:
         """Take in the least time of the heaviest stage; None where nothing fits."""
