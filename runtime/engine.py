@@ -167,7 +167,7 @@ class StepEngine(Protocol):
 
     @property
     def runs_whole(self) -> bool:
-        """Whether every worker has the whole model, so that it can run whole passes."""
+        """Whether each worker runs passes of the whole model."""
 
     def check_predicts(self) -> None:
         """Refuse ``job.predict`` where no worker can run a whole pass.

@@ -56,7 +56,7 @@ class SplitEngine:
         totals: The sums of a step.
     """
 
-    flushes, keeps_groups, is_drained = True, False, True
+    flushes, keeps_groups, is_drained, runs_whole = True, False, True, True
 
     def __init__(self, session: Session, *, overlap: bool) -> None:
         self._session, self._overlap = session, overlap
@@ -66,7 +66,6 @@ class SplitEngine:
         )
         warn_of_saving(session.model, self.buffers)
         self.shared_states = _shared_states_of(session)
-        self.runs_whole = self.shared_states is None
         self.reducer: GradientReducer | SharedStates = self.shared_states or _reducer_of(
             session, has_buffers=bool(self.buffers.slots)
         )
@@ -96,7 +95,7 @@ class SplitEngine:
         if step.has_run:
             return
         self.begin(step)
-        self.totals.take_scaler(step.scaler)
+        self._take_scaler(step)
         batch = step.batch
         with self._refusing():
             if self._norms:
@@ -141,7 +140,7 @@ class SplitEngine:
     def end(self, step: Step) -> None:
         """End the passes of a step: ``exchange`` follows."""
         self._script_hooks.check(are_carried=self.reducer.carried)
-        self.totals.take_scaler(step.scaler)
+        self._take_scaler(step)
         self.reducer.launch_rest()
         self._session.clock.computed()
 
@@ -182,14 +181,20 @@ class SplitEngine:
     @contextmanager
     def looping_idly(self) -> Iterator[None]:
         """Let the script's own loop run a pass in the body that leaves nothing behind."""
-        with streams_kept(), buffers_apart(self._session.model.modules()):
+        reads = self.shared_states.reading() if self.shared_states else nullcontext()
+        with streams_kept(), buffers_apart(self._session.model.modules()), reads:
             yield
 
     def give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> Tensor:
         """Take the loss of a pass and run its backward pass; return the mean loss so far: []."""
-        self.totals.take_scaler(step.scaler)
+        self._take_scaler(step)
         self._give(step, item, answer, last=last)
         return self.totals.own_mean()
+
+    def _take_scaler(self, step: Step) -> None:
+        self.totals.take_scaler(step.scaler)
+        if self.shared_states is not None:
+            self.shared_states.share_overflows(step.scaler)
 
     def _write_sums(self, sums: Tensor) -> None:
         self.totals.wants_stop = self._session.wants_stop
@@ -203,6 +208,12 @@ class SplitEngine:
     def close_sums(self, sums: Sums) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss."""
         loss = self.totals.close(sums)
+        if self.shared_states is not None and self.totals.may_overflow_elsewhere:
+            raise TargetError(
+                "another worker has a GradScaler and this one has none, and each would see "
+                "overflows in its own share of the gradients only",
+                hint="let all workers scale, or none",
+            )
         self.totals.skip_overflow(self._session.optimizers)
         if self._script_hooks.are_there:
             seed_streams(self._session.seed, "hooks", self._session.num_steps)
@@ -230,8 +241,10 @@ class SplitEngine:
             self.reducer.arm(defer_last=self._holder is not None)
         if share is not None:
             self._go_back(*share, step.scaler)
-        elif self.shared_states is not None:
-            self.shared_states.check_passes()
+        elif self.shared_states is not None and self.shared_states.in_rounds:
+            loss = answer.loss if isinstance(answer, Weighted) else answer
+            with self.shared_states.discarding():
+                self._go_back(loss, 0.0, step.scaler)
 
     @contextmanager
     def _passing(self, item: Pass, *, counts: bool = True) -> Iterator[None]:
@@ -266,7 +279,8 @@ class SplitEngine:
         held, own = list(batch.inputs()), {}
         for item, inputs in held:
             self.buffers.load(item.virtual_node)
-            with buffers_apart(session.model.modules()), torch.no_grad():
+            reads = self.shared_states.reading() if self.shared_states else nullcontext()
+            with buffers_apart(session.model.modules()), torch.no_grad(), reads:
                 answer = self._call(step, item, copied(inputs))
                 outputs_in(answer, item.num_samples)
                 own[item.virtual_node] = encoded(answer)
@@ -402,7 +416,7 @@ class SplitEngine:
         Raises:
             TargetError: The workers share states.
         """
-        if self.shared_states is not None:
+        if self.shared_states is not None and self.shared_states.shares_weights:
             raise TargetError(
                 "job.predict needs the whole model on each worker, and they share it",
                 hint="call the model in job.evaluation(), on all workers alike",

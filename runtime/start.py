@@ -174,7 +174,8 @@ def assemble(
         engine.close()
         agreement.close()
         raise
-    promise = Promise(model, session.batch_sizes) if tests else None
+    together = engine.shared_states if isinstance(engine, SplitEngine) else None
+    promise = Promise(model, session.batch_sizes, together) if tests else None
     return Job(session, engine, epochs, progress, runner, agreement, checkpoints, promise)
 
 

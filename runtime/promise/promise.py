@@ -22,7 +22,8 @@ again in its steps 2, 4, 8 and so on, in a pipeline in its microbatches 2, 4, 8.
 The calls have no gradients, run in evaluation mode (dropout and batch-norm are defined by virtual
 node), and leave nothing behind that Python can see: random streams, buffers, variables of the
 script are put back. In the first tests every worker has the same samples and comes to the same
-answer, so no exchange is needed.
+answer, so no exchange is needed. Workers that share the model's weights (``Together``) call it
+together: then all make a later test that one of them wants.
 """
 
 import inspect
@@ -33,7 +34,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -143,13 +144,27 @@ class _Step:
     function: Callable[..., Any]
     batch: Batch
     form: Form
-    nodes: tuple[int, ...]  # the virtual node of each pass
-    counts: tuple[Counts, ...]
+    looked: tuple[tuple[int, Counts], ...]  # the virtual node of each pass
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """The numbers that are on a device."""
+        return [number for _, own in self.looked for number in own.on_device]
 
     def with_numbers(self, numbers: Sequence[float]) -> "list[Counts]":
         """The counts, with numbers in place of what is on a device."""
         ahead = iter(numbers)
-        return [own.with_numbers(ahead) for own in self.counts]
+        return [own.with_numbers(ahead) for _, own in self.looked]
+
+
+class Together(Protocol):
+    """Workers that call the model together, because each has only a part of it."""
+
+    def trying(self) -> AbstractContextManager[None]:
+        """A context in which all call the function on the same samples, one call after another."""
+
+    def largest(self, number: float) -> Tensor:
+        """[] float64: the largest number of all workers, on this worker's device."""
 
 
 class Promise:
@@ -159,14 +174,22 @@ class Promise:
         model: The job's model.
         batch_sizes: [virtual nodes] samples of each; empty where there is one for the batch. No
             more than the smallest has are called together on a device that has no memory for more.
+        together: Calls the model where no worker can by itself; else None. Then no more than the
+            smallest virtual node has are ever called together, because memory may lack on one
+            worker alone.
     """
 
-    def __init__(self, model: nn.Module, batch_sizes: Sequence[int]) -> None:
-        self._model, self._sizes = model, tuple(batch_sizes)
+    def __init__(
+        self, model: nn.Module, batch_sizes: Sequence[int], together: Together | None = None
+    ) -> None:
+        self._model, self._sizes, self._together = model, tuple(batch_sizes), together
         self._tests: dict[Any, _Tests] = {}
         self._looked: list[tuple[int, Counts]] = []
-        self._late = LateValues()
+        self._late, self._late_wishes = LateValues(), LateValues()
         self._before: _Step | None = None  # whose numbers are still on a device
+        self._wished: _Step | None = None  # of which all workers' wishes are still on a device
+        self._nothing = torch.zeros(())  # on this worker's device
+        self._is_late: bool | None = None  # whether a worker reads numbers late; all alike
 
     def _of(self, function: Callable[..., Any]) -> _Tests:
         return self._tests.setdefault(_key(function), _Tests())
@@ -186,7 +209,10 @@ class Promise:
         self._looked.clear()
         if tests.steps < tests.due or batch.num_samples < 2 or batch.first_samples is None:
             return None
-        return self._test(function, batch, form, 0, cut_of(min(batch.num_samples, _MOST_SAMPLES)))
+        most = min(batch.num_samples, _MOST_SAMPLES)
+        if self._together is not None:
+            most = min(most, max(2, min(self._sizes, default=most)))
+        return self._test(function, batch, form, 0, cut_of(most))
 
     def look(self, loss: Tensor, item: Pass) -> None:
         """Look at the loss of a pass, before its backward pass."""
@@ -200,19 +226,37 @@ class Promise:
         Raises:
             TargetError: The loss of these samples is not the mean of the losses of its parts.
         """
-        if not self._looked:
-            return
-        nodes, counts = zip(*self._looked, strict=True)
-        step = _Step(function, batch, form, nodes, counts)
+        step = _Step(function, batch, form, tuple(self._looked))
         self._looked.clear()
-        waiting = [number for own in counts for number in own.on_device]
-        if not waiting:
-            self._check(step, ())
+        if self._together is not None:
+            self._check_together(step, self._together)
+        elif not step.on_device:
+            self._test_again(step, self._unlike(step, ()))
+        else:
+            arrived = self._late.exchange(torch.stack(step.on_device).double())
+            before, self._before = self._before, step
+            self._test_again(before, self._unlike(before, arrived))
+
+    def _check_together(self, step: _Step, together: Together) -> None:
+        """As ``check``, where a worker that wants a test needs the others for it.
+
+        On devices their wishes are known another step later.
+        """
+        if self._is_late is None:
+            self._nothing = together.largest(0)
+            is_host = backend_of(self._nothing.device).is_host
+            self._is_late = bool(together.largest(not is_host))
+        if not self._is_late:
+            wish = together.largest(_wish(self._unlike(step, ())))
+            self._test_again(step, _node(float(wish)))
             return
+        waiting = step.on_device or [self._nothing]
         arrived = self._late.exchange(torch.stack(waiting).double())
         before, self._before = self._before, step
-        if arrived is not None and before is not None:
-            self._check(before, arrived)
+        wish = together.largest(_wish(self._unlike(before, arrived)))
+        wished = self._late_wishes.exchange(wish.reshape(1))
+        asked, self._wished = self._wished, before
+        self._test_again(asked, _node(wished[0] if wished else 0.0))
 
     def finish(self) -> None:
         """Check the last step's numbers, where they are still on a device.
@@ -220,17 +264,29 @@ class Promise:
         Raises:
             TargetError: As ``check``.
         """
-        arrived, before = self._late.take(), self._before
-        if arrived is not None and before is not None:
-            self._check(before, arrived)
+        arrived, before, together = self._late.take(), self._before, self._together
+        node = self._unlike(before, arrived)
+        if together is not None and self._is_late:
+            wished = self._late_wishes.take()
+            self._test_again(self._wished, _node(wished[0] if wished else 0.0))
+            node = _node(float(together.largest(_wish(node))))
+        if together is None or self._is_late:
+            self._test_again(before, node)
 
-    def _check(self, step: _Step, arrived: Sequence[float]) -> None:
-        batch, number = step.batch, self._of(step.function).unlike(step.with_numbers(arrived))
-        if number is None or batch.first_samples is None:
+    def _unlike(self, step: _Step | None, arrived: Sequence[float] | None) -> int | None:
+        """The first virtual node whose loss was divided by another number, if that is known."""
+        if step is None or arrived is None or not step.looked:
+            return None
+        number = self._of(step.function).unlike(step.with_numbers(arrived))
+        return None if number is None else step.looked[number][0]
+
+    def _test_again(self, step: _Step | None, node: int | None) -> None:
+        if step is None or node is None or step.batch.first_samples is None:
             return
+        batch = step.batch
         # As training cuts: with the virtual node beside it.
         cuts = slices(batch.num_samples, self._sizes or (batch.num_samples,))
-        own, taken = cuts[step.nodes[number]], [cut for cut in cuts if cut[1] > cut[0]]
+        own, taken = cuts[node], [cut for cut in cuts if cut[1] > cut[0]]
         first = max(taken.index(own) - 1, 0)
         (start, middle), (_, end) = taken[first], taken[min(first + 1, len(taken) - 1)]
         if end - start < 2:
@@ -247,25 +303,32 @@ class Promise:
             failure = lacking = self._tried(function, batch, form, start, cut)
         except TargetError as error:
             lacking = error
-            if not self._sizes or not _lacks_memory(error):
+            if not self._tries_fewer or not _lacks_memory(error):
                 raise
-        if self._sizes and lacking is not None and _lacks_memory(lacking):
+        if self._tries_fewer and lacking is not None and _lacks_memory(lacking):
             # Passes without gradients over more samples than a virtual node has may not fit.
             cut = cut_of(min(sum(cut), max(2, min(self._sizes))))
             failure = self._tried(function, batch, form, start, cut)
         return failure
 
+    @property
+    def _tries_fewer(self) -> bool:
+        return bool(self._sizes) and self._together is None
+
     def _tried(
         self, function: Callable[..., Any], batch: Batch, form: Form, start: int, cut: Cut
     ) -> TargetError | None:
         assert batch.first_samples is not None
-        with streams_kept():
+        together = self._together
+        with streams_kept(), nullcontext() if together is None else together.trying():
             ranges = _ranges(cut)
             found = batch.first_samples([(start + a, start + b) for a, b in ranges])
             inputs = dict(zip(ranges, found, strict=True))
             calls = _Calls(function, self._model, inputs, form, partial(_called, function))
             is_first = self._of(function).tries == 0
             is_telling, failure = calls.judge(cut, batch.num_samples, in_training=is_first)
+        if together is not None:  # unlike devices round, and the next test is due on all alike
+            is_telling = not bool(together.largest(not is_telling))
         self._of(function).note(sum(cut), is_told=is_telling)
         return failure
 
@@ -332,6 +395,15 @@ def cut_of(num_samples: int, first: int = 0) -> Cut:
     first = first if 0 < first < num_samples else max(1, num_samples * 5 // 8)
     rest = num_samples - first - 1
     return (first, 1, rest) if rest else (first, 1)
+
+
+def _wish(node: int | None) -> int:
+    """A virtual node as a number: 0 is none."""
+    return 0 if node is None else node + 1
+
+
+def _node(wish: float) -> int | None:
+    return int(wish) - 1 if wish else None
 
 
 def _ranges(cut: Cut) -> list[tuple[int, int]]:

@@ -122,17 +122,27 @@ class Flat:
         start, end = self.bounds[number]
         return self._whole[start:end].view(self.shapes[number])
 
-    def free(self) -> None:
-        """Make the parameters this worker's slices; what is gathered is given back."""
+    def free(self, *, shows: bool = True) -> None:
+        """Make the parameters this worker's slices; what is gathered is given back.
+
+        Args:
+            shows: Whether parameters show their slices. In a step they are empty, so that a use
+                outside of their layer fails.
+        """
         if self._gathering is not None:
             self.wait()
         for number, (_, parameter) in enumerate(self.members):
-            parameter.data = self.own_of(self._own, number)
+            parameter.data = self.own_of(self._own, number) if shows else self._own[:0]
         if not self._keeps_whole:
             self._whole.untyped_storage().resize_(0)
         self.is_whole = False
 
     # Gradients
+
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether there is room for whole gradients."""
+        return self._gradient is not None
 
     def begin_sums(self) -> bool:
         """Begin a step; whether gradients of an earlier one are there, which stay in the sum."""
@@ -155,10 +165,21 @@ class Flat:
             start, end = self.bounds[number]
             parameter.grad = self._gradient[start:end].view(self.shapes[number])
 
-    def reduce(self) -> None:
-        """Begin to sum the gradients that have come, to the workers that own them."""
+    def clear_gradients(self) -> None:
+        """Set the gradients that have come to 0."""
+        if self._gradient is not None:
+            self._gradient.zero_()
+
+    def reduce(self, factor: Tensor | None = None) -> None:
+        """Begin to sum the gradients that have come, to the workers that own them.
+
+        Args:
+            factor: [] that this worker's are multiplied by before.
+        """
         if self._gradient is None:
             return
+        if factor is not None:
+            self._gradient.mul_(factor.to(self._gradient))
         for _, parameter in self.members:
             parameter.grad = None
         works = [

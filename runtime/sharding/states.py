@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.overrides import TorchFunctionMode
 
 from ...schema.choices import Shard
 from ...schema.errors import TargetError
@@ -40,12 +41,25 @@ _NOT_HERE = (
 )
 
 
+def _outside(said: str) -> TargetError:
+    return TargetError(
+        f"{said} outside of its layer, where this worker has only a share of it",
+        hint="call the layer; for a penalty on weights take the optimizer's weight_decay, or solve "
+        f"with {option('shard', 'optimizer')}",
+    )
+
+
 class Unit:
     """Parameters that are gathered together: a repeated layer, or all that is in none."""
 
     def __init__(self, flats: Sequence[Flat]) -> None:
         self.flats = flats
         self.goes_back = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are here."""
+        return all(flat.is_whole for flat in self.flats)
 
     def gather(self) -> None:
         """Begin to gather the weights."""
@@ -57,20 +71,25 @@ class Unit:
         for flat in self.flats:
             flat.wait()
 
-    def free(self) -> None:
+    def free(self, *, shows: bool = True) -> None:
         """Keep this worker's slices only."""
         for flat in self.flats:
-            flat.free()
+            flat.free(shows=shows)
 
     def await_gradients(self) -> None:
         """Make room for whole gradients."""
         for flat in self.flats:
             flat.await_gradients()
 
-    def reduce(self) -> None:
-        """Begin to reduce the gradients that have come."""
+    def clear_gradients(self) -> None:
+        """Set the gradients that have come to 0: a mean over nothing has none that are numbers."""
         for flat in self.flats:
-            flat.reduce()
+            flat.clear_gradients()
+
+    def reduce(self, factor: Tensor | None) -> None:
+        """Begin to reduce the gradients that have come, each times a factor []."""
+        for flat in self.flats:
+            flat.reduce(factor)
 
     def add_reduced(self) -> None:
         """Wait for the reductions that were begun."""
@@ -90,6 +109,24 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.ended()
         return (None, *gradients)
+
+
+class _LayersOnly(TorchFunctionMode):
+    """Refuses to read a shared weight in the body, but for its layer."""
+
+    def __init__(self, hidden: Mapping[int, tuple[Unit, str]]) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            for value in tensors_in((args, kwargs)):
+                unit, name = self._hidden.get(id(value), (None, ""))
+                if unit is not None and not unit.is_whole:
+                    raise _outside(f"the loss function reads {name}")
+        return func(*args, **(kwargs or {}))
 
 
 class SharedStates:
@@ -118,6 +155,13 @@ class SharedStates:
         self.shapes = {name: p.detach().to("meta") for name, p in session.parameters.items()}
         self._rest, self._units, self._modules = self._cut(shares)
         self._trained = self._layout()
+        self._flat_of = {index: flat for flat in self._flats for index, _ in flat.members}
+        self._hidden = {
+            id(parameter): (unit, self._names[index])
+            for unit in (self._units.values() if shard == "all" else ())
+            for flat in unit.flats
+            for index, parameter in flat.members
+        }
         self._hooks = [
             hook
             for name, module in self._modules.items()
@@ -136,7 +180,9 @@ class SharedStates:
         self._now: list[str] = []
         self._used: set[int] = set()
         self._reduced: Unit | None = None
-        self._is_open, self._carried = False, False
+        self._is_open, self._trains, self._carried = False, False, False
+        self._discards = False
+        self._factor: Tensor | None = None
         self._norm = clip_grad._get_total_norm
         clip_grad._get_total_norm = self._total_norm
 
@@ -165,7 +211,7 @@ class SharedStates:
                 fill(parameter, place.device, computes=place.rank == 0)
             length = sum(parameter.numel() for _, parameter in own)
             cuts = cuts_of(before, length, shares)
-            keeps = self._shard != "all"
+            keeps = not self.shares_weights
             flats.setdefault(name, []).append(Flat(own, cuts, place, keeps_whole=keeps))
             before += length
         rest = Unit(flats.pop(""))
@@ -179,6 +225,11 @@ class SharedStates:
     @property
     def _flats(self) -> list[Flat]:
         return [flat for unit in self._all for flat in unit.flats]
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether weights are gathered for each pass."""
+        return self._shard == "all"
 
     @property
     def in_rounds(self) -> bool:
@@ -197,7 +248,7 @@ class SharedStates:
         if unit.goes_back:  # activations are computed again
             return None
         self._now.append(name)
-        if self._shard == "all":
+        if self.shares_weights:
             self._ahead(len(self._now))
         if not torch.is_grad_enabled():
             return None
@@ -216,8 +267,8 @@ class SharedStates:
         unit = self._units[name]
         if unit.goes_back:
             return
-        if self._shard == "all":
-            unit.free()
+        if self.shares_weights:
+            unit.free(shows=False)
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if torch.is_grad_enabled() and found:
             position = len(self._now) - 1
@@ -227,19 +278,26 @@ class SharedStates:
 
     def _goes_back(self, name: str, position: int) -> None:
         unit = self._units[name]
+        if self.shares_weights and torch.is_grad_enabled():
+            raise TargetError(
+                "the loss takes gradients of gradients, and layers' weights go when they have "
+                "gone back",
+                hint=f"solve with {option('shard', 'optimizer')}",
+            )
         unit.wait()
         unit.goes_back = True
-        unit.await_gradients()
-        if self._shard == "all" and position > 0:
+        if self._trains:
+            unit.await_gradients()
+        if self.shares_weights and position > 0:
             self._units[self._now[position - 1]].gather()
 
     def _went_back(self, name: str) -> None:
         unit = self._units[name]
         unit.goes_back = False
-        if self.in_rounds:
+        if self.in_rounds and self._trains:
             self._reduce(unit)
-        if self._shard == "all":
-            unit.free()
+        if self.shares_weights:
+            unit.free(shows=False)
 
     def _ahead(self, position: int) -> None:
         if position < len(self._order) and self._order[: len(self._now)] == self._now:
@@ -249,11 +307,16 @@ class SharedStates:
         """Reduce a unit's gradients while the next unit goes back."""
         if self._reduced is not None:
             self._reduced.add_reduced()
-        unit.reduce()
+        if self._discards:
+            unit.clear_gradients()
+        unit.reduce(self._factor)
         self._reduced = unit
 
-    def _came(self, index: int, _: Tensor) -> None:
-        self._used.add(index)
+    def _came(self, index: int, parameter: Tensor) -> None:
+        if not self._discards:
+            self._used.add(index)
+        if self._trains and not self._flat_of[index].awaits_gradients:
+            raise _outside(f"the loss has a gradient of {self._names[index]}")
 
     # A step, as ``GradientReducer`` has it
 
@@ -265,10 +328,13 @@ class SharedStates:
                 hint="freeze them before",
             )
         self._used.clear()
+        self._factor = None
         for unit in self._all:
             unit.free()
         self._carried = any([flat.begin_sums() for flat in self._flats])
-        if self._shard != "all":
+        for unit in self._all:
+            unit.free(shows=False)
+        if not self.shares_weights:
             for unit in self._all:
                 unit.gather()
             for unit in self._all:
@@ -284,11 +350,9 @@ class SharedStates:
         """Refuse a step in which the workers would not meet in every pass.
 
         Raises:
-            TargetError: A short batch leaves a virtual node without samples; or there is a scaler.
+            TargetError: A short batch leaves a virtual node without samples.
         """
         number = step.batch.num_samples
-        if step.scaler is not None and step.scaler.is_enabled():
-            self.multiply(torch.zeros(()))
         if self.in_rounds and not all(share_out(number, batch_sizes or (number,))):
             raise TargetError(
                 f"a batch of {number} samples leaves a virtual node without any, and workers that "
@@ -296,21 +360,9 @@ class SharedStates:
                 hint="give the DataLoader drop_last=True",
             )
 
-    def check_passes(self) -> None:
-        """Refuse a pass that does not go back.
-
-        Raises:
-            TargetError: The workers would not meet in it.
-        """
-        if self.in_rounds:
-            raise TargetError(
-                f"a loss has weight 0, and workers that share {self._shard} meet in every pass",
-                hint="give each virtual node a weight",
-            )
-
     def enter(self, node: int) -> None:
         """Begin a virtual node's pass."""
-        self._is_open, self._now = True, []
+        self._is_open, self._trains, self._now = True, True, []
         self._rest.wait()
         self._rest.await_gradients()
 
@@ -319,12 +371,38 @@ class SharedStates:
         for name in reversed(self._now):
             if self.in_rounds:
                 self._reduce(self._units[name])
-            self._units[name].goes_back = False
         if self.in_rounds:
             self._reduce(self._rest)
-        if self._shard == "all":
+        self._trains = False
+        self._end_pass()
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Go back in the body for the other workers alone: its loss has weight 0."""
+        self._discards = True
+        try:
+            yield
+        finally:
             for unit in self._all:
-                unit.free()
+                unit.clear_gradients()
+            self._discards = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let the model be called in the body for its answers, on all workers alike, in a step."""
+        self._rest.wait()
+        self._is_open, self._now = True, []
+        try:
+            yield
+        finally:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        for name in self._now:
+            self._units[name].goes_back = False
+        if self.shares_weights:
+            for unit in self._all:
+                unit.free(shows=False)
         self._order, self._is_open = self._now, False
 
     def arm(self, *, defer_last: bool = False) -> None:
@@ -337,7 +415,7 @@ class SharedStates:
     def launch_rest(self) -> None:
         """Begin the reductions that no pass has begun."""
         for unit in self._all:
-            unit.reduce()
+            unit.reduce(self._factor)
 
     def wait(self) -> None:
         """Wait for all sums: afterwards each gradient is this worker's slice."""
@@ -391,16 +469,24 @@ class SharedStates:
             self._parameters[index].grad = None
 
     def multiply(self, factor: Tensor) -> None:
-        """Refuse a factor of this worker alone.
+        """Multiply this worker's gradients of this step by a factor [] before they are summed."""
+        self._factor = factor
+        self.scale(factor)  # what earlier steps left
 
-        Raises:
-            TargetError: Always.
-        """
-        raise TargetError(
-            "a GradScaler does not go with shared states: each worker would see overflows in its "
-            "own share only",
-            hint="use bfloat16, which needs none",
-        )
+    def share_overflows(self, scaler: "torch.amp.GradScaler | None") -> None:
+        """Let a scaler skip a step where another worker's share has an overflow."""
+        if scaler is None or not scaler.is_enabled() or "_unscale_grads_" in vars(scaler):
+            return
+        unscale = scaler._unscale_grads_
+
+        def together(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+            found = unscale(*args, **kwargs)
+            for overflows in found.values():
+                peers.all_reduce(overflows, op=torch.distributed.ReduceOp.MAX)
+            return found
+
+        if self._session.place.distributed:
+            vars(scaler)["_unscale_grads_"] = together
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by a factor of shape []."""
@@ -428,18 +514,34 @@ class SharedStates:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Let the model be called in the body, on all workers alike."""
-        if self._shard == "all":
-            self._rest.wait()
-        else:
+        """Let the model be called in the body between steps, on all workers alike."""
+        if not self.shares_weights:
             self.make_whole()
-        self._is_open, self._now, self._order = True, [], []
+        self._order = []
         try:
-            yield
+            with self.reading():
+                yield
         finally:
-            self._is_open = False
+            self._order = []
             for unit in self._all:
                 unit.free()
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Let a loss function be tried in the body, on all workers alike.
+
+        Raises:
+            TargetError: It reads weights where a step will not have them.
+        """
+        with self.open(), _LayersOnly(self._hidden):
+            yield
+
+    def largest(self, number: float) -> Tensor:
+        """[] float64: the largest number of all workers, on this worker's device."""
+        found = torch.tensor(number, dtype=torch.float64, device=self._session.device)
+        if self._session.place.distributed:
+            peers.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+        return found
 
     def make_whole(self) -> None:
         """Bring the whole model to every worker, until the next step begins."""

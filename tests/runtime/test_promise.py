@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.runtime import run_ahead
-from hetflow.runtime.promise import graph
+from hetflow.runtime.promise import graph, promise
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 from hetflow.tests.runtime.losses import RIGHT, WRONG
+from hetflow.tests.runtime.sharded_plans import shared
 
 BATCH = 16
 
@@ -316,12 +317,18 @@ MASKED = {
 
 
 def train_on_later_masks(
-    job: hf.Job, model: nn.Module, loss_of: Callable[..., object], batch: int, first: int
+    job: hf.Job,
+    model: nn.Module,
+    loss_of: Callable[..., object],
+    batch: int,
+    first: int,
+    batches: int = 8,
 ) -> tuple[int, str]:
     """Train on batches of which some are masked from the first on: (updates made, refusal)."""
-    masked = torch.ones(8 * BATCH, dtype=torch.float64)
+    number = batches * BATCH
+    masked = torch.ones(number, dtype=torch.float64)
     masked[first::3] = 0
-    x, y = torch.randn(8 * BATCH, 5, dtype=torch.float64), torch.randint(3, (8 * BATCH,))
+    x, y = torch.randn(number, 5, dtype=torch.float64), torch.randint(3, (number,))
 
     def called(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
         return loss_of(nn.functional.cross_entropy(model(x), y, reduction="none"), y, mask)
@@ -332,7 +339,7 @@ def train_on_later_masks(
         except TargetError as error:
             return done, error.message
         model.zero_grad()
-    return 8 * BATCH // batch, ""
+    return number // batch, ""
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -451,3 +458,21 @@ def test_on_a_device_a_later_mask_is_met_a_step_later_or_at_the_end() -> None:
     with pytest.raises(TargetError, match="so virtual nodes would train on another loss"):
         job.finish()
     job.abandon()
+
+
+@pytest.mark.usefixtures("on_a_device")
+def test_workers_that_share_weights_meet_it_another_step_later(
+    tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promise, "backend_of", lambda _: Device())
+    files.write(tmp_path / "plan.json", shared(plan_of([(2, 8)]), "all", (1,)))
+    monkeypatch.setenv("HETFLOW_PLAN", str(tmp_path / "plan.json"))
+    for batches, expected in ((8, 6), (6, 6), (5, 5)):  # the last ones are met at the end
+        model = nn.Linear(5, 3).double()
+        job = hf.prepare(model)
+        updates, said = train_on_later_masks(job, model, masked_mean, BATCH, 4 * BATCH, batches)
+        assert updates == expected
+        if not said:
+            with pytest.raises(TargetError, match="so virtual nodes would train on another loss"):
+                job.finish()
+        job.abandon()

@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 from hetflow.tests.runtime.gloo_workers import TRANSFORMERS
+from hetflow.tests.runtime.sharded_plans import shared
 
 HERE = Path(__file__).parent
 SIZE = 3
@@ -61,17 +61,6 @@ def test_all_kinds_of_models_train_as_one_process(tmp_path: Path) -> None:
     train(tmp_path, "gpt", "llama", "vit", "resnet")
 
 
-def shared(plan: Plan, shard: Shard | None, shares: Sequence[int]) -> Plan:
-    """The plan with states shared so."""
-    if shard is None:
-        return plan
-    groups = tuple(
-        replace(group, state_share_bytes=share, memory_bytes=1)
-        for group, share in zip(plan.groups, shares, strict=True)
-    )
-    return replace(plan, stages=(replace(plan.stages[0], replicas=groups, shard=shard),))
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 def test_checkpoints_move_between_shardings(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
@@ -93,6 +82,38 @@ def test_checkpoints_move_between_shardings(tmp_path: Path, plan_of: Callable[..
     assert moved["loss"] == pytest.approx(whole["loss"], abs=1e-10)
     for name, value in whole["model"].items():
         assert torch.allclose(moved["model"][name], value, rtol=0, atol=1e-10), name
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_losses_train_or_are_refused_as_without_sharing(
+    tmp_path: Path, plan_of: Callable[..., Plan]
+) -> None:
+    """As under a split of whole states, and both workers alike: else they would hang."""
+    found: dict[Shard | None, dict[str, Any]] = {}
+    for shard in (None, "all", "gradients"):
+        files.write(tmp_path / f"{shard}.json", shared(plan_of([(2, 6), (2, 2)]), shard, (1, 3)))
+        (tmp_path / f"{shard}").mkdir()
+        command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / "runs"]
+        command += ["--force", tmp_path / f"{shard}.json", HERE / "sharded_losses.py"]
+        done = programs.run([*command, tmp_path / f"{shard}"], timeout=120)
+        assert done.returncode == 0, done.stderr
+        one, other = (torch.load(tmp_path / f"{shard}" / f"{rank}.pt") for rank in (0, 1))
+        assert str(one) == str(other)
+        found[shard] = one
+    own_ends = {
+        ("all", "penalised"): "reads 0.weight outside of its layer",
+        ("all", "with_gradient_penalty"): "gradients of gradients",
+        ("all", "predicted"): "job.predict needs the whole model",
+    }
+    for shard, name in product(("all", "gradients"), found[None]):
+        expected, made = found[None][name], found[shard][name]
+        if (shard, name) in own_ends:
+            assert own_ends[shard, name] in made
+        elif isinstance(expected, str):
+            assert isinstance(made, str), name
+        else:
+            torch.testing.assert_close(made, expected, rtol=0, atol=1e-10, msg=name)
 
 
 @given(
@@ -131,9 +152,6 @@ def test_refuses_what_slices_cannot_do() -> None:
     states.check_step(step, [1, 1, 1])
     with pytest.raises(TargetError, match="leaves a virtual node without any"):
         states.check_step(step, [4, 1, 1, 4])
-    step.scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(TargetError, match="GradScaler"):
-        states.check_step(step, [1, 1, 1])
     model[0].requires_grad_(False)
     with pytest.raises(TargetError, match="frozen or unfrozen"):
         states.begin()
