@@ -84,12 +84,6 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
     if plan.layers:
         check_pipeline_level(determinism)
         _check_layers(plan)
-    if plan.shard is not None and determinism in ("elastic", "heterogeneous"):
-        raise ProblemError(
-            f"determinism {determinism} is for devices that share no states: shared gradients are "
-            "summed by mapping",
-            hint=f"use {option('determinism', 'static')}, which repeats itself under the same plan",
-        )
     _check_numbers(plan.num_devices, plan.num_microbatches)
     ranks_of_stages = _ranks_of_stages(plan)
     work = _work_of(plan, ranks_of_stages) if plan.layers else None

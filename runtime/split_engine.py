@@ -22,7 +22,7 @@ from .agreement.agreement import SharedTensors
 from .buffers import VirtualNodeBuffers, buffers_apart, warn_of_saving
 from .checkpoint import Checkpoint
 from .data import Pass, copied
-from .determinism import refusal_of
+from .determinism import is_invariant, refusal_of
 from .digest import digest_of
 from .engine import LossFunction, Step
 from .gathering import Encoded, encoded, in_order
@@ -36,12 +36,13 @@ from .over_batch import OutputsOfBatch
 from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .setup import final_tensors
+from .sharding.leaves import Order
 from .sharding.saving import SharedState
 from .sharding.states import SharedStates
 from .streams import seed_streams, streams_kept
 from .sync_batch_norm import joined, over_workers, synchronised_norms
 from .totals import StepTotals, Sums, packed_sums
-from .virtual_nodes import invariant_of, share_out, slices
+from .virtual_nodes import holdings_of, invariant_of, share_out, slices
 
 
 class SplitEngine:
@@ -445,7 +446,8 @@ def _shared_states_of(session: Session) -> SharedStates | None:
     if config is None or config.shard is None:
         return None
     shares = [slot.state_share_bytes or 0 for slot in config.workers]
-    return SharedStates(session, config.shard, shares)
+    order = Order(holdings_of(session.place)) if is_invariant(config.determinism) else None
+    return SharedStates(session, config.shard, shares, order)
 
 
 def _num_sums(session: Session, *, has_buffers: bool) -> int:

@@ -11,25 +11,45 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
+from ...devices.collectives import wire_device
 from .. import peers
 from ..group import Place
+from ..invariant import Subtree
+from .leaves import LeafSums, Order
+
+ALIGNMENT = 64
+"""Numbers of a parameter between two places where it may be cut.
+
+Kernels treat the last few numbers of a vector by other instructions, which may round differently.
+Between such places they are the same in a slice as in the whole, so an update has the same bits.
+"""
 
 
-def cuts_of(before: int, length: int, shares: Sequence[int]) -> list[int]:
+def cuts_of(before: int, lengths: Sequence[int], shares: Sequence[int]) -> list[int]:
     """[workers + 1] where each worker's part of a vector begins and ends.
 
-    Parts of all vectors together are in proportion to the shares, to one number of each worker.
+    Parts of all vectors together are in proportion to the shares, but for ``ALIGNMENT``.
 
     Args:
         before: Numbers in the vectors before this one.
-        length: Numbers in this one.
+        lengths: [parameters] numbers of those in this one.
         shares: [workers] what each is to hold, in any unit.
     """
-    total = sum(shares)
+    total, length = sum(shares), sum(lengths)
+    bounds = list(pairwise([0, *accumulate(lengths)]))
+
+    def aligned(cut: int) -> int:
+        start, end = next((a, b) for a, b in bounds if a <= cut <= b)
+        return (
+            end
+            if cut == end
+            else min(end, start + (cut - start + ALIGNMENT // 2) // ALIGNMENT * ALIGNMENT)
+        )
+
     ends = (
         (before + length) * share // total - before * share // total for share in accumulate(shares)
     )
-    return [0, *accumulate((min(end, length) for end in ends), max)]
+    return [0, *accumulate((aligned(min(end, length)) for end in ends), max)]
 
 
 class Flat:
@@ -40,6 +60,7 @@ class Flat:
         cuts: [workers + 1] see ``cuts_of``.
         place: This worker among the others.
         keeps_whole: Whether weights are not shared, so that the whole vector stays.
+        order: In which order virtual nodes add up; None: as the workers run them.
     """
 
     def __init__(
@@ -49,6 +70,7 @@ class Flat:
         place: Place,
         *,
         keeps_whole: bool,
+        order: Order | None = None,
     ) -> None:
         self.members, self._place, self._keeps_whole = members, place, keeps_whole
         first = members[0][1]
@@ -70,6 +92,10 @@ class Flat:
         self._gradient: Tensor | None = None
         self._gathering: list[peers.Transfer | None] | None = None
         self._reducing: list[tuple[Tensor, list[peers.Transfer | None]]] = []
+        self._order = order
+        self._leaves = None if order is None else LeafSums(order.num_leaves)
+        self._own_leaves = None if order is None else LeafSums(order.num_leaves)
+        self._coming: list[tuple[Sequence[Subtree | None], Tensor, peers.Transfer | None]] = []
         self.is_whole = False
         self.free()
 
@@ -147,6 +173,9 @@ class Flat:
     def begin_sums(self) -> bool:
         """Begin a step; whether gradients of an earlier one are there, which stay in the sum."""
         self._sums = None
+        if self._order is not None:
+            self._leaves = LeafSums(self._order.num_leaves)
+            self._own_leaves = LeafSums(self._order.num_leaves)
         if not any(parameter.grad is not None for _, parameter in self.members):
             return False
         self._sums = torch.zeros_like(self._own)
@@ -170,25 +199,71 @@ class Flat:
         if self._gradient is not None:
             self._gradient.zero_()
 
-    def reduce(self, factor: Tensor | None = None) -> None:
+    def reduce(
+        self, factor: Tensor | None = None, names: Sequence[Subtree | None] | None = None
+    ) -> None:
         """Begin to sum the gradients that have come, to the workers that own them.
 
         Args:
             factor: [] that this worker's are multiplied by before.
+            names: [workers] the virtual node whose gradient each has; None where all add up.
         """
-        if self._gradient is None:
+        gradient = self._taken(factor)
+        if gradient is None:
             return
-        if factor is not None:
-            self._gradient.mul_(factor.to(self._gradient))
-        for _, parameter in self.members:
-            parameter.grad = None
+        if names is not None:
+            self._send(gradient, names)
+            return
         works = [
             peers.reduce(part, dst=rank, async_op=True)
-            for rank, part in enumerate(self._parts(self._gradient))
+            for rank, part in enumerate(self._parts(gradient))
             if self._place.distributed and part.numel()
         ]
-        self._reducing.append((self._gradient, works))
-        self._gradient = None
+        self._reducing.append((gradient, works))
+
+    def _taken(self, factor: Tensor | None) -> Tensor | None:
+        """The gradients that have come, which the parameters leave."""
+        gradient, self._gradient = self._gradient, None
+        if gradient is None:
+            return None
+        if factor is not None:
+            gradient.mul_(factor.to(gradient))
+        for _, parameter in self.members:
+            parameter.grad = None
+        return gradient
+
+    def keep(self, node: int, factor: Tensor | None) -> None:
+        """Add a virtual node's gradients to those of this worker's others."""
+        gradient = self._taken(factor)
+        if gradient is not None and self._own_leaves is not None:
+            self._own_leaves.add_leaf(node, gradient)
+
+    def reduce_kept(self) -> None:
+        """Begin to sum what was kept, to the workers that own it."""
+        if self._order is None or self._own_leaves is None or not self.is_trained:
+            return
+        for names in self._order.at_end():
+            own = names[self._place.rank]
+            kept = self._whole[:0] if own is None else self._own_leaves.take(own)
+            self._send(kept, names)
+
+    def _send(self, gradient: Tensor, names: Sequence[Subtree | None]) -> None:
+        """Begin to send each owner its part of this worker's gradients."""
+        if not self._place.distributed:
+            self._coming.append((names, gradient, None))
+            return
+        lengths = [high - low for low, high in pairwise(self._cuts)]
+        own, sent = lengths[self._place.rank], gradient.to(wire_device(gradient.device))
+        into = [own if name is not None else 0 for name in names]
+        received = sent.new_empty(sum(into))
+        work = peers.all_to_all_single(
+            received,
+            sent,
+            output_split_sizes=into,
+            input_split_sizes=lengths if sent.numel() else [0] * len(lengths),
+            async_op=True,
+        )
+        self._coming.append((names, received, work))
 
     def add_reduced(self) -> None:
         """Wait for the sums that were begun, and add this worker's part."""
@@ -202,11 +277,39 @@ class Flat:
             else:
                 self._sums += part
         self._reducing.clear()
+        for names, received, arrives in self._coming:
+            if arrives is not None:
+                arrives.wait()
+            self._add(names, received.to(self._own.device))
+        self._coming.clear()
+
+    def _add(self, names: Sequence[Subtree | None], received: Tensor) -> None:
+        assert self._leaves is not None
+        held = [name for name in names if name is not None]
+        for name, part in zip(held, received.view(len(held), len(self._own)), strict=True):
+            if name.start == 0 and self._sums is not None:  # of an earlier step: as node 0's
+                part += self._sums
+                self._sums = None
+            self._leaves.add(name, part)
+        self._leaves.settle()
+
+    def whole_sums(self) -> Tensor:
+        """The whole vector of the sums, on all workers."""
+        whole = torch.empty_like(self._whole)
+        for rank, part in enumerate(self._parts(whole)):
+            if rank == self._place.rank and self._sums is not None:
+                part.copy_(self._sums)
+            if self._place.distributed and part.numel():
+                peers.broadcast(part, src=rank)
+        return whole
 
     def give_gradients(self) -> None:
         """Let each parameter's gradient be this worker's slice of the sum."""
         if not self.is_trained:
             return
+        root = None if self._leaves is None else self._leaves.root()
+        if root is not None:
+            self._sums = root if self._sums is None else root.add_(self._sums)
         if self._sums is None:
             self._sums = torch.zeros_like(self._own)
         for number, (_, parameter) in enumerate(self.members):

@@ -34,6 +34,7 @@ from ..session import Session
 from ..setup import check_same_shapes
 from ..virtual_nodes import share_out
 from .flats import Flat, cuts_of
+from .leaves import Order
 
 _NOT_HERE = (
     "the model was called outside of job.backward and job.evaluation, where this worker has only "
@@ -86,11 +87,6 @@ class Unit:
         for flat in self.flats:
             flat.clear_gradients()
 
-    def reduce(self, factor: Tensor | None) -> None:
-        """Begin to reduce the gradients that have come, each times a factor []."""
-        for flat in self.flats:
-            flat.reduce(factor)
-
     def add_reduced(self) -> None:
         """Wait for the reductions that were begun."""
         for flat in self.flats:
@@ -138,10 +134,17 @@ class SharedStates:
         session: The state that the parts of the job share.
         shard: What is shared.
         shares: [workers] of the states, in any unit.
+        order: In which order virtual nodes add up; None: as the workers run them.
     """
 
-    def __init__(self, session: Session, shard: Shard, shares: Sequence[int]) -> None:
-        self._session, self._shard = session, shard
+    def __init__(
+        self,
+        session: Session,
+        shard: Shard,
+        shares: Sequence[int],
+        order: Order | None = None,
+    ) -> None:
+        self._session, self._shard, self._sums_order = session, shard, order
         self._names, self._parameters = list(session.parameters), list(session.parameters.values())
         for optimizer in session.optimizers:
             if not is_elementwise(optimizer):
@@ -181,6 +184,8 @@ class SharedStates:
         self._used: set[int] = set()
         self._reduced: Unit | None = None
         self._is_open, self._trains, self._carried = False, False, False
+        self._node = 0  # whose pass runs
+        self._ran: set[int] = set()
         self._discards = False
         self._factor: Tensor | None = None
         self._norm = clip_grad._get_total_norm
@@ -209,11 +214,16 @@ class SharedStates:
             own = [(index, self._parameters[index]) for index in indices]
             for _, parameter in own:
                 fill(parameter, place.device, computes=place.rank == 0)
-            length = sum(parameter.numel() for _, parameter in own)
-            cuts = cuts_of(before, length, shares)
-            keeps = not self.shares_weights
-            flats.setdefault(name, []).append(Flat(own, cuts, place, keeps_whole=keeps))
-            before += length
+            lengths = [parameter.numel() for _, parameter in own]
+            made = Flat(
+                own,
+                cuts_of(before, lengths, shares),
+                place,
+                keeps_whole=not self.shares_weights,
+                order=self._sums_order,
+            )
+            flats.setdefault(name, []).append(made)
+            before += sum(lengths)
         rest = Unit(flats.pop(""))
         units = {name: Unit(found) for name, found in flats.items()}
         return rest, units, {name: modules[name] for name in units}
@@ -309,8 +319,19 @@ class SharedStates:
             self._reduced.add_reduced()
         if self._discards:
             unit.clear_gradients()
-        unit.reduce(self._factor)
+        order, names = self._sums_order, None
+        if order is not None:
+            turn = order.holdings[self._session.place.rank].index(self._node)
+            names = order.of_turn(turn)
+        for flat in unit.flats:
+            flat.reduce(self._factor, names)
         self._reduced = unit
+
+    def _keep(self, node: int) -> None:
+        """Keep a pass's gradients until the last one."""
+        self._ran.add(node)
+        for flat in self._flats:
+            flat.keep(node, self._factor)
 
     def _came(self, index: int, parameter: Tensor) -> None:
         if not self._discards:
@@ -339,9 +360,14 @@ class SharedStates:
                 unit.gather()
             for unit in self._all:
                 unit.wait()
-        if not self.in_rounds:
-            for unit in self._all:
-                unit.await_gradients()
+        if self._carried and self._sums_order is not None and not self.in_rounds:
+            raise TargetError(
+                "gradients of an earlier step are still there, and this worker has its share of "
+                "them only",
+                hint="call optimizer.zero_grad() in every step; or solve with "
+                + option("shard", "gradients"),
+            )
+        self._ran.clear()
 
     def _layout(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -362,9 +388,12 @@ class SharedStates:
 
     def enter(self, node: int) -> None:
         """Begin a virtual node's pass."""
-        self._is_open, self._trains, self._now = True, True, []
+        self._is_open, self._trains, self._now, self._node = True, True, [], node
         self._rest.wait()
         self._rest.await_gradients()
+        if not self.in_rounds:
+            for unit in self._units.values():
+                unit.await_gradients()
 
     def leave(self) -> None:
         """End the pass: what no hook has reduced or freed is now."""
@@ -373,6 +402,8 @@ class SharedStates:
                 self._reduce(self._units[name])
         if self.in_rounds:
             self._reduce(self._rest)
+        elif self._sums_order is not None:
+            self._keep(node=self._node)
         self._trains = False
         self._end_pass()
 
@@ -414,8 +445,20 @@ class SharedStates:
 
     def launch_rest(self) -> None:
         """Begin the reductions that no pass has begun."""
-        for unit in self._all:
-            unit.reduce(self._factor)
+        if self.in_rounds:
+            return  # passes have begun all
+        order = self._sums_order
+        if order is None:
+            for flat in self._flats:
+                flat.await_gradients()
+                flat.reduce(self._factor)
+            return
+        for node in sorted({*order.holdings[self._session.place.rank]} - self._ran):
+            for unit in self._all:
+                unit.await_gradients()
+            self._keep(node)  # it had no samples
+        for flat in self._flats:
+            flat.reduce_kept()
 
     def wait(self) -> None:
         """Wait for all sums: afterwards each gradient is this worker's slice."""
@@ -604,6 +647,8 @@ class SharedStates:
         own = {id(p.grad) for p in self._parameters if p.grad is not None}
         if not {id(tensor) for tensor in given} <= own or not self._session.place.distributed:
             return self._norm(given, norm_type, error_if_nonfinite, foreach)
+        if self._sums_order is not None:
+            return self._norm_of_whole(given, norm_type, error_if_nonfinite, foreach)
         held = [tensor for tensor in given if tensor.numel()]
         power, dtype = float(norm_type), given[0].dtype if given else torch.float32
         # A worker without a share has no gradient to tell the dtype by.
@@ -618,3 +663,18 @@ class SharedStates:
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(f"the total norm of order {power} for gradients is not finite")
         return norm
+
+    def _norm_of_whole(
+        self, given: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: Any
+    ) -> Tensor:
+        """The norm of each whole gradient, and of these: no bit of it depends on the shares."""
+        asked: dict[int, Tensor] = {id(tensor): tensor for tensor in given}
+        norms: dict[int, Tensor] = {}
+        for flat in self._flats:
+            held = [(n, p.grad) for n, (_, p) in enumerate(flat.members) if id(p.grad) in asked]
+            whole = flat.whole_sums() if held else torch.empty(0)
+            for number, gradient in held:
+                start, end = flat.bounds[number]
+                part = whole[start:end].view(flat.shapes[number])
+                norms[id(gradient)] = self._norm([part], norm_type, False, foreach)
+        return self._norm([norms[one] for one in asked], norm_type, error_if_nonfinite, foreach)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hetflow as hf
 
-WIDTH, WORDS, SAMPLES = 8, 11, 32
+WIDTH, WORDS, SAMPLES = 24, 11, 32
 
 
 class Block(nn.Module):
@@ -21,7 +21,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))

@@ -15,12 +15,13 @@ from torch import nn
 
 from hetflow.launcher.mapping import same_nodes
 from hetflow.protocol.lower import lower
-from hetflow.runtime.sharding.flats import cuts_of
+from hetflow.runtime.sharding.flats import ALIGNMENT, cuts_of
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema import files
 from hetflow.schema.choices import Shard
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.plan import Plan
+from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
 from hetflow.tests.runtime.gloo_workers import TRANSFORMERS
 from hetflow.tests.runtime.sharded_plans import shared
@@ -63,25 +64,35 @@ def test_all_kinds_of_models_train_as_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_checkpoints_move_between_shardings(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
-    def launch(shard: Shard | None, shares: Sequence[int], epochs: int, *options: Any) -> Any:
+def test_checkpoints_move_between_shardings_bit_by_bit(
+    tmp_path: Path, plan_of: Callable[..., Plan]
+) -> None:
+    """The same virtual nodes on other devices, with other shares or none: one digest."""
+
+    def launch(
+        shard: Shard | None,
+        shares: Sequence[int],
+        epochs: int,
+        *options: Any,
+        devices: Sequence[tuple[int, int]] = DEVICES,
+    ) -> str:
         name = f"{shard}-{epochs}"
-        files.write(tmp_path / f"{name}.json", shared(plan_of(DEVICES), shard, shares))
+        files.write(tmp_path / f"{name}.json", shared(plan_of(devices), shard, shares))
         command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / name]
-        command += [*options, tmp_path / f"{name}.json", HERE / "sharded_run.py"]
+        command += ["--determinism", "elastic", *options]
+        command += [tmp_path / f"{name}.json", HERE / "sharded_run.py"]
         done = programs.run([*command, str(epochs), tmp_path / f"{name}.pt"], timeout=240)
         assert done.returncode == 0, done.stderr
-        return torch.load(tmp_path / f"{name}.pt")
+        record = files.read(tmp_path / name / "run.json", RunRecord)
+        assert record.parameters_digest is not None
+        return record.parameters_digest
 
     whole = launch(None, (), 4)
     kept = ("--checkpoint", tmp_path / "kept")
     launch("all", (1000, 3000), 1, *kept)
-    launch("gradients", (3, 1), 2, *kept)
+    launch("gradients", (3, 1, 0, 2), 2, *kept, devices=[(1, 3), (1, 3), (1, 1), (1, 1)])
     launch(None, (), 3, *kept)
-    moved = launch("optimizer", (1, 0), 4, *kept)
-    assert moved["loss"] == pytest.approx(whole["loss"], abs=1e-10)
-    for name, value in whole["model"].items():
-        assert torch.allclose(moved["model"][name], value, rtol=0, atol=1e-10), name
+    assert launch("optimizer", (1, 0), 4, *kept) == whole
 
 
 @pytest.mark.slow
@@ -117,20 +128,23 @@ def test_losses_train_or_are_refused_as_without_sharing(
 
 
 @given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=5),
+    lengths=st.lists(st.integers(1, 900), min_size=1, max_size=5),
     shares=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
 )
 def test_cuts_are_in_proportion_over_all_vectors(lengths: list[int], shares: list[int]) -> None:
     held, before = [0] * len(shares), 0
     for length in lengths:
-        cuts = cuts_of(before, length, shares)
+        cuts = cuts_of(before, [length // 3, length - length // 3], shares)
         assert (cuts[0], cuts[-1]) == (0, length)
+        first = length // 3
+        for cut in cuts:  # a kernel's last few numbers are the same in a slice
+            assert cut in (first, length) or (cut - first * (cut > first)) % ALIGNMENT == 0
         for rank, (low, high) in enumerate(pairwise(cuts)):
             assert low <= high
             held[rank] += high - low
         before += length
     for number, share in zip(held, shares, strict=True):
-        assert abs(number - before * share / sum(shares)) <= len(lengths) + 1
+        assert abs(number - before * share / sum(shares)) <= (len(lengths) + 1) * ALIGNMENT
 
 
 def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -160,8 +174,6 @@ def test_refuses_what_slices_cannot_do() -> None:
 
 def test_a_launch_refuses_what_shares_cannot_follow(plan_of: Callable[..., Plan]) -> None:
     plan = shared(plan_of(DEVICES), "all", (1, 3))
-    with pytest.raises(ProblemError, match="determinism elastic"):
-        lower(plan, determinism="elastic")
     config = lower(plan)
     assert [slot.state_share_bytes for slot in config.workers] == [1, 3]
     with pytest.raises(ProblemError, match="keep their devices"):
