@@ -101,6 +101,8 @@ def sharded_faults(
     for kind in problem.devices:
         profile = by_type[kind.device_type.lower()]
         where = f"the problem's {kind.device_type}"
+        if (profile.frozen_weight_bytes or 0) > problem.frozen_bytes:
+            faults.append(f"{where} has more frozen weights than {problem.frozen_bytes} bytes")
         layers = layers or profile.layers
         faults += _memory_faults(kind, cluster, profile)
         beside = memory_reserve_bytes + _context_bytes(profile)
@@ -121,10 +123,10 @@ def sharded_faults(
         path = re.split(r"[._]", node.id)
         deep = next((place for place, part in enumerate(path) if part.isdecimal()), None)
         if deep is None:
-            whole[0] += node.weight_bytes
+            whole[0] += node.weight_bytes + (node.frozen_weight_bytes or 0)
         else:
             name = node.id[: len("_".join(path[: deep + 1]))]
-            units[name] = units.get(name, 0) + node.weight_bytes
+            units[name] = units.get(name, 0) + node.weight_bytes + (node.frozen_weight_bytes or 0)
     if layers is None:
         whole[0] = problem.weight_bytes
     whole[1:] = sorted([0, 0, *units.values()])[-2:]

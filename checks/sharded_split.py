@@ -24,13 +24,13 @@ MOST_STEPS = 3e6
 class _Sharing:
     """What sharing changes: states in bytes per byte of weights, and the seconds of transfers.
 
-    ``whole`` are the kinds of states that are whole while their layers run. ``hidden`` are the
+    ``gathered`` are the bytes that are whole while their layers run. ``hidden`` are the
     seconds of a round's transfers beside passes, ``bare`` those before and after them, ``once``
     those of a step's end.
     """
 
     states: Fraction
-    whole: int
+    gathered: int
     is_in_rounds: bool
     hidden: float
     bare: float
@@ -43,23 +43,30 @@ class _Sharing:
 
     def held(self, problem: ShardedProblem, point: BatchPoint, share: int) -> Fraction:
         """Bytes on a device with the states of ``share`` bytes of weights."""
-        weights = problem.weight_bytes
-        gathered = self.whole * min(weights, problem.gathered_bytes)
-        return point.peak_memory_bytes - self.states * (weights - share) + gathered
+        rest = problem.weight_bytes - share
+        return point.peak_memory_bytes - self.states * rest + self.gathered
 
 
 def _sharing(problem: ShardedProblem, shard: Shard | None) -> _Sharing:
     state = Fraction(problem.optimizer.state_bytes_per_weight_byte)
     rate, late = problem.bytes_per_second, problem.latency_seconds * problem.num_devices
-    whole = edge = 0.0
+    trained = problem.weight_bytes - problem.frozen_bytes
+    part = Fraction(trained, problem.weight_bytes)
+    whole = edge = back = last = 0.0
     if rate is not None:
         whole = problem.num_units * late + problem.weight_bytes / rate
+        back = problem.num_units * late + trained / rate
         edge = late + problem.edge_bytes / rate
+        last = late + min(problem.edge_bytes, trained) / rate
+    weights = min(problem.weight_bytes, problem.gathered_bytes)
+    gradients = problem.gathered_trained_bytes
+    gradients = min(trained, problem.gathered_bytes if gradients is None else gradients)
     if shard == "all":  # weights come in both passes, gradients go
-        return _Sharing(2 + state, 2, True, whole + whole + whole, edge + edge, 0.0)
+        bytes_ = weights + gradients
+        return _Sharing(1 + part * (1 + state), bytes_, True, whole + whole + back, edge + last, 0)
     if shard == "gradients":
-        return _Sharing(1 + state, 1, True, whole, edge, whole)
-    return _Sharing(state, 0, False, whole, edge, whole)
+        return _Sharing(part * (1 + state), gradients, True, back, last, whole)
+    return _Sharing(part * state, 0, False, back, last, whole)
 
 
 def check(plan: Plan, problem: ShardedProblem | None) -> Verdict:

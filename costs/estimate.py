@@ -111,6 +111,7 @@ def estimated_profile(
         device_type=name,
         device_memory_bytes=spec.memory_bytes,
         weight_bytes=counts.weight_bytes,
+        frozen_weight_bytes=counts.frozen_weight_bytes,
         update_seconds=estimator.seconds(counts.update),
         batch_curve=tuple(shared or points[:1]),  # with less of the states they may fit
         layers=tables[0] if tables else None,
@@ -272,6 +273,7 @@ def _node(
         shared_with=layer.shared_with,
         shared_weight_bytes=layer.shared_weight_bytes,
         core=core,
+        frozen_weight_bytes=layer.frozen_weight_bytes,
     )
 
 

@@ -16,15 +16,23 @@ from ..schema.profile import BatchPoint, LayerGraph
 from ..schema.units import unit_of
 
 
-def unit_bytes(layers: LayerGraph | None, weight_bytes: int) -> tuple[int, int, int]:
+def unit_bytes(
+    layers: LayerGraph | None, weight_bytes: int, *, frozen: bool = True
+) -> tuple[int, int, int]:
     """Of a model whose weights are gathered in units: most bytes whole at once, largest, number.
 
     The rest stays whole for a pass, and two repeated layers are whole at a time: one that runs and
     one ahead. Without layers the whole model is a unit.
+
+    Args:
+        layers: The model's layers; None if they are not known.
+        weight_bytes: Of the whole model, with those that are not trained if they count.
+        frozen: Whether weights that are not trained count.
     """
     sizes: Counter[str] = Counter()
     for node in layers.nodes if layers is not None else ():
         sizes[unit_of(node.id)] += node.weight_bytes
+        sizes[unit_of(node.id)] += (node.frozen_weight_bytes or 0) if frozen else 0
     rest = sizes.pop("", 0) if sizes else weight_bytes
     repeated = sorted(size for size in sizes.values() if size)
     largest = max([rest, *repeated[-1:]])
@@ -37,9 +45,11 @@ def in_rounds(shard: Shard) -> bool:
 
 
 def shared_ratio(problem: ShardedProblem, shard: Shard) -> Fraction:
-    """Bytes of states that are shared, per byte of weights."""
-    others = {"gradients": 1, "all": 2}.get(shard, 0)
-    return others + Fraction(problem.optimizer.state_bytes_per_weight_byte)
+    """Bytes of states that are shared, per byte of weights, of which some may be frozen."""
+    trained = 1 - Fraction(problem.frozen_bytes, problem.weight_bytes)
+    gradient = int(in_rounds(shard))
+    state = Fraction(problem.optimizer.state_bytes_per_weight_byte)
+    return trained * (gradient + state) + int(shard == "all")
 
 
 def room_bytes(
@@ -51,9 +61,13 @@ def room_bytes(
     layers run: ``gathered_bytes`` of each.
     """
     ratio, weights = shared_ratio(problem, shard), problem.weight_bytes
-    whole = {"gradients": 1, "all": 2}.get(shard, 0)
     held = point.peak_memory_bytes - ratio * weights
-    held += whole * min(weights, problem.gathered_bytes)
+    if in_rounds(shard):
+        trained = problem.gathered_trained_bytes
+        trained = problem.gathered_bytes if trained is None else trained
+        held += min(weights - problem.frozen_bytes, trained)
+    if shard == "all":
+        held += min(weights, problem.gathered_bytes)
     return int((kind.memory_bytes - held) // 1)
 
 
@@ -98,8 +112,13 @@ def transfers(problem: ShardedProblem, shard: Shard) -> tuple[float, float, floa
     every gradient reduced. The first gather and the last reduction hide behind nothing.
     """
     whole = transfer_seconds(problem, problem.weight_bytes, problem.num_units)
+    trained = problem.weight_bytes - problem.frozen_bytes
+    reduced = transfer_seconds(problem, trained, problem.num_units)
     edge = transfer_seconds(problem, problem.edge_bytes, 1)
-    return (3 * whole, 2 * edge, 0.0) if shard == "all" else (whole, edge, whole)
+    last = transfer_seconds(problem, min(trained, problem.edge_bytes), 1)
+    if shard == "all":
+        return 2 * whole + reduced, edge + last, 0.0
+    return reduced, last, whole
 
 
 def closing_seconds(problem: ShardedProblem) -> float:

@@ -146,9 +146,11 @@ def sharded_problem(
     rates += [] if link is None else [link.bytes_per_second]
     late = [ring.latency_seconds or 0.0 for ring in rings]
     late += [] if link is None else [link.latency_seconds]
-    weights = max(profile.weight_bytes for profile in used)
-    tables = (profile.layers for profile in used if profile.layers is not None)
-    gathered, edge, number = unit_bytes(next(tables, None), weights)
+    trained = max(profile.weight_bytes for profile in used)
+    frozen = max(profile.frozen_weight_bytes or 0 for profile in used)
+    weights = trained + frozen
+    layers = next((profile.layers for profile in used if profile.layers is not None), None)
+    gathered, edge, number = unit_bytes(layers, weights)
     problem = ShardedProblem(
         model=used[0].model,
         global_batch_size=global_batch_size,
@@ -162,6 +164,8 @@ def sharded_problem(
         bytes_per_second=min(rates, default=None),
         latency_seconds=max(late, default=0.0),
         virtual_nodes=virtual_nodes,
+        frozen_bytes=frozen,
+        gathered_trained_bytes=unit_bytes(layers, trained, frozen=False)[0],
     )
     if not interpolate:
         return problem

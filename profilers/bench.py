@@ -56,7 +56,9 @@ class Bench:
         fill_model(workload.model, self._torch_device)
         self.model = _on(workload.model, device).train()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        self.weight_bytes = sum(p.nbytes for p in parameters)
+        frozen = [p.nbytes for p in self.model.parameters() if not p.requires_grad]
+        self.frozen_weight_bytes = sum(frozen) or None
         self.num_parameters = sum(p.numel() for p in parameters)
         make = workload.make_optimizer
         self.optimizer = make(parameters) if make else _make_optimizer(optimizer, parameters)

@@ -198,6 +198,7 @@ def _load(
         keep_freed_memory()
     facts = {
         "weight_bytes": bench.weight_bytes,
+        "frozen_weight_bytes": bench.frozen_weight_bytes,
         "num_parameters": bench.num_parameters,
         "optimizer": type(bench.optimizer).__name__,
         "torch": torch.__version__,

@@ -226,7 +226,10 @@ def chosen(own: list[bool], answer: Any) -> list[Any]:
 
 def weight_row(layer: str, parameters: Any, held: dict[int, str]) -> Row:
     """A layer's weight bytes; what an earlier layer holds (``held``, by identity) is shared."""
-    used = {id(p): p for p in parameters if p.requires_grad}
+    given = list(parameters)
+    used = {id(p): p for p in given if p.requires_grad}
+    frozen = {id(p): p for p in given if not p.requires_grad and id(p) not in held}
+    held.update(dict.fromkeys(frozen, layer))
     shared = {key: held[key] for key in used if key in held}
     held.update((key, layer) for key in used if key not in held)
 
@@ -234,6 +237,8 @@ def weight_row(layer: str, parameters: Any, held: dict[int, str]) -> Row:
         return sum(used[key].numel() * used[key].element_size() for key in keys)
 
     row: Row = {"weight_bytes": size(used.keys() - shared.keys())}
+    if frozen:
+        row["frozen_weight_bytes"] = sum(p.nbytes for p in frozen.values())
     if shared:
         row |= {
             "shared_with": list(dict.fromkeys(shared.values())),

@@ -436,6 +436,7 @@ def _counted(
     tables, divisor, reason = _with_roles(bench, [_table(bench, size) for size in layers_at])
     return ModelCounts(
         weight_bytes=bench.weight_bytes,
+        frozen_weight_bytes=bench.frozen_weight_bytes,
         num_parameters=bench.num_parameters,
         standing_bytes=standing,
         optimizer=OptimizerState(

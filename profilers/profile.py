@@ -473,6 +473,7 @@ def _profile(
         device_type=request.device_type,
         device_memory_bytes=request.local.memory_bytes,
         weight_bytes=base.facts["weight_bytes"],
+        frozen_weight_bytes=base.facts.get("frozen_weight_bytes"),
         update_seconds=base.costs.update.median_seconds,
         batch_curve=points,
         fixed_seconds=base.costs.fixed_seconds,

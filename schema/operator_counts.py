@@ -86,6 +86,7 @@ class LayerCounts:
     role: TensorRole = "replicated"
     whole_weight_bytes: Bytes = 0
     core: CoreCounts | None = None
+    frozen_weight_bytes: Bytes | None = None
 
 
 @record
@@ -118,3 +119,4 @@ class ModelCounts:
     torch: str = ""
     tensor_divisor: Count | None = None
     no_tensor_reason: str | None = None
+    frozen_weight_bytes: Bytes | None = None

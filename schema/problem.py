@@ -110,11 +110,13 @@ class ShardedProblem:
     gradients reduced to their owners, in units: each repeated layer is one, and the rest is one.
 
     Args:
-        weight_bytes: Of the whole model; as many are its gradients.
+        weight_bytes: Of the whole model, trained or not.
+        frozen_bytes: Of the weights that are not trained: they have neither gradients nor state.
         optimizer: Its state is counted in proportion to the weights.
         shards: What may be shared.
         gathered_bytes: The most weights that a device holds whole at a time, if it shares weights:
             what is no repeated layer, and two of the largest layers.
+        gathered_trained_bytes: The same of weights that are trained, for gradients; None: as many.
         edge_bytes: The largest unit: its first gather and last reduction hide behind nothing.
         num_units: Number of units.
         bytes_per_second: Of the pool's slowest link; None where it is not known.
@@ -134,6 +136,8 @@ class ShardedProblem:
     bytes_per_second: PositiveRate | None = None
     latency_seconds: Seconds = 0.0
     virtual_nodes: Count | None = None
+    frozen_bytes: Bytes = 0
+    gathered_trained_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         if self.num_devices < 2:

@@ -107,6 +107,8 @@ class LayerNode:
     Args:
         activation_bytes: Outputs of the layer that later layers need.
         weight_bytes: Parameters that no earlier layer holds; summed over layers, the model's.
+        frozen_weight_bytes: The same of parameters that are not trained, which no other number
+            counts; None if there are none, or if an older file does not tell.
         stashed_bytes: What autograd keeps for the backward pass, without parameters and the
             layer's inputs. The layer's output is included if any layer saves it.
         workspace_bytes: Most temporary memory of a pass, beyond inputs, outputs and what is kept.
@@ -126,6 +128,7 @@ class LayerNode:
     shared_with: tuple[Name, ...] = ()
     shared_weight_bytes: Bytes | None = None
     core: LayerCore | None = None
+    frozen_weight_bytes: Bytes | None = None
 
 
 @record
@@ -274,9 +277,10 @@ class Profile(Shown):
     request for the next batch. ``busy`` has the measurements made while the host's other devices
     trained too.
 
-    ``weight_bytes`` is also the number of gradient bytes to synchronise. ``more_layers`` are the
-    layers at further microbatch sizes, ``tensor_layers`` those at further tensor-parallel degrees,
-    and ``sequence_layers`` the same with sequence parallelism.
+    ``weight_bytes`` is also the number of gradient bytes to synchronise. ``frozen_weight_bytes``
+    are those that are not trained (None: none, or not known). ``more_layers`` are the layers at
+    further microbatch sizes, ``tensor_layers`` those at further tensor-parallel degrees, and
+    ``sequence_layers`` the same with sequence parallelism.
     ``optimizer`` is the one that ``update_seconds`` and ``peak_memory_bytes`` were measured with;
     None if the file (older, or of another tool) does not state it. ``out_of_memory_batch_size`` is
     the smallest profiled size that did not fit; None if all fitted.
@@ -322,6 +326,7 @@ class Profile(Shown):
     group_workspace_bytes: Bytes | None = None
     beside_tensors: BesideTensors | None = None
     estimate: Estimate | None = None
+    frozen_weight_bytes: Bytes | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

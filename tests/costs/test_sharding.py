@@ -1,5 +1,7 @@
 """Units by which weights are gathered, by the names of layers."""
 
+from dataclasses import replace
+
 from hetflow.costs.sharding import unit_bytes
 from hetflow.schema.profile import LayerGraph, LayerNode
 from hetflow.schema.units import unit_of
@@ -20,3 +22,6 @@ def test_units_are_repeated_layers() -> None:
     graph = LayerGraph(microbatch_size=1, nodes=nodes, edges=())
     assert unit_bytes(graph, 57) == (30 + 11 + 9, 30, 4)
     assert unit_bytes(None, 57) == (57, 57, 1)
+    frozen = replace(graph, nodes=(replace(nodes[0], frozen_weight_bytes=4), *nodes[1:]))
+    assert unit_bytes(frozen, 61) == (34 + 11 + 9, 34, 4)
+    assert unit_bytes(frozen, 57, frozen=False) == (30 + 11 + 9, 30, 4)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 
 import pytest
@@ -55,34 +56,46 @@ def drawn(seed: int) -> ShardedProblem:
         num_units=4,
         bytes_per_second=draw.choice([None, 30.0, 1000.0]),
         latency_seconds=draw.choice([0, 0.001]),
+        frozen_bytes=draw.choice([0, 0, weights // 2, weights - 10]),
+        gathered_trained_bytes=draw.choice([None, 3]),
     )
 
 
 def step(problem: ShardedProblem, shard: str, rounds: int, compute: float) -> float:
     """The step by docs/sharding.md."""
-    whole = edge = 0.0
+    whole = edge = reduced = last = 0.0
     if problem.bytes_per_second is not None:
         late = problem.latency_seconds * sum(kind.num_devices for kind in problem.devices)
         whole = problem.num_units * late + problem.weight_bytes / problem.bytes_per_second
         edge = late + problem.edge_bytes / problem.bytes_per_second
+        trained = problem.weight_bytes - problem.frozen_bytes
+        reduced = problem.num_units * late + trained / problem.bytes_per_second
+        last = late + min(trained, problem.edge_bytes) / problem.bytes_per_second
     closing = max(kind.update_seconds + kind.fixed_seconds for kind in problem.devices)
     if shard == "all":
-        return rounds * (max(compute, 3 * whole) + 2 * edge) + closing
-    return rounds * (max(compute, whole) + edge) + whole + closing
+        return rounds * (max(compute, 2 * whole + reduced) + edge + last) + closing
+    return rounds * (max(compute, reduced) + last) + whole + closing
 
 
 def most_share(
     problem: ShardedProblem, kind: ShardedDevices, point: BatchPoint, shard: str
 ) -> int | None:
     """The most bytes of weights whose states fit; None: not even none do."""
-    weights, whole = problem.weight_bytes, ["optimizer", "gradients", "all"].index(shard)
-    ratio = problem.optimizer.state_bytes_per_weight_byte + whole
-    gathered = whole * min(weights, problem.gathered_bytes)
-    fitting = [
-        share
-        for share in range(weights + 1)
-        if point.peak_memory_bytes - ratio * (weights - share) + gathered <= kind.memory_bytes
-    ]
+    weights, trained = problem.weight_bytes, problem.weight_bytes - problem.frozen_bytes
+    most = problem.gathered_trained_bytes
+    gradients = min(trained, problem.gathered_bytes if most is None else most)
+
+    def peak(share: int) -> Fraction:
+        rest = weights - share  # the other devices'; of the frozen weights there is nothing else
+        states = Fraction(problem.optimizer.state_bytes_per_weight_byte)
+        found = point.peak_memory_bytes - states * Fraction(rest * trained, weights)
+        if shard in ("gradients", "all"):
+            found += gradients - Fraction(rest * trained, weights)
+        if shard == "all":
+            found += min(weights, problem.gathered_bytes) - rest
+        return found
+
+    fitting = [share for share in range(weights + 1) if peak(share) <= kind.memory_bytes]
     return max(fitting, default=None)
 
 
@@ -189,7 +202,9 @@ def test_a_certificate_that_leaves_out_or_overstates_is_refused() -> None:
 
 
 def test_says_the_fewest_bytes_that_are_missing() -> None:
-    problem = replace(drawn(0), shards=("all",), global_batch_size=4, gathered_bytes=0)
+    problem = replace(
+        drawn(0), shards=("all",), global_batch_size=4, gathered_bytes=0, frozen_bytes=0
+    )
     [kind] = [replace(problem.devices[0], num_devices=2)]
     point = replace(kind.batch_curve[0], batch_size=2, peak_memory_bytes=1000)
     weights, ratio = problem.weight_bytes, 2 + problem.optimizer.state_bytes_per_weight_byte
