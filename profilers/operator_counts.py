@@ -44,6 +44,11 @@ _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
     "detach", "lift_fresh", "set_", "_local_scalar_dense", "resize_",
 }  # fmt: skip
+# A CPU's attention, whose operations are those of a GPU's.
+_AS_ON_GPUS = {
+    f"_scaled_dot_product_flash_attention_for_cpu{way}": f"_scaled_dot_product_flash_attention{way}"
+    for way in ("", "_backward")
+}
 # Of these only as much of the first input is read as comes out.
 _PICKING = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
 # Of these only as much of the first input is changed as the last one has.
@@ -138,6 +143,7 @@ def counted_call(
         named: Its other arguments, without the tensors that it only writes to.
         answer: What it returned.
     """
+    import torch
     from torch.utils.flop_counter import flop_registry
 
     inputs, outputs = _tensors((arguments, named)), _tensors(answer)
@@ -150,7 +156,8 @@ def counted_call(
         inputs = [*outputs, *inputs[1:]]
     elif name in _SCATTERING:
         inputs, outputs = [*inputs[1:], inputs[-1]], [inputs[-1]]
-    formula = flop_registry.get(function._overloadpacket)
+    counted_as = getattr(torch.ops.aten, _AS_ON_GPUS.get(name, name), function._overloadpacket)
+    formula = flop_registry.get(counted_as)
     flops = 0.0 if formula is None else float(formula(*arguments, **named, out_val=answer))
     moved = {id(tensor): tensor for tensor in inputs}.values()
     size = sum(map(_bytes, moved)) + sum(map(_bytes, outputs))

@@ -203,6 +203,16 @@ def test_views_are_free_and_writes_in_place_are_counted() -> None:
     assert by_name["sum"].num_bytes == 4 * (100 + 1)  # the expanded values lie in memory once
 
 
+def test_attentions_products_are_counted_both_ways() -> None:
+    """Of queries with keys and of weights with values; in the backward pass five, one again."""
+    query = torch.randn(1, 4, 32, 8, requires_grad=True)
+    product = 2 * 4 * 32 * 32 * 8
+    with tallied() as tally:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    flops = [operator.flops for operator in tally.operators if "attention" in operator.name]
+    assert flops == [2 * product, 5 * product]
+
+
 def test_the_peak_follows_what_is_held() -> None:
     with tallied() as tally:
         kept = torch.zeros(1000)

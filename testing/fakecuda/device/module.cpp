@@ -41,6 +41,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("unfold", &at::native::unfold);
   m.impl("view.dtype", &at::native::view_dtype);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("_scaled_dot_product_efficient_attention", attention);
+  m.impl("_scaled_dot_product_efficient_attention_backward", attention_backward);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_kernel);
   // One kernel, as on CUDA, where torch's own form would take several.
   for (const char* name : {"convolution", "convolution_backward", "native_layer_norm"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());

@@ -8,6 +8,8 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
@@ -295,6 +297,32 @@ inline const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::
 inline void record_stream(Tensor& tensor, Stream stream) {
   Lock lock(mu);
   if (Block* block = block_of(tensor.storage().mutable_data())) block->recorded.insert(Guard::key(stream));
+}
+
+// Attention is one kernel, as CUDA's memory-efficient one, where the CPU has one for it. Tensors may be without memory (torch.compile).
+inline int64_t attention_kernel(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout, bool, std::optional<double>, bool) {
+  auto fits = [&](const Tensor& t) {
+    return t.dim() == 4 && t.sym_numel() > 0 && t.sym_stride(3) == 1 && t.sym_size(0) == query.sym_size(0) && t.sym_size(1) == query.sym_size(1) &&
+           t.sym_size(3) == query.sym_size(3) && t.is_floating_point() && t.scalar_type() != kDouble;
+  };
+  bool is_one = globalContext().userEnabledMemEfficientSDP() && dropout == 0.0 && fits(query) && fits(key) && fits(value);
+  is_one = is_one && (!mask || !mask->defined() || (!mask->requires_grad() && mask->scalar_type() == query.scalar_type()));
+  return (int64_t)(is_one ? sdp::SDPBackend::efficient_attention : sdp::SDPBackend::math);
+}
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, bool, double dropout, bool is_causal,
+    std::optional<double> scale) {
+  auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, mask, scale);
+  Tensor seed = at::empty({}, query.options().dtype(kLong));
+  return {out, logsumexp, seed, seed};
+}
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, const Tensor& out, const Tensor& logsumexp,
+    const Tensor&, const Tensor&, double dropout, std::array<bool, 4>, bool is_causal, std::optional<double> scale) {
+  auto given = mask.defined() ? std::optional<Tensor>(mask) : std::nullopt;
+  auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(gradient, query, key, value, out, logsumexp, dropout, is_causal, given, scale);
+  return {q, k, v, Tensor()};
 }
 
 // Views touch no memory; each operator of aten's own, with plain numbers.
