@@ -15,8 +15,9 @@ stays a call of the model's own module, whose statistics a pipeline keeps separa
 ``TracedCall`` says for which other calls the graph is valid.
 """
 
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
@@ -379,6 +380,7 @@ def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel
     graph, whole = _trace(model)
     shared = of_inputs(graph, partial(_attribute, model))
     outside = ("placeholder", "get_attr", "output")
+    _unpack_at_once(model, graph, shared)
     nodes = [node for node in graph.nodes if node.op not in outside and node not in shared]
     output = next(node for node in graph.nodes if node.op == "output")
     if not nodes:
@@ -393,6 +395,48 @@ def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel
         shared=tuple(node for node in graph.nodes if node in shared),
         whole=tuple(sorted(whole)),
     )
+
+
+def _unpack_at_once(model: nn.Module, graph: fx.Graph, shared: Collection[fx.Node]) -> None:
+    """Unpack a tensor (``q, k, v = x``) by one ``unbind``, as torch does without a trace.
+
+    torch.fx indexes it once for each part. The backward pass of an index fills a gradient of the
+    whole with zeros, so those of all parts were filled, written and added.
+    """
+    for node in list(graph.nodes):
+        following, parts = node.next, list[fx.Node]()
+        while following.target is operator.getitem and following.args == (node, len(parts)):
+            parts.append(following)
+            following = following.next
+        is_size = node.target is getattr or node in shared
+        if len(parts) < 2 or set(parts) != set(node.users) or is_size:
+            continue
+        if any(_is_written(model, part) for part in parts):
+            continue  # autograd refuses to change what unbind returns
+        with graph.inserting_after(node):
+            unpacked = graph.call_function(_unpacked, (node, len(parts)))
+        for part in parts:
+            part.args = (unpacked, part.args[1])
+
+
+def _unpacked(value: Any, num_parts: int) -> Any:
+    if isinstance(value, Tensor) and len(value) == num_parts:
+        return value.unbind(0)
+    return value
+
+
+def _is_written(model: nn.Module, node: fx.Node) -> bool:
+    """Whether a value, or a view of it, may be changed in place."""
+    for user in node.users:
+        if writes(user):
+            return True
+        if user.op == "call_module":
+            modules = model.get_submodule(str(user.target)).modules()
+            if any(getattr(module, "inplace", False) for module in modules):
+                return True
+        elif user.args and user.args[0] is node and _is_written(model, user):
+            return True
+    return False
 
 
 def _attribute(model: nn.Module, name: str) -> Any:

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,6 +54,38 @@ def test_functions_may_write_on_received_inputs() -> None:
     (gradient,) = stage.backward(0, None)
     assert gradient.shape == received.shape
     assert torch.equal(received, before)
+
+
+class Unpacks(nn.Module):
+    """Unpacks a tensor into its parts, as attention does with queries, keys and values."""
+
+    def __init__(self, is_written: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 12), nn.ReLU(inplace=is_written)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.first(x).view(-1, 3, 4).transpose(0, 1)
+        out: torch.Tensor = self.last(q) * k + v
+        return out
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_tensor_is_unpacked_at_once_unless_a_part_is_written_on(is_written: bool) -> None:
+    model = Unpacks(is_written)
+    part = cut(layers_of(model), [["first", "last"]])[0]
+    stage = Stage(part, recompute=False, device=torch.device("cpu"))
+    x = torch.randn(2, 4)
+    output = stage.forward(0, {"x": x}, ((), ()), None)
+    stage.keep(0, (output.sum(),))
+    with torch.profiler.profile() as profile:
+        stage.backward(0, None)
+    names = {event.key for event in profile.key_averages()}
+    assert ("UnbindBackward0" in names) != is_written
+    got = model.first.weight.grad
+    q, k, v = model.first(x).view(-1, 3, 4).transpose(0, 1)
+    (expected,) = torch.autograd.grad((q.relu() * k + v).sum(), [model.first.weight])
+    assert got is not None
+    assert torch.equal(got, expected)
 
 
 def test_every_backward_pass_is_in_its_context() -> None:
