@@ -26,6 +26,7 @@ from ..digest import InPieces
 from ..group import Place, subgroup
 from .cores import AttentionCores
 from .cut import StageModule, writes
+from .halves import Roots, WeightHalf, backward_input
 from .ownership import Holders, broadcast, stream
 
 Places = Mapping[str, list[tuple[nn.Module, str]]]
@@ -300,11 +301,6 @@ class StageBuffers(VirtualNodeBuffers):
 
 
 Weights = dict[str, Tensor]
-# Each a tensor or a GradientEdge; torch's stubs only know lists of one kind.
-Roots = list[Any]
-
-# Before torch 2.7 a backward pass can start from tensors only.
-_TAKES_EDGES = "GradientEdge" in str(torch.autograd.backward.__annotations__)
 
 
 @dataclass(slots=True)
@@ -314,6 +310,7 @@ class _Kept:
     inputs: list[Tensor]
     results: Roots
     gradients: list[Tensor] | None = None  # of the results; None: ones, of a loss
+    half: WeightHalf | None = None  # of the backward pass, once the inputs' gradients are there
 
 
 class Stage:
@@ -340,6 +337,7 @@ class Stage:
         self.part, self._passing = part, passing
         self.parameters = dict(part.module.named_parameters())
         self._recompute, self._device = recompute, device
+        self._recomputes = recompute or recompute_cores
         self._cores = AttentionCores if recompute_cores else nullcontext
         self._in_flight: dict[int, _Kept] = {}
         self._leaves: dict[int, list[Tensor]] = {}
@@ -422,17 +420,27 @@ class Stage:
         if not kept.inputs or not kept.results:
             return tuple(None for _ in kept.inputs)
         with self._passing():
-            return torch.autograd.grad(
-                kept.results, kept.inputs, kept.gradients, retain_graph=True, allow_unused=True
+            if self._recomputes:  # once in each backward pass, however short
+                return torch.autograd.grad(
+                    kept.results, kept.inputs, kept.gradients, retain_graph=True, allow_unused=True
+                )
+            found, kept.half = backward_input(
+                kept.results, kept.gradients, kept.inputs, self._trained
             )
+            return found
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weights' gradients of a microbatch whose input gradients are done."""
         kept = self._in_flight.pop(microbatch)
-        leaves = [p for p in self.parameters.values() if p.requires_grad]
-        if kept.results and leaves:
-            with self._passing():
-                torch.autograd.backward(kept.results, kept.gradients, inputs=leaves)
+        with self._passing():
+            if kept.half is not None:
+                kept.half.run()
+            elif kept.results and self._trained:
+                torch.autograd.backward(kept.results, kept.gradients, inputs=self._trained)
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [p for p in self.parameters.values() if p.requires_grad]
 
     def _start(
         self, kept: _Kept, gradients: tuple[Any, ...] | None
@@ -475,7 +483,7 @@ class _KeptBuffers:
 
 def _root(result: Tensor) -> Tensor | GradientEdge:
     """The start of a backward pass: a loss, or the graph's edge of an output without its values."""
-    return get_gradient_edge(result) if _TAKES_EDGES and result.numel() > 1 else result
+    return get_gradient_edge(result) if result.numel() > 1 else result
 
 
 def _copied(value: Any) -> Any:
