@@ -7,7 +7,7 @@ from ..planning.limits import Clock, Limits
 from ..schema.jobs import Allocation
 from ..schema.requests.allocate import AllocateRequest
 from .calls import takes
-from .files import jobs_of, throughputs_of
+from .files import jobs_of, priced_pool, throughputs_of
 
 
 @takes(AllocateRequest)
@@ -39,11 +39,7 @@ def allocate(request: AllocateRequest) -> Allocation:
         {'a': 0.5, 'b': 0.5}
     """
     clock = Clock(Limits(time_limit_seconds=request.time_limit_seconds))
-    devices = pool_of(request.pool)
-    if request.market is not None or request.at is not None:
-        from ..planning.market_prices import priced_by
-
-        devices = priced_by(devices, request.market, request.at)
+    devices, _ = priced_pool(pool_of(request.pool), request.market, request.at)
     problem = allocation_problem(
         jobs_of(request.jobs),
         throughputs_of(request.throughputs, pairs=request.space_sharing),

@@ -13,7 +13,7 @@ from ..schema.optimizer import named_optimizer
 from ..schema.options import options
 from ..schema.requests.check import CheckRequest
 from .calls import takes
-from .files import claim_of, jobs_of, throughputs_of
+from .files import claim_of, jobs_of, priced_pool, throughputs_of
 
 
 @takes(CheckRequest)
@@ -65,13 +65,12 @@ def check(request: CheckRequest) -> list[str]:
         )
     from ..checks.allocation import check as faults_of
     from ..planning.allocate import allocation_problem
-    from ..planning.market_prices import priced_by
 
     shares = claim.space_sharing if request.space_sharing is None else request.space_sharing
     problem = allocation_problem(
         jobs_of(request.jobs),
         throughputs_of(request.throughputs, pairs=shares or False),
-        priced_by(devices, request.market, request.at),
+        priced_pool(devices, request.market, request.at)[0],
         heterogeneity=claim.heterogeneity,
         space_sharing=shares or False,
         placement=request.placement or claim.placement or "consolidated",

@@ -14,6 +14,8 @@ from ..schema.requests.kinds import JobsTable, Markets, ThroughputsTable
 from .calls import checks
 
 if TYPE_CHECKING:
+    from ..planning.market_prices import DevicePrice
+    from ..schema.cluster import Cluster
     from ..schema.files import Record
     from ..schema.plan import Plan
 
@@ -25,6 +27,21 @@ def markets_of(given: Markets) -> tuple[Market, ...]:
         FileError: A file is missing, of no known form, or has faults.
     """
     return read_markets([given] if isinstance(given, Market | Path | str) else given)
+
+
+def priced_pool(
+    pool: "Cluster", market: Markets | None, at: str | None, *, spot: bool | None = None
+) -> "tuple[Cluster, dict[str, DevicePrice]]":
+    """Return a pool with the prices of markets, and the offers that give them.
+
+    Raises:
+        ProblemError: A time or a kind of prices is given without a market, or a device type has no
+            such price at that time.
+        FileError: A file is missing, of no known form, or has faults.
+    """
+    from ..planning.market_prices import asked_prices
+
+    return asked_prices(pool, None if market is None else markets_of(market), at, spot=spot)
 
 
 @checks

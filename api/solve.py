@@ -47,9 +47,9 @@ def solve(request: SolveRequest) -> Plan:
     pool = pool_of(request.pool)
     offers: dict[str, DevicePrice] = {}
     if request.market is not None or request.at is not None or request.spot is not None:
-        from ..planning.market_prices import asked_prices
+        from .files import priced_pool
 
-        pool, offers = asked_prices(pool, request.market, request.at, spot=request.spot)
+        pool, offers = priced_pool(pool, request.market, request.at, spot=request.spot)
     plan = best_plan(question_of(request, pool), clock)
     if not offers:
         return plan

@@ -57,12 +57,12 @@ def allocate(
 
 def _prices(asked: Asked) -> "Iterator[str]":
     """Where each price of the pool comes from."""
+    from ..api.files import priced_pool
     from ..planning.inputs import pool_of
-    from ..planning.market_prices import markets_of, priced_pool
 
     if asked.get("market"):
-        priced = priced_pool(pool_of(asked["pool"]), markets_of(asked["market"]), asked.get("at"))
-        for name, price in priced[1].items():
+        _, prices = priced_pool(pool_of(asked["pool"]), asked["market"], asked.get("at"))
+        for name, price in prices.items():
             yield f"{name}: {price_text(price.dollars_per_hour, price.title)}"
 
 

@@ -2,15 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.market import Market, PriceHistory, utc_seconds, utc_text
 from ..schema.options import option
 from ..schema.records import nearest
-from ..schema.requests.kinds import Markets
 from ..solvers.market.offers import Prices, prices_of, where_available, with_fixed_prices
 
 _LAST_SECONDS = 86400.0
@@ -32,16 +29,6 @@ class DevicePrice:
         """Place, instance type, and ``spot`` or ``on demand``, for messages and tables."""
         kind = "spot" if self.is_spot else "on demand"
         return " ".join(word for word in (self.place, self.instance_type, kind) if word)
-
-
-def markets_of(given: Markets) -> tuple[Market, ...]:
-    """Return markets as records, reading files if needed.
-
-    Raises:
-        FileError: A file is missing or has faults.
-    """
-    each = [given] if isinstance(given, Market | Path | str) else list(given)
-    return tuple(one if isinstance(one, Market) else files.read(Path(one), Market) for one in each)
 
 
 def device_prices(
@@ -249,18 +236,8 @@ def _other_prices(
     return f"it has prices of {', '.join(sorted(prices)) or 'nothing'}"
 
 
-def priced_by(pool: Cluster, market: Markets | None, at: str | None) -> Cluster:
-    """Replace a pool's prices by those of markets; without markets, return it unchanged.
-
-    Raises:
-        ProblemError: A time is given without a market, or a device type has no price at that time.
-        FileError: A file is missing or has faults.
-    """
-    return asked_prices(pool, market, at)[0]
-
-
 def asked_prices(
-    pool: Cluster, market: Markets | None, at: str | None, *, spot: bool | None = None
+    pool: Cluster, markets: Sequence[Market] | None, at: str | None, *, spot: bool | None = None
 ) -> tuple[Cluster, dict[str, DevicePrice]]:
     """Return a pool with markets' prices, and the offers that give them, by the pool's types.
 
@@ -269,9 +246,8 @@ def asked_prices(
     Raises:
         ProblemError: A time or a kind of prices is given without a market, or a device type has no
             such price at that time.
-        FileError: A file is missing or has faults.
     """
-    if market is None:
+    if markets is None:
         if at is not None or spot is not None:
             what = "time" if at is not None else "kind"
             raise ProblemError(
@@ -279,7 +255,7 @@ def asked_prices(
                 hint=f"add {option('market', 'FILE')}",
             )
         return pool, {}
-    priced, offers = priced_pool(pool, markets_of(market), at, spot=spot)
+    priced, offers = priced_pool(pool, markets, at, spot=spot)
     own = {name.lower(): name for name in pool.num_devices}
     return priced.spelled_as(pool.device_types), {
         name if name in pool.num_devices else own[name.lower()]: one for name, one in offers.items()

@@ -23,8 +23,8 @@ POOL = Option(
 )
 MARKET = Option(
     rare=True,
-    help="Prices of the devices (hetflow.market/1, may be repeated); the cheapest of each type "
-    "counts.",
+    help="Prices of the devices, in any form that `hetflow rent` takes (may be repeated); the "
+    "cheapest of each type counts.",
     python="Also ``Market`` records.",
 )
 AT = Option(

@@ -151,3 +151,18 @@ def test_what_has_no_price_is_named(hetflow: Hetflow, folder: Path) -> None:
     assert "a time of prices is given, and no market" in timed.stderr
     cheap = json.loads(hetflow(*asked, "--gpus", "2xv100", *market, "--spot").stdout)
     assert cheap["predicted"]["dollars_per_hour"] == pytest.approx(1.8)
+
+
+def test_prices_come_in_any_form_of_market_data(hetflow: Hetflow, folder: Path) -> None:
+    (folder / "machines.csv").write_text("Instance,GPU type,# GPUs\np3,V100,4\np1,P100,1\n")
+    (folder / "prices.csv").write_text(
+        "Time,Cloud,Zone,Instance,$/h\n2026-03-01T00:00:00Z,own,a,p3,8\n"
+        "2026-03-01T00:00:00Z,own,a,p1,1\n2026-03-02T00:00:00Z,own,a,p3,4\n"
+    )
+    markets = ("--market", folder / "machines.csv", "--market", folder / "prices.csv")
+    plan = plan_of(hetflow, folder, "split", *markets, pool="1xV100,1xP100")
+    assert plan.predicted.dollars_per_hour == pytest.approx(4 / 4 + 1)
+    done = hetflow("solve", "--profiles", folder / "profiles", "--gpus", "1xV100",
+                   "--batch-size", 8, "--market", folder / "profiles" / "V100.json")  # fmt: skip
+    assert done.code == 2
+    assert "V100.json" in done.stderr

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.planning.market_prices import device_prices, market_offers, priced_by, priced_pool
+from hetflow.planning.market_prices import asked_prices, device_prices, market_offers, priced_pool
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory
@@ -94,7 +94,7 @@ def test_bad_questions() -> None:
     with pytest.raises(ProblemError, match="not in UTC"):
         priced_pool(Cluster.parse("V100"), [market()], "2020-03-01T00:00:00+01:00")
     with pytest.raises(ProblemError, match="no market"):
-        priced_by(Cluster.parse("V100"), None, DAY.format(1))
+        asked_prices(Cluster.parse("V100"), None, DAY.format(1))
     bare = Market(prices=(history("one", "a", 1.0),))
     with pytest.raises(ProblemError, match="does not say what devices"):
         device_prices([bare])

@@ -16,31 +16,17 @@ from hetflow.schema.market import RentRun
 from hetflow.tests import programs
 
 from .conftest import profile
+from .test_live import SCRIPT as TRAINING
+from .test_live import hetflow
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 NUM_KILLS = int(os.environ.get("HETFLOW_RENT_KILLS", "3"))
 LIMIT_SECONDS = 300.0
-# The test says when the machine is gone for real, so that no step is made in no time.
-SCRIPT = """
-import time
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from hetflow import runtime as hf
-
-torch.manual_seed(0)
-x = torch.randn(64, 8)
-model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-job = hf.prepare(model, optimizer)
-loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=True)
-for epoch in range(40):
-    for batch in job.batches(loader):
-        job.backward(lambda x, y: nn.functional.mse_loss(model(x), y), batch)
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.05)
-"""
+STEP_LINE = "        optimizer.zero_grad()\n"
+# The training of test_live, with steps that take a while: the market has time to change.
+SCRIPT = TRAINING.replace("range(50)", "range(40)").replace(
+    STEP_LINE, STEP_LINE + "        time.sleep(0.05)\n"
+).replace("import torch\n", "import time\nimport torch\n", 1)  # fmt: skip
 ZONES = {
     "a": [1] * 6 + [0] * 6 + [1] * 60,
     "b": [0] * 6 + [1] * 6 + [0] * 60,
@@ -51,13 +37,6 @@ RENT = [
     "--notice-seconds", "0", "--checkpoint-every", "10", "--steps", "160", "--time-scale", "60",
     "--policy", "greedy", "-o", "rented", "plan.json", "train.py",
 ]  # fmt: skip
-
-
-def hetflow(*words: str, folder: Path) -> str:
-    command = [sys.executable, "-m", "hetflow", *words]
-    answer = programs.run(command, cwd=folder, timeout=LIMIT_SECONDS)
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout
 
 
 @pytest.fixture
