@@ -19,7 +19,7 @@ from ..schema.market import (
     utc_seconds,
 )
 from ..schema.options import option
-from ..schema.requests.kinds import Offers
+from ..schema.requests.kinds import MachineSpeeds, Offers
 from ..schema.requests.rent import RentRequest
 from ..schema.spelling import nearest
 from ..simulator.market.advise import Adviser
@@ -27,6 +27,7 @@ from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
 from ..solvers.market.windows import Traces, apart, fewest_parts, traces_of
 from .calls import takes
+from .files import plan_of
 
 _DEADLINES = 6  # of a plot, beside the last
 
@@ -181,7 +182,8 @@ def asked_job(request: RentRequest) -> tuple[DeadlineJob, list[Traces], list[Tra
     if not traces:
         raise ProblemError("there is no window of availability to replay on")
     # A job whose end falls between two looks at the market is in time all the same.
-    parts, fastest = 1, max(speeds, default=0.0)
+    rates = _rates(request.machine_speeds or {})
+    parts, fastest = 1, max(speeds, default=0.0) * max(rates.values(), default=1.0)
     if fastest > 0:
         needed = request.work_seconds / fastest + request.restart_seconds
         parts = fewest_parts(traces[0].tick_seconds, needed, request.deadline_seconds)
@@ -193,10 +195,11 @@ def asked_job(request: RentRequest) -> tuple[DeadlineJob, list[Traces], list[Tra
         deadline_seconds=request.deadline_seconds,
         restart_seconds=request.restart_seconds,
         tick_seconds=traces[0].tick_seconds,
-        on_demand_dollars_per_hour=request.on_demand_dollars_per_hour,
-        spot_dollars_per_hour=_prices(request.spot_dollars_per_hour, traces),
+        on_demand_dollars_per_hour=_on_demand(request, traces),
+        spot_dollars_per_hour=_spot(request, traces),
         move_dollars=request.move_dollars,
         speeds=speeds,
+        rates=_of_zones("machine_speeds", rates, traces) if rates else (),
     )
     return job, traces, history
 
@@ -281,38 +284,80 @@ def _split(
     return after, before
 
 
-def _prices(
-    given: float | Mapping[str, float] | None, traces: Sequence[Traces]
-) -> tuple[float, ...]:
+def _rates(given: MachineSpeeds) -> dict[str, float]:
+    """How fast machines are; by their plans, relative to the fastest."""
+    plans = {name: plan_of(one) for name, one in given.items() if not isinstance(one, float | int)}
+    if plans and len(plans) < len(given):
+        raise ProblemError(
+            f"{option('machine_speeds')}: some are numbers and some are plans",
+            hint="give the speed of each, or the plan of each",
+        )
+    if not plans:
+        return {name: float(one) for name, one in given.items() if isinstance(one, float | int)}
+    per_second = {name: plan.predicted.samples_per_second for name, plan in plans.items()}
+    return {name: rate / max(per_second.values()) for name, rate in per_second.items()}
+
+
+def _on_demand(request: RentRequest, traces: Sequence[Traces]) -> float | tuple[float, ...]:
+    given = request.on_demand_dollars_per_hour
+    if not isinstance(given, Mapping):
+        return given
+    return _of_zones("on_demand_dollars_per_hour", given, traces)
+
+
+def _spot(request: RentRequest, traces: Sequence[Traces]) -> tuple[float, ...]:
     """The spot price of each zone; where prices move, their mean."""
-    zones = traces[0].zones
+    zones, given = range(len(traces[0].zones)), request.spot_dollars_per_hour
     if given is None:
-        return tuple(_mean_price(traces, zone) for zone in range(len(zones)))
+        return tuple(_mean_price(traces, zone) for zone in zones)
     if not isinstance(given, Mapping):
         return (given,) * len(zones)
+    return _of_zones("spot_dollars_per_hour", given, traces)
+
+
+_WHAT = {
+    "machine_speeds": ("speed", "SPEED"),
+    "on_demand_dollars_per_hour": ("price on demand", "DOLLARS"),
+    "spot_dollars_per_hour": ("spot price", "DOLLARS"),
+}
+
+
+def _of_zones(name: str, given: Mapping[str, float], traces: Sequence[Traces]) -> tuple[float, ...]:
+    """What an option says of each zone, by its name, or by its place or type of machine.
+
+    Raises:
+        ProblemError: It names a zone that there is not, or says nothing of one that there is.
+    """
+    zones = traces[0].zones
     other = next((one.title for one in traces if one.zones != zones), None)
     if other is not None:
         raise ProblemError(
-            f"{option('spot_dollars_per_hour')} is by zone, and windows of {traces[0].title} and "
+            f"{option(name)} is by zone, and windows of {traces[0].title} and "
             f"{other} are replayed one by one",
             hint=f"add {option('between_zones')}, or compare the windows of one zone",
         )
-    for name in given:
-        if name not in zones:
-            guess = nearest(name, zones)
+    known = {zone: (zone, *zone.split()) for zone in zones}
+    names = dict.fromkeys(word for words in known.values() for word in words)
+    for told in given:
+        if told not in names:
+            guess = nearest(told, list(names))
             raise ProblemError(
-                f"{option('spot_dollars_per_hour')} names zone {name!r}; the windows are of "
-                f"{', '.join(zones)}",
+                f"{option(name)} names zone {told!r}; the windows are of {', '.join(zones)}",
                 hint=f"did you mean {guess!r}?" if guess else None,
             )
-    missing = [zone for zone in zones if zone not in given]
-    if missing:
-        raise ProblemError(
-            f"there is no spot price of zone {missing[0]!r}",
-            hint=f"add {option('spot_dollars_per_hour', f'{missing[0]}=DOLLARS')}, or give one "
-            "price for all",
-        )
-    return tuple(given[zone] for zone in zones)
+    what, form = _WHAT[name]
+    found = []
+    for zone, words in known.items():
+        own = next((word for word in words if word in given), None)
+        if own is None:
+            raise ProblemError(
+                f"there is no {what} of zone {zone!r}",
+                hint=f"add {option(name, f'{zone}={form}')}, or give one price for all"
+                if name != "machine_speeds"
+                else f"add {option(name, f'{words[-1]}={form}')}",
+            )
+        found.append(given[own])
+    return tuple(found)
 
 
 def _mean_price(traces: Sequence[Traces], zone: int) -> float:

@@ -11,6 +11,7 @@ what was given, under the record's names and in its units::
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ForwardRef, Literal, get_args, get_origin
 
@@ -22,7 +23,15 @@ from ..schema.errors import ProblemError
 from ..schema.options import asked_of, told
 from ..schema.spelling import whole_number
 from . import completing
-from .common import RARE, Settings, asked_pool, asked_reserve, rates_of, spot_prices
+from .common import (
+    RARE,
+    Settings,
+    asked_pool,
+    asked_reserve,
+    by_place,
+    machine_speeds,
+    rates_of,
+)
 
 Asked = dict[str, Any]
 Values = Mapping[str, Any]
@@ -111,7 +120,7 @@ _NUMBERS = {
     "int": Reading(int),
 }
 _NUMBERS |= dict.fromkeys(
-    ("float", "Dollars", "Fraction", "PositiveRate", "PositiveSeconds", "RentDollars"),
+    ("float", "Dollars", "Fraction", "PositiveRate", "PositiveSeconds"),
     Reading(float),
 )
 _NUMBERS |= {
@@ -136,7 +145,9 @@ _READINGS: dict[str, Reading] = {
     "str | Pool": Reading(str),
     "Mapping[str, float]": Reading(list[str], rates_of),
     "Speeds": Reading(list[float], lambda speeds: (0.0, *speeds)),
-    "SpotPrices": Reading(list[str], spot_prices),
+    "SpotPrices": Reading(list[str], partial(by_place, "--spot")),
+    "OnDemandPrices": Reading(list[str], partial(by_place, "--on-demand")),
+    "MachineSpeeds": Reading(list[str], machine_speeds),
     "Mapping[str, str]": Reading(list[str], _names),
     "Sequence[Count]": Reading(str, _counts, "whole numbers of at least 1, such as 4,8,16"),
     "Sequence[Count] | str": Reading(str),

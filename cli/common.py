@@ -186,8 +186,8 @@ def rates_of(given: Iterable[str]) -> dict[str, float]:
     return found
 
 
-def spot_prices(given: Sequence[str]) -> float | dict[str, float]:
-    """One price for all zones, or that of each, by ``--spot [ZONE=]DOLLARS``."""
+def by_place(flag: str, given: Sequence[str]) -> float | dict[str, float]:
+    """One price for all machines, or that of each zone or type, by ``FLAG [NAME=]DOLLARS``."""
     found: dict[str, float] = {}
     for text in given:
         name, _, value = text.rpartition("=")
@@ -195,11 +195,28 @@ def spot_prices(given: Sequence[str]) -> float | dict[str, float]:
             found[name] = float(value)
         except ValueError:
             raise ProblemError(
-                f"--spot must be a price or such as us-west-2a=0.97, got {text[:60]!r}"
+                f"{flag} must be a price or such as us-west-2a=0.97, got {text[:60]!r}"
             ) from None
     if "" in found and len(given) > 1:
-        raise ProblemError("--spot must be one price for all zones, or ZONE=DOLLARS of each")
+        raise ProblemError(f"{flag} must be one price for all zones, or ZONE=DOLLARS of each")
     return found.get("", found)
+
+
+def machine_speeds(given: Sequence[str]) -> dict[str, float | str]:
+    """Speeds of machines, or their plans' files, by ``--machine-speed NAME=SPEED``."""
+    found: dict[str, float | str] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise ProblemError(
+                f"--machine-speed must be such as p2.xlarge=0.2 or p2.xlarge=plan.json, got "
+                f"{text[:60]!r}"
+            )
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def check_outputs(*paths: Path | None, force: bool) -> None:

@@ -17,6 +17,7 @@ from .records import (
     Index,
     Name,
     PositiveDollars,
+    PositiveRate,
     PositiveSeconds,
     record,
     register_keys,
@@ -231,7 +232,8 @@ class PolicyReplay:
 class RentReport:
     """Policies for one job with a deadline, replayed on windows of spot availability.
 
-    ``speeds``: [machines + 1] speed on 0, 1, ... machines, relative to work of ``work_seconds``.
+    ``speeds``: [machines + 1] speed on 0, 1, ... machines, relative to work of ``work_seconds``;
+    ``machine_speeds``: how many times as fast those of each zone are, where they are not alike.
     ``spot_dollars_per_hour`` is by zone where there are several; the means of the offers' where
     prices move (``has_moving_prices``). ``unused_seconds`` of the
     availability given are in no window: less than a deadline at the ends, and ``num_left_out``
@@ -252,7 +254,8 @@ class RentReport:
     restart_seconds: Annotated[float, Field(ge=0)]
     move_dollars: Dollars = 0.0
     speeds: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 1.0)
-    on_demand_dollars_per_hour: PositiveDollars
+    machine_speeds: dict[str, PositiveRate] = Field(default_factory=dict)
+    on_demand_dollars_per_hour: PositiveDollars | dict[str, PositiveDollars]
     spot_dollars_per_hour: Dollars | dict[str, Dollars]
     has_moving_prices: bool = False
     windows: tuple[Name, ...]

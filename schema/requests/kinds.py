@@ -46,9 +46,11 @@ __all__ = [
     "Index",
     "JobCount",
     "JobsTable",
+    "MachineSpeeds",
     "Mapping",
     "Markets",
     "Offers",
+    "OnDemandPrices",
     "OnFailure",
     "OptimizerState",
     "Plan",
@@ -59,7 +61,6 @@ __all__ = [
     "Profiles",
     "Record",
     "Rendezvous",
-    "RentDollars",
     "RoundSeconds",
     "Sequence",
     "Speeds",
@@ -84,6 +85,10 @@ Offers = Sequence[Availability | Capacity | PriceHistory | Path | str]
 """When spot machines were there, how many, and at what prices; or their files and folders."""
 Speeds = Sequence[float]
 """The speed of a job on 0, 1, ... machines."""
+MachineSpeeds = Mapping[str, PositiveRate | Plan | Path | str]
+"""How many times as fast the machines of a type or zone are; or their plan, or its file."""
+OnDemandPrices = RentDollars | Mapping[str, RentDollars]
+"""Dollars per hour of a machine on demand, or of one of each type or in each zone."""
 SpotPrices = SpotDollars | Mapping[str, SpotDollars]
 """Dollars per hour of a spot machine, or of one in each zone."""
 GraceSeconds = Annotated[int, Field(ge=1, le=10**8)]

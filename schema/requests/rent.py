@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from .kinds import (
         Count,
         Dollars,
+        MachineSpeeds,
         Markets,
         Offers,
+        OnDemandPrices,
         Plan,
         PositiveSeconds,
         Profiles,
-        RentDollars,
         Speeds,
         SpotPrices,
         ThroughputsTable,
@@ -53,14 +54,21 @@ class RentRequest:
         "PositiveSeconds", Option(unit="hours", help="Time from the start until it must be done.")
     ]
     on_demand_dollars_per_hour: Annotated[
-        "RentDollars", Option(flag="--on-demand", help="Dollars per hour of a machine on demand.")
+        "OnDemandPrices",
+        Option(
+            flag="--on-demand",
+            help="Dollars per hour of a machine on demand; or of each type or zone, such as "
+            "p3.2xlarge=3.06.",
+            python="A number, or one by type or zone.",
+        ),
     ]
     spot_dollars_per_hour: Annotated[
         "SpotPrices | None",
         Option(
             flag="--spot",
-            help="Dollars per hour of a spot machine; or of each zone, such as us-west-2a=0.97.",
-            python="A number, or one by zone.",
+            help="Dollars per hour of a spot machine; or of each zone or type, such as "
+            "us-west-2a=0.97.",
+            python="A number, or one by zone or type.",
             default="the price histories of the offers, which may move",
         ),
     ] = None
@@ -85,6 +93,17 @@ class RentRequest:
             flag="--speed",
             help="Else the speed on 1 machine, on 2, and so on (repeat).",
             python="With that on none, which is 0, before them.",
+        ),
+    ] = None
+    machine_speeds: Annotated[
+        "MachineSpeeds | None",
+        Option(
+            flag="--machine-speed",
+            metavar="TYPE=SPEED",
+            help="Machines of several types, each beside the others in its zone (with "
+            "{between_zones}): how fast one is, such as p2.xlarge=0.2; or its plan, by whose "
+            "predictions the fastest has speed 1 (repeat).",
+            default="all are alike",
         ),
     ] = None
     between_zones: Annotated[

@@ -1,16 +1,17 @@
 """Policies for one job under a deadline, replayed on the same windows beside the least possible."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import ceil, floor
 
-from ...schema.errors import ProblemError
+from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.market import PolicyReplay, RentReport
 from ...solvers.market import named
 from ...solvers.market.chain import Chain, chain_of, most_zones
 from ...solvers.market.deadline import DeadlineJob, Policy
 from ...solvers.market.dynamic_program import Programs, ticks_a_decision
 from ...solvers.market.offline import least_dollars, prices_in
-from ...solvers.market.windows import Traces, Window, longer_ticks, windows_of
+from ...solvers.market.windows import Cut, Traces, Window, longer_ticks, windows_of
 from .replay import Outcome, replay
 
 _MOST_PAST, _MOST_PAST_MOVING = 100, 20  # windows of a history to replay on; where prices move
@@ -79,7 +80,10 @@ def compare(
         restart_seconds=job.restart_seconds,
         move_dollars=job.move_dollars,
         speeds=job.speeds,
-        on_demand_dollars_per_hour=job.on_demand_dollars_per_hour,
+        on_demand_dollars_per_hour=dict(zip(zones, job.on_demand_dollars_per_hour, strict=True))
+        if isinstance(job.on_demand_dollars_per_hour, tuple)
+        else job.on_demand_dollars_per_hour,
+        machine_speeds=dict(zip(zones, job.rates, strict=False)),
         spot_dollars_per_hour=dict(zip(zones, job.spot_dollars_per_hour, strict=True))
         if job.num_zones > 1
         else job.spot_dollars_per_hour[0],
@@ -88,14 +92,7 @@ def compare(
         num_left_out=cut.num_left_out,
         unused_seconds=cut.unused_seconds,
         bound_dollars=tuple(bound),
-        alone_dollars={
-            name: tuple(
-                least_dollars(job.alone(place), [each[place]], prices and [prices[place]])
-                for _, (each, prices) in cut.windows
-            )
-            for place, name in enumerate(zones)
-            if job.num_zones > 1
-        },
+        alone_dollars=_alone(job, zones, cut) if job.num_zones > 1 else {},
         policies=tuple(replays),
         choice=None if best is None else best.policy,
         expected_dollars=expected,
@@ -120,6 +117,19 @@ def chain_for(job: DeadlineJob, history: Sequence[Sequence[Sequence[int | None]]
     shared = ticks_a_decision(job) if job.num_zones <= most_zones(job.num_machines) else 1
     longer = [[longer_ticks(zone, shared) for zone in zones] for zones in history]
     return chain_of(longer, job.num_machines)
+
+
+def _alone(job: DeadlineJob, zones: Sequence[str], cut: Cut) -> dict[str, tuple[float, ...]]:
+    """The least dollars [windows] in each zone alone, where its machines are fast enough."""
+    found = {}
+    for place, name in enumerate(zones):
+        with suppress(InfeasibleError):
+            one = job.alone(place)
+            found[name] = tuple(
+                least_dollars(one, [each[place]], prices and [prices[place]])
+                for _, (each, prices) in cut.windows
+            )
+    return found
 
 
 def _summary(name: str, outcomes: Sequence[Outcome], bound: Sequence[float]) -> PolicyReplay:

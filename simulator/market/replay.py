@@ -95,9 +95,9 @@ def replay(
         history.append(held)
         if held.num_machines:
             dollars += job.tick_dollars(held)
-            needed = pending + left / job.speeds[held.num_machines]
+            needed = pending + left / job.speed(held.num_machines, held.zone)
             unused = max(1 - needed / job.tick_seconds, 0.0)
-            left -= min(job.worked(held.num_machines, pending), left)
+            left -= min(job.worked(held, pending), left)
             pending = max(pending - job.tick_seconds, 0.0)
     return Outcome(
         dollars=dollars,

@@ -1,12 +1,13 @@
 """A job under a deadline, on spot machines that come and go or on some on demand, in some zones.
 
 The model of Can't Be Late (NSDI 2024), for one machine or several, in one zone or several: time
-runs in ticks. At the start of a tick the policy sees how many spot machines each zone has; a job
-that holds more than there are loses the rest, and keeps what is left. The policy then chooses what
-to hold in this tick, in one zone, and pays for the whole tick, at the spot prices of its start.
-Whenever the machines change, by choice or by loss, no work is done for ``restart_seconds``, which
-may take several ticks. A launch in another zone than the last one also costs ``move_dollars``, the
-egress of the checkpoint. A job that ends after its deadline has failed.
+runs in ticks. A zone has machines of one type; where a place has several types, each is a zone of
+its own, with its speed. At the start of a tick the policy sees how many spot machines each zone
+has; a job that holds more than there are loses the rest, and keeps what is left. The policy then
+chooses what to hold in this tick, in one zone, and pays for the whole tick, at the spot prices of
+its start. Whenever the machines change, by choice or by loss, no work is done for
+``restart_seconds``, which may take several ticks. A launch in another zone than the last one also
+costs ``move_dollars``, the egress of the checkpoint. A job that ends after its deadline has failed.
 """
 
 from collections.abc import Sequence
@@ -42,11 +43,12 @@ class DeadlineJob:
         deadline_seconds: From the start.
         restart_seconds: No work is done for so long whenever the machines change.
         tick_seconds: Length of a tick.
-        on_demand_dollars_per_hour: Of one machine, in every zone.
+        on_demand_dollars_per_hour: Of one machine, in every zone; or [zones].
         spot_dollars_per_hour: [zones] of one machine; where prices move, now (``at``).
         move_dollars: Of a launch in another zone than the last one.
         speeds: [machines + 1] speed on 0, 1, ... machines, in work seconds per second. It never
             falls, and the last one is of all that the job can use.
+        rates: [zones] how many times as fast its machines are; none: all alike.
 
     Raises:
         ProblemError: A number is out of range.
@@ -57,10 +59,11 @@ class DeadlineJob:
     deadline_seconds: float
     restart_seconds: float
     tick_seconds: float
-    on_demand_dollars_per_hour: float
+    on_demand_dollars_per_hour: float | tuple[float, ...]
     spot_dollars_per_hour: tuple[float, ...]
     move_dollars: float = 0.0
     speeds: tuple[float, ...] = (0.0, 1.0)
+    rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("work_seconds", "deadline_seconds", "tick_seconds"):
@@ -69,8 +72,15 @@ class DeadlineJob:
         if not self.spot_dollars_per_hour:
             raise ProblemError("there is no zone; give a spot price for each")
         prices = [("spot_dollars_per_hour", price) for price in self.spot_dollars_per_hour]
-        for name in ("restart_seconds", "on_demand_dollars_per_hour", "move_dollars"):
-            prices.append((name, getattr(self, name)))
+        prices += [("restart_seconds", self.restart_seconds), ("move_dollars", self.move_dollars)]
+        told = self.on_demand_dollars_per_hour
+        for name, given in (("on_demand_dollars_per_hour", told), ("rates", self.rates or 1.0)):
+            if isinstance(given, tuple) and len(given) != self.num_zones:
+                raise ProblemError(f"{name}: {len(given)} for {self.num_zones} zones")
+        prices += [("on_demand_dollars_per_hour", self.on_demand(z)) for z in range(self.num_zones)]
+        for rate in self.rates:
+            if not 0 < rate < inf:
+                raise ProblemError(f"rates must be > 0 and finite, got {rate}")
         for name, price in prices:
             if not 0 <= price < inf:
                 raise ProblemError(f"{name} must be >= 0 and finite, got {price}")
@@ -84,8 +94,12 @@ class DeadlineJob:
         needed = self.ticks_for(self.work_seconds)
         if needed > self.num_ticks:
             many = self.num_machines > 1
-            soonest = self.work_seconds / self.speeds[-1] + self.restart_seconds
-            dollars = needed * self.tick_dollars(Held(0, self.num_machines))
+            fastest = self.last_resort(0)
+            soonest = (
+                self.work_seconds / self.speed(fastest.num_on_demand, fastest.zone)
+                + self.restart_seconds
+            )
+            dollars = needed * self.tick_dollars(fastest)
             raise InfeasibleError(
                 f"{self.work_seconds / 3600:.4g} {'machine hours' if many else 'h'} of work cannot "
                 f"end within {self.deadline_seconds / 3600:.4g} h, even "
@@ -123,20 +137,43 @@ class DeadlineJob:
         """Whole ticks until the deadline."""
         return floor(self.deadline_seconds / self.tick_seconds + 1e-9)
 
-    def ticks_for(self, work_seconds: float, num_machines: int | None = None) -> int:
-        """Ticks that machines launched now need for so much work; None: all of them."""
-        speed = self.speeds[-1 if num_machines is None else num_machines]
-        seconds = work_seconds / speed + self.restart_seconds
-        return ceil(seconds / self.tick_seconds - 1e-9)
+    def on_demand(self, zone: int) -> float:
+        """Dollars per hour of a machine on demand in a zone."""
+        told = self.on_demand_dollars_per_hour
+        return told[zone] if isinstance(told, tuple) else told
 
-    def worked(self, num_machines: int, pending_seconds: float) -> float:
+    def rate(self, zone: int) -> float:
+        """How many times as fast the machines of a zone are."""
+        return self.rates[zone] if self.rates else 1.0
+
+    def speed(self, num_machines: int, zone: int) -> float:
+        """Work seconds per second on so many machines of a zone."""
+        return self.speeds[num_machines] * self.rate(zone)
+
+    def last_resort(self, place: int) -> Held:
+        """All machines on demand: in place if none are faster, else the cheapest of the fastest."""
+        top = max(self.rates, default=1.0)
+        fastest = [zone for zone in range(self.num_zones) if self.rate(zone) == top]
+        zone = place if place in fastest else min(fastest, key=self.on_demand)
+        return Held(0, self.num_machines, zone)
+
+    def ticks_for(self, work_seconds: float, held: Held | None = None) -> int:
+        """Ticks that machines launched now need for so much work; None: the last resort."""
+        if held is None:
+            speed = self.speeds[-1] * max(self.rates, default=1.0)
+        else:
+            speed = self.speed(held.num_machines, held.zone)
+        return ceil((work_seconds / speed + self.restart_seconds) / self.tick_seconds - 1e-9)
+
+    def worked(self, held: Held, pending_seconds: float) -> float:
         """Work done in a tick that begins with so much of a restart still to come."""
-        return self.speeds[num_machines] * max(self.tick_seconds - pending_seconds, 0.0)
+        working_seconds = max(self.tick_seconds - pending_seconds, 0.0)
+        return self.speed(held.num_machines, held.zone) * working_seconds
 
     def tick_dollars(self, held: Held) -> float:
         """Dollars for one tick of holding, without a move."""
         rate = held.num_spot * self.spot_dollars_per_hour[held.zone]
-        rate += held.num_on_demand * self.on_demand_dollars_per_hour
+        rate += held.num_on_demand * self.on_demand(held.zone)
         return rate * self.tick_seconds / 3600
 
     def moving_dollars(self, before: int | None, zone: int) -> float:
@@ -150,8 +187,17 @@ class DeadlineJob:
         return replace(self, spot_dollars_per_hour=tuple(spot_dollars_per_hour))
 
     def alone(self, zone: int) -> "DeadlineJob":
-        """The job, if it had to stay in a zone."""
-        return replace(self, spot_dollars_per_hour=(self.spot_dollars_per_hour[zone],))
+        """The job, if it had to stay in a zone.
+
+        Raises:
+            InfeasibleError: Its machines are too slow.
+        """
+        return replace(
+            self,
+            spot_dollars_per_hour=(self.spot_dollars_per_hour[zone],),
+            on_demand_dollars_per_hour=self.on_demand(zone),
+            rates=(self.rate(zone),),
+        )
 
     @property
     def least_dollars(self) -> float:
@@ -159,16 +205,21 @@ class DeadlineJob:
 
         One machine works without a break at best, in whole ticks.
         """
-        cheapest = min(*self.spot_dollars_per_hour, self.on_demand_dollars_per_hour) / 3600
+        zones = range(self.num_zones)
+        cheapest = [min(self.spot_dollars_per_hour[z], self.on_demand(z)) / 3600 for z in zones]
         if self.num_machines == 1:
-            return self.ticks_for(self.work_seconds) * cheapest * self.tick_seconds
+            ticks = [self.ticks_for(self.work_seconds, Held(0, 1, zone)) for zone in zones]
+            dollars = [ticks[zone] * cheapest[zone] for zone in zones]
+            return min(dollars) * self.tick_seconds
         best = max(speed / number for number, speed in enumerate(self.speeds) if number)
-        return self.work_seconds / best * cheapest
+        return self.work_seconds / best * min(cheapest[zone] / self.rate(zone) for zone in zones)
 
     @property
     def most_dollars(self) -> float:
         """What no way to hold machines until the deadline costs more than."""
-        dearest = max(*self.spot_dollars_per_hour, self.on_demand_dollars_per_hour)
+        dearest = max(
+            self.spot_dollars_per_hour + tuple(map(self.on_demand, range(self.num_zones)))
+        )
         moves = self.move_dollars if self.num_zones > 1 else 0.0
         return self.num_ticks * (self.num_machines * dearest * self.tick_seconds / 3600 + moves)
 
@@ -213,25 +264,25 @@ class Policy(Protocol):
 
 
 def guarded(job: DeadlineJob, now: Moment, wanted: Held) -> Held:
-    """What is wanted if it is safe, else what is held if that is, else all on demand in place.
+    """What is wanted if it is safe, else what is held if that is, else the last resort.
 
-    A choice is safe if all machines on demand, launched in the next tick, would still end in time,
-    or if it has no spot machines and ends in time by itself. At the start the last resort is safe,
-    and after a safe choice it or staying is safe in the next tick. So no deadline is missed.
+    A choice is safe if the last resort, launched in the next tick, would still end in time, or if
+    it has no spot machines and ends in time by itself. At the start the last resort is safe, and
+    after a safe choice it or staying is safe in the next tick. So no deadline is missed.
     """
     for choice in (wanted, now.held):
         if _is_safe(job, now, choice):
             return choice
-    return Held(0, job.num_machines, now.place)
+    return job.last_resort(now.place)
 
 
 def _is_safe(job: DeadlineJob, now: Moment, choice: Held) -> bool:
     pending = now.pending_seconds if choice == now.held else job.restart_seconds
     later = job.num_ticks - now.tick - 1
-    left = now.work_left_seconds - job.worked(choice.num_machines, pending)
+    left = now.work_left_seconds - job.worked(choice, pending)
     if left <= 1e-6 or job.ticks_for(left) <= later:
         return True
     if choice.num_spot or not choice.num_on_demand:
         return False
-    seconds = now.work_left_seconds / job.speeds[choice.num_on_demand] + pending
+    seconds = now.work_left_seconds / job.speed(choice.num_on_demand, choice.zone) + pending
     return seconds <= (later + 1) * job.tick_seconds + 1e-6

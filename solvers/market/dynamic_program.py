@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .chain import Chain, num_states
 from .deadline import DeadlineJob, Held, Moment, guarded
-from .grid import Modes, Values, done_between
+from .grid import Modes, Span, TickBack, Values, spans_of
 
 LATE_DOLLARS = 1e9
 """What is late costs in the program: more than any job, less than what float32 cannot hold."""
@@ -41,10 +41,11 @@ class DynamicProgram:
         chain: The chain that it was made for.
         ticks_a_decision: Ticks that share one.
         unit_seconds: Work of a step of the grid.
-        stays: [ticks, zones, modes, states, units + 1] whether to keep what is held, as bits of the
-            last axis.
-        launches: [ticks, places, states, units + 1] what to do else: 0 nothing, else the place in
-            ``modes.launches`` and one.
+        spans: [ticks + 1] units of work that can be left.
+        stays: [ticks][zones, modes, states, units of the span] whether to keep what is held, as
+            bits of the last axis.
+        launches: [ticks][places, states, units of the span] what to do else: 0 nothing, else the
+            place in ``modes.launches`` and one.
         expected_dollars: [states] from the start, by the chain's state in the first tick.
     """
 
@@ -52,8 +53,9 @@ class DynamicProgram:
     chain: Chain
     ticks_a_decision: int
     unit_seconds: float
-    stays: NDArray[np.uint8]
-    launches: NDArray[np.int16]
+    spans: list[Span]
+    stays: list[NDArray[np.uint8]]
+    launches: list[NDArray[np.integer]]
     expected_dollars: tuple[float, ...]
 
     def __call__(self, job: DeadlineJob, now: Moment) -> Held:
@@ -70,13 +72,14 @@ class DynamicProgram:
         units = now.work_left_seconds / self.unit_seconds
         # With one machine, rounding up keeps to what ends in time.
         unit = ceil(units - 1e-6) if job.num_machines == 1 else round(units)
-        unit = min(max(unit, 1), self.launches.shape[-1] - 1)
+        first, most = self.spans[tick]
+        unit = min(max(unit, first, 1), most) - first
         just_lost = now.pending_seconds >= job.restart_seconds > 0
         if now.held.num_machines and not just_lost:
             mode = self.modes.mode_of(now.held, now.pending_seconds)
-            if self.stays[tick, now.held.zone, mode, state, unit // 8] >> (7 - unit % 8) & 1:
+            if self.stays[tick][now.held.zone, mode, state, unit // 8] >> (7 - unit % 8) & 1:
                 return now.held
-        code = int(self.launches[tick, place, state, unit])
+        code = int(self.launches[tick][place, state, unit])
         return self.modes.launches[code - 1][1] if code else Held(0, 0, now.place)
 
     def expected(self, available: tuple[int, ...]) -> float:
@@ -120,17 +123,28 @@ def _rounded(dollars: float) -> float:
 
 def ticks_a_decision(job: DeadlineJob) -> int:
     """The fewest ticks to a decision with which the table has room."""
-    ticks = 1
+    ticks, states = 1, num_states(job.num_zones, job.num_machines)
     while ticks < job.num_ticks:
-        longer = job.in_longer_ticks(ticks)
-        modes, units = Modes(longer), ceil(longer.work_seconds / _unit(longer) - 1e-6)
-        stays = job.num_zones * modes.num_modes * (units // 8 + 1)
-        states = num_states(job.num_zones, job.num_machines)
-        each = states * (stays + 2 * modes.num_places * (units + 1))
-        if longer.num_ticks * each <= MOST_BYTES:
+        modes, unit = Modes(job.in_longer_ticks(ticks)), _unit(job.in_longer_ticks(ticks))
+        spans = np.array(_spans(modes, unit)[:-1])
+        width = spans[:, 1] - spans[:, 0] + 1
+        stays = job.num_zones * modes.num_modes * (width // 8 + 1)
+        launches = modes.num_places * width * _kind_of(modes)().itemsize
+        if states * int((stays + launches).sum()) <= MOST_BYTES:
             break
         ticks += 1
     return ticks
+
+
+def _spans(modes: Modes, unit: float) -> list[Span]:
+    job = modes.job
+    num_units, must_end = ceil(job.work_seconds / unit - 1e-6), job.num_machines == 1
+    return spans_of(job.num_ticks, num_units, modes.most_worked / unit, must_end=must_end)
+
+
+def _kind_of(modes: Modes) -> type[np.integer]:
+    """Of the numbers of launches."""
+    return np.uint8 if len(modes.launches) < 256 else np.int16
 
 
 def solve(job: DeadlineJob, chain: Chain, *, unit_seconds: float | None = None) -> DynamicProgram:
@@ -147,36 +161,46 @@ def solve(job: DeadlineJob, chain: Chain, *, unit_seconds: float | None = None) 
     ticks = ticks_a_decision(job)
     job = job.in_longer_ticks(ticks)
     modes, unit = Modes(job), unit_seconds or _unit(job)
-    num_units, states = ceil(job.work_seconds / unit - 1e-6), len(chain.transitions)
-    shape = (modes.num_places, modes.num_modes, states, num_units + 1)
+    spans, states = _spans(modes, unit), len(chain.transitions)
+    back = TickBack(modes, unit, late_dollars=LATE_DOLLARS, is_bound=False)
+    shape = modes.num_places, modes.num_modes, states, _width(spans[-1])
     values: Values = np.empty(shape, np.float32)
-    values[:] = late_dollars(job, unit * np.arange(num_units + 1.0))
-    moves, num_ticks = chain.transitions.astype(np.float32), job.num_ticks
-    stays = np.empty(
-        (num_ticks, job.num_zones, modes.num_modes, states, num_units // 8 + 1), np.uint8
-    )
-    launches = np.empty((num_ticks, modes.num_places, states, num_units + 1), np.int16)
-    for tick in range(num_ticks - 1, -1, -1):
+    values[:] = late_dollars(job, unit * np.arange(spans[-1][0], spans[-1][1] + 1.0))
+    moves, kind = chain.transitions.astype(np.float32), _kind_of(modes)
+    stays, launches = [], []
+    for tick in range(job.num_ticks - 1, -1, -1):
+        size = states, _width(spans[tick])
+        keeps = np.zeros((job.num_zones, modes.num_modes, *size), np.bool_)
+        launch = np.zeros((modes.num_places, *size), kind)
         expected = moves @ values
-        values, keeps, launches[tick] = _before(modes, chain.available, unit, expected)
-        stays[tick] = np.packbits(keeps, axis=-1)
+        values = back.values(
+            job, chain.available, expected, spans[tick + 1], spans[tick], (keeps, launch)
+        )
+        np.minimum(values, np.float32(LATE_DOLLARS), out=values)
+        stays.append(np.packbits(keeps, axis=-1))
+        launches.append(launch)
     return DynamicProgram(
         modes=modes,
         chain=chain,
         ticks_a_decision=ticks,
         unit_seconds=unit,
-        stays=stays,
-        launches=launches,
-        expected_dollars=tuple(map(float, values[-1, 0, :, num_units])),
+        spans=spans,
+        stays=stays[::-1],
+        launches=launches[::-1],
+        expected_dollars=tuple(map(float, values[-1, 0, :, -1])),
     )
+
+
+def _width(span: Span) -> int:
+    return span[1] - span[0] + 1
 
 
 def late_dollars(job: DeadlineJob, work_seconds: NDArray[Any]) -> NDArray[np.float64]:
     """What so much work costs in the program if it is left at the deadline."""
     if job.num_machines == 1:
         return np.where(work_seconds > 0, LATE_DOLLARS, 0.0)
-    everything = Held(0, job.num_machines)
-    dollars = job.tick_dollars(everything) / job.worked(job.num_machines, 0.0)
+    everything = job.last_resort(0)
+    dollars = job.tick_dollars(everything) / job.worked(everything, 0.0)
     return np.asarray(_LATE * dollars * work_seconds)
 
 
@@ -191,38 +215,3 @@ def _unit(job: DeadlineJob) -> float:
         if abs(units - round(units)) < 1e-9:
             return job.tick_seconds / number
     return job.tick_seconds / most
-
-
-def _before(
-    modes: Modes, available: NDArray[np.int64], unit: float, expected: Values
-) -> tuple[Values, NDArray[np.bool_], NDArray[np.int16]]:
-    """Values of a tick from the expected ones of the next, whether to stay, and what to do else.
-
-    ``expected`` and values are [places, modes, states, units + 1].
-    """
-    job, best = modes.job, expected[:, 0].copy()
-    launch = np.zeros(best.shape, np.int16)
-    for code, (holding, held, work) in enumerate(modes.launches, start=1):
-        offer = done_between(expected[held.zone, modes.first_of(holding)], work / unit)
-        offer += np.float32(job.tick_dollars(held))
-        offer[available[held.zone] < held.num_spot] = np.inf
-        for place in range(modes.num_places):
-            before = place if place < job.num_zones else None
-            moving = job.moving_dollars(before, held.zone)
-            paid = offer + np.float32(moving) if moving else offer
-            better = paid < best[place]
-            np.copyto(best[place], paid, where=better)
-            np.copyto(launch[place], code, where=better)
-    values: Values = np.repeat(best[:, None], modes.num_modes, axis=1)
-    keeps = np.zeros((job.num_zones, *expected.shape[1:]), np.bool_)
-    for mode, holding, work, after in modes.staying:
-        for zone in range(job.num_zones):
-            held = Held(*modes.holdings[holding], zone)
-            goes_on = done_between(expected[zone, after], work / unit)
-            goes_on += np.float32(job.tick_dollars(held))
-            goes_on[available[zone] < held.num_spot] = np.inf  # some are lost
-            np.less_equal(goes_on, best[zone], out=keeps[zone, mode])
-            np.minimum(goes_on, best[zone], out=values[zone, mode])
-    np.minimum(values, np.float32(LATE_DOLLARS), out=values)
-    values[..., 0] = 0.0
-    return values, keeps, launch

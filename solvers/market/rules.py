@@ -2,8 +2,8 @@
 
 A rule says what to hold as if all zones were one: a spot machine in any zone is as good. New spot
 machines are of the zone that the job is in, if that has some, else of the one with most for the job
-and of these the cheapest. The paper has one machine; these are its policies then, and several
-machines follow the same rules.
+and of these the cheapest for the work. The paper has one machine; these are its policies then, and
+several machines follow the same rules.
 
 With R0 the deadline, C0 the work and d the restart:
 
@@ -19,6 +19,7 @@ With R0 the deadline, C0 the work and d the restart:
   from the start.
 """
 
+from itertools import product
 from math import ceil, floor
 
 from .deadline import DeadlineJob, Held, Moment, guarded
@@ -28,7 +29,7 @@ _SLICE_SECONDS, _SLICE_RESTARTS = 3600.0, 20
 
 def on_demand(job: DeadlineJob, now: Moment) -> Held:
     """As many on-demand machines from start to end as are cheapest: never late, and the dearest."""
-    return Held(0, pace_of(job), now.place)
+    return pace_of(job, now.place)
 
 
 def greedy(job: DeadlineJob, now: Moment) -> Held:
@@ -47,7 +48,7 @@ def time_sliced(job: DeadlineJob, now: Moment) -> Held:
         if job.ticks_for(needed) >= left:
             wanted = _safest(job, now)
         elif not now.held.num_spot and job.ticks_for(another) >= left:
-            wanted = Held(0, job.num_machines, now.place)
+            wanted = job.last_resort(now.place)
     return _in_time(job, now, wanted)
 
 
@@ -58,20 +59,26 @@ def uniform_progress(job: DeadlineJob, now: Moment) -> Held:
     seconds = now.tick * job.tick_seconds + margin
     done = job.work_seconds - now.work_left_seconds
     if done < seconds * job.work_seconds / job.deadline_seconds:
-        more = max(now.held.num_on_demand, pace_of(job) - wanted.num_spot)
+        pace = pace_of(job, now.place)
+        more = max(now.held.num_on_demand, pace.num_on_demand - wanted.num_spot)
         num_spot = min(wanted.num_spot, job.num_machines - more)
-        wanted = Held(num_spot, more, wanted.zone if num_spot else now.place)
+        wanted = Held(num_spot, more, wanted.zone if num_spot else pace.zone)
     return _in_time(job, now, wanted)
 
 
-def pace_of(job: DeadlineJob) -> int:
-    """How many machines end in time for the fewest dollars; of these the fewest machines."""
-    in_time = [
-        (ticks * number, number)
-        for number in range(1, job.num_machines + 1)
-        if (ticks := job.ticks_for(job.work_seconds, number)) <= job.num_ticks
-    ]
-    return min(in_time)[1]
+def pace_of(job: DeadlineJob, place: int) -> Held:
+    """The on-demand machines that end in time for the fewest dollars; of these the fewest.
+
+    They are of the zone that the job is in, unless those of another one cost less.
+    """
+    in_time = []
+    for zone, number in product(range(job.num_zones), range(1, job.num_machines + 1)):
+        held = Held(0, number, zone)
+        ticks = job.ticks_for(job.work_seconds, held)
+        if ticks <= job.num_ticks:
+            dollars = round(ticks * number * job.on_demand(zone), 9)
+            in_time.append((dollars, number, zone != place, held))
+    return min(in_time)[-1]
 
 
 def _spot(job: DeadlineJob, now: Moment) -> Held:
@@ -79,7 +86,7 @@ def _spot(job: DeadlineJob, now: Moment) -> Held:
     most = [min(there, job.num_machines) for there in now.available]
     place = now.place
     if now.zone is None or not most[place]:
-        prices = job.spot_dollars_per_hour
+        prices = [dollars / job.rate(z) for z, dollars in enumerate(job.spot_dollars_per_hour)]
         place = min(range(job.num_zones), key=lambda zone: (-most[zone], prices[zone], zone))
     return Held(most[place], 0, place)
 
@@ -99,12 +106,14 @@ def _in_time(job: DeadlineJob, now: Moment, wanted: Held) -> Held:
 def _safest(job: DeadlineJob, now: Moment) -> Held:
     """What still ends in time once the safety net holds.
 
-    Spot machines that work lose nothing by going on: were they taken away, on-demand machines
-    launched then would still end in time.
+    Spot machines that work lose nothing by going on, if none are faster: were they taken away,
+    on-demand machines launched then would still end in time.
     """
-    if now.held.num_spot == job.num_machines and now.pending_seconds < 1e-3:
+    last = job.last_resort(now.place)
+    is_fastest = job.rate(now.held.zone) == job.rate(last.zone)
+    if now.held.num_spot == job.num_machines and now.pending_seconds < 1e-3 and is_fastest:
         return now.held
-    return Held(0, job.num_machines, now.place)
+    return last
 
 
 def _slice_end(job: DeadlineJob, tick: int) -> int:

@@ -141,7 +141,7 @@ def test_short_ticks_keep_to_the_tables_room_and_a_job_in_time_is_not_refused(
              "--deadline-hours", 4, "--resize-seconds", 700, "--on-demand", 3,
              "--spot", 1)  # fmt: skip
     assert "decision_seconds" not in json.loads(hetflow(*asked, "--json").stdout)
-    monkeypatch.setattr("hetflow.solvers.market.dynamic_program.MOST_BYTES", 30_000)
+    monkeypatch.setattr("hetflow.solvers.market.dynamic_program.MOST_BYTES", 8_000)
     answer = hetflow(*asked, "--json")
     assert answer.code == 0, answer.stderr
     report = json.loads(answer.stdout)

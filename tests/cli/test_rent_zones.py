@@ -7,6 +7,7 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.market import Availability, Market
+from hetflow.tests.handmade import profile
 
 START = "2024-01-01T00:00:00Z"
 ASKED = ("--work-hours", 1, "--deadline-hours", 2, "--on-demand", 3, "--spot", 1,
@@ -171,3 +172,47 @@ def test_prices_of_zones_are_never_another_zones(hetflow, market: Path) -> None:
     assert answer.code == 2
     assert "--spot is by zone, and windows of a and b are replayed one by one" in answer.stderr
     assert "add --between-zones" in answer.stderr
+
+
+def test_types_of_unlike_speed_share_one_deadline_and_one_table(hetflow, tmp_path: Path) -> None:
+    market = tmp_path / "types.json"
+    windows = tuple(
+        Availability(
+            zone="z", instance_type=name, start="2024-01-01T00:00:00Z", tick_seconds=600.0,
+            available=there * 6,
+        )
+        for name, there in (("fast", (1, 0, 1, 1)), ("slow", (1, 1, 1, 0)))
+    )  # fmt: skip
+    files.write(market, Market(availability=windows))
+    asked = ("rent", market, "--between-zones", "--work-hours", 1, "--deadline-hours", 2,
+             "--restart-seconds", 60, "--on-demand", "fast=3", "--on-demand", "slow=1",
+             "--spot", "fast=1", "--spot", "slow=0.2")  # fmt: skip
+    answer = hetflow(*asked, "--machine-speed", "fast=1", "--machine-speed", "slow=0.4", "--json")
+    assert answer.code == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    assert report["machine_speeds"] == {"z fast": 1.0, "z slow": 0.4}
+    assert report["on_demand_dollars_per_hour"] == {"z fast": 3.0, "z slow": 1.0}
+    assert set(report["alone_dollars"]) == {"z fast"}  # the slow type alone ends too late
+    for entry in report["policies"]:
+        assert entry["missed_deadlines"] == 0
+        assert entry["mean_over_bound"] >= 1 - 1e-6
+    # Plans say it too: samples a second, relative to the fastest.
+    for name, speed in (("fast", 1.0), ("slow", 2.5)):
+        one = profile(name, speed)
+        files.write(tmp_path / f"{name}.json", one)
+        hetflow("solve", "split", "--profiles", tmp_path / f"{name}.json", "--gpus", f"1x{name}",
+                "--batch-size", 8, "-o", tmp_path / f"plan-{name}.json")  # fmt: skip
+    plans = [word for name in ("fast", "slow")
+             for word in ("--machine-speed", f"{name}={tmp_path}/plan-{name}.json")]  # fmt: skip
+    answer = hetflow(*asked, *plans, "--json")
+    assert answer.code == 0, answer.stderr
+    # A step of 8 samples takes 10 and 25 ms, and 4 ms of updates.
+    speeds = json.loads(answer.stdout)["machine_speeds"]
+    assert speeds == pytest.approx({"z fast": 1.0, "z slow": 14 / 29})
+    answer = hetflow(*asked, "--machine-speed", "fast=1")
+    assert answer.code == 2
+    assert answer.stderr == (
+        "hetflow: there is no speed of zone 'z slow'\nhint: add --machine-speed slow=SPEED\n"
+    )
+    answer = hetflow(*asked, "--machine-speed", "fsat=1")
+    assert "did you mean 'fast'?" in answer.stderr

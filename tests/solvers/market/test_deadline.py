@@ -152,7 +152,7 @@ def _expected(
         if hold == SPOT and not there:
             continue
         waits = one.restart_seconds if hold != held else pending
-        worked = one.worked(hold.num_machines, waits)
+        worked = one.worked(hold, waits)
         rest = max(waits - one.tick_seconds, 0.0)
         total = one.tick_dollars(hold) + sum(
             chance * _expected(one, chain, tick + 1, later, hold, rest, left - worked)

@@ -141,7 +141,7 @@ def _expected(
         waits = pending if fleet == held else one.restart_seconds
         if fleet.num_machines == 0:
             waits = 0.0
-        done = one.worked(fleet.num_machines, waits)
+        done = one.worked(fleet, waits)
         rest = max(waits - one.tick_seconds, 0.0)
         total = one.tick_dollars(fleet) + sum(
             chance * _expected(one, chain, tick + 1, later, fleet, rest, left - done)

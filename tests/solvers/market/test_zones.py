@@ -1,7 +1,9 @@
 """A job that may move between zones: every policy against the least, that against all ways."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetflow.api.rent import zones as rent_zones
 from hetflow.importers.availability import read_availability
-from hetflow.schema.errors import ProblemError
+from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability
 from hetflow.simulator.market.compare import compare
 from hetflow.simulator.market.replay import replay
@@ -320,3 +322,41 @@ def test_on_the_published_windows_ours_is_near_the_least_with_two_zones() -> Non
     ours = next(entry for entry in report.policies if entry.policy == "dynamic_program")
     assert ours.mean_over_bound <= 1.15
     assert report.choice == "dynamic_program"
+
+
+@settings(max_examples=examples(40))
+@given(
+    work=st.sampled_from([1.0, 1.5, 2.0]),
+    restart=st.sampled_from([0.0, 0.5]),
+    rates=st.sampled_from([(1.0, 0.5), (0.5, 1.0), (0.25, 1.5)]),
+    spot=st.sampled_from([(1.0, 0.3), (1.0, 0.6)]),
+    on_demand=st.sampled_from([3.0, (3.0, 1.0), (1.0, 2.0)]),
+    windows=WINDOWS,
+    history=WINDOWS,
+)
+def test_machines_of_unlike_speed_have_an_exact_least_and_are_never_late(
+    work: float, restart: float, rates: tuple, spot: tuple, on_demand: Any, windows: tuple,
+    history: tuple,
+) -> None:  # fmt: skip
+    one = replace(job(work=1.0, deadline=4.0, restart=restart, spot=spot), rates=rates)
+    one = replace(one, work_seconds=work * 3600, on_demand_dollars_per_hour=on_demand)
+    least = least_dollars(one, windows)
+    assert least == pytest.approx(exhaustive(one, windows), rel=1e-5)
+    for name in NAMES:
+        outcome = replay(one, policy_of(name, one, chain_of([history])), windows)
+        assert not outcome.is_late, name
+        assert outcome.dollars >= least * (1 - 1e-5), name
+
+
+def test_a_slow_cheap_machine_is_held_while_there_is_time() -> None:
+    """Two hours of work in six: the slow type is half as fast, at a quarter of the price."""
+    one = replace(job(deadline=6.0, restart=0.0, spot=(1.0, 0.25)), rates=(1.0, 0.5))
+    there = ([1] * 6, [1] * 6)
+    assert least_dollars(one, there) == pytest.approx(4 * 0.25)
+    assert replay(one, policy_of("greedy", one, None), there).dollars == pytest.approx(1.0)
+    tight = replace(one, deadline_seconds=3 * 3600.0)
+    # Two hours of the slow type do half as much as the hour of the fast one that is left.
+    assert least_dollars(tight, there) == pytest.approx(2 * 0.25 + 1.0)
+    assert not replay(tight, policy_of("greedy", tight, None), there).is_late
+    with pytest.raises(InfeasibleError, match="2 h of work cannot end within 3 h"):
+        tight.alone(1)
