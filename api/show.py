@@ -137,7 +137,6 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
 
 def timing_of(plan: "Plan") -> "Timing":
     """Return when each pass and message of a pipeline's schedule begins and ends."""
-    from ..schedules.of_plan import schedule_of, times_of
-    from ..schedules.timing import time_schedule
+    from ..schedules.of_plan import timed
 
-    return time_schedule(schedule_of(plan), times_of(plan))
+    return timed(plan)

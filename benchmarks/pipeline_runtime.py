@@ -277,10 +277,9 @@ def planned_seconds(schedule, stages):
 
 def timed_seconds(plan):
     """The schedule's timer: the makespan of a flush, or a batch of the steady state."""
-    from hetflow.schedules.of_plan import schedule_of, times_of
-    from hetflow.schedules.timing import time_schedule
+    from hetflow.schedules.of_plan import timed
 
-    timing = time_schedule(schedule_of(plan), times_of(plan))
+    timing = timed(plan)
     if timing.schedule.weight_semantics == "flush":
         return timing.makespan_seconds
     return timing.steady_seconds_per_microbatch * MICROBATCHES

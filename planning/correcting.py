@@ -90,8 +90,7 @@ def retimed(plan: Plan, profiles: Sequence[Profile]) -> float | None:
     None if the schedule does not flush, or if the plan does not state all that is needed.
     """
     from ..checks.pipeline import timed_stage
-    from ..schedules.of_plan import schedule_of, times_of
-    from ..schedules.timing import time_schedule
+    from ..schedules.of_plan import timed
 
     if not plan.traits.flushes or plan.solved != "flat":
         return None
@@ -102,7 +101,6 @@ def retimed(plan: Plan, profiles: Sequence[Profile]) -> float | None:
         return None  # an older plan does not repeat the links that its cluster stated
     assert isinstance(problem, PipelineProblem)
     stages = tuple(timed_stage(plan, problem, index) for index in range(len(plan.stages)))
-    timed = replace(plan, stages=stages)
     types = {stage.device_type for stage in stages}
     fixed = max(pool.fixed_seconds for pool in problem.pools if pool.device_type in types)
-    return time_schedule(schedule_of(timed), times_of(timed)).makespan_seconds + fixed
+    return timed(replace(plan, stages=stages)).makespan_seconds + fixed

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from ..schema.errors import ProblemError
 from ..schema.operations import Schedule
 from ..schema.pipeline_shape import PipelineShape
-from ..schema.plan import Plan
+from ..schema.plan import Plan, Stage
 from ..schema.schedule_traits import generator_of
-from .timing import StageTimes
+from .timing import StageTimes, Timing, time_schedule
 
 # Schedules without a flush never end; this number of updates shows their steady state.
 _UPDATES_SHOWN = 3
@@ -28,54 +28,57 @@ def shape_of(plan: Plan) -> PipelineShape:
     microbatches = plan.num_microbatches
     return PipelineShape(
         pipeline_parallel_size=len(replicas),
-        num_microbatches=microbatches * _UPDATES_SHOWN if not flushes(plan) else microbatches,
+        num_microbatches=microbatches * (1 if plan.traits.flushes else _UPDATES_SHOWN),
         num_model_chunks=plan.num_model_chunks,
         replicas=tuple(replicas),
         microbatches_per_update=microbatches if plan.traits.is_double_buffered else None,
     )
 
 
-def times_of(plan: Plan) -> StageTimes:
-    """Return the seconds of each stage's passes and transfers that the plan predicts.
+def times_of(stages: Sequence[Stage], *, flushes: bool) -> StageTimes:
+    """Return the seconds of passes and transfers that the stages of a plan predict.
 
-    A stage's ``output_seconds`` are for an activation and its gradient; each takes half.
+    A stage's ``output_seconds`` are for an activation and its gradient; each takes half. Without a
+    flush, all-reduces and updates overlap with other work, as in the stages' costs.
+
+    Args:
+        stages: Of a plan.
+        flushes: Whether its schedule ends each batch with one update.
 
     Raises:
-        ProblemError: The plan does not separate forward and backward time.
+        ProblemError: The stages do not separate forward and backward time.
     """
-    forward: list[float] = []
-    for stage in plan.stages:
-        if stage.forward_seconds is None:
-            raise ProblemError(
-                "the plan does not tell forward from backward time", hint="solve it again"
-            )
-        forward.append(stage.forward_seconds)
-    backward = [
-        (stage.compute_seconds or 0.0) - seconds
-        for stage, seconds in zip(plan.stages, forward, strict=True)
-    ]
-    links = tuple((stage.output_seconds or 0.0) / 2 for stage in plan.stages[:-1])
-    reduces = [stage.reduce_seconds for stage in plan.stages]
+    forward = _all_or_none([stage.forward_seconds for stage in stages])
+    if forward is None:
+        raise ProblemError(
+            "the plan does not tell forward from backward time", hint="solve it again"
+        )
+    links = tuple((stage.output_seconds or 0.0) / 2 for stage in stages[:-1])
     updates = [
         None if stage.update_seconds is None else stage.update_seconds + (stage.tied_seconds or 0)
-        for stage in plan.stages
+        for stage in stages
     ]
     return StageTimes(
-        forward_seconds=tuple(forward),
-        backward_seconds=tuple(backward),
+        forward_seconds=forward,
+        backward_seconds=tuple(
+            (stage.compute_seconds or 0.0) - seconds
+            for stage, seconds in zip(stages, forward, strict=True)
+        ),
         activation_seconds=links,
         gradient_seconds=links,
-        reduce_seconds=_all_or_none(reduces) if flushes(plan) else None,
-        update_seconds=_all_or_none(updates) if flushes(plan) else None,
+        reduce_seconds=_all_or_none([s.reduce_seconds for s in stages]) if flushes else None,
+        update_seconds=_all_or_none(updates) if flushes else None,
     )
 
 
-def flushes(plan: Plan) -> bool:
-    """Whether the plan's schedule ends each batch with one update.
+def timed(plan: Plan) -> Timing:
+    """Time the schedule of a plan with its own seconds.
 
-    Without a flush, all-reduces and updates overlap with other work, as in the plan's stage costs.
+    Raises:
+        ProblemError: The schedule does not support the plan's shape, or the plan does not separate
+            forward and backward time.
     """
-    return plan.traits.flushes
+    return time_schedule(schedule_of(plan), times_of(plan.stages, flushes=plan.traits.flushes))
 
 
 def _all_or_none(seconds: Sequence[float | None]) -> tuple[float, ...] | None:

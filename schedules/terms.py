@@ -13,7 +13,7 @@ from math import ceil, isclose
 
 from ..schema.errors import ProblemError
 from ..schema.plan import Plan, Stage
-from .of_plan import flushes, schedule_of, times_of
+from .of_plan import schedule_of, times_of
 from .timing import time_schedule
 
 StepOf = Callable[[Plan], float]
@@ -95,10 +95,12 @@ def timer_of(plan: Plan) -> StepOf:
     Raises:
         ProblemError: The schedule does not support the plan's shape.
     """
-    if not flushes(plan):
+    if not plan.traits.flushes:
         return _steady_step
     schedule = schedule_of(plan)
-    return lambda other: time_schedule(schedule, times_of(other)).makespan_seconds
+    return lambda other: (
+        time_schedule(schedule, times_of(other.stages, flushes=True)).makespan_seconds
+    )
 
 
 def _steady_step(plan: Plan) -> float:

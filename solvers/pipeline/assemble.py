@@ -6,9 +6,9 @@ from typing import Any
 
 from ...costs.pipeline import noam, worker_bytes
 from ...schema.pipeline import DevicePool, PipelineProblem
-from ...schema.plan import NestedBlock, Plan, Prediction, Proof, ReplicaGroup, Stage
+from ...schema.plan import Plan, Prediction, Proof, ReplicaGroup, Stage
 from .cuts import layers_of
-from .makespan.bound import output_seconds, stages_of, step_of
+from .makespan.bound import output_seconds, step_of
 from .packing import Seats
 from .placements import PlacedStage
 from .stage_costs import StageCosts
@@ -37,7 +37,7 @@ def assemble(
     """
     return finish(
         problem,
-        [_stage(problem, costs, seats, index) for index in range(len(seats.placed))],
+        [_stage(costs, seats, index) for index in range(len(seats.placed))],
         recompute=costs.recompute,
         objective=objective,
         bound=bound,
@@ -107,29 +107,64 @@ def fill_seconds(costs: StageCosts, placed: list[PlacedStage]) -> float:
     return total
 
 
-def _stage(problem: PipelineProblem, costs: StageCosts, seats: Seats, index: int) -> Stage:
-    placed, held = seats.placed, seats.devices[index]
+def _stage(costs: StageCosts, seats: Seats, index: int) -> Stage:
+    placed = seats.placed
     first, last, move = placed[index]
-    pool = problem.pools[move.pool]
     workers = sum(entry[2].num_replicas for entry in placed[index:])
-    in_flight, versions = costs.stashed(move.num_replicas, workers)
-    timed = stages_of(problem, costs, placed)[index]
-    tied = costs.tied_seconds(first, last, move.num_replicas)
+    return stage_between(
+        costs,
+        (first, last),
+        move.pool,
+        seats.devices[index],
+        span=move.span,
+        held=costs.stashed(move.num_replicas, workers),
+        sent=output_seconds(costs, placed, index),
+    )
+
+
+def stage_between(
+    costs: StageCosts,
+    cuts: tuple[int, int],
+    number: int,
+    devices: tuple[int, ...],
+    *,
+    span: int,
+    held: tuple[int, int],
+    sent: float,
+    is_further: bool = False,
+) -> Stage:
+    """Build the stage between two cuts, with its costs.
+
+    Args:
+        costs: The tables.
+        cuts: Where it begins and ends.
+        number: Of its pool.
+        devices: Of the pool, one a replica.
+        span: The slowest link among them, by its place in the tables.
+        held: Microbatches in flight, and weight versions.
+        sent: Seconds of both messages over the boundary behind it.
+        is_further: Whether its devices hold an earlier stage, which counts what a worker holds.
+    """
+    (first, last), problem, replicas = cuts, costs.problem, len(devices)
+    pool = problem.pools[number]
+    weight = float(costs.cuts.weight_bytes[last] - costs.cuts.weight_bytes[first])
+    tied = costs.tied_seconds(first, last, replicas)
+    reduction = costs.reductions[number].seconds(weight, replicas, costs.bandwidths[span])
     return stage_on(
         problem,
         pool,
-        held,
-        memory_bytes=round(costs.stage_memory(first, last, in_flight, versions))
-        + worker_bytes(pool),
+        devices,
+        memory_bytes=round(costs.stage_memory(first, last, *held))
+        + (0 if is_further else worker_bytes(pool)),
         layers=names_between(problem, costs, first, last),
-        num_in_flight=in_flight,
-        weight_versions=versions,
-        seconds_per_input=costs.stage_seconds(first, last, move.pool, move.num_replicas, move.span),
-        compute_seconds=costs.stage_compute(first, last, move.pool),
-        forward_seconds=costs.stage_forward(first, last, move.pool),
-        output_seconds=output_seconds(costs, placed, index),
-        reduce_seconds=timed.reduce_seconds,
-        update_seconds=timed.update_seconds - tied,
+        num_in_flight=held[0],
+        weight_versions=held[1],
+        seconds_per_input=costs.stage_seconds(first, last, number, replicas, span),
+        compute_seconds=costs.stage_compute(first, last, number),
+        forward_seconds=costs.stage_forward(first, last, number),
+        output_seconds=sent,
+        reduce_seconds=reduction,
+        update_seconds=pool.update_seconds * (weight / max(costs.total_weight, 1.0)),
         tied_seconds=tied if costs.cuts.split_bytes is not None else None,
     )
 
@@ -163,6 +198,3 @@ def names_between(
     """Ids of the layers between two cuts, in the problem's order."""
     sets = costs.cuts.layer_sets
     return tuple(problem.layers[layer].id for layer in layers_of(sets[last] & ~sets[first]))
-
-
-__all__ = ["NestedBlock", "assemble", "fill_seconds", "finish", "names_between", "stage_on"]

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hetflow.checks.schedule import validate
-from hetflow.schedules.of_plan import schedule_of, times_of
-from hetflow.schedules.timing import time_schedule
+from hetflow.schedules.of_plan import schedule_of, timed
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.schema.plan import Plan
@@ -39,7 +38,7 @@ def planned(schedule: str) -> Plan:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_equal_stages_take_the_predicted_step(schedule: str) -> None:
     plan = planned(schedule)
-    timing = time_schedule(schedule_of(plan), times_of(plan))
+    timing = timed(plan)
     assert plan.predicted.step_seconds == pytest.approx((4 + 8 - 1) * 3.0)
     assert timing.makespan_seconds == pytest.approx(plan.predicted.step_seconds)
 

@@ -5,13 +5,13 @@ from math import ceil
 
 import numpy as np
 
-from ....costs.pipeline import worker_bytes
-from ....schedules.timing import StageTimes, time_schedule
+from ....schedules.of_plan import times_of
+from ....schedules.timing import time_schedule
 from ....schema.operations import Schedule
 from ....schema.pipeline import PipelineProblem
 from ....schema.plan import Stage
 from ...effort import Effort
-from ..assemble import names_between, stage_on
+from ..assemble import stage_between
 from ..at_once import even_cuts, in_one_line
 from ..cuts import Floats
 from ..infeasible import needs
@@ -202,47 +202,24 @@ class Option:
 
     def stages(self, cut: Cut) -> list[Stage]:
         """The stages of a cut, as a plan has them."""
-        problem, costs, layout = self.problem, self.costs, self.shape.layout
-        found = []
-        for stage, place in enumerate(self.shape.place):
-            first, last, pool = cut[stage], cut[stage + 1], self.pools[stage]
-            weight = float(costs.cuts.weight_bytes[last] - costs.cuts.weight_bytes[first])
-            sent = 0.0
-            if stage + 1 < self.shape.num_stages:
+        costs, shape, found = self.costs, self.shape, []
+        for stage, place in enumerate(shape.place):
+            last, sent = cut[stage + 1], 0.0
+            if stage + 1 < shape.num_stages:
                 sent = costs.output_seconds(last, self.links[stage])
-            index = costs.bandwidths.index(self.spans[stage])
-            in_flight, versions = self.shape.held[stage]
-            is_further = place in self.shape.place[:stage]
             found.append(
-                stage_on(
-                    problem,
-                    problem.pools[pool],
-                    layout.places[place].devices,
-                    memory_bytes=round(self.memory(stage, first, last))
-                    + (0 if is_further else worker_bytes(problem.pools[pool])),
-                    layers=names_between(problem, costs, first, last),
-                    num_in_flight=in_flight,
-                    weight_versions=versions,
-                    seconds_per_input=costs.stage_seconds(
-                        first, last, pool, layout.num_replicas, index
-                    ),
-                    compute_seconds=costs.stage_compute(first, last, pool),
-                    forward_seconds=costs.stage_forward(first, last, pool),
-                    output_seconds=sent,
-                    reduce_seconds=costs.reductions[pool].seconds(
-                        weight, layout.num_replicas, self.spans[stage]
-                    ),
-                    update_seconds=problem.pools[pool].update_seconds
-                    * (weight / max(costs.total_weight, 1.0)),
-                    tied_seconds=self._tied(first, last),
+                stage_between(
+                    costs,
+                    (cut[stage], last),
+                    self.pools[stage],
+                    shape.layout.places[place].devices,
+                    span=costs.bandwidths.index(self.spans[stage]),
+                    held=shape.held[stage],
+                    sent=sent,
+                    is_further=place in shape.place[:stage],
                 )
             )
         return found
-
-    def _tied(self, first: int, last: int) -> float | None:
-        if self.costs.cuts.split_bytes is None:
-            return None
-        return self.costs.tied_seconds(first, last, self.shape.layout.num_replicas)
 
     def objective(self, cut: Cut) -> float:
         """What is minimised: the step, or without a flush the slowest stage or boundary."""
@@ -250,20 +227,5 @@ class Option:
 
     def step(self, cut: Cut) -> float:
         """The step of a cut as the timer has it."""
-        stages = self.stages(cut)
-        links = tuple((stage.output_seconds or 0.0) / 2 for stage in stages[:-1])
-        forward = tuple(stage.forward_seconds or 0.0 for stage in stages)
-        times = StageTimes(
-            forward_seconds=forward,
-            backward_seconds=tuple(
-                (stage.compute_seconds or 0.0) - ahead
-                for stage, ahead in zip(stages, forward, strict=True)
-            ),
-            activation_seconds=links,
-            gradient_seconds=links,
-            reduce_seconds=tuple(stage.reduce_seconds or 0.0 for stage in stages),
-            update_seconds=tuple(
-                (stage.update_seconds or 0.0) + (stage.tied_seconds or 0.0) for stage in stages
-            ),
-        )
+        times = times_of(self.stages(cut), flushes=True)
         return time_schedule(self.shape.schedule, times).makespan_seconds

@@ -19,8 +19,7 @@ from partition_cases import (
 
 from hetflow.checks.chain_bound import is_proved
 from hetflow.checks.pipeline import check
-from hetflow.schedules.of_plan import schedule_of, times_of
-from hetflow.schedules.timing import time_schedule
+from hetflow.schedules.of_plan import timed
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.schema.restrictions import Restrictions
@@ -46,9 +45,9 @@ def least_step(problem: PipelineProblem) -> float | None:
     assert check(plan, problem) == []
     assert plan.objective == "step_seconds"
     assert plan.predicted.step_seconds == plan.proof.objective
-    timed = time_schedule(schedule_of(plan), times_of(plan)).makespan_seconds
-    timed += fixed_cost(plan, problem)
-    assert plan.predicted.step_seconds == pytest.approx(timed, rel=1e-12)
+    seconds = timed(plan).makespan_seconds
+    seconds += fixed_cost(plan, problem)
+    assert plan.predicted.step_seconds == pytest.approx(seconds, rel=1e-12)
     # Instances this small are searched to the end.
     assert plan.proof.termination == "optimal"
     step = plan.proof.objective
@@ -64,9 +63,9 @@ def test_the_oracle_s_step_is_the_timer_s(problem):
         plan = solve(dataclasses.replace(problem, workers="at_most"))
     except InfeasibleError:
         return
-    timed = time_schedule(schedule_of(plan), times_of(plan)).makespan_seconds
-    timed += fixed_cost(plan, problem)
-    assert replayed_step(plan, problem) == pytest.approx(timed, rel=1e-12)
+    seconds = timed(plan).makespan_seconds
+    seconds += fixed_cost(plan, problem)
+    assert replayed_step(plan, problem) == pytest.approx(seconds, rel=1e-12)
 
 
 @settings(FEW, max_examples=examples(40))

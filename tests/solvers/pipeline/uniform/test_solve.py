@@ -91,11 +91,11 @@ def best(problem: PipelineProblem) -> float | None:
         if (steady and problem.num_microbatches % replicas) or not fits(plan, problem):
             continue
         stages = [timed_stage(plan, problem, index) for index in range(len(plan.stages))]
-        timed = dataclasses.replace(plan, stages=tuple(stages))
+        times = times_of(stages, flushes=True)
         seconds = (
             seconds_per_input(plan, problem)
             if steady
-            else time_schedule(made, times_of(timed)).makespan_seconds + fixed_cost(plan, problem)
+            else time_schedule(made, times).makespan_seconds + fixed_cost(plan, problem)
         )
         found = seconds if found is None else min(found, seconds)
     return found
