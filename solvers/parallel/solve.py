@@ -333,73 +333,64 @@ def _sharding_hint(problem: ParallelProblem) -> str:
 
 
 def _plan(problem: ParallelProblem, found: Found, bound: float) -> Plan:
+    each = [choice.compute_seconds + choice.transfer_seconds for choice in found.stages]
+    filling = max(0.0, sum(each) - max(each))  # and draining the pipeline
     stages = tuple(
         _stage(problem, found, choice, len(found.stages) - number)
         for number, choice in enumerate(found.stages)
     )
-    slowest = max(c.compute_seconds + c.transfer_seconds for c in found.stages)
-    return Plan(
-        model=problem.model,
-        global_batch_size=problem.global_batch_size,
-        microbatch_size=found.space.microbatch_size,
-        num_microbatches=_microbatches(problem, found.space.microbatch_size),
-        schedule=parallel_schedule(is_chunked=False),
-        stages=stages,
-        predicted=_predicted(
-            problem,
-            found.step_seconds,
-            sync_seconds=max(choice.reduce_seconds for choice in found.stages),
-            update_seconds=max(choice.update_seconds for choice in found.stages),
-            bubble=_bubble(found, slowest),
-        ),
-        proof=_proof(problem, found.step_seconds, bound),
-        optimizer=problem.optimizer,
-        shard_optimizer=problem.shard_optimizer or None,
+    bubble = filling / (found.num_microbatches * max(each)) if max(each) else 0.0
+    return _of_stages(
+        problem, stages, found.space.microbatch_size, found.step_seconds, bound, bubble
     )
 
 
 def _interleaved_plan(problem: ParallelProblem, found: Interleaved, bound: float) -> Plan:
-    shape, p = found.shape, found.shape.num_positions
+    shape = found.shape
     stages = tuple(_chunk(problem, found, number) for number in range(shape.num_chunks))
-    return Plan(
-        model=problem.model,
-        global_batch_size=problem.global_batch_size,
-        microbatch_size=shape.microbatch_size,
-        num_microbatches=_microbatches(problem, shape.microbatch_size),
-        schedule=parallel_schedule(is_chunked=True),
+    bubble = bubble_fraction(shape.num_positions, shape.num_microbatches, shape.num_model_chunks)
+    return _of_stages(
+        problem,
+        stages,
+        shape.microbatch_size,
+        found.step_seconds,
+        bound,
+        bubble,
         num_model_chunks=shape.num_model_chunks,
-        stages=stages,
-        predicted=_predicted(
-            problem,
-            found.step_seconds,
-            sync_seconds=max(sum(found.reduces[position::p]) for position in range(p)),
-            update_seconds=max(sum(found.updates[position::p]) for position in range(p)),
-            bubble=bubble_fraction(p, shape.num_microbatches, shape.num_model_chunks),
-        ),
-        proof=_proof(problem, found.step_seconds, bound),
-        optimizer=problem.optimizer,
-        shard_optimizer=problem.shard_optimizer or None,
     )
 
 
-def _microbatches(problem: ParallelProblem, microbatch_size: int) -> int:
-    return -(-problem.global_batch_size // microbatch_size)
-
-
-def _predicted(
+def _of_stages(
     problem: ParallelProblem,
-    step: float,
-    *,
-    sync_seconds: float,
-    update_seconds: float,
+    stages: tuple[Stage, ...],
+    microbatch_size: int,
+    step_seconds: float,
+    bound: float,
     bubble: float,
-) -> Prediction:
-    return Prediction(
-        step_seconds=step,
-        samples_per_second=problem.global_batch_size / step,
-        sync_seconds=sync_seconds,
-        update_seconds=update_seconds,
-        bubble_fraction=bubble,
+    num_model_chunks: int = 1,
+) -> Plan:
+    """The plan of these stages: reductions and updates of a position's chunks come together."""
+    p = len(stages) // num_model_chunks
+    return Plan(
+        model=problem.model,
+        global_batch_size=problem.global_batch_size,
+        microbatch_size=microbatch_size,
+        num_microbatches=-(-problem.global_batch_size // microbatch_size),
+        schedule=parallel_schedule(is_chunked=num_model_chunks > 1),
+        num_model_chunks=num_model_chunks,
+        stages=stages,
+        predicted=Prediction(
+            step_seconds=step_seconds,
+            samples_per_second=problem.global_batch_size / step_seconds,
+            sync_seconds=max(sum(s.reduce_seconds or 0.0 for s in stages[n::p]) for n in range(p)),
+            update_seconds=max(
+                sum(s.update_seconds or 0.0 for s in stages[n::p]) for n in range(p)
+            ),
+            bubble_fraction=bubble,
+        ),
+        proof=_proof(problem, step_seconds, bound),
+        optimizer=problem.optimizer,
+        shard_optimizer=problem.shard_optimizer or None,
     )
 
 
@@ -414,12 +405,6 @@ def _proof(problem: ParallelProblem, step: float, bound: float) -> Proof:
         method=_METHOD if max(problem.num_model_chunks) == 1 else f"{_METHOD}; {_CHUNKS}",
         space=_space_sentence(problem),
     )
-
-
-def _bubble(found: Found, slowest: float) -> float:
-    """The time of filling and draining the pipeline, relative to m passes of the slowest stage."""
-    through = sum(c.compute_seconds + c.transfer_seconds for c in found.stages)
-    return max(0.0, (through - slowest) / (found.num_microbatches * slowest)) if slowest else 0.0
 
 
 def _stage(problem: ParallelProblem, found: Found, choice: StageChoice, from_end: int) -> Stage:
