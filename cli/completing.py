@@ -24,7 +24,7 @@ def schedulers(incomplete: str) -> list[str]:
     """Names of the simulator's mechanisms."""
     from ..simulator import SCHEDULERS
 
-    return [name for name in SCHEDULERS if name.startswith(incomplete)]
+    return [name for name in SCHEDULERS.names() if name.startswith(incomplete)]
 
 
 def pools(ctx: Any, incomplete: str) -> list[str]:

@@ -42,7 +42,7 @@ def replay(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = Fa
     else:
         live = _history_of_log(Path(request.sacct), request)
     policy = request.policy or live.policy
-    if policy in (elastic.NAME, *easyscale.VARIANTS):
+    if policy == elastic.NAME or easyscale.VARIANTS.find(policy) is not None:
         raise ProblemError(
             f"jobs with a range of devices are not simulated under {policy}",
             hint="name another policy with --policy: each job then holds the most of its range",

@@ -12,26 +12,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schema.jobs import Job
+from ..schema.plugins import Registry
 from .cluster.layout import Layout
 from .cluster.seats import Device, Placement, Seat, seat
-from .proposals import Bidder, Counts, Stock, admit_gangs, decide
+from .proposals import Bidder, Counts, Exchange, Stock, admit_gangs, decide
 from .rounds.state import RoundState
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """``mixes``: jobs may hold several types at once; ``takes``: they take devices from others."""
+    """``mixes``: jobs may hold several types at once. For ``trade`` see ``proposals.decide``."""
 
     mixes: bool = True
-    takes: bool = False
+    trade: Callable[[Exchange], None] | None = None
 
 
-VARIANTS = {
-    "easyscale": Variant(),
-    "easyscale-taking": Variant(takes=True),
-    "easyscale-homogeneous": Variant(mixes=False),
-}
+VARIANTS: Registry[Variant] = Registry(
+    "policy", group="hetflow.easyscale", own=(__name__, "hetflow.papers.easyscale.taking")
+)
 """What users call them, of the simulator and of a live cluster."""
+VARIANTS.add("easyscale", Variant(), __name__)
 
 ByType = tuple[int, ...]
 """Devices of each type."""
@@ -117,7 +117,7 @@ def next_devices(
     ]  # fmt: skip
     found |= decide(
         stocks.stocks, room, [one for one in bidders if any(one.held)],
-        [one for one in bidders if not any(one.held)], takes=variant.takes,
+        [one for one in bidders if not any(one.held)], trade=variant.trade,
     ).held  # fmt: skip
     chosen = {**stocks.seats(found, seats), **kept}
     _note(state, chosen)

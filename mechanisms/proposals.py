@@ -9,11 +9,6 @@ Where the text is silent. Speed-up is the gain over a job's full rate, so that i
 job that holds nothing. Where devices are lacking (they failed, or serving or fixed jobs need them),
 the job gives one back that loses least by it; one that cannot run on what is left gives all back,
 and waits. A job of several devices at least that fits on no type alone begins on several types.
-
-With ``takes``, proposals may also name a device that another job holds: it changes hands where
-the product of both rates grows (the taker's speed-up is more than the giver's slow-down). A job
-that holds nothing has the first claim, the longest waiting one before others. A giver keeps its
-least number of devices. The product of all rates grows with each exchange, so this ends.
 """
 
 from collections import Counter
@@ -24,7 +19,6 @@ from heapq import heapify, heappop, heappush
 Counts = tuple[int, ...]
 """Devices in each stock."""
 _GAIN = 1e-12  # a speed-up that is not rounding
-_FACTOR = 1.0 + 1e-9  # likewise, of a product of rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +81,7 @@ def decide(
     running: Sequence[Bidder],
     waiting: Sequence[Bidder],
     *,
-    takes: bool = False,
+    trade: "Callable[[Exchange], None] | None" = None,
 ) -> Decision:
     """Which devices each job has from now on.
 
@@ -96,16 +90,13 @@ def decide(
         room: Devices of each stock that these jobs may hold together.
         running: Jobs that hold devices, in the order in which they began.
         waiting: Jobs that hold none, in order of arrival.
-        takes: Whether jobs take devices from each other.
+        trade: What jobs do with devices of others, once the free ones are given.
     """
-    exchange = _Exchange(stocks, room, running, waiting)
+    exchange = Exchange(stocks, room, running, waiting)
     exchange.give_back()
     exchange.accept()
-    if takes:
-        while exchange.take_one():
-            pass
-        if exchange.has_leftovers:
-            exchange.accept()
+    if trade is not None:
+        trade(exchange)
     return Decision(
         {one.id: exchange.held[one.id] for one in exchange.running}, tuple(exchange.refusals)
     )
@@ -144,7 +135,7 @@ class _Proposal:
     counts: Counts
 
 
-class _Exchange:
+class Exchange:
     """Who holds what while a decision is made."""
 
     def __init__(
@@ -154,6 +145,7 @@ class _Exchange:
         running: Sequence[Bidder],
         waiting: Sequence[Bidder],
     ) -> None:
+        """Start with what jobs hold; see ``decide``."""
         self.stocks = stocks
         self.none: Counts = (0,) * len(stocks)
         self.held = {one.id: one.held for one in (*running, *waiting)}
@@ -163,10 +155,9 @@ class _Exchange:
         self.running, self.waiting = list(running), list(waiting)
         self.refusals: list[tuple[str, Counts]] = []
         self.refused = {(one.id, n) for one in (*running, *waiting) for n in one.refused}
-        self.has_leftovers = False  # whether a giver had to give more than what was taken
         for one in running:
             if not one.can_run(one.held):  # it lost devices
-                self._move(one, self._largest_part(one))
+                self.move(one, self._largest_part(one))
         self._rest_idle()
 
     def give_back(self) -> None:
@@ -176,7 +167,7 @@ class _Exchange:
                 holders = [one for one in self.running if self.held[one.id][stock]]
                 losses = [self._loss(one, stock) for one in holders]
                 victim = holders[losses.index(min(losses))]
-                self._move(victim, self._fewer(victim, stock))
+                self.move(victim, self.fewer(victim, stock))
         self._rest_idle()
 
     def _rest_idle(self) -> None:
@@ -185,30 +176,32 @@ class _Exchange:
             self.running = [one for one in self.running if any(self.held[one.id])]
             self.waiting = sorted([*idle, *self.waiting], key=lambda one: one.arrival_seconds)
 
-    def _move(self, one: Bidder, counts: Counts) -> None:
+    def move(self, one: Bidder, counts: Counts) -> None:
+        """Let a job hold other devices."""
         before = self.held[one.id]
         self.free = [f + b - a for f, b, a in zip(self.free, before, counts, strict=True)]
         self.held[one.id] = counts
 
-    def _begin(self, one: Bidder) -> None:
+    def begin(self, one: Bidder) -> None:
+        """Count a waiting job among those that run."""
         self.waiting.remove(one)
         self.running.append(one)
 
-    def _fewer(self, one: Bidder, stock: int) -> Counts:
+    def fewer(self, one: Bidder, stock: int) -> Counts:
         """The most that a job can keep with fewer devices of a stock; nothing if it cannot run."""
         held = self.held[one.id]
         for number in range(1, held[stock] + 1):
-            counts = _plus(held, stock, -number)
+            counts = plus(held, stock, -number)
             if one.can_run(counts):
                 return counts
         return self.none
 
     def _largest_part(self, one: Bidder) -> Counts:
-        parts = [self._fewer(one, stock) for stock, n in enumerate(self.held[one.id]) if n]
+        parts = [self.fewer(one, stock) for stock, n in enumerate(self.held[one.id]) if n]
         return max(parts, key=one.rate, default=self.none)
 
     def _loss(self, one: Bidder, stock: int) -> float:
-        after = one.rate(self._fewer(one, stock))
+        after = one.rate(self.fewer(one, stock))
         return (one.rate(self.held[one.id]) - after) / one.full_rate
 
     def accept(self) -> None:
@@ -232,9 +225,9 @@ class _Exchange:
                 self.refusals.append((one.id, offer.counts))
                 self.refused.add((one.id, offer.counts))
             else:
-                self._move(one, offer.counts)
+                self.move(one, offer.counts)
                 if place >= total:
-                    self._begin(one)
+                    self.begin(one)
                     place = len(self.running) - 1
                     jobs[place] = one
             following = self._best(one, place)
@@ -261,13 +254,13 @@ class _Exchange:
         best, found = (_GAIN, one.most), (-1, held)  # speed-up and devices, of equals the first
         tried: dict[int, int] = {}  # of each type, so far on one server; another adds nothing new
         for stock, left in enumerate(self.free):
-            if left <= 0 or not self._may_add(one, stock):
+            if left <= 0 or not self.may_add(one, stock):
                 continue
             kind = self.stocks[stock].kind
             first = max(1, one.least - total, tried.get(kind, 0) + 1)
             tried[kind] = max(left, tried.get(kind, 0))
             for number in range(first, min(left, one.most - total) + 1):
-                counts = _plus(held, stock, number)
+                counts = plus(held, stock, number)
                 gain = (one.rate(counts) - now) / one.full_rate / number
                 if (gain, number) > best and (one.id, counts) not in self.refused:
                     best, found = (gain, number), (stock, counts)
@@ -277,7 +270,7 @@ class _Exchange:
             return self._mixed_start(one, place)
         return None
 
-    def _may_add(self, one: Bidder, stock: int) -> bool:
+    def may_add(self, one: Bidder, stock: int) -> bool:
         """Whether a job may hold devices of a stock beside those that it holds."""
         added = self.stocks[stock]
         own = [self.stocks[s] for s, number in enumerate(self.held[one.id]) if number]
@@ -312,79 +305,9 @@ class _Exchange:
     def _speed(self, one: Bidder, stock: int) -> float:
         """A job's most steps per second and device on free devices of a stock alone."""
         numbers = range(1, min(self.free[stock], one.most) + 1)
-        return max(one.rate(_plus(self.none, stock, number)) / number for number in numbers)
-
-    def take_one(self) -> bool:
-        """Let the device change hands that gains most; False where none gains."""
-        if self.waiting and self._begin_by_taking(self.waiting[0]):
-            return True
-        best: tuple[float, Bidder, int, Bidder, Counts] | None = None
-        for stock in range(len(self.stocks)):
-            givers = self._givers(stock)
-            for taker in self.running:
-                found = next((one for one in givers if one[1] is not taker), None)
-                if found is None:
-                    continue
-                kept, giver, left = found
-                gain = self._factor(taker, stock) * kept
-                if gain > _FACTOR and (best is None or gain > best[0]):
-                    best = gain, taker, stock, giver, left
-        if best is None:
-            return False
-        _, taker, stock, giver, left = best
-        self._give(giver, stock, left)
-        self._move(taker, _plus(self.held[taker.id], stock, 1))
-        return True
-
-    def _givers(self, stock: int) -> list[tuple[float, Bidder, Counts]]:
-        """Jobs that can give a device of a stock, those that lose least first.
-
-        Returns:
-            The part of its rate that each keeps, the job, and what it then holds.
-        """
-        found = []
-        for place, one in enumerate(self.running):
-            if not self.held[one.id][stock]:
-                continue
-            left = self._fewer(one, stock)
-            if any(left):
-                found.append((one.rate(left) / one.rate(self.held[one.id]), place, one, left))
-        found.sort(key=lambda row: (-row[0], -row[1]))
-        return [(kept, one, left) for kept, _, one, left in found]
-
-    def _give(self, giver: Bidder, stock: int, left: Counts) -> None:
-        self.has_leftovers |= self.held[giver.id][stock] - left[stock] > 1
-        self._move(giver, left)
-
-    def _factor(self, one: Bidder, stock: int) -> float:
-        """The factor by which one more device speeds a running job up."""
-        held = self.held[one.id]
-        counts = _plus(held, stock, 1)
-        if sum(held) >= one.most or not self._may_add(one, stock):
-            return 0.0
-        if (one.id, counts) in self.refused:
-            return 0.0
-        return one.rate(counts) / one.rate(held)
-
-    def _begin_by_taking(self, one: Bidder) -> bool:
-        """Let a job begin on devices of one stock, as few as it can run on; whether it could."""
-        for stock in range(len(self.stocks)):
-            numbers = range(one.least, one.most + 1)
-            counts = (_plus(self.none, stock, number) for number in numbers)
-            wanted = next((n for n in counts if one.can_run(n)), None)
-            if wanted is None or (one.id, wanted) in self.refused:
-                continue
-            before = dict(self.held), list(self.free), self.has_leftovers
-            while self.free[stock] < wanted[stock] and (givers := self._givers(stock)):
-                _, giver, left = givers[0]
-                self._give(giver, stock, left)
-            if self.free[stock] >= wanted[stock]:
-                self._move(one, wanted)
-                self._begin(one)
-                return True
-            self.held, self.free, self.has_leftovers = before
-        return False
+        return max(one.rate(plus(self.none, stock, number)) / number for number in numbers)
 
 
-def _plus(counts: Counts, stock: int, number: int) -> Counts:
+def plus(counts: Counts, stock: int, number: int) -> Counts:
+    """The devices with so many more of one stock."""
     return tuple(n + number if s == stock else n for s, n in enumerate(counts))

@@ -70,8 +70,8 @@ def sharing_of(settings: Settings, places: Places) -> Sharing:
     """
     if settings.policy == elastic.NAME:
         return FairSharing(places)
-    if settings.policy in easyscale.VARIANTS:
-        return Proposals(easyscale.VARIANTS[settings.policy], places)
+    if (variant := easyscale.VARIANTS.find(settings.policy)) is not None:
+        return Proposals(variant, places)
     return RoundSharing(settings, places)
 
 
@@ -102,7 +102,7 @@ class RoundSharing:
             ProblemError: There is no such policy, or it is not one of live clusters.
         """
         name, entities = settings.policy, settings.entities
-        others = (elastic.NAME, *easyscale.VARIANTS)
+        others = (elastic.NAME, *easyscale.VARIANTS.names())
         alone = allocator_named(name, others=others, entities=entities)
         mixing = allocator_named(name, columns=True, entities=entities)
         if alone.shares_space:

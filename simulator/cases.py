@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..mechanisms.allocators.named import allocator_named, always_pairs
+from ..mechanisms.allocators.shares import Allocator
 from ..mechanisms.cluster.layout import Layout
 from ..mechanisms.cluster.pool import Pool
-from ..mechanisms.easyscale import VARIANTS
+from ..mechanisms.easyscale import Variant
 from ..schema.errors import BackendError, ProblemError
 from ..schema.jobs import Entity, Job, Throughputs, consolidated_devices
 from ..schema.market import utc_text
 from ..schema.options import option
+from ..schema.plugins import Registry
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
 from ..solvers.market.offers import Prices
@@ -32,15 +34,30 @@ from .rounds.options import RoundOptions
 from .rounds.simulate import simulate_rounds
 from .traces.draws import TraceOptions, draw_jobs
 
-SCHEDULERS = (
-    "rounds", "published-rounds", "elastic", "static-priority", *VARIANTS, "yarn",
-)  # fmt: skip
+Progress = Callable[[int, float], None] | None
+Run = Callable[["Case", Iterable[Job], Pool, Progress], Simulation]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduler:
+    """What shares a cluster over time.
+
+    ``run`` simulates a case. ``is_in_rounds``: it follows a policy, and pairs of jobs may share
+    devices. ``resizes``: a job may change its devices at another cost than a restart's.
+    """
+
+    run: Run
+    is_in_rounds: bool = False
+    resizes: bool = True
+    knows_servers: bool = True
+
+
+SCHEDULERS: Registry[Scheduler] = Registry(
+    "scheduler",
+    group="hetflow.schedulers",
+    own=(__name__, "hetflow.papers.gavel.published_rounds", "hetflow.papers.easyscale.schedulers"),
+)
 MARKET = "market"  # the scheduler of machines to rent; needs a market
-_NO_RESIZES = ("static-priority", "yarn", MARKET)
-_PROPOSALS: dict[str, Literal["heterogeneous", "homogeneous", "yarn"]] = {
-    **{name: "heterogeneous" if one.mixes else "homogeneous" for name, one in VARIANTS.items()},
-    "yarn": "yarn",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +107,12 @@ class Case:
     market_options: MarketOptions = field(default_factory=MarketOptions)
 
     def __post_init__(self) -> None:
-        known = (*SCHEDULERS, MARKET)
-        if self.scheduler not in known:
+        if self.scheduler != MARKET and SCHEDULERS.find(self.scheduler) is None:
+            known = (*SCHEDULERS.names(), MARKET)
             guess = nearest(self.scheduler, known)
             fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
             raise ProblemError(f"no scheduler {self.scheduler!r}; {fix}")
-        if self.space_sharing and not self.scheduler.endswith("rounds"):
+        if self.space_sharing and not self.mechanism.is_in_rounds:
             raise ProblemError(
                 f"space sharing is for rounds, {self.scheduler} runs every job on its own devices; "
                 "leave one of them out"
@@ -109,7 +126,7 @@ class Case:
         if self.failures is None:
             FailureOptions(mean_seconds=1.0, repair_seconds=self.repair_seconds)
         if self.server_failure_seconds is not None and (
-            self.servers is None or self.scheduler == "published-rounds"
+            self.servers is None or not self.mechanism.knows_servers
         ):
             raise ProblemError(
                 "servers fail where there are several, and not under published-rounds, which "
@@ -124,6 +141,11 @@ class Case:
             )
 
     @property
+    def mechanism(self) -> Scheduler:
+        """What shares the cluster."""
+        return _RENTING if self.scheduler == MARKET else SCHEDULERS.get(self.scheduler)
+
+    @property
     def moving_seconds(self) -> float:
         """What a job loses that goes over to other devices of its server."""
         return self.restart_seconds if self.resize_seconds is None else self.resize_seconds
@@ -131,7 +153,7 @@ class Case:
     @property
     def layout(self) -> Layout | None:
         """The servers that devices are on; None for a flat pool, or a mechanism that knows none."""
-        if self.servers is None or self.scheduler == "published-rounds":
+        if self.servers is None or not self.mechanism.knows_servers:
             return None
         layout = Layout.apart(self.servers)
         if self.server_numbers is None:
@@ -156,7 +178,7 @@ class Case:
                 "machines of a market do not fail, they are taken away",
                 hint=f"give {option('preemption_hours')} instead of failures",
             )
-        if self.resize_seconds is not None and self.scheduler in _NO_RESIZES:
+        if self.resize_seconds is not None and not self.mechanism.resizes:
             raise ProblemError(
                 f"{option('resize_seconds', format(self.resize_seconds, 'g'))}: "
                 f"{self.scheduler} resizes no job",
@@ -168,7 +190,7 @@ class Case:
                 "would ignore it; "
                 "leave it out"
             )
-        if self.scheduler.endswith("rounds"):
+        if self.mechanism.is_in_rounds:
             return
         unheard = {
             f"policy {self.policy}": self.policy != "las",
@@ -208,69 +230,98 @@ def run_case(
         uses_mixes=case.scheduler == "rounds" and bool(case.throughputs.mixes),
         consolidated=consolidated_devices(case.throughputs, case.servers or ()) if mixed else None,
     )
-    if case.market is not None:
-        return simulate_market(jobs, pool, case.market, case.market_options, on_progress)
-    if case.scheduler in _PROPOSALS:
-        proposals = ProposalOptions(
-            scheduler=_PROPOSALS[case.scheduler],
-            takes=case.scheduler in VARIANTS and VARIANTS[case.scheduler].takes,
-            resize_seconds=case.moving_seconds,
-            restart_seconds=case.restart_seconds,
-            failures=case.failures,
-            layout=case.layout,
-            records_spans=case.records_spans,
-        )
-        return simulate_proposals(jobs, pool, proposals, on_progress)
-    if case.scheduler in ("elastic", "static-priority"):
-        elastic = case.scheduler == "elastic"
-        shares = FairShareOptions(
-            scheduler="elastic" if elastic else "static_priority",
-            resize_seconds=case.moving_seconds,
-            restart_seconds=case.restart_seconds,
-            failures=case.failures,
-            layout=case.layout,
-            records_spans=case.records_spans,
-        )
-        return simulate_fair_share(jobs, pool, shares, on_progress)
-    return _in_rounds(case, jobs, pool, on_progress)
+    return case.mechanism.run(case, jobs, pool, on_progress)
 
 
-def _in_rounds(
-    case: Case,
-    jobs: Iterable[Job],
-    pool: Pool,
-    on_progress: Callable[[int, float], None] | None,
-) -> Simulation:
-    published = case.scheduler == "published-rounds"
+def _on_a_market(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
+    assert case.market is not None
+    return simulate_market(jobs, pool, case.market, case.market_options, told)
+
+
+_RENTING = Scheduler(run=_on_a_market, resizes=False)
+
+
+def by_proposals(
+    variant: Variant | None = None,
+    simulate: Callable[
+        [Iterable[Job], Pool, ProposalOptions, Progress], Simulation
+    ] = simulate_proposals,
+) -> Run:
+    """How one of EasyScale's schedulers runs a case, or what ``simulate`` does instead of it."""
+
+    def run(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
+        options = ProposalOptions(
+            variant=variant or Variant(), resize_seconds=case.moving_seconds,
+            restart_seconds=case.restart_seconds, failures=case.failures, layout=case.layout,
+            records_spans=case.records_spans,
+        )  # fmt: skip
+        return simulate(jobs, pool, options, told)
+
+    return run
+
+
+def _by_fair_share(scheduler: Literal["elastic", "static_priority"]) -> Run:
+    def run(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
+        options = FairShareOptions(
+            scheduler=scheduler, resize_seconds=case.moving_seconds,
+            restart_seconds=case.restart_seconds, failures=case.failures, layout=case.layout,
+            records_spans=case.records_spans,
+        )  # fmt: skip
+        return simulate_fair_share(jobs, pool, options, told)
+
+    return run
+
+
+def allocator_of(case: Case, pool: Pool, *, blind: bool = False, warm: bool = True) -> Allocator:
+    """The case's policy; for ``blind`` and ``warm`` see ``allocator_named``.
+
+    Raises:
+        ProblemError: There is no such policy, or it needs throughputs of pairs that there are not.
+    """
     if (case.space_sharing or always_pairs(case.policy)) and not pool.has_pairs():
         raise ProblemError("space sharing needs throughputs of pairs, and the file has none")
-    allocator = allocator_named(
+    return allocator_named(
         case.policy,
         agnostic=case.agnostic,
-        warm=case.optimum == "vertex" and not published,
+        warm=warm,
         columns=len(pool.columns) > len(pool.types),
-        blind=published and case.agnostic and not case.space_sharing,
+        blind=blind,
         shares_space=case.space_sharing,
-        published=published,
         seed=case.seed,
         entities=case.entities,
     )
-    options = RoundOptions(
+
+
+def round_options(case: Case, allocator: Allocator) -> RoundOptions:
+    """How the case's rounds run."""
+    return RoundOptions(
         round_seconds=case.round_seconds,
         reset_seconds=case.reset_seconds,
         restart_seconds=case.restart_seconds,
         resize_seconds=case.resize_seconds,
         ends_early=case.early_rounds,
         failures=case.failures,
-        convention="published" if published else "text",
         fills_idle=not allocator.leaves_idle,
         records_spans=case.records_spans,
         layout=case.layout,
-        servers=None if published else case.servers,
+        servers=case.servers,
         selection=case.selection,
         seed=case.seed,
     )
-    return simulate_rounds(jobs, pool, allocator, options, on_progress)
+
+
+def _in_rounds(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
+    allocator = allocator_of(case, pool, warm=case.optimum == "vertex")
+    return simulate_rounds(jobs, pool, allocator, round_options(case, allocator), told)
+
+
+for _name, _scheduler in {
+    "rounds": Scheduler(run=_in_rounds, is_in_rounds=True),
+    "elastic": Scheduler(run=_by_fair_share("elastic")),
+    "static-priority": Scheduler(run=_by_fair_share("static_priority"), resizes=False),
+    "easyscale": Scheduler(run=by_proposals()),
+}.items():
+    SCHEDULERS.add(_name, _scheduler, __name__)
 
 
 def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) -> SimulationRun:
@@ -286,11 +337,10 @@ def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) 
     if case.window is not None:
         arrived = sorted(run.jobs, key=lambda job: job.arrival_seconds)
         kept = tuple(arrived[case.window[0] : case.window[1]])
-    in_rounds = case.scheduler.endswith("rounds")
     return SimulationRun(
         trace=trace,
         scheduler=case.scheduler,
-        policy=case.policy if in_rounds else None,
+        policy=case.policy if case.mechanism.is_in_rounds else None,
         heterogeneity="agnostic" if case.agnostic else "aware",
         space_sharing=case.space_sharing,
         num_devices=dict(case.num_devices),

@@ -50,8 +50,10 @@ MAY_IMPORT = {
         "schema", "schedules", "solvers", "checks", "devices", "importers", "exporters", "engines",
     },
     "testing": {"schema", "costs", "profilers"},  # nobody imports it
-    # Nobody imports it.
-    "papers": {"schema", "costs", "schedules", "checks", "solvers", "importers"},
+    "papers": {  # nobody imports it
+        "schema", "costs", "schedules", "checks", "solvers", "importers", "mechanisms",
+        "simulator",
+    },
     "api": {
         "schema", "planning", "solvers", "importers", "profilers", "devices", "protocol", "runtime",
         "launcher", "mechanisms", "simulator", "checks", "exporters", "reports", "schedules",

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetflow.mechanisms.easyscale import Variant
+from hetflow.papers.easyscale.schedulers import simulate_yarn
+from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.simulator import Pool, ProposalOptions, simulate_proposals, summarise
 
@@ -90,19 +93,12 @@ def ratios(jobs: list[Job], choice: Choice) -> tuple[float, ...]:
     speeds = SPEEDS[choice.speeds]
     bound = Pool(throughputs=table(speeds, bound=True), num_devices=DEVICES)
     free = Pool(throughputs=table(speeds, bound=False), num_devices=DEVICES)
-    yarn = summarise(simulate_proposals(jobs, bound, ProposalOptions(scheduler="yarn")))
-    same = summarise(
-        simulate_proposals(
-            jobs,
-            bound if choice.keeps else free,
-            ProposalOptions(scheduler="homogeneous", takes=choice.takes),
-        )
-    )
-    mixed = summarise(
-        simulate_proposals(
-            jobs, free, ProposalOptions(scheduler="heterogeneous", takes=choice.takes)
-        )
-    )
+    yarn = summarise(simulate_yarn(jobs, bound))
+    trade = take if choice.takes else None
+    homogeneous = ProposalOptions(variant=Variant(mixes=False, trade=trade))
+    same = summarise(simulate_proposals(jobs, bound if choice.keeps else free, homogeneous))
+    heterogeneous = ProposalOptions(variant=Variant(trade=trade))
+    mixed = summarise(simulate_proposals(jobs, free, heterogeneous))
     return (
         yarn.average_jct_seconds / same.average_jct_seconds,
         yarn.makespan_seconds / same.makespan_seconds,

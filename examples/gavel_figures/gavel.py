@@ -20,7 +20,7 @@ from pathlib import Path
 from baselines import GavelFifo, Isolated
 
 from hetflow.importers.gavel import read_gavel_throughputs
-from hetflow.mechanisms.allocators.gandiva import Gandiva
+from hetflow.papers.gavel.baselines import Gandiva
 from hetflow.schema.errors import HetflowError
 from hetflow.simulator import (
     Allocator,

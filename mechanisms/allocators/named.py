@@ -1,6 +1,6 @@
 """Policies in the form that a simulator calls thousands of times: on arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +13,8 @@ from ...solvers.allocation.instance import CONSOLIDATED, isolated_rate
 from ...solvers.allocation.policy import POLICIES
 from ..arrays import Floats, Ints
 from ..cluster.active import Active
-from .baselines import AlloX, FifoAnyType, GreedyFifo
-from .centre_las import CentreLas
 from .flat_las import FlatLas
-from .gandiva import Gandiva
-from .shares import Allocator, Shares
+from .shares import BASELINES, OPTIMA, Allocator, Shares
 from .slos import solve_what_can_be_met
 from .warm_las import WarmLas
 
@@ -161,14 +158,6 @@ def pair_table(active: Active) -> tuple[Ints, Floats]:
     return kind.reshape(-1), rates
 
 
-_OWN: dict[str, Callable[[int, bool], Allocator]] = {
-    "allox": lambda _, __: AlloX(),
-    "gandiva": lambda seed, published: Gandiva(seed, sums_types=published),
-    "fifo_greedy": lambda _, __: GreedyFifo(),
-    "fifo_any_type": lambda seed, _: FifoAnyType(seed),
-}
-
-
 def allocator_named(
     name: str,
     *,
@@ -177,7 +166,6 @@ def allocator_named(
     columns: bool = False,
     blind: bool = False,
     shares_space: bool = False,
-    published: bool = False,
     seed: int = 0,
     entities: tuple[Entity, ...] = (),
     others: Sequence[str] = (),
@@ -191,7 +179,6 @@ def allocator_named(
         columns: Whether there are other columns than device types (mixes, placements).
         blind: See ``PolicyAllocator``.
         shares_space: Whether pairs of jobs may share devices.
-        published: Whether Gandiva judges pairs as Gavel's code does (see ``Gandiva``).
         seed: Of what a policy draws at random.
         entities: The tree of a hierarchy.
         others: What the caller knows by name besides, for the error where there is none.
@@ -200,14 +187,14 @@ def allocator_named(
         ProblemError: There is none of that name, it does not share space, or it makes no sense
             for jobs that come and go.
     """
-    if name in _OWN:
-        own = _OWN[name](seed, published)
-        if shares_space and not own.shares_space:
-            raise ProblemError(f"{name} runs every job alone; leave space sharing out")
-        return own
     policy = POLICIES.find(name)
+    baseline = BASELINES.find(name) if policy is None else None
+    if baseline is not None:
+        if shares_space and not baseline.shares_space:
+            raise ProblemError(f"{name} runs every job alone; leave space sharing out")
+        return baseline.make(seed)
     if policy is None:
-        known = [*POLICIES.names(), *_OWN, *others]
+        known = [*POLICIES.names(), *BASELINES.names(), *others]
         guess = nearest(name, known)
         fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
         raise ProblemError(f"no policy {name!r}; {fix}")
@@ -218,7 +205,7 @@ def allocator_named(
         if warm and not agnostic:
             return WarmLas(weighted=weighted, shares_space=shares_space)
         if not agnostic and not shares_space:
-            return CentreLas(weighted=weighted)
+            return OPTIMA.get("centre")(weighted)
     if policy.single_use:
         raise ProblemError(
             f"{name} {policy.single_use}; with jobs that come and go it means nothing",
@@ -231,12 +218,11 @@ def allocator_named(
 
 def always_pairs(name: str) -> bool:
     """Whether an allocator pairs jobs in any case, so that it needs the pairs' throughputs."""
-    own = _OWN.get(name)
-    return own is not None and own(0, False).shares_space
+    baseline = BASELINES.find(name)
+    return baseline is not None and baseline.shares_space
 
 
 def most_devices(name: str) -> int | None:
     """Devices that an allocator gives one job at most; None where a job gets what it asks for."""
-    own = _OWN.get(name)
-    made = None if own is None else own(0, False)
-    return made.most_devices if isinstance(made, AlloX) else None
+    baseline = BASELINES.find(name)
+    return None if baseline is None else baseline.most_devices

@@ -4,18 +4,16 @@ A job's ``scale_factor`` is maxP, the number of ESTs; it runs on any devices, N_
 at most A_i ESTs each, at maxP / f_overload mini-batches (equations 1a to 1d). Speed-ups are
 relative to the job's rate on maxP devices of its fastest type; a job yields to serving jobs where
 a device costs it the least.
-
-YARN's capacity scheduler stands beside it: first in, first out, a whole gang of one type at once.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal
 
 from ...mechanisms.cluster.layout import Layout
 from ...mechanisms.cluster.pool import Pool
-from ...mechanisms.proposals import Bidder, Stock, admit_gangs, decide
+from ...mechanisms.easyscale import Variant
+from ...mechanisms.proposals import Bidder, Stock, decide
 from ...schema.errors import ProblemError
 from ...schema.jobs import Job
 from ..cluster.failures import FailureOptions
@@ -25,20 +23,19 @@ from .events import Counts, Entry, EventCluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposalOptions:
-    """``heterogeneous`` jobs may mix types; ``homogeneous`` ones keep to the type they start on.
+    """Which of EasyScale's schedulers, and what else happens.
 
-    ``takes`` lets jobs take devices from each other. ``serving`` lists (from time, devices by
+    ``serving`` lists (from time, devices by
     type that serving jobs hold from then on), in order. ``measured`` is the part of the estimated
     rate that a job really reaches on its devices; where an increment turns out slower than
     before, the job falls back and does not ask again for it. ``resize_seconds`` stop a job whenever
     its devices change, ``restart_seconds`` (None: as many) one that gets devices again after it had
     none. ``failures`` of devices: the job that
-    a device costs least yields one, a gang of ``yarn`` starts again from where it was.
+    a device costs least yields one.
     Spans name devices on the servers of ``layout``; None: those of ``failures``, else a flat pool.
     """
 
-    scheduler: Literal["heterogeneous", "homogeneous", "yarn"] = "heterogeneous"
-    takes: bool = False
+    variant: Variant = Variant()
     resize_seconds: float = 0.0
     restart_seconds: float | None = None
     serving: tuple[tuple[float, Counts], ...] = ()
@@ -87,10 +84,9 @@ def est_rate(capability: tuple[float, ...], counts: Counts, max_p: int) -> float
 
 class _Proposals(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: Pool, options: ProposalOptions) -> None:
-        gangs = options.scheduler == "yarn"
         super().__init__(
             jobs, pool, options.resize_seconds, options.failures,
-            gangs=gangs, restart_seconds=options.restart_seconds, layout=options.layout,
+            gangs=False, restart_seconds=options.restart_seconds, layout=options.layout,
             records_spans=options.records_spans,
         )  # fmt: skip
         self.options = options
@@ -117,16 +113,13 @@ class _Proposals(EventCluster):
         return min([super().next_change_seconds(), *later])
 
     def schedule(self) -> None:
-        if self.options.scheduler == "yarn":
-            self._admit()
-            return
         entries = {entry.job.id: entry for entry in (*self.running, *self.waiting)}
         found = decide(
             [Stock(kind, 0) for kind in range(len(self.none))],
             self.capacity(),
             [self._bidder(entry) for entry in self.running],
             [self._bidder(entry) for entry in self.waiting],
-            takes=self.options.takes,
+            trade=self.options.variant.trade,
         )
         for job, counts in found.refused:
             self.refused.setdefault(job, set()).add(counts)
@@ -148,23 +141,7 @@ class _Proposals(EventCluster):
             most=entry.job.scale_factor,
             rate=partial(self._estimate, entry),
             full_rate=max(self.pool.rate_per_device(entry.job)),
-            mixes=self.options.scheduler == "heterogeneous",
+            mixes=self.options.variant.mixes,
             actual=None if measured is None else partial(self.rate_of, entry),
             refused=frozenset(self.refused.get(entry.job.id, ())),
         )
-
-    def _admit(self) -> None:
-        """FIFO, gang-scheduled: the head waits for all its devices of one type."""
-        for counts in admit_gangs(self.free(), (self._gang(entry.job) for entry in self.waiting)):
-            entry = self.waiting.pop(0)
-            self.running.append(entry)
-            self.resize(entry, counts)
-
-    def _gang(self, job: Job) -> list[Counts]:
-        rate = self.pool.rate(job).tolist()
-        kinds = [kind for kind in range(len(self.none)) if rate[kind] > 0]
-        kinds.sort(key=lambda kind: (-rate[kind], kind))
-        return [
-            tuple(job.scale_factor if k == kind else 0 for k in range(len(self.none)))
-            for kind in kinds
-        ]

@@ -25,6 +25,7 @@ from hetflow.mechanisms.easyscale import (
 from hetflow.mechanisms.proposals import Bidder, Counts, Decision, Stock, admit_gangs, decide
 from hetflow.mechanisms.rounds.state import RoundState
 from hetflow.mechanisms.rounds.stored import resumed, stored
+from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.simulator import ProposalOptions, simulate_proposals
 from hetflow.simulator.events.proposals import est_rate
@@ -156,7 +157,7 @@ def test_jobs_that_give_back_or_take_keep_to_their_ranges(
     running, waiting = list[Bidder](), bidders
     for room in rooms:
         before = decide(STOCKS, room, running, waiting)
-        found = decide(STOCKS, room, running, waiting, takes=takes)
+        found = decide(STOCKS, room, running, waiting, trade=take if takes else None)
         check(found, bidders, room)
         if takes:  # nobody stops, and the product of all rates grows
             assert before.held.keys() <= found.held.keys()
@@ -191,7 +192,7 @@ def test_where_jobs_take_no_exchange_of_a_device_is_left_that_gains(
                rate=curved(speed, power))
         for i, (speed, power, most) in enumerate(drawn)
     ]  # fmt: skip
-    held = decide(STOCKS[:2], room, [], bidders, takes=True).held
+    held = decide(STOCKS[:2], room, [], bidders, trade=take).held
     for giver, taker in itertools.permutations([one for one in bidders if one.id in held], 2):
         for stock in (0, 1):
             less, more = list(held[giver.id]), list(held[taker.id])
@@ -242,7 +243,7 @@ class Live:
     """What a scheduler does between decisions."""
 
     def __init__(self, wishes: dict[str, Wish], variant: str = "easyscale") -> None:
-        self.wishes, self.variant = wishes, VARIANTS[variant]
+        self.wishes, self.variant = wishes, VARIANTS.get(variant)
         self.state = RoundState.empty(POOL)
         self.seats: dict[str, Seat] = {}
         self.now = 0.0
@@ -400,8 +401,7 @@ def test_what_is_decided_for_a_live_cluster_is_what_is_simulated(
             rate=lambda counts: est_rate(speeds, counts, job.scale_factor),
         )  # fmt: skip
 
-    scheduler = "heterogeneous" if mixes else "homogeneous"
-    run = simulate_proposals(jobs, pool, ProposalOptions(scheduler=scheduler))
+    run = simulate_proposals(jobs, pool, ProposalOptions(variant=Variant(mixes)))
     events = sorted({one.arrival_seconds for one in jobs} | {o.finish_seconds for o in run.jobs})
     state, seats = RoundState.empty(pool), dict[str, Seat]()
     for now, then in itertools.pairwise(events):

@@ -9,11 +9,7 @@ import numpy as np
 
 from ....schema.errors import BackendError, ProblemError
 from ...lp import LinearSession
-from ..interior.face import Face
 from ..program import Floats, Ints
-
-# Prices, and what a column costs beyond its worth, count from this part of the whole on.
-PRICED = 1e-8
 
 
 class WarmMaxMin:
@@ -41,10 +37,10 @@ class WarmMaxMin:
         self.pair_place: list[int] = []
         self.pair_of: list[tuple[int, int, int]] = []
         self._columns = 1
-        self._values = np.zeros(1)
-        self._prices = np.zeros(0)
+        self.values = np.zeros(1)
+        self.prices = np.zeros(0)
         self._rates: list[Floats] = []
-        self._scales: list[float] = []
+        self.scales: list[float] = []
         self.row_of = np.zeros(0, dtype=np.int64)
         self.type_of = np.zeros(0, dtype=np.int64)
 
@@ -76,7 +72,7 @@ class WarmMaxMin:
         self.level.append(level / best)
         self.best.append(best)
         self._rates.append(np.where(scale <= self.capacity, rate / best, 0.0))
-        self._scales.append(scale)
+        self.scales.append(scale)
         return len(self.level) - 1
 
     def add_pair(self, a: int, b: int, rates: Floats, scale: float) -> None:
@@ -119,7 +115,7 @@ class WarmMaxMin:
         """The objective, and each class's total time on each type [classes, types].
 
         Args:
-            with_prices: Whether ``face`` will be asked for.
+            with_prices: Whether ``prices`` will be read.
 
         Raises:
             BackendError: HiGHS finds no optimum; with no job present there is none.
@@ -128,56 +124,9 @@ class WarmMaxMin:
         if answer is None:
             raise BackendError("HiGHS found no optimum of the warm program")
         times = np.zeros((len(self.level), len(self.capacity)))
-        self._values, self._prices = answer.values, answer.prices
+        self.values, self.prices = answer.values, answer.prices
         times[self.row_of, self.type_of] = np.maximum(answer.values[self.place], 0.0)
         return answer.objective, times
-
-    def face(self, classes: Ints, counts: Floats) -> Face:
-        """The optimal face of the last program, without pairs, as its prices tell.
-
-        A price says that something is tight in every optimum; that nothing else is, holds where
-        the prices are the only ones.
-
-        Args:
-            classes: Those present.
-            counts: Jobs of each of them.
-        """
-        types, z = len(self.capacity), float(self._values[0])
-        price = self._prices[:types]
-        time, demand = self._prices[types::2][classes], -self._prices[types + 1 :: 2][classes]
-        rate = self.rates(classes)
-        scale, level = np.array(self._scales)[classes], np.array(self.level)[classes]
-        cost = time + np.multiply.outer(price, scale)
-        rate = np.where(cost - demand * rate <= PRICED * (cost + PRICED * z), rate, 0.0)
-        slowest = level * z >= 1.0 - PRICED  # needs all its time on its best types
-        rate = np.where(slowest & (rate < 1.0), 0.0, rate)
-        busy = slowest | (time * counts > PRICED * z)
-        bound = slowest | (demand * level * counts > PRICED)
-        most = rate.max(axis=0)
-        alike = busy & ((rate == most) | (rate == 0)).all(axis=0)
-        stuck = alike & bound
-        fixed = bool(stuck.any())
-        return Face(
-            count=counts, scale=scale, level=level, rate=rate, capacity=self.capacity,
-            busy=busy, bound=bound, full=price * self.capacity > PRICED * z, asks=~alike,
-            z=float((most[stuck] / level[stuck]).min()) if fixed else z, fixed=fixed,
-        )  # fmt: skip
-
-    def roomy_face(self, classes: Ints, counts: Floats) -> Face:
-        """The optimal face where no type is full: the slowest class alone is tight.
-
-        Args:
-            classes: Those present.
-            counts: Jobs of each of them.
-        """
-        rate, level = self.rates(classes), np.array(self.level)[classes]
-        most = float(level.max())
-        slowest, nowhere = level == most, np.zeros(len(self.capacity), dtype=bool)
-        return Face(
-            count=counts, scale=np.array(self._scales)[classes], level=level,
-            rate=np.where(slowest & (rate < 1.0), 0.0, rate), capacity=self.capacity,
-            busy=slowest, bound=slowest, full=nowhere, asks=~slowest, z=1.0 / most, fixed=True,
-        )  # fmt: skip
 
     def rates(self, classes: Ints) -> Floats:
         """Rates of classes relative to each one's best [types, classes]."""
@@ -186,7 +135,7 @@ class WarmMaxMin:
     def pair_times(self) -> tuple[Ints, Ints, Ints, Floats]:
         """Of the last solution, pairs that have time: classes, type, total time [pairs]."""
         places = np.array(self.pair_place, dtype=np.int64)
-        time = self._values[places]
+        time = self.values[places]
         used = np.flatnonzero(time > 0)
         of = np.array(self.pair_of, dtype=np.int64).reshape(-1, 3)[used]
         return of[:, 0], of[:, 1], of[:, 2], time[used]

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
-from hetflow.mechanisms.allocators.baselines import AlloX
-from hetflow.mechanisms.allocators.gandiva import Gandiva
 from hetflow.mechanisms.cluster.active import Active
+from hetflow.papers.gavel.baselines import AlloX, Gandiva
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
 from hetflow.simulator import (
@@ -137,7 +136,7 @@ def test_gandiva_of_the_published_code_adds_the_types_up(
 
     def partners(pool: dict[str, int]) -> set[tuple[int, ...]]:
         here = active(shared_table, pool, [job(n, model="rnn") for n in range(6)])
-        gandiva = allocator_named("gandiva", published=True)
+        gandiva = Gandiva(sums_types=True)
         return {tuple(gandiva.allocate(here, 0.0).pairs.b.tolist()) for _ in range(8)}  # type: ignore[union-attr]
 
     assert len(partners({"fast": 1, "slow": 1})) == 1

@@ -291,7 +291,7 @@ def test_jobs_move_off_a_server_that_failed(table: Throughputs, job: MakeJob) ->
     assert {4, 8} <= set(held.values()) <= {0, 4, 8}
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
 def test_failures_that_leave_next_to_nothing_are_refused(
     table: Throughputs, job: MakeJob, scheduler: str
 ) -> None:
@@ -326,7 +326,7 @@ def test_many_equal_jobs_that_end_together_are_no_stall(pool: Pool, job: MakeJob
     assert len(run.jobs) == 200
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
 def test_jobs_that_fit_nowhere_are_named_and_the_others_go_on(
     table: Throughputs, job: MakeJob, scheduler: str
 ) -> None:
@@ -343,7 +343,7 @@ def test_jobs_that_fit_nowhere_are_named_and_the_others_go_on(
         run_case(case, misfits[::-1])
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
 def test_no_jobs_are_an_empty_run(table: Throughputs, scheduler: str) -> None:
     case = Case(throughputs=table, num_devices={"fast": 2}, scheduler=scheduler)
     found = report(case, run_case(case, []), "nothing")

@@ -98,7 +98,7 @@ def _refuse_wrong_seats(run: Simulation, case: Case) -> None:
 
 @pytest.mark.parametrize("servers", [False, True])
 @pytest.mark.parametrize(
-    "scheduler", [s for s in SCHEDULERS if s not in ("elastic", "static-priority")]
+    "scheduler", [s for s in SCHEDULERS.names() if s not in ("elastic", "static-priority")]
 )
 @settings(max_examples=examples(8))
 @given(jobs=_traces(), fails=st.booleans(), seed=st.integers(0, 9))

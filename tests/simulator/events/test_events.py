@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.mechanisms.cluster.layout import Layout
+from hetflow.mechanisms.easyscale import Variant
 from hetflow.mechanisms.fair_share import fair_shares
+from hetflow.papers.easyscale.schedulers import simulate_yarn
+from hetflow.papers.easyscale.taking import take
 from hetflow.schema.errors import HetflowError, InfeasibleError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.simulator import (
@@ -127,7 +130,7 @@ def test_rate_of_ests_is_one_over_the_overload() -> None:
 def test_an_elastic_job_mixes_types_where_that_is_faster(pool: Pool, job: MakeJob) -> None:
     jobs = [job(0, model="rnn", steps=8000.0, scale_factor=4), job(1, model="rnn", scale_factor=4)]
     mixed = simulate_proposals(jobs, pool)
-    gang = simulate_proposals(jobs, pool, ProposalOptions(scheduler="yarn"))
+    gang = simulate_yarn(jobs, pool)
     assert mixed.end_seconds <= gang.end_seconds
     assert {span.device_type for span in mixed.spans} == {"fast", "slow"}
 
@@ -163,7 +166,7 @@ def test_a_newcomer_takes_devices_where_both_gain(table: Throughputs, job: MakeJ
         job(0, steps=16000.0, scale_factor=4),
         job(1, steps=4000.0, scale_factor=4, arrival_seconds=500.0),
     ]
-    run = simulate_proposals(jobs, pool, ProposalOptions(takes=True))
+    run = simulate_proposals(jobs, pool, ProposalOptions(variant=Variant(trade=take)))
     # 500 s on 4 at 16 a second, then 2 each at 8: job 1 ends 500 s later, job 0 grows back.
     ends = {done.id: done.finish_seconds for done in run.jobs}
     assert ends == pytest.approx({"0": 1250.0, "1": 1000.0})
@@ -179,7 +182,9 @@ def test_proposals_never_oversubscribe(pool: Pool, job: MakeJob, takes: bool) ->
         job(n, model=models[n % 2], scale_factor=(1, 2, 4)[n % 3], arrival_seconds=200.0 * n)
         for n in range(20)
     ]
-    run = simulate_proposals(jobs, pool, ProposalOptions(takes=takes))
+    run = simulate_proposals(
+        jobs, pool, ProposalOptions(variant=Variant(trade=take if takes else None))
+    )
     assert len(run.jobs) == 20
     for time in {span.start_seconds for span in run.spans}:
         now = [s for s in run.spans if s.start_seconds <= time < s.end_seconds]
@@ -187,7 +192,7 @@ def test_proposals_never_oversubscribe(pool: Pool, job: MakeJob, takes: bool) ->
             assert sum(s.num_devices for s in now if s.device_type == name) <= number
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
 def test_every_mechanism_tells_how_far_it_is(
     scheduler: str, table: Throughputs, job: MakeJob
 ) -> None:
@@ -199,7 +204,7 @@ def test_every_mechanism_tells_how_far_it_is(
     assert heard[-1][1] >= run.end_seconds
 
 
-EVENTS = [name for name in SCHEDULERS if not name.endswith("rounds")]
+EVENTS = [name for name in SCHEDULERS.names() if not name.endswith("rounds")]
 
 
 def failing(table: Throughputs, scheduler: str, number: int, failures: FailureOptions) -> Case:

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.papers.gavel import face
+from hetflow.papers.gavel.centre_las import centre
+from hetflow.papers.gavel.face import Face, optimal_face
 from hetflow.solvers.allocation.engine import solve_alone
-from hetflow.solvers.allocation.interior import face
-from hetflow.solvers.allocation.interior.centre import centre
-from hetflow.solvers.allocation.interior.face import Face
 from hetflow.solvers.allocation.las.warm import WarmMaxMin
 from hetflow.solvers.allocation.program import Program
 from hetflow.tests.profiles import examples
@@ -55,7 +55,7 @@ def test_the_centre_is_optimal_and_central(problem: tuple[np.ndarray, ...]) -> N
     present = np.arange(len(counts))
     warm.set_counts(present, counts.astype(np.int64))
     best, _ = warm.solve(with_prices=True)
-    face = warm.face(present, counts)
+    face = optimal_face(warm, present, counts)
     found = centre(face, np.full_like(face.rate, 0.1))
     assert found is not None
     x = found.T
@@ -100,7 +100,7 @@ def test_two_jobs_on_two_equal_types_by_hand() -> None:
 @given(problem=_problems())
 def test_compiled_steps_give_the_same_digits(problem: tuple[np.ndarray, ...]) -> None:
     compiled = pytest.importorskip(
-        "hetflow.solvers.allocation.interior.face_compiled", reason="numba is not installed"
+        "hetflow.papers.gavel.face_compiled", reason="numba is not installed"
     )
     counts, scales, rate, levels, capacity = problem
     warm = WarmMaxMin(capacity)
@@ -109,10 +109,10 @@ def test_compiled_steps_give_the_same_digits(problem: tuple[np.ndarray, ...]) ->
     present = np.arange(len(counts))
     warm.set_counts(present, counts.astype(np.int64))
     warm.solve(with_prices=True)
-    problem_face = warm.face(present, counts)
+    problem_face = optimal_face(warm, present, counts)
     start = np.full_like(problem_face.rate, 0.1)
-    plain = centre(problem_face, start, climb=face.climb)
-    fast = centre(problem_face, start, climb=compiled.climb)
+    plain = centre(problem_face, start, steps=face.climb)
+    fast = centre(problem_face, start, steps=compiled.climb)
     assert (plain is None) == (fast is None)
     if plain is not None:
         assert np.array_equal(plain, fast)

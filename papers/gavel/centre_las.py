@@ -1,17 +1,20 @@
 """LAS at the analytic centre of its optimal face; each call starts from the last answer."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from ...mechanisms.allocators.shares import OPTIMA, Shares
+from ...mechanisms.allocators.warm_las import WarmLas
+from ...mechanisms.cluster.active import Active
 from ...solvers.allocation.engine import solve_alone
-from ...solvers.allocation.interior.centre import centre
-from ...solvers.allocation.interior.face import Face
-from ...solvers.allocation.program import Program
-from ..arrays import Floats, Ints
-from ..cluster.active import Active
-from .shares import Shares
-from .warm_las import WarmLas
+from ...solvers.allocation.interior.method import over_rows
+from ...solvers.allocation.program import Floats, Ints, Program
+from ...solvers.compiling import compiled_if_often
+from .face import Face, Rows, climb, optimal_face, roomy_face
+
+_ROOM = 0.005  # relative, of what a guess leaves none of
 
 
 class CentreLas(WarmLas):
@@ -52,11 +55,11 @@ class CentreLas(WarmLas):
             self._centre = np.hstack((self._centre.reshape(len(more), known), more))
         found = None
         if self._roomy:
-            found = self._from_last(program.roomy_face(present, numbers), present)
+            found = self._from_last(roomy_face(program, present, numbers), present)
         if found is None:
             self.tell(program, counts)
             program.solve(with_prices=True)
-            face = program.face(present, numbers)
+            face = optimal_face(program, present, numbers)
             self._roomy = face.fixed and not face.full.any()
             found = self._from_last(face, present)
             if found is None:
@@ -94,3 +97,51 @@ def _near_centre(face: Face, rate: Floats) -> Floats:
     )
     answer: Floats = found.x.T
     return answer
+
+
+Climb = Callable[[Face, Rows, Floats], bool]
+
+
+def centre(face: Face, start: Floats, steps: Climb | None = None) -> Floats | None:
+    """Time fractions [types, classes] of a job of each class at the centre of the face.
+
+    O(classes x types^2) an iteration: some five from the centre of a similar problem, ten from
+    anywhere.
+
+    Args:
+        face: The problem; every class has a type.
+        start: A guess [types, classes], positive where ``rate`` is; need not be feasible.
+        steps: How steps are taken: in numpy, compiled where many are taken, or as given.
+
+    Returns:
+        The fractions; None where the numbers gave out, as they do where more is tight than the
+        face says.
+    """
+    with np.errstate(all="ignore"):
+        return _newton(face, start, steps or _FASTEST_CLIMB)
+
+
+def _compiled_climb() -> Climb:
+    from .face_compiled import climb
+
+    return climb
+
+
+_FASTEST_CLIMB: Climb = compiled_if_often(climb, _compiled_climb)
+
+
+def _newton(f: Face, start: Floats, climb: Climb) -> Floats | None:
+    types, classes = f.rate.shape
+    size = (types + 2) * classes
+    point = np.zeros(size + types)
+    x, w = point[:size].reshape(types + 2, classes), point[size:]
+    fixed = Rows(f)
+    x[:types] = np.where(f.rate > 0, start, 0.0)
+    reached = (f.rate * x[:types]).sum(axis=0)
+    x[types] = np.maximum(1.0 - x[:types].sum(axis=0), _ROOM) * ~f.busy
+    x[types + 1] = np.maximum(reached - f.level * f.z, _ROOM * reached) * (f.asks & ~f.bound)
+    w[:] = np.maximum(f.capacity - over_rows(x[:types] * fixed.each), _ROOM * f.capacity) * ~f.full
+    return x[:types] if climb(f, fixed, point) else None
+
+
+OPTIMA.add("centre", lambda weighted: CentreLas(weighted=weighted), __name__)

@@ -1,5 +1,7 @@
 """The analytic centre of the optimal face of a max-min program, by Newton's method.
 
+Gavel's published code solves its programs with an interior point method, which ends near there.
+
 What is tight in every optimum is known beforehand, so the centre maximises the sum of the
 logarithms of all other slacks: a smooth problem, with as many coupled unknowns as there are
 resources, and z. Slacks stand beside the time fractions as columns of their own.
@@ -10,13 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..program import Bools, Floats
-from .method import over_rows, solved_small
+from ...solvers.allocation.interior.method import over_rows, solved_small
+from ...solvers.allocation.las.warm import WarmMaxMin
+from ...solvers.allocation.program import Bools, Floats, Ints
 
 MAX_ITERATIONS = 40
 _DONE = 1e-6  # relative change of the last step; the next one would be its square
 _KEEP = 0.9
 _RIDGE = 1e-13
+PRICED = 1e-8  # prices, and what a column costs beyond its worth, count from this part on
 _SIGNS = np.array([[1.0, -1.0], [-1.0, 1.0]])[:, :, None]
 
 
@@ -42,6 +46,57 @@ class Face:
     asks: Bools
     z: float
     fixed: bool
+
+
+def optimal_face(program: WarmMaxMin, classes: Ints, counts: Floats) -> Face:
+    """The optimal face of the program's last answer, without pairs, as its prices tell.
+
+    A price says that something is tight in every optimum; that nothing else is, holds where
+    the prices are the only ones.
+
+    Args:
+        program: Solved with prices.
+        classes: Those present.
+        counts: Jobs of each of them.
+    """
+    types, z = len(program.capacity), float(program.values[0])
+    price = program.prices[:types]
+    time, demand = program.prices[types::2][classes], -program.prices[types + 1 :: 2][classes]
+    rate = program.rates(classes)
+    scale, level = np.array(program.scales)[classes], np.array(program.level)[classes]
+    cost = time + np.multiply.outer(price, scale)
+    rate = np.where(cost - demand * rate <= PRICED * (cost + PRICED * z), rate, 0.0)
+    slowest = level * z >= 1.0 - PRICED  # needs all its time on its best types
+    rate = np.where(slowest & (rate < 1.0), 0.0, rate)
+    busy = slowest | (time * counts > PRICED * z)
+    bound = slowest | (demand * level * counts > PRICED)
+    most = rate.max(axis=0)
+    alike = busy & ((rate == most) | (rate == 0)).all(axis=0)
+    stuck = alike & bound
+    fixed = bool(stuck.any())
+    return Face(
+        count=counts, scale=scale, level=level, rate=rate, capacity=program.capacity,
+        busy=busy, bound=bound, full=price * program.capacity > PRICED * z, asks=~alike,
+        z=float((most[stuck] / level[stuck]).min()) if fixed else z, fixed=fixed,
+    )  # fmt: skip
+
+
+def roomy_face(program: WarmMaxMin, classes: Ints, counts: Floats) -> Face:
+    """The optimal face where no type is full: the slowest class alone is tight.
+
+    Args:
+        program: Its classes; it need not be solved.
+        classes: Those present.
+        counts: Jobs of each of them.
+    """
+    rate, level = program.rates(classes), np.array(program.level)[classes]
+    most = float(level.max())
+    slowest, nowhere = level == most, np.zeros(len(program.capacity), dtype=bool)
+    return Face(
+        count=counts, scale=np.array(program.scales)[classes], level=level,
+        rate=np.where(slowest & (rate < 1.0), 0.0, rate), capacity=program.capacity,
+        busy=slowest, bound=slowest, full=nowhere, asks=~slowest, z=1.0 / most, fixed=True,
+    )  # fmt: skip
 
 
 class Rows:

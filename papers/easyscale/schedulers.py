@@ -1,0 +1,58 @@
+"""What EasyScale is compared with in virtual time: YARN's capacity scheduler, and its own variants.
+
+YARN is first in, first out: a whole gang of one type at once.
+"""
+
+from collections.abc import Callable, Iterable
+
+from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.easyscale import VARIANTS
+from ...mechanisms.proposals import admit_gangs
+from ...schema.jobs import Job
+from ...simulator.cases import SCHEDULERS, Scheduler, by_proposals
+from ...simulator.events.events import Counts, Entry, EventCluster
+from ...simulator.events.proposals import ProposalOptions, est_rate
+from ...simulator.outcomes import Simulation
+
+
+def simulate_yarn(
+    jobs: Iterable[Job],
+    pool: Pool,
+    options: ProposalOptions | None = None,
+    on_progress: Callable[[int, float], None] | None = None,
+) -> Simulation:
+    """Run jobs to their end; a gang that loses a device starts again from where it was.
+
+    Of the options, those of time, failures and spans count.
+    """
+    asked = options or ProposalOptions()
+    return _Yarn(
+        jobs, pool, asked.resize_seconds, asked.failures, gangs=True, layout=asked.layout,
+        restart_seconds=asked.restart_seconds, records_spans=asked.records_spans,
+    ).run(on_progress)  # fmt: skip
+
+
+class _Yarn(EventCluster):
+    def rate_of(self, entry: Entry, counts: Counts) -> float:
+        return est_rate(self.pool.rate_per_device(entry.job), counts, entry.job.scale_factor)
+
+    def schedule(self) -> None:
+        """The head of the queue waits for all its devices of one type."""
+        for counts in admit_gangs(self.free(), (self._gang(entry.job) for entry in self.waiting)):
+            entry = self.waiting.pop(0)
+            self.running.append(entry)
+            self.resize(entry, counts)
+
+    def _gang(self, job: Job) -> list[Counts]:
+        rate = self.pool.rate(job).tolist()
+        kinds = [kind for kind in range(len(self.none)) if rate[kind] > 0]
+        kinds.sort(key=lambda kind: (-rate[kind], kind))
+        return [
+            tuple(job.scale_factor if k == kind else 0 for k in range(len(self.none)))
+            for kind in kinds
+        ]
+
+
+SCHEDULERS.add("yarn", Scheduler(run=by_proposals(simulate=simulate_yarn), resizes=False), __name__)
+for _name in ("easyscale-taking", "easyscale-homogeneous"):
+    SCHEDULERS.add(_name, Scheduler(run=by_proposals(VARIANTS.get(_name))), __name__)

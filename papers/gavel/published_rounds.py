@@ -1,0 +1,32 @@
+"""Rounds as Gavel's published simulator runs them, which its figures were made with."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ...mechanisms.cluster.pool import Pool
+from ...schema.jobs import Job
+from ...simulator.cases import (
+    SCHEDULERS,
+    Case,
+    Progress,
+    Scheduler,
+    allocator_of,
+    round_options,
+)
+from ...simulator.outcomes import Simulation
+from ...simulator.rounds.simulate import simulate_rounds
+from .baselines import Gandiva
+
+
+def _run(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
+    blind = case.agnostic and not case.space_sharing
+    allocator = allocator_of(case, pool, blind=blind, warm=False)
+    if isinstance(allocator, Gandiva):
+        allocator = Gandiva(case.seed, sums_types=True)
+    options = replace(round_options(case, allocator), convention="published", servers=None)
+    return simulate_rounds(jobs, pool, allocator, options, told)
+
+
+SCHEDULERS.add(
+    "published-rounds", Scheduler(run=_run, is_in_rounds=True, knows_servers=False), __name__
+)
