@@ -21,17 +21,9 @@ from ..schema import options, requests
 from ..schema.arguments import Arguments
 from ..schema.errors import ProblemError
 from ..schema.options import asked_of, told
-from ..schema.spelling import whole_number
+from ..schema.requests import texts
 from . import completing
-from .common import (
-    RARE,
-    Settings,
-    asked_pool,
-    asked_reserve,
-    by_place,
-    machine_speeds,
-    rates_of,
-)
+from .common import RARE, Settings, asked_pool
 
 Asked = dict[str, Any]
 Values = Mapping[str, Any]
@@ -75,39 +67,6 @@ class Reading:
     range: str = ""
 
 
-def _counts(text: str) -> list[int]:
-    found = [whole_number(part.strip()) for part in text.split(",")]
-    if not all(found):
-        raise ValueError(text)
-    return [number for number in found if number]
-
-
-def _counts_of_models(text: str) -> int | dict[str, int]:
-    parts = [part.partition("=") for part in text.split(",")]
-    if "=" in text:
-        return {name.strip(): _counts(number)[0] for name, _, number in parts}
-    (number,) = _counts(text)
-    return number
-
-
-def _names(given: list[str]) -> dict[str, str]:
-    found = {}
-    for text in given:
-        name, _, called = text.partition("=")
-        if not name or not called:
-            message = f"{flag_of('names')} {text!r} is not TYPE=NAME"
-            raise ProblemError(message, hint="write V100=tesla_v100")
-        found[name] = called
-    return found
-
-
-def _window(text: str) -> tuple[int, int]:
-    first, last = map(int, text.split(":"))
-    if not 0 <= first < last:
-        raise ValueError(text)
-    return first, last
-
-
 _RECORDS = (
     "Plan | Allocation | Path | str",
     "Profile | Path | str",
@@ -139,24 +98,26 @@ _READINGS: dict[str, Reading] = {
     "str": Reading(str),
     "str | Path": Reading(str),
     "bool": Reading(bool),
-    "Bytes": Reading(str, asked_reserve),
+    "Bytes": Reading(str, texts.memory_reserve),
     "Sequence[str]": Reading(list[str]),
     "Sequence[Path | str]": Reading(list[Path]),
     "str | Pool": Reading(str),
-    "Mapping[str, float]": Reading(list[str], rates_of),
+    "Mapping[str, float]": Reading(list[str], texts.rates),
     "Speeds": Reading(list[float], lambda speeds: (0.0, *speeds)),
-    "SpotPrices": Reading(list[str], partial(by_place, "--spot")),
-    "OnDemandPrices": Reading(list[str], partial(by_place, "--on-demand")),
-    "MachineSpeeds": Reading(list[str], machine_speeds),
-    "Mapping[str, str]": Reading(list[str], _names),
-    "Sequence[Count]": Reading(str, _counts, "whole numbers of at least 1, such as 4,8,16"),
+    "SpotPrices": Reading(list[str], partial(texts.by_place, "spot_dollars_per_hour")),
+    "OnDemandPrices": Reading(list[str], partial(texts.by_place, "on_demand_dollars_per_hour")),
+    "MachineSpeeds": Reading(list[str], texts.machine_speeds),
+    "Mapping[str, str]": Reading(list[str], texts.names),
+    "Sequence[Count]": Reading(str, texts.counts, "whole numbers of at least 1, such as 4,8,16"),
     "Sequence[Count] | str": Reading(str),
-    "Count | Mapping[str, Count]": Reading(str, _counts_of_models, "a whole number of at least 1"),
+    "Count | Mapping[str, Count]": Reading(
+        str, texts.counts_of_models, "a whole number of at least 1"
+    ),
     "SyncDevices": Reading(int, range="0<=x<=64"),
     "Sequence[float]": Reading(
         str, lambda text: list(map(float, text.split(","))), "numbers such as 2,4,5.6"
     ),
-    "tuple[Index, Index]": Reading(str, _window, "FROM:TO such as 4000:5000"),
+    "tuple[Index, Index]": Reading(str, texts.window, "FROM:TO such as 4000:5000"),
 }
 
 

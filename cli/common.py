@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -174,51 +174,6 @@ def emit_file(value: Any, output: Path | None, *, force: bool, json: bool = Fals
         emit(files.to_json(value))
 
 
-def rates_of(given: Iterable[str]) -> dict[str, float]:
-    """Speeds of device types, by ``--rate TYPE=NUMBER``."""
-    found: dict[str, float] = {}
-    for text in given:
-        name, _, value = text.partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise ProblemError(f"--rate must be such as V100=9.6, got {text[:60]!r}") from None
-    return found
-
-
-def by_place(flag: str, given: Sequence[str]) -> float | dict[str, float]:
-    """One price for all machines, or that of each zone or type, by ``FLAG [NAME=]DOLLARS``."""
-    found: dict[str, float] = {}
-    for text in given:
-        name, _, value = text.rpartition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise ProblemError(
-                f"{flag} must be a price or such as us-west-2a=0.97, got {text[:60]!r}"
-            ) from None
-    if "" in found and len(given) > 1:
-        raise ProblemError(f"{flag} must be one price for all zones, or ZONE=DOLLARS of each")
-    return found.get("", found)
-
-
-def machine_speeds(given: Sequence[str]) -> dict[str, float | str]:
-    """Speeds of machines, or their plans' files, by ``--machine-speed NAME=SPEED``."""
-    found: dict[str, float | str] = {}
-    for text in given:
-        name, _, value = text.partition("=")
-        if not name or not value:
-            raise ProblemError(
-                f"--machine-speed must be such as p2.xlarge=0.2 or p2.xlarge=plan.json, got "
-                f"{text[:60]!r}"
-            )
-        try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = value
-    return found
-
-
 def check_outputs(*paths: Path | None, force: bool) -> None:
     """Say before the work what would keep its outputs from being written.
 
@@ -274,24 +229,6 @@ def asked_pool(gpus: str | None, cluster: Path | None) -> str | Path:
 def price_text(dollars_per_hour: float, machine: str) -> str:
     """The price of a device of a type, and the machine whose share it is."""
     return f"{dollars_per_hour:.4g} $ per device and hour, {machine}"
-
-
-def asked_reserve(text: str | None) -> int | None:
-    """Read ``--memory-reserve`` in bytes; None if it is not given.
-
-    Raises:
-        ProblemError: It is not an amount of memory.
-    """
-    from ..schema.cluster import parse_memory
-
-    if text is None or text == "0":
-        return None if text is None else 0
-    found = parse_memory(text)
-    if found is None:
-        raise ProblemError(
-            f"--memory-reserve {text!r}: is not an amount of memory", hint="write for example 2GiB"
-        )
-    return found
 
 
 class PanelCommand(TyperCommand):

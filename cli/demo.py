@@ -1,6 +1,7 @@
 """``hetflow demo``: the main job on this machine, as the shell commands a user would type."""
 
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -26,19 +27,21 @@ def demo(
     hetflow demo
     hetflow demo -o demo --epochs 5
     """
+    from ..examples.demonstration import check_installed, demonstrate
     from ..schema.errors import FileError
-    from .demonstration import Demonstration, check_installed
 
     if output is not None and output.exists():
         raise FileError(f"{output}: exists already", hint="name a new folder")
     check_installed()
-    if output is not None:
-        output.mkdir(parents=True)
-        summary = Demonstration(output, epochs=epochs, talk=not json).run()
-    else:
-        with tempfile.TemporaryDirectory(prefix="hetflow-demo-") as folder:
-            summary = Demonstration(Path(folder), epochs=epochs, talk=not json).run()
+    with ExitStack() as until_the_end:
+        if output is None:
+            temporary = tempfile.TemporaryDirectory(prefix="hetflow-demo-")
+            folder = Path(until_the_end.enter_context(temporary))
+        else:
+            folder = output
+            folder.mkdir(parents=True)
+        text, document = demonstrate(folder, epochs, None if json else emit)
     if json:
-        emit_json(summary.document)
+        emit_json(document)
     else:
-        emit(summary.text)
+        emit(text)

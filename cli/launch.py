@@ -1,5 +1,6 @@
 """``hetflow launch``: train under a plan."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,6 +107,8 @@ def _show_commands(folder: Path, commands: "list[WorkerCommand]", json: bool) ->
 
 
 def _report(folder: Path, record: "RunRecord | None", json: bool) -> None:
+    """What was measured beside what was predicted, and how to correct the prediction by it."""
+    from ..reports.tables import run_summary, terms_table
     from ..schema import files
 
     if record is None:
@@ -114,26 +117,9 @@ def _report(folder: Path, record: "RunRecord | None", json: bool) -> None:
         emit(files.to_json(record))
     if Settings.quiet:
         return
-    measured, predicted = record.measured_step_seconds, record.predicted_step_seconds
-    parts = [f"{record.num_steps} steps on {record.world_size} worker(s)"]
-    if measured is not None:
-        parts.append(f"measured {measured * 1e3:.1f} ms a step")
-    if predicted is not None:
-        parts.append(f"predicted {predicted * 1e3:.1f} ms")
-    if record.step_seconds_error is not None:
-        parts.append(f"error {record.step_seconds_error:+.1%}")
-    emulated = " (emulated)" if any(device.emulated for device in record.devices) else ""
-    say(f"{', '.join(parts)}{emulated}; record: {folder / 'run.json'}")
-    if record.terms:
-        _say_terms(folder, record)
-
-
-def _say_terms(folder: Path, record: "RunRecord") -> None:
-    """What the prediction is made of, and how to correct it by this run."""
-    import shlex
-
-    from ..reports.tables import terms_table
-
+    say(f"{run_summary(record)}; record: {folder / 'run.json'}")
+    if not record.terms:
+        return
     say(terms_table(record))
     if any(entry.is_off for entry in record.terms):
         quoted = shlex.quote(str(folder))

@@ -3,15 +3,12 @@
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from .cluster import DEFAULT_STATE, StateOption
 from .common import JsonFlag, emit, emit_bytes, emit_json, note
-
-if TYPE_CHECKING:
-    from ..scheduler.view import QueuedJob
 
 JobArgument = Annotated[str, typer.Argument(help="Its number, or its name.")]
 _REFRESH_SECONDS = 1.0
@@ -30,45 +27,21 @@ def queue(
     hetflow queue
     hetflow queue --json
     """
-    from ..reports.grid import grid
+    from ..reports.cluster_tables import queue_table
     from ..scheduler.requests import Request, send
     from ..scheduler.view import rows_from
 
     while True:
         rows = rows_from(send(state, Request(wish="queue", finished=finished)))
+        jobs = [row.to_plain() for row in rows]
         if json:
-            is_read = emit_json({"jobs": [row.to_plain() for row in rows]})
+            is_read = emit_json({"jobs": jobs})
         else:
-            head = ("job", "name", "state", "devices", "weight", "steps/s", "measured", "device-s",
-                    "leases", "resizes", "why")  # fmt: skip
-            table = [
-                (str(row.number), row.name, row.state + (f" ({row.wanted})" if row.wanted else ""),
-                 _devices(row), f"{row.priority_weight:g}",
-                 f"{row.predicted_steps_per_second:.3g}" if row.predicted_steps_per_second else "",
-                 _measured(row), f"{row.device_seconds:.0f}", str(row.leases), str(row.resizes),
-                 row.reason or "")
-                for row in rows
-            ]  # fmt: skip
             clear = "\x1b[H\x1b[2J" if watch and sys.stdout.isatty() else ""
-            is_read = emit(clear + grid(head, table))
+            is_read = emit(clear + queue_table(jobs))
         if not (watch and is_read):
             return
         time.sleep(_REFRESH_SECONDS)
-
-
-def _devices(row: "QueuedJob") -> str:
-    """What it holds, and what it is about to change to while it runs."""
-    held = ", ".join(row.devices)
-    return f"{held} -> {', '.join(row.resizing_to)}" if row.resizing_to else held
-
-
-def _measured(row: "QueuedJob") -> str:
-    """Steps a second, and how much more that is than was predicted for the same devices."""
-    if row.measured is None:
-        return ""
-    error = row.measured.error
-    off = "" if error is None else f" ({100 * error:+.1f} %)"
-    return f"{row.measured.steps_per_second:.3g}{off}"
 
 
 def logs(

@@ -1,6 +1,7 @@
 """Jobs, throughputs and allocations as plain tables."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..schema.jobs import Allocation, Jobs, Throughputs
 from ..schema.simulation import SimulationRun
@@ -135,3 +136,66 @@ def _simulation_row(run: SimulationRun) -> tuple[str, ...]:
         "-" if m.dollars is None else f"{m.dollars:.2f}",
         f"{m.num_slo_violations}/{m.num_slos}",
     )
+
+
+def queue_table(jobs: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of ``hetflow queue``, as its JSON has them."""
+    head = ("job", "name", "state", "devices", "weight", "steps/s", "measured", "device-s",
+            "leases", "resizes", "why")  # fmt: skip
+    rows = [
+        (str(row["number"]), row["name"], _state(row), _held(row), f"{row['priority_weight']:g}",
+         f"{speed:.3g}" if (speed := row["predicted_steps_per_second"]) else "", _measured(row),
+         f"{row['device_seconds']:.0f}", str(row["leases"]), str(row["resizes"]),
+         row["reason"] or "")
+        for row in jobs
+    ]  # fmt: skip
+    return grid(head, rows)
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    return f"{row['state']} ({row['wanted']})" if row["wanted"] else str(row["state"])
+
+
+def _held(row: Mapping[str, Any]) -> str:
+    """What a job holds, and what it is about to change to while it runs."""
+    held = ", ".join(row["devices"])
+    return f"{held} -> {', '.join(row['resizing_to'])}" if row["resizing_to"] else held
+
+
+def _measured(row: Mapping[str, Any]) -> str:
+    """Steps a second, and how much more that is than was predicted for the same devices."""
+    measured = row["measured"]
+    if measured is None:
+        return ""
+    speed, predicted = measured["steps_per_second"], measured["predicted_steps_per_second"]
+    return f"{speed:.3g}" + (f" ({100 * (speed / predicted - 1):+.1f} %)" if predicted else "")
+
+
+def replay_table(document: Mapping[str, Any]) -> str:
+    """Jobs as they ran beside the same jobs simulated; ``document`` is that of a replay."""
+    head = ("job", "name", "JCT", "simulated", "device-s", "simulated", "target", "starts",
+            "resizes")  # fmt: skip
+    rows = [
+        (str(row["number"]), row["name"], _seconds(row["completion_seconds"]),
+         _seconds(row["simulated_completion_seconds"]), _seconds(row["device_seconds"]),
+         _seconds(row["simulated_device_seconds"]), _seconds(row["target_device_seconds"]),
+         str(row["starts"]), "" if row["resizes"] is None else str(row["resizes"]))
+        for row in document["jobs"]
+    ]  # fmt: skip
+    lines = [grid(head, rows)]
+    if document["num_done"]:
+        lines.append(
+            f"of {document['num_done']} jobs that are done, seconds, live and simulated "
+            f"({document['policy']}): average JCT {_pair(document, 'average_jct_seconds')}, "
+            f"makespan {_pair(document, 'makespan_seconds')}"
+        )
+    return "\n".join(lines)
+
+
+def _pair(document: Mapping[str, Any], name: str) -> str:
+    live, simulated = document[name], document[f"simulated_{name}"]
+    return f"{live:.1f} and {simulated:.1f} ({100 * (simulated / live - 1):+.1f} %)"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"

@@ -146,6 +146,20 @@ def run_table(run: RunRecord) -> str:
     )
 
 
+def run_summary(run: RunRecord) -> str:
+    """One line: steps, workers, and the measured step beside the predicted one."""
+    measured, predicted = run.measured_step_seconds, run.predicted_step_seconds
+    parts = [f"{run.num_steps} steps on {run.world_size} worker(s)"]
+    if measured is not None:
+        parts.append(f"measured {measured * 1e3:.1f} ms a step")
+    if predicted is not None:
+        parts.append(f"predicted {predicted * 1e3:.1f} ms")
+    if run.step_seconds_error is not None:
+        parts.append(f"error {run.step_seconds_error:+.1%}")
+    emulated = " (emulated)" if any(device.emulated for device in run.devices) else ""
+    return ", ".join(parts) + emulated
+
+
 def terms_table(run: RunRecord) -> str:
     """One row per term; terms that are off by more than 5 % of the step are marked."""
     rows = [

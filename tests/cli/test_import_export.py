@@ -6,11 +6,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from hetflow.cli.asking import flag_of
 from hetflow.cli.common import register
 from hetflow.cli.export import export
 from hetflow.cli.import_ import import_
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, ProblemError
+from hetflow.schema.options import spelled_by
 from hetflow.schema.profile import Profile
 
 TEXT = """\
@@ -29,7 +31,8 @@ def run():
     register(app, export, name="export")
 
     def invoke(*arguments: str) -> str:
-        result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+        with spelled_by(flag_of):
+            result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return result.stdout
 

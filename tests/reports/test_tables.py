@@ -3,10 +3,10 @@
 import re
 from dataclasses import replace
 
-from hetflow.cli.profile import measured_table
 from hetflow.reports.grid import fitted_to
 from hetflow.reports.plan_tables import plan_table
 from hetflow.reports.plots import curves_image, split_image
+from hetflow.reports.profile_tables import measured_table
 from hetflow.reports.tables import profile_table, table_of
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.plan import EmulatedDevice, PassTime, Prediction, Proof

@@ -1,0 +1,164 @@
+"""What ``hetflow import`` reads: layers become a profile, prices and traces a market."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..importers.instance_types import read_instance_types
+from ..importers.pipedream import profile_of
+from ..importers.recognise import is_market, read_market
+from ..importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS, TraceOptions
+from ..planning.pipeline_problem import layers_of_graph
+from ..schema.cluster import is_device_type, parse_memory
+from ..schema.errors import FileError, ProblemError
+from ..schema.files import read_text
+from ..schema.market import Market
+from ..schema.options import command, option
+from ..schema.pipeline import check_joined
+from ..schema.profile import LayerGraph, Profile
+from ..schema.requests.import_ import ImportRequest
+from ..schema.spelling import nearest
+
+SACCT = "sacct"
+_CATALOGUE = "instance-types"
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was read, how much that is, and the command that takes it next."""
+
+    record: Profile | Market
+    contents: str
+    next_command: str = "hetflow show"
+
+
+def imported(request: ImportRequest, *, states_source: bool) -> Imported:
+    """Read a file, or a folder, in a foreign format.
+
+    Args:
+        request: What to read.
+        states_source: Whether the format was named; else market data is recognised.
+
+    Raises:
+        ProblemError: The format is unknown, or an option that it needs is missing or wrong.
+        FileError: A file is missing or has faults.
+    """
+    file, source = request.file, request.source
+    if not states_source and is_market(file):
+        return _with_machines(read_market(file), request)
+    if source == _CATALOGUE:
+        machines = read_instance_types(file)
+        if not machines:
+            raise FileError(f"{file}: describes no machine", hint="add a line for each")
+        return Imported(Market(instance_types=machines), f"{len(machines)} instance types")
+    if PRICE_IMPORTERS.find(source) is not None:
+        return _with_machines(Market(prices=PRICE_IMPORTERS.get(source).read(file)), request)
+    if TRACE_IMPORTERS.find(source) is not None:
+        traces = TRACE_IMPORTERS.get(source).read(file, _trace_options(request))
+        return Imported(traces, f"{len(traces.availability) + len(traces.capacity)} traces")
+    return _layers(request)
+
+
+def _with_machines(market: Market, request: ImportRequest) -> Imported:
+    """A market with the machines that its prices are of."""
+    table = request.instance_types
+    known = read_instance_types(table) if table is not None else ()
+    market = replace(market, instance_types=(*known, *market.instance_types))
+    for history in market.prices if known else ():
+        if market.instance_type_of(history) is None:
+            guess = nearest(history.instance_type, [one.name for one in known])
+            raise ProblemError(
+                f"{table}: does not describe {history.instance_type!r}, which "
+                f"{request.file} has prices of",
+                hint=f"nearest is {guess!r}" if guess else "add a line for it",
+            )
+    numbers = {
+        "instance types": len(market.instance_types) if not market.prices else 0,
+        "price histories": len(market.prices),
+        "traces": len(market.availability) + len(market.capacity),
+    }
+    contents = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
+    return Imported(market, contents)
+
+
+def _trace_options(request: ImportRequest) -> TraceOptions:
+    units, values = {"seconds": 1.0, "hours": 3600.0}, request.values
+    if request.time_unit not in units:
+        raise ProblemError(
+            f"{option('time_unit')} must be seconds or hours, got {request.time_unit[:60]!r}"
+        )
+    if values not in (None, "instances", "preempted"):
+        raise ProblemError(
+            f"{option('values')} must be instances or preempted, got {values[:60]!r}"
+        )
+    return TraceOptions(
+        tick_seconds=request.tick_seconds,
+        time_unit_seconds=units[request.time_unit],
+        trace_start=request.trace_start,
+        values=values,  # type: ignore[arg-type]  # one of them
+    )
+
+
+def _layers(request: ImportRequest) -> Imported:
+    file, source = request.file, request.source
+    chosen = LAYER_IMPORTERS.find(source)
+    if chosen is None:
+        formats = (LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS)
+        names = (name for each in formats for name in each.names())
+        known = tuple(dict.fromkeys((*names, _CATALOGUE, SACCT)))
+        guess = nearest(source, known)
+        raise ProblemError(
+            f"unknown import format {source!r}; known are {', '.join(known)}",
+            hint=f"did you mean {guess!r}?"
+            if guess
+            else f"install the plug-in that has it (entry points {LAYER_IMPORTERS.group})",
+        )
+    device_type, memory_bytes = _device(request)
+    text, size = read_text(file), request.microbatch_size
+    graph = chosen.read(text, microbatch_size=size, name=str(file))
+    if not request.keep_placeholders and chosen.without_placeholders is not None:
+        graph = chosen.without_placeholders(graph)
+    _refuse_broken(graph, file)
+    profile = profile_of(
+        graph,
+        model=request.model or file.name.split(".")[0],
+        device_type=device_type,
+        device_memory_bytes=memory_bytes,
+        source=file.name,
+        format_title=chosen.title,
+    )
+    if chosen.tensor_layers is not None:
+        groups = chosen.tensor_layers(text, microbatch_size=size, name=str(file))
+        profile = replace(profile, tensor_layers=groups)
+    return Imported(profile, f"{len(graph.nodes)} layers", command("solve", profiles=None))
+
+
+def _device(request: ImportRequest) -> tuple[str, int]:
+    """The type of the device that layers were profiled on, and its memory in bytes."""
+    given = {name: getattr(request, name) for name in ("device_type", "device_memory")}
+    missing = next((name for name, value in given.items() if value is None), None)
+    if missing is not None:
+        raise ProblemError(
+            f"Missing option {option(missing)!r}", hint=f"see `{command('import', help=True)}`"
+        )
+    name, memory = given["device_type"], given["device_memory"]
+    if not is_device_type(name):
+        raise ProblemError(
+            f"{option('device_type')} {name!r} is not the name of one device type",
+            hint=f"name it as in {option('pool')}, for example V100",
+        )
+    memory_bytes = parse_memory(memory)
+    if memory_bytes is None:
+        raise ProblemError(
+            f"{option('device_memory')} {memory!r} is no amount of memory",
+            hint="write a number and a unit, for example 16GB",
+        )
+    return name, memory_bytes
+
+
+def _refuse_broken(graph: LayerGraph, file: Path) -> None:
+    """Refuse a graph with a cycle or in several parts, which nothing could be planned for."""
+    try:
+        layers, edges, _ = layers_of_graph(graph)
+        check_joined([layer.id for layer in layers], edges)
+    except ProblemError as error:
+        raise ProblemError(f"{file}: {error.message}", hint=error.hint) from None
