@@ -1,40 +1,41 @@
 """``hetflow.show``."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schema import files
 from ..schema.errors import FileError, HetflowError
-from ..schema.options import option
-from ..schema.requests.kinds import Profiles
-from .calls import checks
+from ..schema.options import asked_of, option
+from ..schema.plan import Plan
+from ..schema.requests.show import DRAWN, MARKETS, PIPELINES, PLANS, RUNS, ShowRequest
+from .calls import takes
 
 if TYPE_CHECKING:
     from ..schedules.timing import Timing
     from ..schema.files import Record
-    from ..schema.plan import Plan
+
+_log = logging.getLogger("hetflow")
+_WORDS = {
+    DRAWN: "profiles, split and pipeline plans, simulated runs and markets",
+    MARKETS: "markets",
+    PIPELINES: "pipeline plans",
+    PLANS: "plans",
+    RUNS: "runs, launched or simulated",
+}
+_WAYS = ("per_device", "by_cloud", "presence")
 
 
-@checks
-def show(
-    source: "Record | Profiles",
-    *,
-    plot: Path | str | None = None,
-    force: bool = False,
-) -> str:
-    """Return a record as a table of text, and draw it if asked.
-
-    Args:
-        source: A record, profiles, the file of a record, or the folder of profiles or of a run.
-        plot: Draw profiles, a plan, a simulated run or a market into this .png or .svg.
-        force: Whether to overwrite an existing picture.
+@takes(ShowRequest)
+def show(request: ShowRequest) -> str:
+    """Return a record as a table of text, and write the pictures and files that are asked for.
 
     Returns:
         What ``hetflow show`` prints.
 
     Raises:
-        HetflowError: There is no picture of such a record.
+        HetflowError: An option is not for such a record, or excludes another one.
         FileError: A file is missing, has faults, or is in the way.
 
     Example:
@@ -44,13 +45,105 @@ def show(
         -------------  ---------  ------------  --------
         V100           2          16,384.0 MiB  -
     """
+    from ..reports.explain import explain, explanation_table
     from ..reports.tables import table_of
 
+    records, timeline = _carried_out(request)
+    if request.explain:
+        return explanation_table(explain(records[0]))
+    tables = "\n\n".join(table_of(record) for record in records)
+    return f"{tables}\n\n{timeline}" if request.timeline else tables
+
+
+def document_of(request: ShowRequest) -> Any:
+    """Do what is asked for, and return the records, or a plan's explanation, as plain data.
+
+    Raises:
+        HetflowError: As ``show``.
+    """
+    from ..reports.explain import explain, explanation_document
+
+    records, _ = _carried_out(request, as_json=True)
+    if request.explain:
+        return explanation_document(explain(records[0]))
+    documents = [files.to_plain(record) for record in records]
+    source = request.source
+    is_several = holds_profiles(source) if isinstance(source, Path) else len(records) > 1
+    return documents if is_several else documents[0]
+
+
+def _carried_out(request: ShowRequest, *, as_json: bool = False) -> tuple[Sequence[Any], str]:
+    """Read the records, write the files that are asked for; the records, and a timeline's text."""
+    source = request.source
     held: Any = records_of(Path(source)) if isinstance(source, Path | str) else source
     records = held if isinstance(held, Sequence) else (held,)
-    if plot is not None:
-        files.write_bytes(Path(plot), picture(records, Path(plot)), force=force)
-    return "\n\n".join(table_of(record) for record in records)
+    record, force = records[0], request.force
+    way = _way(request, as_json)
+    _refuse_unread(record, request)
+    if request.plot is not None:
+        _write(request.plot, picture(records, Path(request.plot), way), force)
+    text = ""
+    if request.timeline or request.html is not None or request.trace is not None:
+        text = _timelines(record, request)
+    if request.csv is not None:
+        frame = record.to_frame().to_csv(index=False, lineterminator="\n")
+        _write(request.csv, frame.encode(), force)
+    return records, text
+
+
+def _way(request: ShowRequest, as_json: bool) -> str:
+    """The way to draw prices that was asked for, or nothing; refuse options that exclude others."""
+    ways = [name for name in _WAYS if getattr(request, name)]
+    if len(ways) > 1:
+        said = " and ".join(map(option, ways))
+        raise HetflowError(f"{said} are different pictures; ask for one")
+    if ways and request.plot is None:
+        raise HetflowError(
+            f"{option(ways[0])} says how prices are drawn",
+            hint=f"add {option('plot', 'FILE.svg')}",
+        )
+    if request.timeline and (request.explain or as_json):
+        other = option("explain" if request.explain else "json")
+        raise HetflowError(
+            f"{other} shows something else in the terminal than {option('timeline')}",
+            hint=f"leave one out, or write the timeline with {option('html', 'FILE')}",
+        )
+    return ways[0] if ways else ""
+
+
+def _refuse_unread(record: Any, request: ShowRequest) -> None:
+    """Refuse an option that does nothing for this kind of record."""
+    own = record.kind if isinstance(record, Plan) else type(record).__name__
+    for asked in asked_of(ShowRequest):
+        kinds = asked.option.read_by
+        if kinds and own not in kinds and getattr(request, asked.name):
+            schema = getattr(record, "schema", "")
+            found = " ".join(filter(None, (schema, getattr(record, "kind", ""))))
+            flag = option(asked.name)
+            raise HetflowError(
+                f"{flag} is for {_WORDS[kinds]}: it has no effect on this file ({found})",
+                hint=f"leave {flag} out",
+            )
+
+
+def _timelines(plan: Plan, request: ShowRequest) -> str:
+    from ..reports.timeline import html_timeline, terminal_timeline
+    from ..reports.trace import trace_json
+
+    paths = [Path(path) for path in (request.html, request.trace) if path is not None]
+    files.check_outputs(*paths, force=request.force)
+    timing = timing_of(plan)
+    if request.html is not None:
+        title = f"{plan.model}, {plan.schedule}, {plan.config}"
+        _write(request.html, html_timeline(timing, title=title).encode(), request.force)
+    if request.trace is not None:
+        _write(request.trace, trace_json(timing).encode(), request.force)
+    return terminal_timeline(timing)
+
+
+def _write(path: Path | str, content: bytes, force: bool) -> None:
+    files.write_bytes(Path(path), content, force=force)
+    _log.info(f"{path} written")
 
 
 def holds_profiles(path: Path) -> bool:
@@ -89,10 +182,9 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
         way: Which picture of a market: ``per_device``, ``by_cloud`` or ``presence``.
 
     Raises:
-        HetflowError: There is no such picture of the record, or matplotlib is not installed.
+        HetflowError: Pictures of it have another ending, or matplotlib is not installed.
     """
     from ..schema.market import Market
-    from ..schema.plan import Plan
     from ..schema.profile import Profile
     from ..schema.simulation import SimulationRun
 
@@ -126,16 +218,10 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
 
     if isinstance(first, Plan) and first.kind == "split":
         return split_image(first, file_format)
-    profiles = [record for record in records if isinstance(record, Profile)]
-    if not profiles:
-        raise HetflowError(
-            "only profiles, plans, simulated runs and prices can be plotted",
-            hint=f"leave {option('plot')} out",
-        )
-    return curves_image(profiles, file_format)
+    return curves_image([record for record in records if isinstance(record, Profile)], file_format)
 
 
-def timing_of(plan: "Plan") -> "Timing":
+def timing_of(plan: Plan) -> "Timing":
     """Return when each pass and message of a pipeline's schedule begins and ends."""
     from ..schedules.of_plan import timed
 

@@ -39,10 +39,9 @@ def allocate(
     hetflow allocate jobs.json --throughputs t.json --gpus 8xV100,8xP100 --policy makespan
     """
     from .. import allocate as share
-    from ..schema.files import check_writable
+    from ..schema.files import check_outputs
 
-    if output is not None:
-        check_writable(output, force=force)
+    check_outputs(output, force=force)
     with progress_line() as tell:
         tell("sharing the pool among the jobs")
         allocation = share(**asked)

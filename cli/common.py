@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -20,9 +20,6 @@ from typer.core import TyperCommand
 from ..reports.grid import fitted_to
 from ..schema.errors import FileError, ProblemError
 from ..schema.spelling import nearest
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 ENVIRONMENT_PREFIX = "HETFLOW"
 CONFIG_FILE = "hetflow.toml"
@@ -172,44 +169,6 @@ def emit_file(value: Any, output: Path | None, *, force: bool, json: bool = Fals
         files.write(output, value, force=force)
     if output is None or json:
         emit(files.to_json(value))
-
-
-def check_outputs(*paths: Path | None, force: bool) -> None:
-    """Say before the work what would keep its outputs from being written.
-
-    Raises:
-        FileError: A file is in the way, or its folder cannot be written.
-        ProblemError: Two outputs are one file.
-    """
-    from ..schema.files import check_writable
-
-    named = [path for path in paths if path is not None]
-    for path in named:
-        check_writable(path, force=force)
-    for number, path in enumerate(named):
-        if path.absolute() in [other.absolute() for other in named[:number]]:
-            raise ProblemError(f"{path}: two outputs have this name", hint="name each once")
-
-
-def check_table(path: Path, *, force: bool) -> None:
-    """Say before the work what would keep a table from being written.
-
-    Raises:
-        HetflowError: pandas is not installed, or the file is in the way.
-    """
-    from ..schema.files import check_writable
-    from ..schema.frames import frame_of
-
-    check_writable(path, force=force)
-    frame_of((), ())
-
-
-def emit_table(frame: "DataFrame", path: Path, *, force: bool) -> None:
-    """Write a table as CSV, whole or not at all; numbers in full."""
-    from ..schema.files import write_bytes
-
-    write_bytes(path, frame.to_csv(index=False, lineterminator="\n").encode(), force=force)
-    note(f"{path} written")
 
 
 def asked_pool(gpus: str | None, cluster: Path | None) -> str | Path:

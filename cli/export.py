@@ -52,8 +52,7 @@ def export(
     from ..schema import files
     from ..schema.deployment import Deployment
 
-    if output is not None:
-        files.check_writable(output, force=force)
+    files.check_outputs(output, force=force)
     chosen = EXPORTERS.get(to)
     record: object
     if Deployment in chosen.takes:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ..schema.requests.import_ import ImportRequest
 from .asking import Asked, asks
-from .common import ForceFlag, JsonFlag, OutputOption, check_outputs, emit_file, note
+from .common import ForceFlag, JsonFlag, OutputOption, emit_file, note
 
 
 @asks(ImportRequest)
@@ -22,6 +22,7 @@ def import_(
     hetflow import counts.csv --format bamboo-trace --time-unit hours -o market.json
     """
     from ..api.import_ import SACCT, imported
+    from ..schema.files import check_outputs
 
     request = ImportRequest(**asked)
     check_outputs(output, force=force)
@@ -37,6 +38,7 @@ def import_(
 def _jobs(request: ImportRequest, output: Path | None, *, force: bool, json: bool) -> None:
     """Jobs of Slurm's log, and the throughputs that a simulation of them needs."""
     from ..importers.sacct import read_sacct
+    from ..schema.files import check_outputs
 
     throughputs = request.throughputs
     check_outputs(throughputs, force=force)

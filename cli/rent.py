@@ -15,7 +15,7 @@ from ..schema.requests.rent import (
     question_of,
 )
 from .asking import Asked, asks
-from .common import ForceFlag, JsonFlag, check_outputs, emit, emit_file, emit_json, note
+from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json, note
 
 if TYPE_CHECKING:
     from ..planning.static_choice import StaticChoice
@@ -199,7 +199,7 @@ def _draw_deadlines(has_none: bool, asked: Asked, plot: Path, *, force: bool) ->
     from ..api.rent import by_deadline
     from ..reports.market_plots import deadlines_image
     from ..schema.errors import ProblemError
-    from ..schema.files import write_bytes
+    from ..schema.files import check_outputs, write_bytes
 
     kind = _image_kind(plot)
     if has_none:
@@ -221,11 +221,10 @@ def _report(
     """Replay, or advise; write what was found and show it."""
     from .. import rent as renting
     from ..reports import market_tables
-    from ..schema.files import check_writable, to_plain
+    from ..schema.files import check_outputs, to_plain
     from ..schema.market import PriceReport, RentAdvice
 
-    if output is not None:
-        check_writable(output, force=force)
+    check_outputs(output, force=force)
     found: Any
     if record is PricesRequest:
         found = renting.prices(**asked)
@@ -264,7 +263,7 @@ def _machines(
     from ..reports.grid import grid
     from ..reports.market_plots import choices_image
     from ..schema.errors import ProblemError
-    from ..schema.files import write, write_bytes
+    from ..schema.files import check_outputs, write, write_bytes
 
     if output is not None and "throughputs" in asked:
         raise ProblemError(

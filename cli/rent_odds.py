@@ -34,10 +34,9 @@ def rent_odds(
     hetflow rent odds us-west-2a us-west-2b --checkpoint-seconds 30
     """
     from ..api.odds import odds
-    from ..schema.files import check_writable, to_plain
+    from ..schema.files import check_outputs, to_plain
 
-    if output is not None:
-        check_writable(output, force=force)
+    check_outputs(output, force=force)
     report = odds(sources, checkpoint_seconds=checkpoint_seconds)
     if output is not None:
         emit_file(report, output, force=force)

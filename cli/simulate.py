@@ -12,12 +12,10 @@ from .asking import Asked, asks
 from .common import (
     ForceFlag,
     JsonFlag,
-    check_outputs,
-    check_table,
     emit,
     emit_file,
     emit_json,
-    emit_table,
+    note,
     shows_progress,
 )
 
@@ -57,12 +55,15 @@ def simulate(
     With -o, --json or --plot a single run records which job held which devices; that takes longer.
     """
     from .. import sweep
+    from ..reports.gantt import simulation_image
+    from ..schema.files import check_outputs, write_bytes
+    from ..schema.frames import frame_of
     from ..schema.simulation import frame_of_runs
     from .allocate import warn_of_left_out
 
     check_outputs(output, plot, csv, force=force)
     if csv is not None:
-        check_table(csv, force=force)
+        frame_of((), ())  # whether pandas is installed
     picture = None if plot is None else _picture_format(plot)
     loads, seeds = asked.get("loads", []), asked.get("seeds", 1)
     number = seeds * max(1, len(loads))
@@ -74,9 +75,12 @@ def simulate(
         keeps = output is not None or plot is not None
         runs = [_one(asked, with_jobs=keeps or csv is not None, with_spans=keeps or json)]
     if csv is not None:
-        emit_table(runs[0].to_frame() if number == 1 else frame_of_runs(runs), csv, force=force)
+        table = runs[0].to_frame() if number == 1 else frame_of_runs(runs)
+        text = table.to_csv(index=False, lineterminator="\n")
+        write_bytes(csv, text.encode(), force=force)
+        note(f"{csv} written")
     if plot is not None and picture is not None:
-        _draw(runs[0], plot, picture, force)
+        write_bytes(plot, simulation_image(runs[0], picture), force=force)
     if output is not None:
         emit_file(runs[0], output, force=force)
     for run in runs:
@@ -122,13 +126,6 @@ def _picture_format(plot: Path) -> str:
         raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
     new_figure()
     return file_format
-
-
-def _draw(run: "SimulationRun", plot: Path, file_format: str, force: bool) -> None:
-    from ..reports.gantt import simulation_image
-    from ..schema.files import write_bytes
-
-    write_bytes(plot, simulation_image(run, file_format), force=force)
 
 
 def _tell(runs: "list[SimulationRun]", json: bool) -> None:

@@ -31,10 +31,9 @@ def _solve(
     """
     from .. import solve as find
     from ..planning.limits import Limits
-    from ..schema.files import check_writable
+    from ..schema.files import check_outputs
 
-    if output is not None:
-        check_writable(output, force=force)
+    check_outputs(output, force=force)
     plan = find(**asked)
     emit_file(plan, output, force=force, json=json)
     if shows_progress():

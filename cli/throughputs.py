@@ -20,8 +20,7 @@ def throughputs(
     from .. import throughputs as rates_of
     from ..schema import files
 
-    if output is not None:
-        files.check_writable(output, force=force)
+    files.check_outputs(output, force=force)
     table = rates_of(**asked)
     emit_file(table, output, force=force, json=json)
     if output is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from .errors import FileError
+from .errors import FileError, ProblemError
 from .options import option
 from .records import adapter_of, faults_of, nearest
 
@@ -280,6 +280,21 @@ def check_writable(path: Path, *, force: bool) -> None:
         _check_place(path, force=force)
     except (OSError, ValueError) as error:  # a name that is too long, or holds a NUL
         raise FileError(f"{path}: cannot be written: {_reason(error)}") from None
+
+
+def check_outputs(*paths: Path | None, force: bool) -> None:
+    """Say before the work what would keep its outputs from being written.
+
+    Raises:
+        FileError: A file is in the way, or its folder cannot be written.
+        ProblemError: Two outputs are one file.
+    """
+    named = [path for path in paths if path is not None]
+    for path in named:
+        check_writable(path, force=force)
+    for number, path in enumerate(named):
+        if path.absolute() in [other.absolute() for other in named[:number]]:
+            raise ProblemError(f"{path}: two outputs have this name", hint="name each once")
 
 
 def _reason(error: Exception) -> str:

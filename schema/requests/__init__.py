@@ -18,6 +18,7 @@ _ROOMS = (
     "throughputs",
     "export",
     "replay",
+    "show",
     "import_",
 )
 

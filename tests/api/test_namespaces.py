@@ -37,7 +37,9 @@ def test_records_are_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
         hetflow.show(folder)
     with pytest.raises(hetflow.FileError, match="exists already"):
         hetflow.show(PROFILES, plot=tmp_path / "plan.svg")
-    with pytest.raises(hetflow.HetflowError, match="only profiles, plans"):
+    with pytest.raises(
+        hetflow.HetflowError, match="plot is for profiles, split and pipeline plans"
+    ):
         hetflow.show(hetflow.Cluster.parse("V100"), plot=tmp_path / "pool.svg")
 
 
