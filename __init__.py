@@ -57,45 +57,32 @@ if TYPE_CHECKING:
     from .schema.run import RunRecord
     from .schema.simulation import SimulationRun
 
-_WHERE = {
-    "allocate": ".api.allocate",
-    "check": ".api.check",
-    "cluster": ".api.cluster:",
-    "dry_run": ".api.launch",
-    "export": ".api.export",
-    "launch": ".api.launch",
-    "plugins": ".plugins:",
-    "prepare": ".runtime",
-    "profile": ".api.profile",
-    "read": ".api.files",
-    "rent": ".api.renting:",
-    "resize": ".api.resize",
-    "show": ".api.show",
-    "simulate": ".api.simulate",
-    "solve": ".api.solve",
-    "sweep": ".api.simulate",
-    "throughputs": ".api.throughputs",
-    "write": ".api.files",
-    "Allocation": ".schema.jobs",
-    "BatchPoint": ".schema.profile",
-    "Cluster": ".schema.cluster",
-    "Job": ".schema.jobs",
-    "Jobs": ".schema.jobs",
-    "ModelThroughput": ".schema.jobs",
-    "OptimizerState": ".schema.optimizer",
-    "Plan": ".schema.plan",
-    "Profile": ".schema.profile",
-    "ResizeAnswer": ".schema.resize",
-    "RunRecord": ".schema.run",
-    "SimulationRun": ".schema.simulation",
-    "Throughputs": ".schema.jobs",
-    "BackendError": ".schema.errors",
-    "FileError": ".schema.errors",
-    "HetflowError": ".schema.errors",
-    "InfeasibleError": ".schema.errors",
-    "LaunchError": ".schema.errors",
-    "ProblemError": ".schema.errors",
-    "TargetError": ".schema.errors",
+_NAMES = {
+    ".api.allocate": "allocate",
+    ".api.check": "check",
+    ".api.cluster:": "cluster",
+    ".api.launch": "dry_run launch",
+    ".api.export": "export",
+    ".plugins:": "plugins",
+    ".runtime": "prepare",
+    ".api.profile": "profile",
+    ".api.files": "read write",
+    ".api.renting:": "rent",
+    ".api.resize": "resize",
+    ".api.show": "show",
+    ".api.simulate": "simulate sweep",
+    ".api.solve": "solve",
+    ".api.throughputs": "throughputs",
+    ".schema.jobs": "Allocation Job Jobs ModelThroughput Throughputs",
+    ".schema.profile": "BatchPoint Profile",
+    ".schema.cluster": "Cluster",
+    ".schema.optimizer": "OptimizerState",
+    ".schema.plan": "Plan",
+    ".schema.resize": "ResizeAnswer",
+    ".schema.run": "RunRecord",
+    ".schema.simulation": "SimulationRun",
+    ".schema.errors": "BackendError FileError HetflowError InfeasibleError LaunchError "
+    "ProblemError TargetError",
 }
 
 __all__ = [
@@ -139,4 +126,4 @@ __all__ = [
     "write",
 ]
 
-__getattr__, __dir__ = lazy_names(globals(), _WHERE, "__version__")
+__getattr__, __dir__ = lazy_names(globals(), _NAMES, "__version__")

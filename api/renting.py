@@ -15,17 +15,15 @@ if TYPE_CHECKING:
     from .rent_prices import rent_prices as prices
     from .rent_run import rent_run as run
 
-_WHERE = {
-    "advice": ".rent",
-    "deadline": ".rent:rent",
-    "fleet": ".rent",
-    "machines": ".rent_machines:rent_machines",
-    "odds": ".odds",
-    "prices": ".rent_prices:rent_prices",
-    "run": ".rent_run:rent_run",
-    "zones": ".rent",
+_NAMES = {
+    ".rent": "advice fleet zones",
+    ".rent:rent": "deadline",
+    ".rent_machines:rent_machines": "machines",
+    ".odds": "odds",
+    ".rent_prices:rent_prices": "prices",
+    ".rent_run:rent_run": "run",
 }
 
 __all__ = ["advice", "deadline", "fleet", "machines", "odds", "prices", "run", "zones"]
 
-__getattr__, __dir__ = lazy_names(globals(), _WHERE)
+__getattr__, __dir__ = lazy_names(globals(), _NAMES)

@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 
 
 def lazy_names(
-    package: dict[str, Any], where: Mapping[str, str], *also: str
+    package: dict[str, Any], names_of: Mapping[str, str], *also: str
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Make the module functions by which a package loads its names on first use.
 
     ::
 
-        __getattr__, __dir__ = lazy_names(globals(), {"solve": ".api.solve"})
+        __getattr__, __dir__ = lazy_names(globals(), {".api.files": "read write"})
 
     Args:
         package: The package's ``globals()``, in which loaded names are stored.
-        where: Name -> the module that has it, relative to the package (``.api.solve``), with the
-            name that it has there if that is another (``.api.rent:rent``), or with a
-            colon if the module itself is meant (``.plugins:``).
+        names_of: Module, relative to the package (``.api.files``) -> the names that it has, with
+            blanks between them. With the name that one has there if that is another
+            (``.api.rent:rent``), or with a colon if the module itself is meant (``.plugins:``).
         also: Names that the package already has, for ``dir``.
 
     Returns:
         ``__getattr__`` and ``__dir__`` of the package (PEP 562).
     """
+    where = {name: place for place, names in names_of.items() for name in names.split()}
 
     def load(name: str) -> object:
         if name not in where:

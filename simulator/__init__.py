@@ -24,29 +24,21 @@ if TYPE_CHECKING:
     from .rounds.simulate import simulate_rounds
     from .traces.draws import TraceOptions, draw_jobs
 
-_WHERE = {
-    "allocator_named": "..mechanisms.allocators.named",
-    "Allocator": "..mechanisms.allocators.shares",
-    "Shares": "..mechanisms.allocators.shares",
-    "Layout": "..mechanisms.cluster.layout",
-    "Pool": "..mechanisms.cluster.pool",
-    "SCHEDULERS": ".cases",
-    "Case": ".cases",
-    "report": ".cases",
-    "run_case": ".cases",
-    "sweep": ".cases",
-    "FailureOptions": ".cluster.failures",
-    "FairShareOptions": ".events.fair_share",
-    "simulate_fair_share": ".events.fair_share",
-    "ProposalOptions": ".events.proposals",
-    "simulate_proposals": ".events.proposals",
-    "summarise": ".metrics",
-    "split_throughput": ".mixes",
-    "Simulation": ".outcomes",
-    "RoundOptions": ".rounds.options",
-    "simulate_rounds": ".rounds.simulate",
-    "TraceOptions": ".traces.draws",
-    "draw_jobs": ".traces.draws",
+_NAMES = {
+    "..mechanisms.allocators.named": "allocator_named",
+    "..mechanisms.allocators.shares": "Allocator Shares",
+    "..mechanisms.cluster.layout": "Layout",
+    "..mechanisms.cluster.pool": "Pool",
+    ".cases": "SCHEDULERS Case report run_case sweep",
+    ".cluster.failures": "FailureOptions",
+    ".events.fair_share": "FairShareOptions simulate_fair_share",
+    ".events.proposals": "ProposalOptions simulate_proposals",
+    ".metrics": "summarise",
+    ".mixes": "split_throughput",
+    ".outcomes": "Simulation",
+    ".rounds.options": "RoundOptions",
+    ".rounds.simulate": "simulate_rounds",
+    ".traces.draws": "TraceOptions draw_jobs",
 }
 
 __all__ = [
@@ -74,4 +66,4 @@ __all__ = [
     "sweep",
 ]
 
-__getattr__, __dir__ = lazy_names(globals(), _WHERE)
+__getattr__, __dir__ = lazy_names(globals(), _NAMES)

@@ -74,7 +74,7 @@ def profiles(tmp_path: Path) -> Path:
 
 def test_there_are_few_names_and_each_is_there() -> None:
     assert len(hetflow.__all__) <= 40
-    assert sorted(hetflow.__all__) == sorted(hetflow._WHERE)
+    assert sorted(hetflow.__all__) == sorted(" ".join(hetflow._NAMES.values()).split())
     for name in hetflow.__all__:
         found = getattr(hetflow, name)
         assert name in MODULES or found.__name__ == name
