@@ -184,16 +184,12 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
     Raises:
         HetflowError: Pictures of it have another ending, or matplotlib is not installed.
     """
+    from ..reports.plots import curves_image, image_format, split_image
     from ..schema.market import Market
     from ..schema.profile import Profile
     from ..schema.simulation import SimulationRun
 
-    file_format = target.suffix.lower().lstrip(".")
-    if file_format not in ("png", "svg"):
-        raise HetflowError(
-            f"{option('plot', target)}: must end in .png or .svg", hint="rename the output"
-        )
-    first = records[0]
+    file_format, first = image_format(target), records[0]
     if isinstance(first, Plan) and first.kind == "pipeline":
         from ..reports.timeline import svg_timeline
 
@@ -214,8 +210,6 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
         if way == "presence" or not (way or first.prices):
             return presence_image(first, file_format)
         return prices_image(first, file_format, per_device=way == "per_device")
-    from ..reports.plots import curves_image, split_image
-
     if isinstance(first, Plan) and first.kind == "split":
         return split_image(first, file_format)
     return curves_image([record for record in records if isinstance(record, Profile)], file_format)

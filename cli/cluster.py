@@ -53,6 +53,7 @@ def start(
     from ..scheduler.serve import serve
     from ..scheduler.settings import Settings
     from ..scheduler.submission import read_entities
+    from ..scheduler.unit import systemd_unit
 
     request = StartRequest(**asked)
     pool, entities = pool_of(request.pool), request.entities
@@ -66,7 +67,10 @@ def start(
         group=request.group,
     )
     if print_unit:
-        emit(_unit(state))
+        given = [word for word in sys.argv[1:] if word != "--print-unit"]
+        if not any(word == "--state" or word.startswith("--state=") for word in given):
+            given += ["--state", str(state)]
+        emit(systemd_unit(given))
         return
     with ExitStack() as beside:
         if dashboard is not None:
@@ -128,31 +132,24 @@ def usage(
     hetflow cluster usage --per month
     hetflow cluster usage -o usage.csv
     """
-    import csv
-    import io
     import time
     from typing import cast, get_args
 
     from ..scheduler.store import Store
-    from ..scheduler.usage import COLUMNS, Period
+    from ..scheduler.usage import Period, csv_of
     from ..scheduler.usage import usage as used
     from ..schema.files import write_text
 
     if per not in get_args(Period):
         raise ProblemError(f"--per {per}: is none of {', '.join(get_args(Period))}")
     period = cast("Period", per)
-    rows = [row.to_plain() for row in used(Store.open(state), period=period, now=time.time())]
+    rows = used(Store.open(state), period=period, now=time.time())
     if json:
-        emit_json({"usage": rows})
-        return
-    text = io.StringIO()
-    table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    if output is None:
-        emit(text.getvalue().rstrip("\n"))
+        emit_json({"usage": [row.to_plain() for row in rows]})
+    elif output is None:
+        emit(csv_of(rows))
     else:
-        write_text(output, text.getvalue(), force=force)
+        write_text(output, csv_of(rows), force=force)
 
 
 def correct(
@@ -194,27 +191,3 @@ def stop(state: StateOption = DEFAULT_STATE) -> None:
 
 def _say(text: str) -> None:
     typer.echo(text, err=True)
-
-
-def _unit(state: Path) -> str:
-    given = [word for word in sys.argv[1:] if word != "--print-unit"]
-    words = [sys.executable, "-m", "hetflow", *given]
-    if not any(word == "--state" or word.startswith("--state=") for word in given):
-        words += ["--state", str(state)]
-    return (
-        "[Unit]\nDescription=hetflow scheduler\nAfter=network.target\n\n[Service]\n"
-        f"ExecStart={' '.join(map(_quoted, words))}\n"
-        f"WorkingDirectory={_escaped(str(Path.cwd()))}\n"
-        # Jobs outlive the scheduler, and the next one adopts them.
-        "KillMode=process\nRestart=on-failure\n\n[Install]\nWantedBy=default.target\n"
-    )
-
-
-def _escaped(text: str) -> str:
-    return text.replace("%", "%%")
-
-
-def _quoted(word: str) -> str:
-    """A word of ExecStart: systemd expands % and $ and reads backslashes in quotes."""
-    escaped = _escaped(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
-    return '"' + escaped.replace("\n", "\\n") + '"'

@@ -1,8 +1,9 @@
 """``hetflow rent``: which machines to rent, when and where."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +17,6 @@ from ..schema.requests.rent import (
 )
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json, note
-
-if TYPE_CHECKING:
-    from ..planning.static_choice import StaticChoice
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report here.")]
 PlanOutput = Annotated[
@@ -125,14 +123,6 @@ def rent_run(
         emit(rent_run_table(found))
 
 
-@asks(RentRequest, between_zones=True)
-def rent_zones(
-    asked: Asked, output: Output = None, force: ForceFlag = False, json: JsonFlag = False
-) -> None:
-    """`hetflow rent --between-zones`, under its name until the next release."""
-    _report(RentRequest, asked, output, force=force, json=json)
-
-
 @asks(RentRequest, between_zones=False, restart_seconds=60.0)
 def rent_fleet(
     asked: Asked,
@@ -148,18 +138,35 @@ def rent_fleet(
     _report(RentRequest, asked, output, force=force, json=json)
 
 
-@asks(PricesRequest)
-def rent_prices(
-    asked: Asked, output: Output = None, force: ForceFlag = False, json: JsonFlag = False
-) -> None:
+def _renamed(record: type, words: str, **fixed: Any) -> Callable[..., None]:
+    """A command that `hetflow rent` has taken the place of, under its name until the next release.
+
+    It has no other options than those of ``record``.
+    """
+
+    def command(
+        asked: Asked, output: Output = None, force: ForceFlag = False, json: JsonFlag = False
+    ) -> None:
+        _report(record, asked, output, force=force, json=json)
+
+    return asks(record, doc=words, **fixed)(command)
+
+
+rent_zones = _renamed(
+    RentRequest,
+    "`hetflow rent --between-zones`, under its name until the next release.",
+    between_zones=True,
+)
+rent_prices = _renamed(
+    PricesRequest,
     """`hetflow rent --rate TYPE=SPEED`, under its name until the next release.
 
     Strategies for one job are replayed on price histories, beside a lower bound on the cost.
 
     \b
     hetflow rent prices aws.json azure.json --rate V100=9.6 --rate K80=1 --work-hours 96
-    """
-    _report(PricesRequest, asked, output, force=force, json=json)
+    """,
+)
 
 
 @asks(MachinesRequest)
@@ -185,23 +192,15 @@ def rent_machines(
     _machines(asked, deadline_hours, budget, top, output, plot, force=force, json=json)
 
 
-def _image_kind(plot: Path) -> str:
-    from ..schema.errors import HetflowError
-
-    kind = plot.suffix.lower().lstrip(".")
-    if kind not in ("png", "svg"):
-        raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
-    return kind
-
-
 def _draw_deadlines(has_none: bool, asked: Asked, plot: Path, *, force: bool) -> None:
     """Draw what a later deadline saves."""
     from ..api.rent import by_deadline
     from ..reports.market_plots import deadlines_image
+    from ..reports.plots import image_format
     from ..schema.errors import ProblemError
     from ..schema.files import check_outputs, write_bytes
 
-    kind = _image_kind(plot)
+    kind = image_format(plot)
     if has_none:
         raise ProblemError("--plot says nothing with --rate or --next", hint="leave it out")
     check_outputs(plot, force=force)
@@ -260,8 +259,9 @@ def _machines(
     from ..api.files import markets_of
     from ..planning.inputs import profiles_of
     from ..planning.static_choice import chosen, plan_of_choice
-    from ..reports.grid import grid
     from ..reports.market_plots import choices_image
+    from ..reports.market_tables import choices_table, counted
+    from ..reports.plots import image_format
     from ..schema.errors import ProblemError
     from ..schema.files import check_outputs, write, write_bytes
 
@@ -270,7 +270,7 @@ def _machines(
             "throughputs make no plan to write",
             hint="leave --output out, or give --profiles DIR instead of --throughputs",
         )
-    kind = "" if plot is None else _image_kind(plot)
+    kind = "" if plot is None else image_format(plot)
     check_outputs(output, plot, force=force)
     found = renting.machines(**asked)
     best = chosen(found, deadline_hours=deadline_hours, budget_dollars=budget)
@@ -284,8 +284,8 @@ def _machines(
     if plot is not None:
         samples = "" if batch_size is None else f" of {batch_size} samples"
         points = [
-            (one.hours, one.dollars, _devices(one) + ("" if one.is_spot else " on demand"),
-             one.is_pareto)
+            (one.hours, one.dollars,
+             counted(one.devices) + ("" if one.is_spot else " on demand"), one.is_pareto)
             for one in found
         ]  # fmt: skip
         title = f"{asked['steps']} steps{samples}"
@@ -294,28 +294,8 @@ def _machines(
     if json:
         emit_json({"choice": asdict(best), "choices": [asdict(one) for one in shown]})
         return
-    heads = ("$", "hours", "$/million samples", "devices", "rent", "")
-    emit(grid(heads, list(map(_row, shown))))
-    note(f"take {_rented(best)}: {best.dollars:.2f} $, {best.hours:.4g} h")
+    emit(choices_table([asdict(one) for one in shown]))
+    rented = counted(best.machines, " x ")
+    note(f"take {rented}: {best.dollars:.2f} $, {best.hours:.4g} h")
     if output is not None:
         note(f"plan written to {output}; next: hetflow export {output} --to skypilot --market ...")
-
-
-def _row(one: "StaticChoice") -> tuple[str, ...]:
-    per_million = one.dollars_per_million_samples
-    return (
-        f"{one.dollars:.2f}",
-        f"{one.hours:.4g}",
-        "-" if per_million is None else f"{per_million:.4g}",
-        _devices(one),
-        _rented(one),
-        "" if one.is_pareto else "dearer or slower",
-    )
-
-
-def _devices(one: "StaticChoice") -> str:
-    return ", ".join(f"{number}x{name}" for name, number in one.devices.items())
-
-
-def _rented(one: "StaticChoice") -> str:
-    return ", ".join(f"{number} x {title}" for title, number in one.machines.items())

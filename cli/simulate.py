@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..schema.errors import HetflowError, ProblemError
+from ..schema.errors import ProblemError
 from ..schema.requests.simulate import SweepRequest
 from .asking import Asked, asks
 from .common import (
@@ -56,6 +56,7 @@ def simulate(
     """
     from .. import sweep
     from ..reports.gantt import simulation_image
+    from ..reports.plots import image_format, new_figure
     from ..schema.files import check_outputs, write_bytes
     from ..schema.frames import frame_of
     from ..schema.simulation import frame_of_runs
@@ -64,7 +65,9 @@ def simulate(
     check_outputs(output, plot, csv, force=force)
     if csv is not None:
         frame_of((), ())  # whether pandas is installed
-    picture = None if plot is None else _picture_format(plot)
+    picture = None if plot is None else image_format(plot)
+    if picture is not None:
+        new_figure()  # whether matplotlib is installed
     loads, seeds = asked.get("loads", []), asked.get("seeds", 1)
     number = seeds * max(1, len(loads))
     if (plot is not None or output is not None) and number > 1:
@@ -115,17 +118,6 @@ def _watched(runs: "Iterable[SimulationRun]", total: int) -> "Iterable[Simulatio
     from rich.progress import track
 
     return track(runs, "runs", total=total, console=Console(stderr=True), transient=True)
-
-
-def _picture_format(plot: Path) -> str:
-    """What to draw in; said before the run, as is that matplotlib is missing."""
-    from ..reports.plots import new_figure
-
-    file_format = plot.suffix.lower().lstrip(".")
-    if file_format not in ("png", "svg"):
-        raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
-    new_figure()
-    return file_format
 
 
 def _tell(runs: "list[SimulationRun]", json: bool) -> None:

@@ -1,8 +1,9 @@
 """Show markets, and the cost of renting under each policy, as tables."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from ..schema.market import Market, PriceReport, RentAdvice, RentReport, RentRun, RentState
 from ..schema.odds import OddsReport, PreemptionRate, Survivors, ZoneOdds
@@ -339,3 +340,25 @@ def _mean(one: PreemptionRate) -> str:
 
 def _hours(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds / 3600:.3g}"
+
+
+def choices_table(choices: Sequence[Mapping[str, Any]]) -> str:
+    """Machines to rent for a whole training, as the JSON of `hetflow rent` has them."""
+    heads = ("$", "hours", "$/million samples", "devices", "rent", "")
+    rows = [
+        (
+            f"{one['dollars']:.2f}",
+            f"{one['hours']:.4g}",
+            "-" if (each := one["dollars_per_million_samples"]) is None else f"{each:.4g}",
+            counted(one["devices"]),
+            counted(one["machines"], " x "),
+            "" if one["is_pareto"] else "dearer or slower",
+        )
+        for one in choices
+    ]
+    return grid(heads, rows)
+
+
+def counted(numbers: Mapping[str, int], times: str = "x") -> str:
+    """Numbers of named things: ``2xV100, 8xP100``."""
+    return ", ".join(f"{number}{times}{name}" for name, number in numbers.items())

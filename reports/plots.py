@@ -2,9 +2,11 @@
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..schema.errors import HetflowError
+from ..schema.options import option
 from ..schema.plan import Plan, Prediction
 from ..schema.profile import Profile
 from .grid import device_name
@@ -16,6 +18,19 @@ _MOST_PASSES = 60
 _VISIBLE = 1e-3  # of a step: less is no line
 _MOST_RATIO = {"x": 1000.0, "y": 10_000.0}  # of values, for ticks between powers of ten
 _LEAST_RATIO = 5.0
+
+
+def image_format(path: Path) -> str:
+    """``png`` or ``svg``, as the picture's file is named.
+
+    Raises:
+        HetflowError: It has another ending.
+    """
+    found = path.suffix.lower().lstrip(".")
+    if found not in ("png", "svg"):
+        message = f"{option('plot', path)}: must end in .png or .svg"
+        raise HetflowError(message, hint="rename the output")
+    return found
 
 
 def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:

@@ -1,7 +1,9 @@
 """Accounting: device-seconds by user, entity and device type, for each period of time."""
 
+import csv
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -36,7 +38,13 @@ class Usage:
         return asdict(self)
 
 
-COLUMNS = tuple(field.name for field in fields(Usage))
+def csv_of(rows: Iterable[Usage]) -> str:
+    """The rows as CSV, with a line of names."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, [field.name for field in fields(Usage)], lineterminator="\n")
+    table.writeheader()
+    table.writerows(row.to_plain() for row in rows)
+    return text.getvalue()
 
 
 def usage(store: Store, *, period: Period, now: float) -> list[Usage]:
