@@ -15,8 +15,23 @@ Pass = tuple[Kind, int, int]
 """(kind, stage, microbatch)."""
 Slot = tuple[Pass, ...]
 """One pass, or two passes that overlap."""
+Turn = tuple[bool, int]
+"""(whether the pass is a backward pass, its microbatch)."""
 Version = Callable[[int, int], int]
 """The weight version that (stage, microbatch) reads."""
+
+
+def alternating(microbatches: Sequence[int], ahead: int) -> list[Turn]:
+    """Order ``ahead`` forward passes, then one forward and one backward pass in turn.
+
+    With as many ahead as keep the pipeline full this is 1F1B-RR (thesis 2.4.2), with all GPipe.
+    """
+    turns: list[Turn] = [(False, microbatch) for microbatch in microbatches[:ahead]]
+    for number, microbatch in enumerate(microbatches):
+        if number + ahead < len(microbatches):
+            turns.append((False, microbatches[number + ahead]))
+        turns.append((True, microbatch))
+    return turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

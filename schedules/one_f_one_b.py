@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from ..schema.operations import Kind, Schedule, WeightSemantics
 from ..schema.pipeline_shape import PipelineShape
 from . import closed_forms
-from .assemble import Order, Slot, assemble
-from .pass_order import alternating
+from .assemble import Order, Slot, alternating, assemble
 from .registry import schedule
 
 

@@ -1,15 +1,15 @@
 """A fast timer of one step of a pipeline that flushes, for searches over thousands of plans.
 
 The result is that of ``timing`` for the schedule's list, but the list is not built. Passes run in
-the order that the generators use too (``pass_order``), transfers overlap with them, one at a time
+the order that the generators use too (``alternating``), transfers overlap with them, one at a time
 on each directed link, and each stage ends with its all-reduce and update.
 """
 
 from typing import NamedTuple
 
 from ..schema.schedule_traits import traits
+from .assemble import Turn, alternating
 from .closed_forms import in_flight
-from .pass_order import Turn, alternating
 
 
 class StepStage(NamedTuple):

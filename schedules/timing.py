@@ -1,7 +1,8 @@
 """Time a schedule: start and end of every operation, and metrics that follow from them."""
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +18,6 @@ from ..schema.operations import (
     message_of,
 )
 from .counting import peak_in_flight
-from .walk import walk
 
 Span = tuple[float, float]
 """(start, end) in seconds."""
@@ -186,6 +186,48 @@ class Timing:
         if window == 0:
             return _over(self.makespan_seconds, self.schedule.num_microbatches)
         return (ends[-1] - ends[-1 - window]) / window
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Yield (rank, index of the operation) so that causes come before effects.
+
+    Sends do not block, receives wait for their message, and a reduction waits for all ranks of its
+    stage; these ranks are then yielded one directly after another. O(operations). Stops early if
+    every unfinished rank waits, which is a deadlock.
+    """
+    position = [0] * schedule.num_ranks
+    sent: set[Message] = set()
+    waiting: dict[Message, int] = {}
+    arrived: dict[tuple[int, int], list[int]] = {}
+    ready = deque(range(schedule.num_ranks))
+    while ready:
+        rank = ready.popleft()
+        operations = schedule.ranks[rank]
+        while position[rank] < len(operations):
+            operation = operations[position[rank]]
+            if operation.kind in RECEIVES:
+                message = message_of(operation, rank)
+                if message not in sent:
+                    waiting[message] = rank
+                    break
+                sent.remove(message)
+            elif operation.kind is Kind.REDUCE:
+                group = arrived.setdefault((operation.stage, operation.microbatch), [])
+                group.append(rank)
+                if len(group) < len(schedule.placement[operation.stage]):
+                    break
+                for peer in group:
+                    yield peer, position[peer]
+                    position[peer] += 1
+                ready.extend(peer for peer in group if peer != rank)
+                continue
+            elif operation.kind in SENDS:
+                message = message_of(operation, rank)
+                sent.add(message)
+                if message in waiting:
+                    ready.append(waiting.pop(message))
+            yield rank, position[rank]
+            position[rank] += 1
 
 
 def time_schedule(schedule: Schedule, times: StageTimes) -> Timing:
