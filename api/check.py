@@ -3,7 +3,6 @@
 from ..planning.inputs import (
     pool_of,
     profiles_of,
-    types_of,
     under_todays_names,
 )
 from ..planning.judging import faults_of_plan
@@ -44,7 +43,7 @@ def check(request: CheckRequest) -> list[str]:
     if not isinstance(claim, Allocation):
         found = None
         if request.profiles is not None:
-            types = types_of(claim)
+            types = tuple(claim.devices_by_type)
             found = under_todays_names(
                 profiles_of(request.profiles, request.model or claim.model), types
             )

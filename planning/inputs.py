@@ -18,7 +18,6 @@ from ..schema.requests.kinds import Pool, Profiles
 
 if TYPE_CHECKING:
     from ..schema.jobs import Throughputs
-    from ..schema.plan import Plan
 
 _log = logging.getLogger("hetflow")
 
@@ -124,11 +123,6 @@ def model_of(throughputs: "Throughputs", model: str | None = None) -> str:
             f"no throughput is of the model {model!r}", hint=f"try {option('model', repr(guess))}"
         )
     return model
-
-
-def types_of(plan: "Plan") -> tuple[str, ...]:
-    """List the device types that a plan uses."""
-    return tuple(plan.devices_by_type)
 
 
 def under_todays_names(profiles: Sequence[Profile], types: Iterable[str]) -> tuple[Profile, ...]:

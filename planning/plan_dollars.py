@@ -4,12 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..schema.cluster import Cluster
-from ..schema.plan import Plan, Prediction
-
-
-def with_dollars(plan: Plan, pool: Cluster) -> Plan:
-    """Add to a plan's prediction what its devices cost; see ``priced``."""
-    return replace(plan, predicted=priced(plan.predicted, plan.devices_by_type, pool))
+from ..schema.plan import Prediction
 
 
 def priced(predicted: Prediction, devices: Mapping[str, int], pool: Cluster) -> Prediction:

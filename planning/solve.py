@@ -18,11 +18,11 @@ from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
 from ..schema.restrictions import Restrictions
 from ..solvers.methods import METHODS
-from .inputs import flat, types_of
+from .inputs import flat
 from .judging import confirm
 from .limits import Clock
 from .options import Kind, refuse_unread
-from .plan_dollars import with_dollars
+from .plan_dollars import priced
 from .pool_parts import Parts, best_of_parts, parts_of
 from .request import Question
 
@@ -45,27 +45,21 @@ def solve(question: Question, clock: Clock | None = None) -> Plan:
         InfeasibleError: No plan of the requested kind exists; with ``auto``, no plan of any kind.
         BackendError: A solver's plan fails its check, which is a bug.
     """
-    found = _plan(question, clock or Clock(question.limits))
-    plan = _with_reserves(_with_estimates(found, question), question)
-    plan = with_dollars(plan, question.pool)
-    if plan.cluster is None and question.pool != flat(question.pool):
-        plan = dataclasses.replace(plan, cluster=question.pool)
+    plan, pool = _plan(question, clock or Clock(question.limits)), question.pool
+    used = [p for p in question.profiles if p.device_type in plan.devices_by_type]
+    reserves = [_reserve(plan, profile, question) for profile in used]
+    plan = dataclasses.replace(
+        plan,
+        estimates=tuple(p.estimate for p in used if p.estimate is not None),
+        reserves=tuple(reserve for reserve in reserves if reserve.total_bytes),
+        predicted=priced(plan.predicted, plan.devices_by_type, pool),
+        cluster=pool if plan.cluster is None and pool != flat(pool) else plan.cluster,
+    )
     plan = dataclasses.replace(plan, restrictions=_restrictions(plan, question))
     if not question.corrected_by:
         return plan
     origin = {**(plan.provenance or {}), "corrected_by": list(question.corrected_by)}
     return dataclasses.replace(plan, provenance=origin)
-
-
-def _with_estimates(plan: Plan, question: Question) -> Plan:
-    """Add to the plan the estimates of the types in use whose profiles were not measured."""
-    used = types_of(plan)
-    estimates = tuple(
-        profile.estimate
-        for profile in question.profiles
-        if profile.estimate is not None and profile.device_type in used
-    )
-    return dataclasses.replace(plan, estimates=estimates) if estimates else plan
 
 
 def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
@@ -84,18 +78,6 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
     if plan.kind == "parallel" and plan.sequence_parallel and cannot_spread(plan.trace):
         found = dataclasses.replace(found, num_stages=1)
     return None if found == Restrictions() else found
-
-
-def _with_reserves(plan: Plan, question: Question) -> Plan:
-    """Add to the plan the memory that it leaves free of tensors on devices of the types in use."""
-    used = types_of(plan)
-    reserves = tuple(
-        reserve
-        for profile in question.profiles
-        if profile.device_type in used
-        and (reserve := _reserve(plan, profile, question)).total_bytes
-    )
-    return dataclasses.replace(plan, reserves=reserves) if reserves else plan
 
 
 def _reserve(plan: Plan, profile: Profile, question: Question) -> MemoryReserve:
