@@ -33,8 +33,7 @@ from .timing import RepeatPolicy, Timing
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..runtime.adapters.measured import Sized
-    from ..runtime.adapters.training import Training
+    from ..runtime.adapters.training import Sized, Training
 
 _FIRST_STEPS = 3  # the first ones of a process are the dearest
 _MOST_EXTRA_SECONDS = 60.0

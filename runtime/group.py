@@ -25,9 +25,8 @@ from ..protocol.messages import Recover, Resize
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import WorkerSlot
 from . import peers
-from .builds import check_builds, own_build, parse_build
 from .elastic.control import Control
-from .meeting import Meeting
+from .meeting import Meeting, check_builds, own_build, parse_build
 from .peers import SharedStore
 
 RELEASE_SECONDS = 2.0  # destroying a group normally takes milliseconds

@@ -19,9 +19,9 @@ from .agreement.agreement import Agreement
 from .data import Batch, check_in_order, check_loader, has_index
 from .engine import LossFunction, Step, StepEngine
 from .epoch import Epoch, Epochs, IndexReader
-from .inference import PREDICTION_EPOCH, Prediction
 from .losses import Weighted, weighted_by
 from .measurements import StepTimes
+from .outputs import PREDICTION_EPOCH, Prediction
 from .progress import Progress
 from .promise.promise import Form, Promise
 from .rounds import Rounds

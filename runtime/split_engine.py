@@ -25,14 +25,13 @@ from .data import Pass, copied
 from .determinism import is_invariant, refusal_of
 from .digest import digest_of
 from .engine import LossFunction, Step
-from .gathering import Encoded, encoded, in_order
 from .gradients.hooks import ScriptHooks
 from .gradients.reducer import GradientReducer
 from .group import Place
 from .losses import Weighted, check_has_graph, loss_and_rest, outputs_in
 from .manifest import shapes_of
 from .optimizers import state_of
-from .over_batch import OutputsOfBatch
+from .outputs import Encoded, OutputsOfBatch, encoded, in_order
 from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .setup import final_tensors
@@ -275,7 +274,7 @@ class SplitEngine:
         seed_streams(session.seed, "pass", session.num_steps, item.virtual_node, *again)
 
     def _run_twice(self, step: Step, over_batch: LossFunction) -> None:
-        """Run the passes of a loss over the whole batch; see over_batch.py."""
+        """Run the passes of a loss over the whole batch; see outputs.py."""
         session, batch = self._session, step.batch
         held, own = list(batch.inputs()), {}
         for item, inputs in held:

@@ -13,7 +13,6 @@ from ..protocol.lower import check_pipeline_level
 from ..schema.errors import TargetError
 from .agreement.agreement import Agreement, Subject, Watch
 from .agreement.known import KnownParameters, OtherOptimizers
-from .allocator import keep_freed_memory
 from .determinism import apply_level, check_level
 from .elastic.member import Member
 from .engine import StepEngine
@@ -29,7 +28,14 @@ from .promise.promise import Promise
 from .runner import Alone, Runner
 from .saving import Checkpoints
 from .session import Session
-from .setup import broadcast_buffers, broadcast_state, check_batch_norms, check_model, place_model
+from .setup import (
+    broadcast_buffers,
+    broadcast_state,
+    check_batch_norms,
+    check_model,
+    keep_freed_memory,
+    place_model,
+)
 from .split_engine import SplitEngine
 
 

@@ -23,11 +23,9 @@ from torch.utils.data.distributed import DistributedSampler
 from ...schema.errors import TargetError
 from ..promise.graph import ignores_targets
 from .ddp import cut_loader
-from .numbers import LOSS, Call, Numbers, Part, Step, Tried, slope_of
+from .numbers import LOSS, Call, Numbers, Part, Step, Tried, joined, rows_of, slope_of
 from .patching import around, check_version
-from .rows import joined, rows_of
-from .scalars import with_scalars
-from .training import Cuts, Training, training
+from .training import Cuts, Training, training, with_scalars
 
 VERSIONS = ((2, 4), (2, 6))  # the oldest and the newest that were tested
 # A module with Trainer or Fabric -> the package that pip knows it by.

@@ -24,8 +24,7 @@ from ..promise.graph import divisors_of, last_divisors_of
 from .losses import before, share_of
 from .numbers import slope_of
 from .patching import around, check_version
-from .scalars import with_scalars
-from .training import Piece, Training, training
+from .training import Piece, Training, training, with_scalars
 
 VERSIONS = ((4, 57), (5, 24))  # the oldest and the newest that were tested
 _CLOSE = 1e-5  # of losses in 32 or 64 bits; parts of the latter may be computed in 32

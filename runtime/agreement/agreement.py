@@ -27,9 +27,17 @@ from ...schema.errors import TargetError
 from .. import peers
 from ..group import Place
 from ..log import log
-from .fingerprints import fingerprint, shadow_of
 from .known import KnownParameters, OtherOptimizers, check_leaves
-from .verdict import MOST, SettingsNumber, Statement, are_alike, find_fault, settings_of
+from .verdict import (
+    MOST,
+    SettingsNumber,
+    Statement,
+    are_alike,
+    find_fault,
+    fingerprint,
+    settings_of,
+    shadow_of,
+)
 
 # The schedule of comparisons between workers, and the step at which they last agreed.
 
