@@ -4,7 +4,6 @@ So that other workers read it: predictions (``job.predict``), a loss over the ou
 batch (``over_batch=``), other values (``has_aux=``).
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,40 +15,33 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..devices.collectives import wire_device
 from ..schema.errors import TargetError
-from . import checkpoint, peers
+from . import peers
 from .buffers import VirtualNodeBuffers
 from .data import PassSampler, feed, to_device
 from .group import Place
 from .losses import check_has_graph, loss_and_weight
-from .manifest import DTYPES
 from .runner import Runner
 from .session import Session
 from .streams import seed_streams
 from .virtual_nodes import share_out
+from .wire import Message, carried
 
 # Bring what each virtual node's pass gave to other workers, in order of the samples.
 
-Encoded = tuple[bytes, list[Tensor]]
-"""A pass's plain values as JSON, and its tensors on the host."""
 
-
-def encoded(value: Any) -> Encoded:
-    """Encode the tensors and plain values that a pass gave.
+def message_of(value: Any) -> Message:
+    """The tensors and plain values that a pass gave, ready to be sent.
 
     Raises:
         TargetError: A value is no plain data, or a tensor has a dtype that cannot be sent.
     """
-    tensors: list[Tensor] = []
-    plain = checkpoint.encode(value, tensors, "output")
-    kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-    for kind, _ in kinds:
-        if kind not in DTYPES:
-            raise TargetError(f"a virtual node's output cannot be a tensor of dtype {kind}")
-    return json.dumps({"outputs": plain, "tensors": kinds}).encode(), tensors
+    return Message.of(
+        value, "output", strange="a virtual node's output cannot be a tensor of dtype {}"
+    )
 
 
 def in_order(
-    own: Mapping[int, Encoded],
+    own: Mapping[int, Message],
     nodes: Sequence[int],
     holders: Sequence[int],
     place: Place,
@@ -72,27 +64,25 @@ def in_order(
     """
     found = []
     for node in nodes:
-        header, tensors = own.get(node, (b"", []))
+        message = own.get(node)
         if place.distributed:
             with waiting():
-                header, tensors = deliver(header, tensors, holders[node], place, on_all=on_all)
-        if header:
-            found.append(checkpoint.decode(json.loads(header)["outputs"], tensors))
+                message = _delivered(message, holders[node], place, on_all=on_all)
+        if message is not None:
+            found.append(message.value())
     return found
 
 
-def deliver(
-    header: bytes, tensors: list[Tensor], holder: int, place: Place, *, on_all: bool
-) -> Encoded:
+def _delivered(
+    message: Message | None, holder: int, place: Place, *, on_all: bool
+) -> Message | None:
     """Send a pass's outputs from the worker that ran it to the main worker, or to all.
 
     Returns:
-        The outputs; an empty header and list on workers that do not want them.
+        The outputs; None on workers that do not want them.
     """
-    if not on_all and holder == 0:
-        return header, tensors
-    if not on_all and place.rank not in (0, holder):
-        return b"", []
+    if not on_all and (holder == 0 or place.rank not in (0, holder)):
+        return message
     on_wire = wire_device(place.device)
 
     def carry(tensor: Tensor) -> Tensor:
@@ -106,31 +96,12 @@ def deliver(
         return tensor.cpu()
 
     if place.rank == holder:
-        parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
-        parts += [_as_bytes(tensor) for tensor in tensors]
-        # Sent first: gloo fails, or does not notice, if a message's length is not its buffer's.
-        carry(torch.tensor([len(header), sum(len(part) for part in parts)]))
-        carry(torch.cat(parts))
-        return (header, tensors) if on_all else (b"", [])
-    lengths = carry(torch.zeros(2, dtype=torch.int64)).tolist()
-    message = carry(torch.empty(lengths[1], dtype=torch.uint8))
-    header = message[: lengths[0]].numpy().tobytes()
-    return header, _split(message[lengths[0] :], json.loads(header)["tensors"])
-
-
-def _split(data: Tensor, kinds: list[tuple[str, list[int]]]) -> list[Tensor]:
-    tensors, at = [], 0
-    for name, shape in kinds:
-        tensor = torch.empty(shape, dtype=DTYPES[name])
-        size = tensor.numel() * tensor.element_size()
-        _as_bytes(tensor).copy_(data[at : at + size])
-        tensors.append(tensor)
-        at += size
-    return tensors
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+        assert message is not None
+        carried(message, carry)
+        return message if on_all else None
+    found = carried(None, carry)
+    # The script keeps outputs: one of them must not keep the memory of all.
+    return Message(found.header, [tensor.clone() for tensor in found.tensors])
 
 
 # Inference with virtual nodes (VirtualFlow 1.3): a large batch on few devices, outputs in order.
@@ -184,7 +155,7 @@ class Prediction:
         self._given, self._got_outputs = 0, False
         self._source: Iterator[Any] = iter(())
         self._source_step: int | None = None
-        self._own: dict[tuple[int, int], Encoded] = {}
+        self._own: dict[tuple[int, int], Message] = {}
         self._outputs: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
@@ -272,11 +243,11 @@ class Prediction:
         finally:
             model.train(training)
 
-    def _run(self, step: int, node: int, inputs: Any) -> Encoded:
+    def _run(self, step: int, node: int, inputs: Any) -> Message:
         seed_streams(self._session.seed, "predict", step, node)
         many = isinstance(inputs, tuple | list)
         answer = self._function(*inputs) if many else self._function(inputs)
-        return encoded(answer)
+        return message_of(answer)
 
 
 # The loss of a whole batch's outputs, in two passes (gradient caching, Gao et al. 2021).

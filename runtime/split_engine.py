@@ -31,7 +31,7 @@ from .group import Place
 from .losses import Weighted, check_has_graph, loss_and_rest, outputs_in
 from .manifest import shapes_of
 from .optimizers import state_of
-from .outputs import Encoded, OutputsOfBatch, encoded, in_order
+from .outputs import OutputsOfBatch, in_order, message_of
 from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .setup import final_tensors
@@ -42,6 +42,7 @@ from .streams import seed_streams, streams_kept
 from .sync_batch_norm import joined, over_workers, synchronised_norms
 from .totals import StepTotals, Sums, packed_sums
 from .virtual_nodes import holdings_of, invariant_of, share_out, slices
+from .wire import Message
 
 
 class SplitEngine:
@@ -79,7 +80,7 @@ class SplitEngine:
         self.state: WholeState | SharedState = whole
         if self.shared_states is not None:
             self.state = SharedState(session, self.buffers, self.totals, self.shared_states, whole)
-        self._rest: dict[int, Encoded] = {}
+        self._rest: dict[int, Message] = {}
         self._norms = synchronised_norms(session.model)
         self._script_hooks = ScriptHooks(session.parameters)
 
@@ -229,7 +230,7 @@ class SplitEngine:
             answer = self._call(step, item, inputs)
             if step.has_aux:
                 answer, rest = loss_and_rest(answer)
-                self._rest[item.virtual_node] = encoded(rest)
+                self._rest[item.virtual_node] = message_of(rest)
             self._give(step, item, answer, last=last)
 
     def _give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> None:
@@ -283,7 +284,7 @@ class SplitEngine:
             with buffers_apart(session.model.modules()), torch.no_grad(), reads:
                 answer = self._call(step, item, copied(inputs))
                 outputs_in(answer, item.num_samples)
-                own[item.virtual_node] = encoded(answer)
+                own[item.virtual_node] = message_of(answer)
         torch.clear_autocast_cache()  # else casts of weights made here would have no graph below
         whole = OutputsOfBatch(self._in_order(step, own), session.device)
         seed_streams(session.seed, "over batch", session.num_steps)
@@ -334,7 +335,7 @@ class SplitEngine:
         for item in items[1:]:  # they may run elsewhere later
             self.buffers.save(item.virtual_node)
 
-    def _in_order(self, step: Step, own: dict[int, Encoded]) -> list[Any]:
+    def _in_order(self, step: Step, own: dict[int, Message]) -> list[Any]:
         session, number = self._session, step.batch.num_samples
         shares = share_out(number, session.batch_sizes or (number,))
         nodes = [node for node, share in enumerate(shares) if share]

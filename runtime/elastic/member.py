@@ -23,6 +23,7 @@ from ...devices.backend import backend_of
 from ...devices.collectives import is_on_devices
 from ...protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ...schema.errors import PeerLostError
+from .. import wire
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
 from ..engine import Step
@@ -36,7 +37,6 @@ from ..split_engine import SplitEngine, WholeState
 from ..stopping import leave
 from ..totals import Sums
 from ..virtual_nodes import holdings_of
-from . import transfer
 from .control import Control
 from .mirror import Mirror
 
@@ -432,7 +432,7 @@ class Member:
         ranks, behind = message.ranks, message.behind
         if self._control.worker in behind:
             try:
-                found: dict[str, Any] = transfer.receive(ranks[message.donor])
+                found: dict[str, Any] = wire.receive(ranks[message.donor])
             except Exception as error:
                 if self._control.is_broken:  # aborted, so what came is garbage
                     raise PeerLostError("another worker is gone") from error
@@ -442,7 +442,7 @@ class Member:
         if behind and self._control.worker == message.donor:
             state = self._behind.give(self.mirror.state()) if self._last_is_step else None
             told = {"answer": self._last, "state": state, "mirrored": self.mirror.names}
-            transfer.send(told, [ranks[worker] for worker in behind])
+            wire.send(told, [ranks[worker] for worker in behind])
         return {}
 
     def _stop_if_asked(self) -> None:
@@ -483,7 +483,7 @@ class Member:
             self._leave()
         place = enter_generation(session.place, message, control)
         if message.guest is None and taking:
-            transfer.send(state, [message.ranks[name] for name in taking])
+            wire.send(state, [message.ranks[name] for name in taking])
         self._next, control.announced, self._arrived = None, None, place
         pause = time.perf_counter() - began
         control.send(Joined(generation=message.generation, pause_seconds=pause))
@@ -491,7 +491,7 @@ class Member:
     def _hand_over(self, message: Resize, state: Any, taking: list[str]) -> None:
         """If no worker stays, a leaving worker sends its state to the joining workers."""
         enter_handover(self._session.place, message, self._control)
-        transfer.send(state, [message.ranks[name] for name in taking])
+        wire.send(state, [message.ranks[name] for name in taking])
         close_group()
 
     def _leave(self) -> None:
@@ -538,11 +538,11 @@ class Member:
         control.announced = None
         if message.guest is not None:
             enter_handover(session.place, message, control)
-            found = transfer.receive(len(message.ranks))
+            found = wire.receive(len(message.ranks))
             close_group()
         place = enter_generation(session.place, message, control)
         if message.guest is None:
-            found = transfer.receive(message.ranks[message.donors[control.worker]])
+            found = wire.receive(message.ranks[message.donors[control.worker]])
         self._restore(found, place)
         control.send(Joined(generation=message.generation))
 
