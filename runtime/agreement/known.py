@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from ...schema.errors import TargetError
+from ..nested_tensors import tensors_in
 from ..unplanned import is_on_trial
 
 _BEFORE = "build the whole model and its optimizer before hf.prepare"
@@ -319,13 +320,13 @@ def check_leaves(
 
 
 def leaves_of(value: Any, answered: Collection[Any] | None = None) -> Iterator[Tensor]:
-    """The tensors that the graph of a tensor (or several in a list) goes back to.
+    """The tensors that the graph of a nested value's tensors goes back to.
 
     Args:
-        value: The tensors.
+        value: The value.
         answered: Nodes of the graph at which to stop; by default none.
     """
-    ahead, seen = list(_nodes(value)), set(answered or ())
+    ahead, seen = list(nodes_of(value)), set(answered or ())
     while ahead:
         node = ahead.pop()
         if node in seen:
@@ -337,10 +338,9 @@ def leaves_of(value: Any, answered: Collection[Any] | None = None) -> Iterator[T
         ahead += [source for source, _ in node.next_functions if source is not None]
 
 
-def _nodes(value: Any) -> Iterator[Any]:
-    for entry in value if isinstance(value, tuple | list) else [value]:
-        if isinstance(entry, Tensor) and entry.grad_fn is not None:
-            yield entry.grad_fn
+def nodes_of(value: Any) -> Iterator[Any]:
+    """The autograd nodes that made the tensors in a nested value."""
+    return (tensor.grad_fn for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
 
 def _is_optimized(leaf: Tensor) -> bool:

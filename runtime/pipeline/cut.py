@@ -162,7 +162,7 @@ class Layer:
     nodes: tuple[fx.Node, ...]
 
 
-def _any_call(arguments: Mapping[str, Any]) -> None:
+def any_call(arguments: Mapping[str, Any]) -> None:
     """Accept every call: a graph of torch.fx is valid for all calls that torch.fx can trace."""
 
 
@@ -198,7 +198,7 @@ class LayeredModel:
     whole: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     answer: Callable[[Any], Any] = as_it_is
-    check_call: Callable[[Mapping[str, Any]], None] = _any_call
+    check_call: Callable[[Mapping[str, Any]], None] = any_call
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:

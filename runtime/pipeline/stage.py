@@ -27,7 +27,7 @@ from ..group import Place, subgroup
 from .cores import AttentionCores
 from .cut import StageModule, writes
 from .halves import Roots, WeightHalf, backward_input
-from .ownership import Holders, broadcast, stream
+from .ownership import Holders, Ownership, broadcast, stream
 
 Places = Mapping[str, list[tuple[nn.Module, str]]]
 """The modules that have a buffer, and its name in each, by its name in the model."""
@@ -298,6 +298,23 @@ class StageBuffers(VirtualNodeBuffers):
             return super()._merged(slot, all_reduce)
         finally:
             self._local = local
+
+
+def refuse_saving(model: nn.Module, *held: "Ownership | StageBuffers") -> None:
+    """Refuse ``model.state_dict()`` while tensors of other stages have no values here.
+
+    A copy of the model is not refused: its owner knows which values it keeps.
+    """
+
+    def refuse(module: nn.Module, *rest: object) -> None:
+        if module is model and not all(tensors.is_readable for tensors in held):
+            raise TargetError(
+                "model.state_dict() is called on a part of a model: other workers have the "
+                "parameters of the other stages",
+                hint="call job.sync_buffers() on all workers before, or job.checkpoint()",
+            )
+
+    model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 Weights = dict[str, Tensor]
