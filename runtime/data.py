@@ -6,13 +6,15 @@ or of data-loading processes.
 """
 
 import copy
+import dataclasses
 from array import array
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -677,3 +679,64 @@ def _map_tensors(
     if isinstance(item, list | tuple):
         return type(item)(map(mapped, item))
     return item
+
+
+# Rows of collated batches.
+
+PLAIN = (str, bytes, bool, int, float, complex, type(None))
+
+
+def rows_of(batch: Any, num_samples: int, start: int, end: int) -> Any:
+    """Samples ``start`` to ``end`` of a batch, in its own structure.
+
+    Args:
+        batch: Tensors, arrays and lists with an entry for each sample; dicts, tuples and
+            dataclasses of them. Single numbers and texts are for all samples.
+        num_samples: Samples of the batch.
+        start: The first sample.
+        end: The end, excluded.
+
+    Raises:
+        TargetError: Something in it has no entry for each sample.
+    """
+
+    def part(value: Any) -> Any:
+        return rows_of(value, num_samples, start, end)
+
+    if isinstance(value := batch, Tensor | np.ndarray) and value.ndim:
+        if len(value) == num_samples:
+            return value[start:end]
+    elif isinstance(batch, (*PLAIN, Tensor, np.generic)):
+        return batch
+    elif isinstance(batch, Mapping):
+        found = copy.copy(batch)
+        for key, entry in batch.items():
+            found[key] = part(entry)  # type: ignore[index]
+        return found
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(
+            batch, **{f.name: part(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+        )
+    elif isinstance(batch, list | tuple):
+        return _of_list(batch, num_samples, start, end)
+    raise TargetError(
+        f"the batch has a {type(batch).__name__} without an entry for each of its {num_samples} "
+        "samples, so it cannot be cut into parts",
+        hint="let the loader's collate_fn give tensors with a row for each sample; or train with "
+        "hf.prepare",
+    )
+
+
+def _of_list(batch: Sequence[Any], num_samples: int, start: int, end: int) -> Any:
+    """A list of columns (inputs, targets), or else of samples."""
+    is_of_samples = len(batch) == num_samples and all(isinstance(v, PLAIN) for v in batch)
+    if not is_of_samples:
+        try:
+            found = [rows_of(entry, num_samples, start, end) for entry in batch]
+        except TargetError:
+            if len(batch) != num_samples:
+                raise
+        else:
+            is_named = hasattr(batch, "_fields")
+            return type(batch)(*found) if is_named else type(batch)(found)  # type: ignore[call-arg]
+    return batch[start:end]

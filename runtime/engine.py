@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .agreement.agreement import Agreement, SharedTensors
 from .buffers import VirtualNodeBuffers
-from .checkpoint import Checkpoint
 from .data import Batch
+from .parts import Wanted
 from .promise.promise import Promise
 
 LossFunction = Callable[..., Any]
@@ -90,18 +90,9 @@ class StateParts(Protocol):
             TargetError: The state does not fit the model or its optimizers.
         """
 
-    def reader(self) -> Callable[[Path], Checkpoint]:
-        """A function that reads one checkpoint, or the part of it that this worker needs."""
-
-    def write(
-        self,
-        folder: Path,
-        header: dict[str, Any],
-        encoded: Any,
-        tensors: list[Tensor],
-        broken: set[Path],
-    ) -> None:
-        """Write a state of ``capture`` to the disk; arguments as for ``checkpoint.write``."""
+    @property
+    def wanted(self) -> Wanted | None:
+        """The share of a checkpoint in parts that this worker needs; None for all of it."""
 
 
 class StepEngine(Protocol):

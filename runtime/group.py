@@ -11,10 +11,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ..devices.backend import backend_of
-from ..devices.collectives import choose_collective, is_on_devices
+from ..devices.collectives import choose_collective, is_on_devices, wire_device
 from ..devices.emulated import base_type
 from ..devices.host import TORCH_DEVICE
 from ..devices.local import device_of_type, own_type
@@ -178,6 +179,16 @@ def subgroup(
         None if ranks is None else list(ranks), timeout=limit, backend=backend
     )
     return made
+
+
+def gathered(numbers: Tensor, *, place: Place) -> Tensor:
+    """[workers, n] the numbers [n] of every worker, in order of ranks; call it on all workers."""
+    if not place.distributed:
+        return numbers[None]
+    sent = numbers.to(wire_device(place.device)).contiguous()
+    found = sent.new_empty(place.world_size * len(sent))
+    peers.all_gather(found, sent)
+    return found.view(place.world_size, -1).to(numbers.device)
 
 
 def enter_generation(place: Place, message: Resize | Recover, control: Control) -> Place:

@@ -193,7 +193,7 @@ class Checkpoints:
             message, _, hint = place.store.get(_REFUSED).partition("\n")
             raise TargetError(message, hint=hint or None)
         try:
-            return self._engine.state.reader()(self._folder / name)
+            return parts.reader(self._engine.state.wanted)(self._folder / name)
         except BrokenCheckpoint as error:
             raise FileError(
                 f"{self._folder / name}: worker {place.rank} cannot read it: {error}",
@@ -226,7 +226,7 @@ class Checkpoints:
             if aside is not None:
                 self._say(f"starting from scratch; earlier checkpoints are kept in {aside}")
             return None
-        found, broken = checkpoint.newest(folder, self._engine.state.reader())
+        found, broken = checkpoint.newest(folder, parts.reader(self._engine.state.wanted))
         lost = {p: e for p, e in broken.items() if not isinstance(e, IncompleteCheckpoint)}
         if found is None and lost:
             raise unusable(folder, lost, can_restart=self.is_asked_for)
@@ -370,7 +370,8 @@ class Checkpoints:
     ) -> None:
         try:
             copies.wait()
-            self._engine.state.write(self._folder, header, encoded, tensors, self._broken)
+            write = parts.write if self._engine.state.is_in_parts else checkpoint.write
+            write(self._folder, header, encoded, tensors, self._broken)
             self._failed = None
             self._broken.discard(self._folder / checkpoint.name_of(header["step"]))
         except Exception as error:  # of any kind: the main thread raises it at the end

@@ -17,10 +17,8 @@ from ..devices.backend import backend_of
 from ..devices.collectives import is_on_devices
 from ..devices.emulated import base_type
 from ..schema.errors import TargetError
-from . import checkpoint, parts
 from .agreement.agreement import SharedTensors
 from .buffers import VirtualNodeBuffers, buffers_apart, warn_of_saving
-from .checkpoint import Checkpoint
 from .data import Pass, copied
 from .determinism import is_invariant, refusal_of
 from .digest import digest_of
@@ -79,7 +77,7 @@ class SplitEngine:
         self.whole_state = whole = WholeState(session, self.buffers, self.totals)
         self.state: WholeState | SharedState = whole
         if self.shared_states is not None:
-            self.state = SharedState(session, self.buffers, self.totals, self.shared_states, whole)
+            self.state = SharedState(session, self.buffers, self.totals, self.shared_states)
         self._rest: dict[int, Message] = {}
         self._norms = synchronised_norms(session.model)
         self._script_hooks = ScriptHooks(session.parameters)
@@ -488,7 +486,7 @@ class WholeState:
         totals: The sums of a step.
     """
 
-    is_in_parts = False
+    is_in_parts, wanted = False, None
 
     def __init__(self, session: Session, buffers: VirtualNodeBuffers, totals: StepTotals) -> None:
         self._session, self._buffers, self._totals = session, buffers, totals
@@ -532,18 +530,3 @@ class WholeState:
         load_parameters(session.parameters, state["parameters"])
         loads = [optimizer.load_state_dict for optimizer in session.optimizers]
         load_optimizers(path, session.optimizers, loads, state["optimizer"])
-
-    def reader(self) -> Callable[[Path], Checkpoint]:
-        """See ``StateParts``."""
-        return parts.reader()
-
-    def write(
-        self,
-        folder: Path,
-        header: dict[str, Any],
-        encoded: Any,
-        tensors: list[Tensor],
-        broken: set[Path],
-    ) -> None:
-        """See ``StateParts``."""
-        checkpoint.write(folder, header, encoded, tensors, broken)

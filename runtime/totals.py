@@ -21,7 +21,7 @@ from ctypes import c_float, memmove
 from dataclasses import dataclass
 from functools import reduce
 from struct import pack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,11 @@ from torch import Tensor
 from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from . import peers
+from .gradients.reducer import GradientReducer
 from .group import Place
 from .losses import loss_and_weight, weight_number
 from .run_ahead import LateValues
+from .sharding.states import SharedStates
 
 # Pack the sums of a step into float32 numbers, which travel with a bucket of gradients.
 #
@@ -152,43 +154,11 @@ _NUM_DIGITS = _NUMBER_DIGITS + _SQUARE_DIGITS
 _EXACT = (torch.float32, torch.float64)
 Sums = Sequence[float] | Tensor
 """The sums of a step, float64: plain numbers on the host."""
-_Noted = tuple["Gradients", list[int], bool]  # reducer, unused parameters, has other workers
+Gradients = GradientReducer | SharedStates
+"""The gradients of a step, which are summed over the workers: whole ones, or shares."""
+_Noted = tuple[Gradients, list[int], bool]  # reducer, unused parameters, has other workers
 _MOST_SAMPLES = 1 << 48  # of a dataset; what is more is no length
 _MAX_GRADIENTS = 64  # weights such as numbers of tokens give many different shares
-
-
-class Gradients(Protocol):
-    """The gradients of a step, which are summed over the workers: whole ones, or shares."""
-
-    @property
-    def sums(self) -> Tensor | None:
-        """See ``GradientReducer``, as the others."""
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of parameters, trainable or not."""
-
-    @property
-    def carried(self) -> bool:
-        """Whether gradients of an earlier step were still there when this step began."""
-
-    def wait(self) -> None:
-        """Wait for all sums."""
-
-    def unused(self) -> list[int]:
-        """Indices of the trainable parameters without a gradient on this worker in this step."""
-
-    def drop(self, indices: Iterable[int]) -> None:
-        """Set gradients to None."""
-
-    def multiply(self, factor: Tensor) -> None:
-        """Multiply this worker's gradients of this step before they are summed."""
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients."""
-
-    def is_finite(self) -> bool:
-        """Whether all parameters are numbers. Waits for the device."""
 
 
 def packed_sums(num_nodes: int, num_parameters: int, *, on_host: bool) -> PackedSums:

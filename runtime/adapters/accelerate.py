@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from ...devices.backend import backend_of
 from ...schema.errors import TargetError
+from ..nested_tensors import mapped, tensors_in
 from .losses import Known
 from .patching import around, check_version
 from .training import Cuts, Share, note_split, training, with_scalars
@@ -49,9 +50,11 @@ class Shared:
         """Collate this worker's samples of a global batch."""
         if self.batch_size is None:
             batch = self.collate(samples)
-            num_samples = rows_of(batch)
+            num_samples = _num_rows(batch)
             piece = self.share.of(num_samples, None)
-            return num_samples, _checksum(samples), _rows(batch, piece.start, piece.own_samples)
+            own = slice(piece.start, piece.start + piece.own_samples)
+            own = own if piece.own_samples else slice(1)  # which counts nothing
+            return num_samples, _checksum(samples), mapped(lambda rows: rows[own], batch)
         piece = self.share.of(len(samples), self.batch_size)
         ends = (samples[0], samples[-1])
         return len(samples), _checksum(ends), self.collate(piece.of(samples))
@@ -78,26 +81,9 @@ def _checksum(value: Any, before: int = 0) -> int:
     return zlib.crc32(content, before)
 
 
-def rows_of(batch: Any) -> int:
+def _num_rows(batch: Any) -> int:
     """The samples of a batch that is made already: the rows of its first tensor; 0 without one."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, tuple | list):
-        return next((rows for rows in map(rows_of, batch) if rows), 0)
-    return 0
-
-
-def _rows(batch: Any, start: int, own: int) -> Any:
-    """Some rows of a batch; the first where there are none."""
-    if isinstance(batch, Tensor):
-        return batch[start : start + own] if own else batch[:1]
-    if isinstance(batch, Mapping):
-        return {key: _rows(value, start, own) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(_rows(value, start, own) for value in batch)
-    return batch
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim() and len(tensor)), 0)
 
 
 VERSIONS = ((1, 10), (1, 15))  # the oldest and the newest that were tested
@@ -270,7 +256,7 @@ def _dispatch_shares(original: Any, self: Any, *values: Any, **options: Any) -> 
     cut = self.slice_fn
 
     def share_of(batch: Any, _: slice, **others: Any) -> Any:
-        self.piece = training().cut(rows_of(batch), _batch_size_of(self))
+        self.piece = training().cut(_num_rows(batch), _batch_size_of(self))
         start, own = self.piece.start, self.piece.own_samples
         return cut(batch, slice(start, start + own) if own else slice(0, 1), **others)
 

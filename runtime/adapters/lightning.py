@@ -21,9 +21,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ...schema.errors import TargetError
+from ..data import rows_of
+from ..nested_tensors import mapped
 from ..promise.graph import ignores_targets
 from .ddp import cut_loader
-from .numbers import LOSS, Call, Numbers, Part, Step, Tried, joined, rows_of, slope_of
+from .numbers import LOSS, Call, Numbers, Part, Step, Tried, joined, slope_of
 from .patching import around, check_version
 from .training import Cuts, Training, training, with_scalars
 
@@ -566,7 +568,9 @@ class _TrainerStrategy(_PlanStrategy):
         piece = current.piece
         assert piece is not None
         own = self._own.predict_step(*values, **options)
-        found = current.exchanged((piece.own_samples, _on_host(own)))
+        found = current.exchanged(
+            (piece.own_samples, mapped(lambda tensor: tensor.detach().cpu(), own))
+        )
         counts = [count for count, _ in found if count]
         answers = [answer for count, answer in found if count]
         return joined(answers, counts, "predict_step returns")
@@ -784,16 +788,6 @@ def _unsampled(metrics: list[Any]) -> Iterator[None]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _on_host(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)([_on_host(entry) for entry in value])
-    return value
 
 
 def _save_nothing(trainer: Any) -> None:

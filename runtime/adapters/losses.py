@@ -27,10 +27,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...schema.errors import TargetError
 from .. import peers
-from ..group import Place
+from ..group import Place, gathered
 from ..promise.graph import chain, last_divisors_of, signature_of, targets_of
 from ..promise.recording import Recording, Replays, Slice, Verdict
-from ..sync_batch_norm import gathered
 
 # What a loss is divided by, as a share counts it: before a script keeps it from being nothing.
 #

@@ -6,11 +6,10 @@ together and in two unequal parts. What fits there is a mean over samples or lab
 largest or the smallest. A number of no such kind must be equal on all workers, or it is refused.
 """
 
-import copy
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ...schema.errors import TargetError
-from ..data import copied
+from ..data import PLAIN, copied, rows_of
+from ..nested_tensors import mapped, tensors_in
 from ..promise.draws import Draws
 from ..promise.promise import rounding_of
 from ..promise.untouched import Untouched
@@ -28,78 +28,12 @@ from .training import Piece, Training
 # Batches as a script's loader made them: their samples, and which of their labels count.
 
 _IGNORED = -100  # the label that counts nothing, in torch and transformers
-_PLAIN = (str, bytes, bool, int, float, complex, type(None))
-
-
-def rows_of(batch: Any, num_samples: int, start: int, end: int) -> Any:
-    """Samples ``start`` to ``end`` of a batch, in its own structure.
-
-    Args:
-        batch: Tensors, arrays and lists with an entry for each sample; dicts, tuples and
-            dataclasses of them. Single numbers and texts are for all samples.
-        num_samples: Samples of the batch.
-        start: The first sample.
-        end: The end, excluded.
-
-    Raises:
-        TargetError: Something in it has no entry for each sample.
-    """
-
-    def part(value: Any) -> Any:
-        return rows_of(value, num_samples, start, end)
-
-    if isinstance(value := batch, Tensor | np.ndarray) and value.ndim:
-        if len(value) == num_samples:
-            return value[start:end]
-    elif isinstance(batch, (*_PLAIN, Tensor, np.generic)):
-        return batch
-    elif isinstance(batch, Mapping):
-        found = copy.copy(batch)
-        for key, entry in batch.items():
-            found[key] = part(entry)  # type: ignore[index]
-        return found
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{f.name: part(getattr(batch, f.name)) for f in fields(batch)})
-    elif isinstance(batch, list | tuple):
-        return _of_list(batch, num_samples, start, end)
-    raise TargetError(
-        f"the batch has a {type(batch).__name__} without an entry for each of its {num_samples} "
-        "samples, so it cannot be cut into parts",
-        hint="let the loader's collate_fn give tensors with a row for each sample; or train with "
-        "hf.prepare",
-    )
-
-
-def _of_list(batch: Sequence[Any], num_samples: int, start: int, end: int) -> Any:
-    """A list of columns (inputs, targets), or else of samples."""
-    is_of_samples = len(batch) == num_samples and all(isinstance(v, _PLAIN) for v in batch)
-    if not is_of_samples:
-        try:
-            found = [rows_of(entry, num_samples, start, end) for entry in batch]
-        except TargetError:
-            if len(batch) != num_samples:
-                raise
-        else:
-            is_named = hasattr(batch, "_fields")
-            return type(batch)(*found) if is_named else type(batch)(found)  # type: ignore[call-arg]
-    return batch[start:end]
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for entry in batch.values():
-            yield from _tensors(entry)
-    elif isinstance(batch, list | tuple):
-        for entry in batch:
-            yield from _tensors(entry)
 
 
 def _labels_in(batch: Any) -> Tensor | None:
     """The tensor of whole numbers named ``labels``, or else the last one."""
     named = batch.get("labels") if isinstance(batch, Mapping) else None
-    found = [named] if isinstance(named, Tensor) else list(_tensors(batch))
+    found = [named] if isinstance(named, Tensor) else tensors_in(batch)
     whole = [t for t in found if t.dim() and not t.is_floating_point() and t.dtype != torch.bool]
     return whole[-1] if whole else None
 
@@ -133,20 +67,7 @@ def with_unlike_rows(batch: Any) -> Any:
     row = changed[0].flatten()
     row[counted[2:]] = _IGNORED
     changed[0] = row.view_as(changed[0])
-    return _exchanged(batch, labels, changed)
-
-
-def _exchanged(batch: Any, old: Tensor, new: Tensor) -> Any:
-    if batch is old:
-        return new
-    if isinstance(batch, Mapping):
-        found = copy.copy(batch)
-        for key, entry in batch.items():
-            found[key] = _exchanged(entry, old, new)  # type: ignore[index]
-        return found
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        return type(batch)([_exchanged(entry, old, new) for entry in batch])
-    return batch
+    return mapped(lambda tensor: changed if tensor is labels else tensor, batch)
 
 
 def joined(answers: Sequence[Any], counts: Sequence[int], where: str) -> Any:
@@ -175,7 +96,7 @@ def joined(answers: Sequence[Any], counts: Sequence[int], where: str) -> Any:
     elif isinstance(first, list | tuple) and all(len(a) == len(first) for a in answers):
         made = [joined(entries, counts, where) for entries in zip(*answers, strict=True)]
         return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
-    elif isinstance(first, _PLAIN) and all(a == first for a in answers):
+    elif isinstance(first, PLAIN) and all(a == first for a in answers):
         return first
     raise TargetError(
         f"{where} a {type(first).__name__} that has no entry for each sample, so those of the "

@@ -44,7 +44,7 @@ from ..agreement.agreement import Watch
 from ..digest import digest_of
 from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
-from ..group import Place, join, make_group_of_one
+from ..group import Place, gathered, join, make_group_of_one
 from ..measurements import StepClock
 from ..session import Session
 from ..setup import final_tensors, keep_freed_memory
@@ -374,9 +374,7 @@ class Training:
         Raises:
             TargetError: It is not; ``said`` is what that means.
         """
-        found = torch.empty(self.world_size, dtype=torch.int64, device=self.place.device)
-        peers.all_gather(found, found.new_tensor([own]))
-        if len(set(found.tolist())) > 1:
+        if len(set(gathered(torch.tensor([own]), place=self.place).flatten().tolist())) > 1:
             raise TargetError(said, hint=hint)
 
     @contextmanager
@@ -686,10 +684,8 @@ class Training:
 
     def numbers_of_all(self, own: Sequence[float]) -> list[list[float]]:
         """[workers][numbers] the numbers of all workers, as many on each."""
-        device = self.place.device
-        found = torch.empty(self.world_size * len(own), dtype=torch.float64, device=device)
-        peers.all_gather(found, torch.tensor(own, dtype=torch.float64, device=device))
-        rows: list[list[float]] = found.view(self.world_size, len(own)).tolist()
+        numbers = torch.tensor(own, dtype=torch.float64)
+        rows: list[list[float]] = gathered(numbers, place=self.place).tolist()
         return rows
 
     def are_all_true(self, own: bool) -> bool:
@@ -729,9 +725,7 @@ class Training:
         samples = self.pass_samples if is_scalar else piece and piece.own_samples
         if samples == 0 and (self._is_inside or not is_scalar) and not is_repeated:
             own = own[:0]
-        counts = torch.empty(self.world_size, dtype=torch.int64, device=own.device)
-        peers.all_gather(counts, torch.tensor([own.shape[0]], device=own.device))
-        rows = counts.tolist()
+        rows = gathered(torch.tensor([len(own)]), place=self.place).flatten().tolist()
         padded = own.new_zeros((max(rows), *own.shape[1:]))
         padded[: own.shape[0]] = own
         found = own.new_empty((self.world_size * max(rows), *own.shape[1:]))

@@ -22,10 +22,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...devices.backend import backend_of
-from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
-from .. import peers
-from ..group import Place
+from ..group import Place, gathered
 from ..log import log
 from .known import KnownParameters, OtherOptimizers, check_leaves
 from .verdict import (
@@ -259,7 +257,7 @@ class Agreement:
                 step, and why.
         """
         subject = self._subject
-        rows: Tensor = subject.together(lambda: _rows(subject.place(), self._own_row()))
+        rows: Tensor = subject.together(lambda: gathered(self._own_row(), place=subject.place()))
         data = rows[:, _DATA].tolist()
         if len(set(data)) > 1:
             other = next(rank for rank, number in enumerate(data) if number != data[0])
@@ -338,23 +336,13 @@ def _hash(text: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _rows(place: Place, own: Tensor) -> Tensor:
-    """[workers, length] int64: every worker's vector, on the host."""
-    if not place.distributed:
-        return own[None]
-    sent = own.to(wire_device(place.device))
-    whole = sent.new_empty((place.world_size, len(own)))
-    peers.all_gather(whole.view(-1), sent)
-    return whole.cpu()
-
-
 def _texts(place: Place, own: str) -> list[str]:
     """[workers] every worker's text, by rank."""
     data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)
-    lengths = _rows(place, torch.tensor([len(data)]))[:, 0].tolist()
+    lengths = gathered(torch.tensor([len(data)]), place=place)[:, 0].tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(data)] = data
-    rows = _rows(place, padded)
+    rows = gathered(padded, place=place)
     return [
         row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)
     ]

@@ -29,7 +29,6 @@ from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from ...schema.options import option, told
 from .. import checkpoint, parts, peers
-from ..checkpoint import Checkpoint
 from ..log import log
 from ..restoring import load_optimizers, load_parameters
 from ..session import Session
@@ -491,19 +490,9 @@ class StageState:
         self._synchroniser.late_loss = state.get("late_loss")
         self._buffers.restore(state["buffers"])
 
-    def reader(self) -> Callable[[Path], Checkpoint]:
+    @property
+    def wanted(self) -> parts.Wanted:
         """See ``StateParts``."""
         own, buffers = self._ownership.own, self._buffers.names
         kept = self._share.kept if self._share else None
-        return parts.reader(parts.Wanted(own, buffers, self._stages, self._session.rank, kept))
-
-    def write(
-        self,
-        folder: Path,
-        header: dict[str, Any],
-        encoded: Any,
-        tensors: list[Tensor],
-        broken: set[Path],
-    ) -> None:
-        """See ``StateParts``."""
-        parts.write(folder, header, encoded, tensors, broken)
+        return parts.Wanted(own, buffers, self._stages, self._session.rank, kept)

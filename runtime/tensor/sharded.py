@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ...schema.errors import TargetError
 from ..group import Place, subgroup
+from ..nested_tensors import tensors_in
 from .layers import (
     column_linear,
     joined_linear,
@@ -145,7 +146,7 @@ class CutLogits(Tensor):
         if func is functional.cross_entropy:
             return _loss(*args, **named)
         if not isinstance(own, CutLogits):
-            _refuse(next(_of_class((args, named))), func)
+            _refuse(next(t for t in tensors_in((args, named)) if isinstance(t, CutLogits)), func)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _PLAIN:
                 return func(*args, **named)
@@ -221,16 +222,6 @@ def _loss(
         ignore_index=ignore_index,
         reduction=reduction,
     )
-
-
-def _of_class(given: Any) -> Any:
-    if isinstance(given, CutLogits):
-        yield given
-    elif isinstance(given, list | tuple):
-        for entry in given:
-            yield from _of_class(entry)
-    elif isinstance(given, dict):
-        yield from _of_class(list(given.values()))
 
 
 def _refuse(logits: CutLogits, func: Callable[..., Any]) -> NoReturn:
