@@ -210,7 +210,10 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
         body = {"schema": FORMAT, "header": header, "state": encoded, "tensors": entries}
         body |= {"tensors_sha256": digest, "tensors_bytes": size}
         text = json.dumps({"sha256": _digest_of(body), "manifest": body}, indent=0)
-        _write_flushed(making / "manifest.json", text.encode())
+        with (making / "manifest.json").open("wb") as stream:
+            stream.write(text.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
         flush(making)
         if final.is_symlink():
             final.unlink()
@@ -403,13 +406,6 @@ def _tensor_of(data: bytearray, entry: dict[str, Any]) -> Tensor:
 def _digest_of(body: Any) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _write_flushed(path: Path, data: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def flush(folder: Path) -> None:

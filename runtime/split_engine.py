@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..devices.backend import backend_of
 from ..devices.collectives import is_on_devices
@@ -37,7 +37,7 @@ from .sharding.leaves import Order
 from .sharding.saving import SharedState
 from .sharding.states import SharedStates
 from .streams import seed_streams, streams_kept
-from .sync_batch_norm import joined, over_workers, synchronised_norms
+from .sync_batch_norm import joined, over_workers
 from .totals import StepTotals, Sums, packed_sums
 from .virtual_nodes import holdings_of, invariant_of, share_out, slices
 from .wire import Message
@@ -79,7 +79,8 @@ class SplitEngine:
         if self.shared_states is not None:
             self.state = SharedState(session, self.buffers, self.totals, self.shared_states)
         self._rest: dict[int, Message] = {}
-        self._norms = synchronised_norms(session.model)
+        modules = session.model.modules()
+        self._norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm)]
         self._script_hooks = ScriptHooks(session.parameters)
 
     # A step
@@ -103,7 +104,12 @@ class SplitEngine:
                 self._run_twice(step, step.over_batch)
             else:
                 for number, (item, inputs) in enumerate(batch.inputs(), start=1):
-                    self._run_pass(step, item, inputs, last=number == len(batch.passes))
+                    with self._passing(item):
+                        answer = self._call(step, item, inputs)
+                        if step.has_aux:
+                            answer, rest = loss_and_rest(answer)
+                            self._rest[item.virtual_node] = message_of(rest)
+                        self._give(step, item, answer, last=number == len(batch.passes))
         self.end(step)
         if step.has_aux:
             step.rest[:] = self._in_order(step, self._rest)
@@ -222,14 +228,6 @@ class SplitEngine:
     def undo(self) -> None:
         """Reset the gradients to their values before ``run_passes``."""
         self.reducer.undo()
-
-    def _run_pass(self, step: Step, item: Pass, inputs: Any, *, last: bool) -> None:
-        with self._passing(item):
-            answer = self._call(step, item, inputs)
-            if step.has_aux:
-                answer, rest = loss_and_rest(answer)
-                self._rest[item.virtual_node] = message_of(rest)
-            self._give(step, item, answer, last=last)
 
     def _give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> None:
         share = self.totals.add(answer, item.num_samples, item.virtual_node)

@@ -34,11 +34,6 @@ class NormCall(NamedTuple):
     eps: float = 1e-5
 
 
-def synchronised_norms(model: nn.Module) -> list[nn.SyncBatchNorm]:
-    """The layers of a model that normalise over all workers."""
-    return [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-
-
 @contextmanager
 def over_workers(norms: Sequence[nn.SyncBatchNorm], place: Place) -> Iterator[None]:
     """Let these layers normalise over the samples of all workers in the body.

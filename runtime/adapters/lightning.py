@@ -647,7 +647,7 @@ class _TrainerStrategy(_PlanStrategy):
         for metric in self._metrics():  # all its attributes are put back after the trial
             metric.reset()
             metric.dist_sync_on_step = False
-            metric.distributed_available_fn = _no
+            metric.distributed_available_fn = bool  # False
         for parameter, _, _ in held:
             parameter.grad = None
         root = type(trainer).__module__.removesuffix(".trainer.trainer")
@@ -738,10 +738,6 @@ class _TrainerStrategy(_PlanStrategy):
     def barrier(self, *values: Any, **options: Any) -> None:
         if not self._is_trying:
             self._own.barrier(*values, **options)
-
-
-def _no() -> bool:
-    return False
 
 
 def check_equal(current: Training, name: str, value: float, where: str | None) -> None:

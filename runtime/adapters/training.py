@@ -634,11 +634,12 @@ class Training:
     def train_alone(self, model: nn.Module) -> None:
         """Watch the passes of a model that nothing synchronises, on the only worker."""
         self.train(model)
-        model.register_forward_pre_hook(self._see_pass)
 
-    def _see_pass(self, module: nn.Module, _: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self.begin_pass()
+        def see_pass(module: nn.Module, _: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                self.begin_pass()
+
+        model.register_forward_pre_hook(see_pass)
 
     def train(self, model: nn.Module) -> None:
         """Sum the gradients of a model that DistributedDataParallel takes the mean of."""

@@ -212,8 +212,11 @@ def _step(
         current.losses.skip()  # a recording would see plain numbers in place of their tensors
         self.trained_form = form_of(self, model, inputs, num_items_in_batch, current)
     shares = [
-        (slice_tensors(inputs, slice(*part)) if len(parts) > 1 else inputs, _size_in(piece, part))
-        for part in parts
+        (
+            slice_tensors(inputs, slice(start, end)) if len(parts) > 1 else inputs,
+            min(end - start, piece.own_samples),
+        )
+        for start, end in parts
     ]
     weights = self.trained_form.weights(shares, piece, current)
     total = torch.zeros((), device=self.args.device)
@@ -226,10 +229,6 @@ def _step(
         # What Trainer logs is the plain mean of the workers' losses.
         total = total + loss * weight if weight else total
     return total
-
-
-def _size_in(piece: Piece, part: tuple[int, int]) -> int:
-    return min(part[1] - part[0], piece.own_samples)
 
 
 def _save_random(original: Any, self: Any, folder: str) -> None:

@@ -274,17 +274,14 @@ class Arrivals:
         self._hooks.remove()
         self._is_lean = self._has_learned
         if self._is_lean:
-            self._watch_few()
+            for bucket in self._buffers.buckets:
+                for index in bucket.parameters:
+                    if index == bucket.last:
+                        self._hooks.add(self._parameters[index], self._closing_hook(bucket))
+                    elif self._is_large(index):
+                        self._hooks.add(self._parameters[index], self._large_hook(index, bucket))
         else:
             self._watch_all()
-
-    def _watch_few(self) -> None:
-        for bucket in self._buffers.buckets:
-            for index in bucket.parameters:
-                if index == bucket.last:
-                    self._hooks.add(self._parameters[index], self._closing_hook(bucket))
-                elif self._is_large(index):
-                    self._hooks.add(self._parameters[index], self._large_hook(index, bucket))
 
     def _is_large(self, index: int) -> bool:
         view = self._buffers.views[index]
@@ -307,7 +304,8 @@ class Arrivals:
             bucket.num_ready = len(parameters)
             self._versions[bucket.place[0]] = 0
             self._sums.launch_ready()
-            self._note_versions()
+            for number in self._versions:  # only this object changes buffers that hold gradients
+                self._versions[number] = self._buffers.flats[number]._version
 
         return closed
 
@@ -328,11 +326,6 @@ class Arrivals:
             versions[number] = flat._version
 
         return came
-
-    def _note_versions(self) -> None:
-        """Note the state of the buffers that hold gradients: only this object changes them."""
-        for number in self._versions:
-            self._versions[number] = self._buffers.flats[number]._version
 
     def _check_versions(self) -> None:
         """Refuse a gradient that was added after its bucket was complete: it may be on its way.

@@ -287,7 +287,8 @@ class GradientReducer:
         """Multiply all gradients by a factor of shape []."""
         with torch.no_grad():
             for flat in self.flats:
-                flat.mul_(factor.to(device=flat.device, dtype=_real_dtype(flat)))
+                dtype = flat.real.dtype if flat.is_complex() else flat.dtype
+                flat.mul_(factor.to(device=flat.device, dtype=dtype))
 
     def undo(self) -> None:
         """Reset gradients to their values before ``begin``; needs ``keeps_carried``."""
@@ -297,7 +298,3 @@ class GradientReducer:
     def close(self) -> None:
         """Remove the hooks from the parameters."""
         self._arrivals.close()
-
-
-def _real_dtype(tensor: Tensor) -> torch.dtype:
-    return tensor.real.dtype if tensor.is_complex() else tensor.dtype

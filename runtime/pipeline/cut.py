@@ -334,7 +334,12 @@ def cut(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[StageMod
     for node, stage in stage_of.items():
         for source in node.all_input_nodes:
             if source in stage_of:
-                _check_forward(source, stage_of[source], stage)
+                if stage_of[source] > stage:
+                    raise TargetError(
+                        f"the model cannot be cut like this: tensor {source.name!r} of stage "
+                        f"{stage_of[source]} is needed by stage {stage} before it",
+                        hint="give the plan stages in the order of the model",
+                    )
                 needed_until[source] = max(needed_until.get(source, 0), stage)
     for source in _nodes_in(layered.result):
         needed_until[source] = last
@@ -403,15 +408,6 @@ def _assign(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> dict[fx.N
             hint=f"profile this model with {option('layers', True)} and solve again",
         )
     return {node: planned[layer.id] for layer in layered.layers for node in layer.nodes}
-
-
-def _check_forward(source: fx.Node, made: int, used: int) -> None:
-    if made > used:
-        raise TargetError(
-            f"the model cannot be cut like this: tensor {source.name!r} of stage {made} is needed "
-            f"by stage {used} before it",
-            hint="give the plan stages in the order of the model",
-        )
 
 
 def _nodes_in(value: Any) -> list[fx.Node]:

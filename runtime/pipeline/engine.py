@@ -30,7 +30,7 @@ from ..tensor.regions import check_attention
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
 from .channels import Message
-from .cut import StageModule, any_call, check_crossing, cut, holdings_of, like, whole
+from .cut import CALL, StageModule, any_call, check_crossing, cut, holdings_of, like, whole
 from .evaluation import StageEvaluation, refusing_calls
 from .executor import Executor, Unflushed, held
 from .microbatches import LossScaling, SpreadModel, StageDone, StepMicrobatches
@@ -187,7 +187,7 @@ class PipelineEngine:
             place.device,
             self._holdings_of(parts),
         )
-        self._model = SpreadModel(model, None if check_call is any_call else check_call)
+        self._model = SpreadModel(model, None if parts[0].arguments == (CALL,) else check_call)
         refuse_saving(model, self._ownership, self.buffers)
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
         self._seeds: dict[tuple[int, int], int] = {}  # of a step that flushes, by pass
@@ -345,18 +345,14 @@ class PipelineEngine:
         if self._unflushed is not None:
             self._unflushed.epoch_of(epoch, num_batches, last_batch_samples)
         elif last_batch_samples < self._work.num_microbatches:
-            self._check_short_batch(last_batch_samples)
-
-    def _check_short_batch(self, samples: int) -> None:
-        """Refuse a short last batch when the epoch begins, not when it ends."""
-        try:
-            schedule_of(self._work, samples)
-        except ProblemError as error:
-            raise TargetError(
-                f"the last batch of an epoch has {samples} samples for "
-                f"{self._work.num_microbatches} microbatches, and {error.message}",
-                hint="give the DataLoader drop_last=True",
-            ) from None
+            try:  # refuses a short last batch when the epoch begins, not when it ends
+                schedule_of(self._work, last_batch_samples)
+            except ProblemError as error:
+                raise TargetError(
+                    f"the last batch of an epoch has {last_batch_samples} samples for "
+                    f"{self._work.num_microbatches} microbatches, and {error.message}",
+                    hint="give the DataLoader drop_last=True",
+                ) from None
 
     # Called by the executor
 

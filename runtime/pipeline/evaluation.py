@@ -208,7 +208,7 @@ class StageEvaluation:
         found = made
         message = message_of(list(made), "a value between stages") if rank in senders else None
         for receiver in receivers:
-            sender = _source_of(senders, receivers, receiver)
+            sender = senders[receivers.index(receiver) * len(senders) // len(receivers)]
             if sender != receiver and rank in (sender, receiver):
                 passed = self._carry(message, sender, receiver)
                 if rank == receiver and passed is not None:
@@ -247,11 +247,6 @@ class StageEvaluation:
             return tensor
 
         return carried(message if rank == source else None, carry)
-
-
-def _source_of(senders: Sequence[int], receivers: Sequence[int], receiver: int) -> int:
-    """The worker of a group from which a worker of the next group receives a value."""
-    return senders[receivers.index(receiver) * len(senders) // len(receivers)]
 
 
 def _name_of(dtype: torch.dtype) -> str:

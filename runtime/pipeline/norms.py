@@ -498,7 +498,10 @@ def _norm(gradient: Tensor, order: Any) -> Tensor:
         return found
     scaled = _product(found, gradient._told.ratio(gradient._index, order))
     # If not yet scaled, return it exactly as received: a tied weight's workers clip equally.
-    two, exact = (_as(found, told) for told in gradient._told.told(gradient._index, order))
+    two, exact = (
+        told.to(found.dtype) if isinstance(told, Tensor) else torch.full_like(found, told)
+        for told in gradient._told.told(gradient._index, order)
+    )
     return torch.where(found == two, exact, scaled)
 
 
@@ -508,11 +511,6 @@ def _product(found: Tensor, ratio: float | Tensor) -> Tensor:
         return found * ratio
     wide = torch.promote_types(found.dtype, torch.float32)
     return (found.to(wide) * ratio.to(wide)).to(found.dtype)
-
-
-def _as(found: Tensor, told: float | Tensor) -> Tensor:
-    """A number that was told, as a tensor like another."""
-    return told.to(found.dtype) if isinstance(told, Tensor) else torch.full_like(found, told)
 
 
 class PartNorms:

@@ -252,7 +252,7 @@ class OwnShare:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) not in names for parameter in held):
             raise TargetError("under a pipeline the optimizer may hold the model's parameters only")
-        self._optimizer, self._ownership = optimizer, ownership
+        self._optimizer, self._ownership, self._rank = optimizer, ownership, rank
         self.order = [names[id(parameter)] for parameter in held]
         self.keepers: dict[str, Holders] = {}
         if is_sharded:
@@ -286,7 +286,7 @@ class OwnShare:
             index = self._own[local]
             name = self.order[index]
             joined = {key: join(name, value) for key, value in values.items()}
-            if self._ownership.is_first_to_share(name):
+            if name not in self._ownership.cut or self._ownership.lanes.lane(self._rank) == 0:
                 found[index] = joined
         return {
             "state": found,

@@ -218,10 +218,6 @@ class Ownership:
                         hint="job.evaluation(whole=True) brings the whole model to every worker",
                     )
 
-    def is_first_to_share(self, name: str) -> bool:
-        """Whether this worker is the first in the group that holds one replica of a parameter."""
-        return name not in self.cut or self.lanes.lane(self._place.rank) == 0
-
     def alike_with(self, name: str, rank: int) -> Holders:
         """The ranks that hold the values of a parameter that a rank holds; empty if it does not."""
         sets = self.lanes.alike(name, self.holders[name])

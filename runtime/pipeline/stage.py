@@ -380,7 +380,9 @@ class Stage:
         inputs = (*own, *values)
         if self._recompute:
             call = partial(self._call, weights)
-            return checkpoint(call, *inputs, use_reentrant=False, context_fn=self._contexts)
+            # For the first pass, and for a recomputation of it.
+            contexts = lambda: (nullcontext(), _KeptBuffers(self._buffered))  # noqa: E731
+            return checkpoint(call, *inputs, use_reentrant=False, context_fn=contexts)
         return self._call(weights, *inputs)
 
     def _leaves_of(
@@ -400,14 +402,13 @@ class Stage:
     def _call(self, weights: Weights | None, *inputs: Any) -> Any:
         part = self.part
         # In-place layers must not write to a leaf, or to inputs that are recomputed from.
-        own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
+        own = inputs
+        if self._in_place:
+            own = tuple(v.clone() if isinstance(v, Tensor) else v for v in inputs)
         with self._cores(), self._passing():
             if weights is None:
                 return part.answer(part.module(*own))
             return part.answer(torch.func.functional_call(part.module, weights, own))
-
-    def _contexts(self) -> tuple[Any, Any]:
-        return nullcontext(), _KeptBuffers(self._buffered)
 
     def keep(self, microbatch: int, results: tuple[Any, ...]) -> None:
         """Keep the start of a microbatch's backward pass; the outputs' values can be freed."""
@@ -501,7 +502,3 @@ class _KeptBuffers:
 def _root(result: Tensor) -> Tensor | GradientEdge:
     """The start of a backward pass: a loss, or the graph's edge of an output without its values."""
     return get_gradient_edge(result) if result.numel() > 1 else result
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

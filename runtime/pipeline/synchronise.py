@@ -224,7 +224,7 @@ class Synchroniser:
 
     def finish(self) -> Tensor:
         """Make gradients the mean over the global batch; return its mean loss [], equal on all."""
-        known = self._norms_to_tell()
+        known = self._norms.wanted | ({math.inf} if self.checks_overflow else set())
         tell = self._tell_hosts if self._on_device is None else self._tell_devices
         loss, table = tell(known)
         head = self._sums_of_hosts()[:_HEAD].tolist()
@@ -288,10 +288,6 @@ class Synchroniser:
         if self._summed is None:
             self._summed = self._exchange.sum()
         return self._summed
-
-    def _norms_to_tell(self) -> set[float]:
-        """The norms in this step's table, equal on all workers."""
-        return self._norms.wanted | ({math.inf} if self.checks_overflow else set())
 
     def _stand_in(self, table: Table, known: set[float], *, adds: bool) -> None:
         """Put stand-ins with the norms of other workers' gradients in place.
