@@ -15,8 +15,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ..devices import memory
-from ..devices.backend import backend_of
-from ..devices.out_of_memory import is_out_of_memory
+from ..devices.backend import backend_of, is_out_of_memory
 from ..runtime.emulation import PassHolder
 from ..runtime.measurements import StepTimes
 from ..schema import files

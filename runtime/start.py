@@ -11,8 +11,7 @@ from ..devices.torch_version import check_torch
 from ..protocol.environment import read_environment
 from ..protocol.lower import check_pipeline_level
 from ..schema.errors import TargetError
-from .agreement.agreement import Agreement, Subject, Watch
-from .agreement.known import KnownParameters, OtherOptimizers
+from .agreement.agreement import Agreement, KnownParameters, OtherOptimizers, Subject, Watch
 from .determinism import apply_level, check_level
 from .elastic.member import Member
 from .engine import StepEngine

@@ -416,9 +416,9 @@ class _TrainerStrategy(_PlanStrategy):
     # Steps
 
     def training_step(self, *values: Any, **options: Any) -> Any:
-        step = self._first_look("training_step", values, options)
+        step = self._first_look("training_step", options)
         if not self._module.automatic_optimization:
-            return self._by_hand(step, *values)
+            return self._by_hand(step, values)
         current, (batch, *rest) = training(), values
         piece = current.piece
         assert piece is not None
@@ -522,7 +522,7 @@ class _TrainerStrategy(_PlanStrategy):
 
         return self._own.optimizer_step(optimizer, recorded, model, **options)
 
-    def _by_hand(self, step: Step, batch: Any, *rest: Any) -> Any:
+    def _by_hand(self, step: Step, values: tuple[Any, ...]) -> Any:
         """A training step in which the script itself goes back and updates."""
         if training().some_run_parts:
             raise TargetError(
@@ -531,32 +531,27 @@ class _TrainerStrategy(_PlanStrategy):
                 hint="profile larger batches and solve again, for one virtual node on each device; "
                 "or use automatic optimization, which runs them one by one",
             )
-
-        def call(part: Any) -> Tried:
-            return self._tried("training_step", part, rest)
-
-        step.try_once(call, batch)
-        step.check_means("the backward pass's loss")
-        piece = training().piece
-        assert piece is not None
-        recording, output = self._recorded("training_step", (batch, *rest))
-        self._replay(step, [recording], [Part.of(batch, piece.own_samples)], call, batch)
-        return output
+        return self._once("training_step", step, values, means="the backward pass's loss")
 
     def validation_step(self, *values: Any, **options: Any) -> Any:
-        return self._evaluated("validation_step", values, options)
+        step = self._first_look("validation_step", options)
+        return self._once("validation_step", step, values)
 
     def test_step(self, *values: Any, **options: Any) -> Any:
-        return self._evaluated("test_step", values, options)
+        return self._once("test_step", self._first_look("test_step", options), values)
 
-    def _evaluated(self, name: str, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        step = self._first_look(name, values, options)
+    def _once(
+        self, name: str, step: Step, values: tuple[Any, ...], *, means: str | None = None
+    ) -> Any:
+        """Call a step once on this worker's samples; numbers named ``means`` must be means."""
         batch, *rest = values
 
         def call(part: Any) -> Tried:
             return self._tried(name, part, rest)
 
         step.try_once(call, batch)
+        if means is not None:
+            step.check_means(means)
         piece = training().piece
         assert piece is not None
         recording, output = self._recorded(name, values)
@@ -581,7 +576,7 @@ class _TrainerStrategy(_PlanStrategy):
 
     # What a step gives
 
-    def _first_look(self, name: str, values: tuple[Any, ...], options: dict[str, Any]) -> Step:
+    def _first_look(self, name: str, options: dict[str, Any]) -> Step:
         """What is known of a step; at first, whether it takes one batch of one loader.
 
         Raises:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...schema.errors import TargetError
-from ..agreement.known import leaves_of, nodes_of
+from ..agreement.agreement import leaves_of, nodes_of
 from ..data import Pass
 from ..engine import LossFunction, Step
 from ..losses import Weighted

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...devices.backend import backend_of
+from ...devices.backend import backend_of, is_out_of_memory
 from ...devices.collectives import wire_device
 from ...devices.host import TORCH_DEVICE as HOST
-from ...devices.out_of_memory import is_out_of_memory
 from ...schema.errors import TargetError
 from .. import peers
 from ..digest import InPieces
@@ -47,18 +46,12 @@ def broadcast(tensor: Tensor, wire: torch.device, *, src: int, sends: bool, keep
         keeps: Whether this worker wants the values.
     """
     dense = tensor.contiguous() if sends or keeps else None
-    length = max(1, PIECE_BYTES // tensor.element_size())
-    for start in range(0, tensor.numel(), length):
-        number = min(length, tensor.numel() - start)
-        if dense is None:
-            passing = torch.empty(number, dtype=tensor.dtype, device=wire)
-            peers.broadcast(passing, src=src)
-            continue
-        piece = dense.view(-1)[start : start + number]
-        passing = piece.to(wire)
-        peers.broadcast(passing, src=src)
-        if not sends and passing is not piece:
-            piece.copy_(passing)
+    at = 0
+    own = dense if sends else None
+    for piece in stream(own, tensor.dtype, tensor.shape, wire, src=src):
+        if dense is not None and not sends:
+            dense.view(-1)[at : at + len(piece)].copy_(piece)
+            at += len(piece)
     if not sends and dense is not None and dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.runtime import restoring, saving
-from hetflow.runtime.agreement.known import KnownParameters
+from hetflow.runtime.agreement.agreement import KnownParameters
 from hetflow.runtime.agreement.verdict import (
     SettingsNumber,
     Shadow,
