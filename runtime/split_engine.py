@@ -447,32 +447,29 @@ def _shared_states_of(session: Session) -> SharedStates | None:
 
 
 def _num_sums(session: Session, *, has_buffers: bool) -> int:
-    """How many numbers the step's sums are, if they travel with gradients, else 0."""
+    """How many numbers the step's sums are, if they travel with gradients, else 0.
+
+    They travel alone, or with mirrored buffers, where others may continue from these.
+    """
     place = session.place
     on_host = backend_of(place.device).is_host
-    if not place.distributed or _sums_are_apart(place, on_host=on_host, has_buffers=has_buffers):
+    # Workers on unlike kinds of devices: some may be hosts, and others not.
+    are_apart = has_buffers or not on_host or not _are_alike(place, emulated=False)
+    if is_on_devices():
+        are_apart = place.control is not None and place.control.survives_on_devices
+    if not place.distributed or are_apart:
         return 0
     num_nodes, num_parameters = len(session.batch_sizes) or 1, len(session.parameters)
     return packed_sums(num_nodes, num_parameters, on_host=on_host).length
 
 
-def _sums_are_apart(place: Place, *, on_host: bool, has_buffers: bool) -> bool:
-    """Whether sums travel alone, or with mirrored buffers, which others may continue from."""
-    if is_on_devices():
-        return place.control is not None and place.control.survives_on_devices
-    return has_buffers or not on_host or not _bases_are_alike(place)
-
-
-def _bases_are_alike(place: Place) -> bool:
-    """Whether all workers' devices are of one kind: else some may be hosts, and others not."""
+def _are_alike(place: Place, *, emulated: bool = True) -> bool:
+    """Whether all workers' devices are of one type; ``emulated`` ones have types of their own."""
     config = place.start.config
-    return config is None or len({base_type(w.device_type, config) for w in config.workers}) == 1
-
-
-def _are_alike(place: Place) -> bool:
-    """Whether all workers' devices are of one type; emulated ones have types of their own."""
-    config = place.start.config
-    return config is None or len({worker.device_type for worker in config.workers}) == 1
+    types = [worker.device_type for worker in config.workers] if config is not None else []
+    if config is not None and not emulated:
+        types = [base_type(kind, config) for kind in types]
+    return len(set(types)) <= 1
 
 
 class WholeState:
