@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .agreement.agreement import Agreement, SharedTensors
 from .buffers import VirtualNodeBuffers
+from .checkpoints.parts import Wanted
 from .data import Batch
-from .parts import Wanted
 from .promise.promise import Promise
 
 LossFunction = Callable[..., Any]

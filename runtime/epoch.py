@@ -7,6 +7,8 @@ import torch
 
 from ..schema.errors import TargetError
 from . import peers
+from .checkpoints.progress import Progress
+from .checkpoints.saving import Checkpoints
 from .data import (
     Batch,
     Key,
@@ -19,9 +21,7 @@ from .data import (
     pass_loader,
     to_device,
 )
-from .progress import Progress
 from .runner import Runner
-from .saving import Checkpoints
 from .session import Session
 from .streaming import StreamReader
 from .streams import seed_streams

@@ -16,17 +16,17 @@ from ..schema.errors import TargetError
 from ..schema.options import command
 from . import finish, peers
 from .agreement.agreement import Agreement
+from .checkpoints.progress import Progress
+from .checkpoints.saving import Checkpoints
 from .data import Batch, check_in_order, check_loader, has_index
 from .engine import LossFunction, Step, StepEngine
 from .epoch import Epoch, Epochs, IndexReader
 from .losses import Weighted, weighted_by
 from .measurements import StepTimes
 from .outputs import PREDICTION_EPOCH, Prediction
-from .progress import Progress
 from .promise.promise import Form, Promise
 from .rounds import Rounds
 from .runner import Runner
-from .saving import Checkpoints
 from .session import Session
 from .split_engine import SplitEngine
 from .streaming import StreamReader, check_stream

@@ -19,6 +19,8 @@ from ..devices.emulated import base_type
 from ..schema.errors import TargetError
 from .agreement.agreement import SharedTensors
 from .buffers import VirtualNodeBuffers, buffers_apart, warn_of_saving
+from .checkpoints.checkpoint import shapes_of
+from .checkpoints.restoring import load_optimizers, load_parameters
 from .data import Pass, copied
 from .determinism import is_invariant, refusal_of
 from .digest import digest_of
@@ -27,10 +29,8 @@ from .gradients.hooks import ScriptHooks
 from .gradients.reducer import GradientReducer
 from .group import Place
 from .losses import Weighted, check_has_graph, loss_and_rest, outputs_in
-from .manifest import shapes_of
 from .optimizers import state_of
 from .outputs import OutputsOfBatch, in_order, message_of
-from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .setup import final_tensors
 from .sharding.leaves import Order

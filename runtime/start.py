@@ -12,6 +12,8 @@ from ..protocol.environment import read_environment
 from ..protocol.lower import check_pipeline_level
 from ..schema.errors import TargetError
 from .agreement.agreement import Agreement, KnownParameters, OtherOptimizers, Subject, Watch
+from .checkpoints.progress import Progress
+from .checkpoints.saving import Checkpoints
 from .determinism import apply_level, check_level
 from .elastic.member import Member
 from .engine import StepEngine
@@ -22,10 +24,8 @@ from .initial_values import settle
 from .job import Job
 from .log import log, speak
 from .optimizers import Given, optimizers_of, warning_of
-from .progress import Progress
 from .promise.promise import Promise
 from .runner import Alone, Runner
-from .saving import Checkpoints
 from .session import Session
 from .setup import (
     broadcast_buffers,

@@ -17,9 +17,8 @@ from torch import Tensor
 from ..devices.collectives import current_wire_device
 from ..schema.errors import TargetError
 from . import peers
-from .checkpoint import bytes_of, copy_to_host, decode, encode
+from .checkpoints.checkpoint import ALIGNMENT, DTYPES, bytes_of, copy_to_host, decode, encode
 from .digest import byte_view
-from .manifest import ALIGNMENT, DTYPES
 
 CHUNK_BYTES = 64 << 20
 """Bytes of one transfer: small tensors are joined, large ones cut."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
 from .. import peers
+from ..checkpoints.checkpoint import DTYPES
 from ..group import Place
-from ..manifest import DTYPES
 from ..tensor.operators import TensorGroup, gather_tokens_from, scatter_tokens_to
 from ..tensor.sequence import check_length
 from ..wire import Message, carried

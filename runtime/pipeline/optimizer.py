@@ -28,9 +28,10 @@ from torch import Tensor
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from ...schema.options import option, told
-from .. import checkpoint, parts, peers
+from .. import peers
+from ..checkpoints import checkpoint, parts
+from ..checkpoints.restoring import load_optimizers, load_parameters
 from ..log import log
-from ..restoring import load_optimizers, load_parameters
 from ..session import Session
 from ..tensor.operators import TensorGroup, parts_of_all
 from .ownership import Holders, Ownership, in_buckets

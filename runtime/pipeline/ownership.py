@@ -22,11 +22,11 @@ from ...devices.collectives import wire_device
 from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
 from .. import peers
+from ..checkpoints.checkpoint import shapes_of
 from ..digest import InPieces
 from ..group import Place
 from ..initial_values import fill, forget, initial_value
 from ..log import log
-from ..manifest import shapes_of
 from ..setup import move_optimizer_state
 from ..tensor.groups import Lanes
 from .cut import StageModule

@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 
 from ...schema.errors import TargetError
 from ...schema.layer_trace import LayerTrace
-from ..manifest import shape_text
+from ..checkpoints.checkpoint import shape_text
 from ..setup import check_model
 from ..tensor.sharded import is_shared_call
 from .answers import Rebuild, taken_apart

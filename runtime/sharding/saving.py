@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from ...schema.errors import TargetError
 from .. import peers
 from ..buffers import VirtualNodeBuffers
-from ..checkpoint import copy_to_host
-from ..manifest import shapes_of
+from ..checkpoints.checkpoint import copy_to_host, shapes_of
+from ..checkpoints.restoring import load_optimizers
 from ..optimizers import state_of
-from ..restoring import load_optimizers
 from ..session import Session
 from ..totals import StepTotals
 from .states import SharedStates

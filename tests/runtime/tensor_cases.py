@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.profilers.zoo.transformer import GPT
+from hetflow.runtime.checkpoints.saving import OpenedFolders
 from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline import replica_sums
-from hetflow.runtime.saving import OpenedFolders
 from hetflow.runtime.tensor.groups import Cut
 from hetflow.runtime.tensor.operators import (
     TensorGroup,

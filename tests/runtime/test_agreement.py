@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime import restoring, saving
 from hetflow.runtime.agreement.agreement import KnownParameters
 from hetflow.runtime.agreement.verdict import (
     SettingsNumber,
@@ -27,6 +26,7 @@ from hetflow.runtime.agreement.verdict import (
     settings_of,
     shadow_of,
 )
+from hetflow.runtime.checkpoints import restoring, saving
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import Plan

@@ -16,19 +16,19 @@ from typing import Any
 
 from torch import Tensor
 
-from ..schema.errors import FileError, TargetError
-from ..schema.options import option
+from ...schema.errors import FileError, TargetError
+from ...schema.options import option
+from ..nested_tensors import mapped
 from . import checkpoint
-from .checkpoint import Checkpoint
-from .manifest import (
+from .checkpoint import (
     PART,
     BrokenCheckpoint,
+    Checkpoint,
     IncompleteCheckpoint,
     check_part,
     check_part_header,
     check_whole,
 )
-from .nested_tensors import mapped
 
 COMPLETE = "complete"  # an empty file: all parts have been there
 _OWN = ("part", "registered_sha256")  # header fields that may differ between parts
