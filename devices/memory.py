@@ -1,8 +1,8 @@
 """Memory of a process on Linux: its limit and its peak.
 
 A ``cpu`` device is one core with its share of the machine's memory. The share is enforced with
-RLIMIT_DATA, so an allocation past it fails inside the process and the kernel's OOM killer, which
-might choose any process of the user's, stays out of it.
+RLIMIT_DATA, so an allocation past it fails inside the process. The kernel's OOM killer, which might
+choose any process of the user's, stays out of it.
 """
 
 import os

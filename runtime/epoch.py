@@ -21,7 +21,7 @@ from .data import (
     pass_loader,
     to_device,
 )
-from .runner import Runner
+from .engine import Runner
 from .session import Session
 from .streaming import StreamReader
 from .streams import seed_streams

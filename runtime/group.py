@@ -259,8 +259,8 @@ def release_apart(held: list[object], patience_seconds: float = RELEASE_SECONDS)
     """Free objects whose destruction may block, and wait for it no longer than a limit.
 
     Destroying a gloo group joins its threads. A thread can be stuck in a send until the group's own
-    time limit, even after its sockets were closed, and the others would wait for this worker that
-    long. So a separate thread frees the objects.
+    time limit, even after its sockets were closed. The others would wait for this worker that long.
+    So a separate thread frees the objects.
 
     Args:
         held: The last references; the list is emptied.

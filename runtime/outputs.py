@@ -18,9 +18,9 @@ from ..schema.errors import TargetError
 from . import peers
 from .buffers import VirtualNodeBuffers
 from .data import PassSampler, feed, to_device
+from .engine import Runner
 from .group import Place
 from .losses import check_has_graph, loss_and_weight
-from .runner import Runner
 from .session import Session
 from .streams import seed_streams
 from .virtual_nodes import share_out

@@ -1,9 +1,9 @@
 """Data without an index: streams, functions that draw a batch, loaders that cut batches themselves.
 
 Every worker draws the same global batches and keeps the rows of its virtual nodes. The random
-numbers of a draw are keyed by (seed, epoch, step), so all workers draw alike; where one does not (a
-stream that shards itself by rank, a generator with a seed of its own), the digests of the batches
-differ and the run ends. After a restart the batches of the epoch's earlier steps are drawn again
+numbers of a draw are keyed by (seed, epoch, step), so all workers draw alike. One may not: a stream
+that shards itself by rank, a generator with a seed of its own. Then the digests of the batches
+differ, and the run ends. After a restart the batches of the epoch's earlier steps are drawn again
 and dropped, unless the source has a state that the script registered.
 """
 

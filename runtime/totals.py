@@ -5,13 +5,13 @@ over the global batch (VirtualFlow 5.2). If the script gives weights (such as nu
 their total is known only when all workers are done. Shares are then fractions of a power of two
 near the last step's total, and the gradients are scaled once at the end.
 
-Losses and weights are sent per virtual node (all workers but its holder send zeros) and are added
+Losses and weights are sent per virtual node: all workers but its holder send zeros. They are added
 up in order of virtual nodes, so the mapping does not change their bits. On the host they are plain
 numbers: between two passes torch's code is no longer in the caches, and a torch operation takes 20
 to 100 us. On a device they stay tensors and nothing waits for them: the host reads a step's flags
-and weights in the next step. Between devices, and where no buffers are exchanged, the sums
-travel with the last bucket of gradients (``PackedSums``), because sending a few numbers takes
-about as long as a megabyte.
+and weights in the next step. Sending a few numbers takes about as long as a megabyte. So between
+devices, and where no buffers are exchanged, the sums travel with the last bucket of gradients
+(``PackedSums``).
 """
 
 import math

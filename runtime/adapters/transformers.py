@@ -284,9 +284,9 @@ class Form:
     """How the loss of a batch is made of the losses of its parts.
 
     Attributes:
-        kind: The batch's loss is their sum, or a mean in which samples count, or labels, or labels
-            without the first of each sample, which a causal language model predicts from nothing,
-            or what divides each loss in its graph, as a mask or class weights do.
+        kind: The batch's loss is their sum, or a mean. In a mean samples count, or labels, or
+            "next labels": all but each sample's first, which a causal language model predicts from
+            nothing. Or there counts what divides each loss in its graph: a mask, class weights.
         scale: What Trainer multiplies the loss by, because others have the rest of the batch.
         counts_all: Whether samples count, and labels would too: each of them counted in the trial.
         divisors: [n] by what a loss is divided for each sample or label that counts; 0 where that

@@ -21,9 +21,8 @@ from ...schema.errors import FileError, HetflowError, TargetError
 from ...schema.options import command, option
 from ..agreement.agreement import Agreement
 from ..buffers import VirtualNodeBuffers
-from ..engine import StepEngine
+from ..engine import Runner, StepEngine
 from ..log import log
-from ..runner import Runner
 from ..session import Session
 from ..stopping import StopRequests, leave
 from . import checkpoint, parts

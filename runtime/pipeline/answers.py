@@ -49,7 +49,7 @@ def taken_apart(answer: Any) -> tuple[list[Any], Rebuild]:
     """Split an answer into its tensors and a function that rebuilds its form.
 
     Returns:
-        The tensors (while a model is traced, also its symbolic numbers), and a function that takes
+        The tensors (while a model is traced, also its symbolic numbers), and a function. It takes
         an iterator of as many tensors and returns an answer of the same form.
     """
     leaves, spec = _pytree.tree_flatten(answer)

@@ -47,9 +47,9 @@ def keepers_of(ownership: Ownership, names: Sequence[str]) -> dict[str, Holders]
     """The ranks that keep the optimizer's state of each parameter: one rank for every part of it.
 
     The largest parameter comes first, and each goes to the replica whose fullest worker has the
-    least so far. So with d replicas of a stage no worker keeps more than (s + (d - 1) m) / d bytes
-    for parameters of s bytes together, of which the largest has m (Graham, 1969; the planner counts
-    this). Deterministic, and equal on all workers.
+    least so far. Say that a stage's parameters have s bytes together, and the largest m. Then with
+    d replicas no worker keeps more than (s + (d - 1) m) / d bytes (Graham, 1969); the planner
+    counts this. Deterministic, and equal on all workers.
 
     Args:
         ownership: Which ranks hold which parameters.

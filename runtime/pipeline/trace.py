@@ -5,7 +5,7 @@ call of a module starts a layer, named like the module; functions in between (ad
 to the layer before them. Layers are intervals of one topological order, so any cut is valid.
 Layers of a model that torch.fx cannot trace are found by torch.export.
 
-It runs the model's own Python with the arguments of a real call, so control flow that
+It runs the model's own Python with the arguments of a real call. So control flow that
 depends on shapes, options and missing arguments takes the branches of that call. Every size that
 the code does not fix stays open, above all the batch size. What the code asks about sizes becomes
 guards; a call that breaks a guard is refused. The graph consists of single operators, each of which
