@@ -68,6 +68,7 @@ class SplitEngine:
         self.reducer: GradientReducer | SharedStates = self.shared_states or _reducer_of(
             session, has_buffers=bool(self.buffers.slots)
         )
+        # The reducer has space for the totals behind its last bucket, so it comes first.
         self.totals = StepTotals(
             self.reducer,
             session.place,

@@ -191,7 +191,7 @@ class StepTotals:
         *,
         are_alike: bool = True,
     ) -> None:
-        self._reducer, self._place = reducer, place
+        self._reducer, self._place, self._distributed = reducer, place, place.distributed
         self._is_on_host = backend_of(place.device).is_host
         self._num_nodes = num_nodes
         self.wants_stop, self.wants_move = False, False
@@ -373,7 +373,7 @@ class StepTotals:
         return flags
 
     def _start(self, sums: Tensor) -> Callable[[], Tensor]:
-        work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
+        work = peers.all_reduce(sums, async_op=True) if self._distributed else None
 
         def wait() -> Tensor:
             if work is not None:
@@ -383,7 +383,7 @@ class StepTotals:
         return wait
 
     def _note_step(self) -> _Noted:
-        self._step = (self._reducer, self._reducer.unused(), self._place.distributed)
+        self._step = (self._reducer, self._reducer.unused(), self._distributed)
         return self._step
 
     def move(self, reducer: Gradients, place: Place, *, are_alike: bool = True) -> None:
@@ -392,6 +392,7 @@ class StepTotals:
         Joining workers know the last weight, so all workers start from it. Waits for the device.
         """
         self._reducer, self._place, self._are_alike = reducer, place, are_alike
+        self._distributed = place.distributed
         self._is_on_host, self._layout = backend_of(place.device).is_host, None
         self._known_weight = self.last_weight
         self._late.forget()
@@ -464,7 +465,7 @@ class StepTotals:
         if factor is not None:
             reducer.scale(factor)
         # After a change of workers, no other worker holds the earlier gradient buffer.
-        self._step = (self._reducer, unused, self._place.distributed)
+        self._step = (self._reducer, unused, self._distributed)
         if isinstance(loss, float):
             found_mean = loss / weight if weight else math.nan
             return torch.scalar_tensor(found_mean, dtype=torch.float64)
@@ -576,7 +577,7 @@ class StepTotals:
 
     def meet(self) -> None:
         """Wait until all workers have reached this call."""
-        if self._place.distributed:
+        if self._distributed:
             peers.all_reduce(torch.zeros(1, device=self._place.device))
 
 

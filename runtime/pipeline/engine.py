@@ -97,6 +97,8 @@ class PipelineEngine:
         groups = work.groups
         group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
         self._position = group  # in the schedule
+        # Every worker makes process groups in the same order, here and in the parts below: a group
+        # is a collective of all workers, also of those outside of it.
         sharing = _sharing_of(model, work, place.device)
         spreads = bool(work.sequence_parallel and sharing.roles)
         self._tensor = tensor = tensor_group(place, groups)
@@ -132,6 +134,9 @@ class PipelineEngine:
             if optimizer
             else None
         )
+        # The share takes parameters while they are whole, and knows their order in the optimizer.
+        # Then own parameters and buffers move here, get the first worker's values, and are cut
+        # last: a broadcast sends whole tensors.
         place_own(
             [p for name, p in self._ownership.parameters.items() if name in own],
             list(held_here.values()),
@@ -143,6 +148,7 @@ class PipelineEngine:
         held = {name for name, ranks in holders.items() if place.rank in ranks}
         broadcast_parts(model, session.parameters, own | held, place)
         self._ownership.strip()
+        # Stages note forwards and buffers as they are: shared layers are in their places by now.
         self._sharded.install()
         self._stages = {
             number: Stage(
