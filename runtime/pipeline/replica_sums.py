@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from ...devices.backend import backend_of
 from ...schema.operations import FREEING, Operation
 from .. import peers
-from ..gradients.hooks import FirstGradients, Hooks, came_twice, layout_of, view_like
+from ..gradients.flat_buffers import layout_of, view_like
+from ..gradients.hooks import FirstGradients, Hooks, came_twice
 from .ownership import Holders, Ownership, in_buckets
 
 LEAST_BUCKET_BYTES = 1 << 20
@@ -363,6 +364,8 @@ class ReplicaSums:
         """The bucket's buffer with what this worker contributes."""
         gradients = [slot.parameter.grad for slot in bucket.slots]
         flat = self._lend(bucket) if bucket.flat is None else bucket.flat
+        if not bucket.views:
+            flat.zero_()  # where others contribute
         if self._told is None:
             flags = flat[-len(gradients) :]
             if any(gradient is None for gradient in gradients):
@@ -371,7 +374,9 @@ class ReplicaSums:
                 flags.fill_(1.0)
         if not bucket.views:
             for slot, gradient in zip(bucket.slots, gradients, strict=True):
-                self._expand(slot, gradient, flat)
+                if gradient is not None:
+                    place = _place_of(slot, flat)
+                    self._ownership.lanes.put(slot.name, gradient, place, self._rank)
             return flat
         cleared = []
         for slot, gradient, view in zip(bucket.slots, gradients, bucket.views, strict=True):
@@ -390,11 +395,6 @@ class ReplicaSums:
         self._lent.append(bucket)
         bucket.flat = self._buffer(bucket)
         return bucket.flat
-
-    def _expand(self, slot: _Slot, gradient: Tensor | None, flat: Tensor) -> None:
-        part = torch.zeros_like(slot.parameter) if gradient is None else gradient
-        whole = self._ownership.lanes.expanded(slot.name, part, slot.whole, self._rank)
-        _place_of(slot, flat).copy_(whole)
 
     def _settle(self, bucket: _Bucket) -> None:
         """Wait for a sum, and make it the parameters' gradients."""

@@ -24,9 +24,15 @@ class Cut:
 
     def own(self, whole: Tensor, lane: int, degree: int) -> Tensor:
         """The part of the worker at position ``lane`` of ``degree``, as a copy."""
-        fused = self._unfused(whole)
-        share = fused.tensor_split(degree, self.dim + 1)[lane]
+        share = self._share(whole, lane, degree)
         return share.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+
+    def put(self, part: Tensor, whole: Tensor, lane: int, degree: int) -> None:
+        """Write the part of a worker to its place in the whole parameter, which is contiguous."""
+        self._share(whole, lane, degree).copy_(self._unfused(part))
+
+    def _share(self, whole: Tensor, lane: int, degree: int) -> Tensor:
+        return self._unfused(whole).tensor_split(degree, self.dim + 1)[lane]
 
     def whole(self, shares: Sequence[Tensor]) -> Tensor:
         """Join the parts of all workers, in order of lanes, to the whole parameter."""
@@ -94,7 +100,7 @@ class Lanes:
 
         If the parameter is cut, the workers with the same part in different groups form a set. If
         it is not cut, or if groups have different degrees, all holders sum whole gradients
-        (``expanded``).
+        (``put``).
         """
         if self.adds_whole(name, holders):
             return (holders,)
@@ -129,15 +135,9 @@ class Lanes:
         """Whether a worker's gradient of a parameter counts in a sum of whole gradients."""
         return self.is_cut(name, rank) or self.lane(rank) == 0 or name in self._inner
 
-    def expanded(self, name: str, part: Tensor, whole: torch.Size, rank: int) -> Tensor:
-        """A worker's share in a sum of whole gradients: zeros where others contribute."""
-        if not self.is_cut(name, rank):
-            return part if self.contributes(name, rank) else torch.zeros_like(part)
-        degree, lane = self.degree(rank), self.lane(rank)
-        parts = [
-            part
-            if other == lane
-            else part.new_zeros(self.part_shape(name, whole, self._groups[rank][other]))
-            for other in range(degree)
-        ]
-        return self.whole(name, parts)
+    def put(self, name: str, part: Tensor, whole: Tensor, rank: int) -> None:
+        """Write a worker's share in a sum of whole gradients to ``whole``, which is zero."""
+        if self.is_cut(name, rank):
+            self._cuts[name].put(part, whole, self.lane(rank), self.degree(rank))
+        elif self.contributes(name, rank):
+            whole.copy_(part)

@@ -9,7 +9,9 @@ from hetflow.profilers.zoo.transformer import GPT
 from hetflow.protocol.environment import Start
 from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
-from hetflow.runtime.pipeline.norms import NORMS, Columns, NormOnly, PartGradient, ToldNorms
+from hetflow.runtime.pipeline.norms import NORMS, HostTable, ToldNorms
+from hetflow.runtime.pipeline.ownership import NormOnly
+from hetflow.runtime.tensor.gradients import PartGradient
 from hetflow.runtime.tensor.groups import Cut, Lanes
 from hetflow.runtime.tensor.operators import bounds
 from hetflow.runtime.tensor.roles import Sharing, check_degree, sharing_of
@@ -101,19 +103,24 @@ def test_a_tied_weight_is_cut_by_all_or_by_none() -> None:
     assert sharing_of(model).cuts["0.weight"] == Cut(0)
 
 
+def share(lanes: Lanes, name: str, part: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """What a worker adds to the sum of a parameter [size]."""
+    made = torch.zeros(size)
+    lanes.put(name, part, made, rank)
+    return made
+
+
 def test_gradients_are_added_by_those_who_have_the_same_part() -> None:
     lanes = Lanes([(0, 1), (2, 3), (4,)], {"w": Cut(0)})
     assert lanes.sums("w", (0, 1, 2, 3)) == ((0, 2), (1, 3))
     assert lanes.sums("w", (0, 1, 4)) == ((0, 1, 4),)  # unlike degrees add whole gradients
     assert lanes.sums("w", (4,)) == ((4,),)
     whole = torch.arange(4.0)
-    shares = [
-        lanes.expanded("w", lanes.part("w", whole, rank), whole.shape, rank) for rank in (0, 1)
-    ]
+    shares = [share(lanes, "w", lanes.part("w", whole, rank), 4, rank) for rank in (0, 1)]
     assert torch.equal(shares[0] + shares[1], whole)
     # A whole parameter has the gradient of one worker of each group, to the last bit on all.
     assert lanes.sums("bias", (0, 1, 2, 3)) == ((0, 1, 2, 3),)
-    shares = [lanes.expanded("bias", torch.ones(2), torch.Size([2]), rank) for rank in range(4)]
+    shares = [share(lanes, "bias", torch.ones(2), 2, rank) for rank in range(4)]
     assert torch.equal(sum(shares), torch.full((2,), 2.0))
     assert [label for label, _ in lanes.alike("w", (0, 1, 4))] == [
         "w (part 1 of 2)", "w (part 2 of 2)", "w",
@@ -137,15 +144,14 @@ def test_a_norm_of_each_head_gets_a_share_of_its_gradient_from_every_worker() ->
     lanes = Lanes([(0, 1)], sharing.cuts, sharing.inner)
     for name in names:
         assert lanes.sums(name, (0, 1)) == ((0, 1),)
-        shares = [lanes.expanded(name, torch.ones(2), torch.Size([2]), rank) for rank in (0, 1)]
+        shares = [share(lanes, name, torch.ones(2), 2, rank) for rank in (0, 1)]
         assert torch.equal(shares[0] + shares[1], torch.full((2,), 2.0))
 
 
 def test_a_norm_that_was_told_is_answered_to_the_last_bit() -> None:
     two, largest = 1.2, 0.7
     assert two * (largest / two) != largest  # what a ratio alone would give
-    columns = Columns([("a", 0)], Lanes([(0,)], {}), torch.device("cpu"))
-    table = columns.table(np.array([[1.0], [two], [0.9], [largest]]))
+    table = HostTable(np.array([[1.0], [two], [0.9], [largest]]))
     told = ToldNorms(lambda: table, Place(Start(), None, torch.device("cpu")))
     told.take(table, set(NORMS))
     stand_in = NormOnly.of(torch.tensor([two], dtype=torch.float64), told, 0)
