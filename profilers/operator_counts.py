@@ -49,6 +49,8 @@ _AS_ON_GPUS = {
     f"_scaled_dot_product_flash_attention_for_cpu{way}": f"_scaled_dot_product_flash_attention{way}"
     for way in ("", "_backward")
 }
+# These read nothing of what they write to.
+_OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
 # Of these only as much of the first input is read as comes out.
 _PICKING = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
 # Of these only as much of the first input is changed as the last one has.
@@ -154,6 +156,9 @@ def counted_call(
         return None
     if name in _PICKING:
         inputs = [*outputs, *inputs[1:]]
+    elif name in _OVERWRITING:
+        written = set(map(id, _written(function, arguments)))
+        inputs = [tensor for tensor in inputs if id(tensor) not in written]
     elif name in _SCATTERING:
         inputs, outputs = [*inputs[1:], inputs[-1]], [inputs[-1]]
     counted_as = getattr(torch.ops.aten, _AS_ON_GPUS.get(name, name), function._overloadpacket)
