@@ -166,7 +166,7 @@ class _Loop:
         measures_held: bool = False,
     ) -> list[dict[str, Any]]:
         """Train; the steps after the warm-up, as JSON."""
-        from ..runtime.start import rehearsed
+        from ..runtime.rehearsal import rehearsed
 
         config = self._place.start.config
         assert config is not None

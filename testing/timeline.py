@@ -129,9 +129,9 @@ class Timeline:
         """All devices that ran something."""
         return tuple(sorted({span.device for span in self.spans}))
 
-    def steps(self, device: Device) -> list[float]:
-        """When each step of a device has ended."""
-        return [at for own, name, at in self.marks if own == device and name == "step"]
+    def steps(self, device: Device, mark: str = "step") -> list[float]:
+        """When each step of a device has ended; or where the program has marked it otherwise."""
+        return [at for own, name, at in self.marks if own == device and name == mark]
 
     def steady(self, device: Device, skipped: int = 2) -> tuple[float, float]:
         """From the end of the first ``skipped`` steps to the end of the last: the steady state.
@@ -161,9 +161,14 @@ class Timeline:
         """
         return min(self.hidden_share_of(device) for device in self.devices)
 
-    def hidden_share_of(self, device: Device) -> float:
-        """The same of one device; 1 where it transfers nothing."""
-        first, last = self.steady(device)
+    def hidden_share_of(self, device: Device, period: tuple[float, float] | None = None) -> float:
+        """The same of one device; 1 where it transfers nothing.
+
+        Args:
+            device: Which one.
+            period: From when to when; None: the steady state.
+        """
+        first, last = period or self.steady(device)
         own = [s for s in self.spans if s.device == device and first <= s.start_seconds < last]
         sent = [(s.start_seconds, s.end_seconds) for s in own if s.kind == "nccl"]
         computed = [(s.start_seconds, s.end_seconds) for s in own if s.kind == "kernel"]

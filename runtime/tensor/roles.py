@@ -178,8 +178,7 @@ def sharing_of(model: nn.Module) -> Sharing:
         text = part = _by_pattern(name, declared)
         if text is None and known:
             text, part = _by_ending(name, _KNOWN), _by_ending(name, _KNOWN_SEQUENCE)
-            is_linear = isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module)
-            if text != "inner" and not is_linear:
+            if text != "inner" and not _is_shareable(module):
                 text = None
         own = _by_pattern(name, attributes) or ()
         if not own and known:
@@ -243,6 +242,10 @@ def _by_ending(name: str, table: Mapping[str, Any]) -> Any:
         if name == ending or name.endswith(f".{ending}"):
             return found
     return None
+
+
+def _is_shareable(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:

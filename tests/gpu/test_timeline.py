@@ -103,12 +103,15 @@ def test_a_lost_overlap_is_seen(software: GpuHost) -> None:
     assert trained(software, split(), fault="waits").hidden_share < 0.1
 
 
-@pytest.mark.parametrize(("fault", "is_hidden"), [("none", True), ("one-stream", False)])
+@pytest.mark.parametrize(
+    ("backend", "fault", "is_hidden"),
+    [("eager", "none", True), ("eager", "one-stream", False), ("aot_eager", "none", True)],
+)
 def test_a_pipelines_receives_are_posted_ahead_of_the_passes_before(
-    software: GpuHost, fault: str, is_hidden: bool
+    software: GpuHost, backend: str, fault: str, is_hidden: bool
 ) -> None:
     """The first stage is the slower one. It waits for its first gradient, and for no later one."""
-    timeline = trained(software, pipeline(), fault=fault)
+    timeline = trained(software, pipeline(), backend, fault)
     slower = next(device for device in timeline.devices if device.spec.startswith("V100"))
     hidden = timeline.hidden_share_of(slower)
     assert hidden > 0.6 if is_hidden else hidden < 0.4

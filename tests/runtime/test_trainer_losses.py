@@ -33,7 +33,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Worker:
-    """A worker's training, whose exchanges go over the workers' threads."""
+    """A worker's training, whose sums go over the workers' threads."""
 
     has_samples = True
 
@@ -53,25 +53,22 @@ class Worker:
         return self._parts
 
     def sum_of(self, own: Tensor) -> Tensor:
-        return torch.stack(self._sums.gathered(self._rank, own)).sum(0)
-
-    def exchanged(self, own: Any) -> list[Any]:
-        return self._sums.gathered(self._rank, own)
+        return self._sums.of(self._rank, own)
 
 
 class Sums:
-    """What threads that all call it as often give each other."""
+    """Sums over threads that all call it as often."""
 
     def __init__(self, number: int) -> None:
         self._given: list[Any] = [None] * number
         self._barrier = threading.Barrier(number, timeout=30)
 
-    def gathered(self, rank: int, own: Any) -> list[Any]:
+    def of(self, rank: int, own: Tensor) -> Tensor:
         self._given[rank] = own
         self._barrier.wait()
-        given = list(self._given)
+        total: Tensor = torch.stack(self._given).sum(0)
         self._barrier.wait()
-        return given
+        return total
 
 
 class Script:

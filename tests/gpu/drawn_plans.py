@@ -1,0 +1,138 @@
+"""Plans drawn by seed for a small GPT over two types, and their steps on the virtual clock."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hetflow
+from hetflow.costs.estimate import Estimator, estimated_profile
+from hetflow.profilers import targets
+from hetflow.profilers.operator_counts import count_model
+from hetflow.protocol.lower import lower
+from hetflow.schema import files
+from hetflow.schema.errors import HetflowError
+from hetflow.schema.plan import Plan
+from hetflow.schema.profile import Profile
+from hetflow.testing import Rates, Timeline
+from hetflow.testing.fakecuda.cards import CARDS
+from hetflow.testing.timeline import Device
+from hetflow.tests.testing.hosts import Host, software_host
+
+from . import planned
+
+SCRIPT = Path(planned.__file__)
+# Products of the small model then take as long as those of real models, and launches do not count.
+SMALL = Rates(slower=4000.0)
+TYPES = ("V100", "A100")
+POOLS = ("1xV100,1xA100", "2xV100,2xA100")
+SIZES, MICROBATCHES = (1, 2, 4, 8, 16), (4, 8)
+
+
+def profiles() -> tuple[Profile, ...]:
+    """What ``hetflow profile --device spec:TYPE --layers`` estimates, on devices as slow."""
+    target = targets.parse(f"{SCRIPT}:workload")
+    counts = count_model(target, SIZES, MICROBATCHES, "sgd")
+    return tuple(
+        estimated_profile(counts, Estimator(spec=SMALL.spec(CARDS[kind].spec)), model="planned")
+        for kind in TYPES
+    )
+
+
+def drawn(number: int, seed: int) -> list[Plan]:
+    """So many different plans that use both types, a third of them of each kind."""
+    draw, known = random.Random(seed), profiles()
+    found: dict[str, list[Plan]] = defaultdict(list)
+    for kind in ("split", "pipeline", "parallel"):
+        while len(found[kind]) < number // 3:
+            asked = _question(draw, kind)
+            try:
+                plan = hetflow.solve(known, draw.choice(POOLS), strategy=kind, **asked)
+            except HetflowError:
+                continue  # more stages than devices, say
+            if set(plan.devices_by_type) == set(TYPES) and _told(plan) not in map(
+                _told, found[kind]
+            ):
+                found[kind].append(plan)
+    return [plan for plans in found.values() for plan in plans]
+
+
+def _question(draw: random.Random, kind: str) -> dict[str, Any]:
+    if kind == "split":
+        return {"batch_size": draw.randrange(12, 64, 4)}
+    size = draw.choice(MICROBATCHES)
+    asked = {"microbatch_size": size, "batch_size": size * draw.choice((1, 2, 3, 4, 6))}
+    if kind == "pipeline":
+        asked["num_stages"] = draw.choice((2, 3, 4))
+        asked["schedule"] = draw.choice(("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"))
+    return asked
+
+
+def _told(plan: Plan) -> str:
+    """A plan in short: of each stage its replicas."""
+    stages = (
+        " + ".join(
+            f"{one.num_replicas} x {one.tensor_parallel_size} {one.device_type} "
+            f"({one.virtual_nodes} of {one.virtual_node_batch_size})"
+            for one in stage.replicas
+        )
+        for stage in plan.stages
+    )
+    return f"{plan.kind} {plan.schedule}: " + " | ".join(stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A plan and the timeline that its last step is in: from ``begin`` to ``end``, by device."""
+
+    plan: Plan
+    timeline: Timeline
+    periods: dict[Device, tuple[float, float]]
+
+    def __str__(self) -> str:
+        return f"{self.virtual_seconds:.4f} s, planned {self.ratio:.3f} of it: {_told(self.plan)}"
+
+    @property
+    def virtual_seconds(self) -> float:
+        """Of the step on the slowest device."""
+        return max(end - begin for begin, end in self.periods.values())
+
+    @property
+    def ratio(self) -> float:
+        """Planned over virtual."""
+        return self.plan.predicted.step_seconds / self.virtual_seconds
+
+    @property
+    def hidden_share(self) -> float:
+        """Of transfers, on the device where it is least."""
+        return min(
+            self.timeline.hidden_share_of(device, period) for device, period in self.periods.items()
+        )
+
+
+def trials(folder: Path, plans: Sequence[Plan], fault: str = "none") -> Iterator[Trial]:
+    """Train under each plan, those with the same types in order of ranks in the same processes."""
+    alike: dict[tuple[str, ...], list[Plan]] = defaultdict(list)
+    for plan in plans:
+        alike[tuple(slot.device_type for slot in lower(plan).workers)].append(plan)
+    for number, (types, group) in enumerate(alike.items()):
+        place = folder / f"{fault}-{number}"
+        place.mkdir()
+        host = software_host(place, ",".join(types), FAKECUDA_TIMELINE="timeline")
+        yield from _launched(host, group, fault)
+
+
+def _launched(host: Host, plans: Sequence[Plan], fault: str) -> Iterator[Trial]:
+    paths = [host.folder / f"{number}.json" for number in range(len(plans))]
+    for path, plan in zip(paths, plans, strict=True):
+        files.write(path, plan)
+    host.done("launch", "--determinism", "none", paths[0], SCRIPT, fault, *paths)
+    assert host.faults == []
+    timeline = host.timeline(SMALL)
+    for number, plan in enumerate(plans):
+        last = (number + 1) * planned.NUM_STEPS - 1
+        ends = {device: timeline.steps(device, "end") for device in timeline.devices}
+        periods = {device: (found[last - 1], found[last]) for device, found in ends.items()}
+        yield Trial(plan=plan, timeline=timeline, periods=periods)

@@ -1,0 +1,117 @@
+"""The planner's steps against the virtual clock's, for plans that are drawn by seed."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetflow.runtime.pipeline.trace import layers_of
+from hetflow.schema.plan import Plan, Prediction, Proof, Stage
+from hetflow.schema.schedule_traits import traits
+from hetflow.tests.plan_parts import parallel_plan_of, replica_group
+from hetflow.tests.testing.hosts import real_types
+
+from . import planned
+from .drawn_plans import TYPES, Trial, drawn, trials
+
+NUMBER, SEED = 30, 1
+
+
+def tolerance(plan: Plan) -> float:
+    """How far apart a plan's two steps may be, as docs/gpus.md says and why."""
+    degrees = [{one.tensor_parallel_size for one in stage.replicas} for stage in plan.stages]
+    is_coarse = traits(plan.schedule).splits_backward or any(len(own) > 1 for own in degrees)
+    return 0.12 if is_coarse else 0.05
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    """Of splits, pipelines and three dimensions, ten each."""
+    if real_types():
+        pytest.skip("this machine has GPUs of its own")
+    found = drawn(NUMBER, SEED)
+    assert Counter(plan.kind for plan in found) == {"split": 10, "pipeline": 10, "parallel": 10}
+    return found
+
+
+def off(found: list[Trial]) -> list[str]:
+    """Those whose steps are further apart than they may be."""
+    return [str(one) for one in found if abs(one.ratio - 1) > tolerance(one.plan)]
+
+
+def test_a_planned_step_takes_what_the_virtual_clock_says(
+    tmp_path: Path, plans: list[Plan]
+) -> None:
+    found = list(trials(tmp_path, plans))
+    assert len(found) == NUMBER
+    assert off(found) == []
+
+
+def test_a_step_that_has_lost_its_overlap_is_further_off(tmp_path: Path, plans: list[Plan]) -> None:
+    """Receives that wait for all earlier passes, in pipelines of one replica a stage."""
+    chosen = [
+        plan
+        for plan in plans
+        if plan.kind == "pipeline"
+        and plan.num_devices == len(plan.stages)
+        and tolerance(plan) == 0.05
+    ]
+    found = list(trials(tmp_path, chosen, "one-stream"))
+    assert off(found)
+
+
+def of_two_tensor_parallel_stages() -> Plan:
+    """Two V100 share the first half of the model, two A100 the second."""
+    names = [layer.id for layer in layers_of(planned.model_of()).layers]
+    first = names.index("blocks.2.norms.0")
+    return parallel_plan_of(
+        model="planned",
+        global_batch_size=48,
+        microbatch_size=8,
+        num_microbatches=6,
+        schedule="1f1b",
+        num_model_chunks=1,
+        stages=tuple(
+            Stage(
+                layers=tuple(layers),
+                replicas=(
+                    replica_group(
+                        device_type=kind, tensor_parallel_size=2, num_replicas=1, samples=48
+                    ),
+                ),
+            )
+            for kind, layers in zip(TYPES, (names[:first], names[first:]), strict=True)
+        ),
+        predicted=Prediction(step_seconds=1.0, samples_per_second=48.0),
+        proof=Proof(
+            termination="feasible", objective=1.0, lower_bound=None, gap=None, method="by hand"
+        ),
+    )
+
+
+@pytest.mark.parametrize(("fault", "is_hidden"), [("none", True), ("one-stream", False)])
+def test_messages_between_tensor_parallel_stages_are_hidden_and_their_sums_are_not_late(
+    tmp_path: Path, fault: str, is_hidden: bool
+) -> None:
+    """Each sum is of a product that the next one needs, so nothing can hide it."""
+    (found,) = trials(tmp_path, [of_two_tensor_parallel_stages()], fault)
+    spans = found.timeline.spans
+    messages = replace(
+        found.timeline,
+        spans=tuple(one for one in spans if one.kind == "kernel" or one.name.startswith("send")),
+    )
+    first = [device for device in found.periods if device.spec.startswith("V100")]
+    for device in first:
+        period = found.periods[device]
+        share = messages.hidden_share_of(device, period)
+        assert share > 0.3 if is_hidden else share < 0.1
+        late = [
+            one.start_seconds - one.asked_seconds
+            for one in spans
+            if one.device == device
+            and one.name.startswith("allreduce")
+            and period[0] <= one.start_seconds < period[1]
+        ]
+        assert len(late) > 6 * 4  # of each microbatch four sums and more
+        assert max(late) < 0.001
