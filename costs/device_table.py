@@ -3,9 +3,9 @@
 Rates are peaks without sparsity, of one device as torch counts devices. Training does not reach
 them: ``roofline`` multiplies them by efficiencies that were fitted to measured runs.
 
-The figures were compared with public tables of the sheets, but for those of A10G, TITAN RTX, Quadro
-RTX 6000, GH200, B200, MI210, MI250X, RTX 2080 Ti, 3090, 4090, 5090, A6000, 6000 Ada, and the links.
-These were written from memory: read the data sheet before you spend money by them.
+The figures were compared with public tables of the sheets, but for the rates of A10G and GH200, the
+16-bit rates of Quadro RTX 6000, RTX 2080 Ti, A6000 and 6000 Ada, and most links. These were written
+from memory: read the data sheet before you spend money by them.
 """
 
 from collections.abc import Sequence
@@ -120,7 +120,7 @@ SPECS: tuple[DeviceSpec, ...] = (
          "NVIDIA H100 data sheet, figures with sparsity halved"),
     _row("H200", "H200-SXM5-141GB", 131, 67, 494.7, 989.4, 4800, "NVLink 4", 900,
          "NVIDIA H200 data sheet, figures with sparsity halved; 141e9 bytes"),
-    _row("B200", "B200-SXM6-180GB", 167, 75, 1125, 2250, 8000, "NVLink 5", 1800,
+    _row("B200", "B200-SXM6-180GB", 167, 75, 1100, 2250, 7700, "NVLink 5", 1800,
          "NVIDIA HGX B200 data sheet, an eighth, figures with sparsity halved; 180e9 bytes"),
     _row("GH200", "GH200-96GB", 89, 67, 494.7, 989.4, 4000, "NVLink 4", 900,
          "NVIDIA GH200 data sheet, figures with sparsity halved; 96e9 bytes"),
