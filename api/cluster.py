@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from ..importers.jobs_files import read_throughputs
 from ..scheduler import submission, view
@@ -101,9 +101,21 @@ def queue(*, state: Path | str = STATE, finished: Index = 10) -> list[QueuedJob]
     return view.rows_from(send(Path(state), Request(wish="queue", finished=finished)))
 
 
-@checks
-def cancel(job: int | str, *, state: Path | str = STATE) -> None:
-    """Take a job out of the queue; if it runs, it saves and stops first.
+class Ask(Protocol):
+    """Asks for something about a job."""
+
+    def __call__(self, job: int | str, *, state: Path | str = STATE) -> None:
+        """Ask for it; ``job`` is its number or its name."""
+
+
+def _wish(wish: Literal["cancel", "hold", "release"], words: str) -> Ask:
+    """The function that asks for something about a job."""
+
+    def ask(job: int | str, *, state: Path | str = STATE) -> None:
+        send(Path(state), Request(wish=wish, job=str(job)))
+
+    ask.__name__ = ask.__qualname__ = wish
+    ask.__doc__ = f"""{words}
 
     Args:
         job: Its number or its name.
@@ -116,59 +128,16 @@ def cancel(job: int | str, *, state: Path | str = STATE) -> None:
     Example:
         >>> import hetflow
         >>> try:
-        ...     hetflow.cluster.cancel(1, state="nowhere")
+        ...     hetflow.cluster.{wish}(1, state="nowhere")
         ... except hetflow.FileError as error:
         ...     print(error.message)
         nowhere: no cluster was started there
     """
-    _ask(job, state, "cancel")
+    return checks(ask)
 
 
-@checks
-def hold(job: int | str, *, state: Path | str = STATE) -> None:
-    """Keep a job from running until it is released; if it runs, it saves and stops first.
-
-    Args:
-        job: Its number or its name.
-        state: Folder of the cluster's state.
-
-    Raises:
-        ProblemError: There is no such job.
-        FileError: There is no such cluster.
-
-    Example:
-        >>> import hetflow
-        >>> try:
-        ...     hetflow.cluster.hold(1, state="nowhere")
-        ... except hetflow.FileError as error:
-        ...     print(error.message)
-        nowhere: no cluster was started there
-    """
-    _ask(job, state, "hold")
-
-
-@checks
-def release(job: int | str, *, state: Path | str = STATE) -> None:
-    """Let a held job run again.
-
-    Args:
-        job: Its number or its name.
-        state: Folder of the cluster's state.
-
-    Raises:
-        ProblemError: There is no such job.
-        FileError: There is no such cluster.
-
-    Example:
-        >>> import hetflow
-        >>> try:
-        ...     hetflow.cluster.release(1, state="nowhere")
-        ... except hetflow.FileError as error:
-        ...     print(error.message)
-        nowhere: no cluster was started there
-    """
-    _ask(job, state, "release")
-
-
-def _ask(job: int | str, state: Path | str, wish: view.Wish) -> None:
-    send(Path(state), Request(wish=wish, job=str(job)))
+cancel = _wish("cancel", "Take a job out of the queue; if it runs, it saves and stops first.")
+hold = _wish(
+    "hold", "Keep a job from running until it is released; if it runs, it saves and stops first."
+)
+release = _wish("release", "Let a held job run again.")

@@ -37,9 +37,8 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
         >>> [point.batch_size for point in cpu.batch_curve], cpu.batch_curve[0].step_seconds > 0
         ([8], True)
     """
-    from ..devices.local import local_devices
+    from ..devices.local import local_devices, parse_requests
     from ..devices.precision import emulated_bfloat16, mixed_tf32
-    from ..devices.requests import parse_requests
     from ..profilers import targets
     from ..profilers.batch_curve import CurveLimits, parse_sizes
     from ..profilers.estimate import EstimateOptions, estimate_target, specs_of

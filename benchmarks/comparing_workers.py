@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from hetflow.profilers.zoo.resnet import resnet18
-from hetflow.runtime.agreement.fingerprints import fingerprint
-from hetflow.runtime.agreement.known import KnownParameters
-from hetflow.runtime.agreement.verdict import SettingsNumber
+from hetflow.runtime.agreement.agreement import KnownParameters
+from hetflow.runtime.agreement.verdict import SettingsNumber, fingerprint
 from hetflow.runtime.digest import digest_of
 
 

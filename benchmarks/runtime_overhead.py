@@ -33,6 +33,7 @@ from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 WORKERS = 2
 VIRTUAL_NODES = 8
 JOBS: list[Job] = []
+OTHERS: list[torch.optim.Optimizer] = []  # of DistributedDataParallel
 # Samples of a virtual node; steps of a block; the rounds are fewer for the long one.
 MODELS = {"mlp": (32, 4, 16), "digits-cnn": (32, 4, 16), "resnet18": (2, 2, 6)}
 
@@ -140,6 +141,7 @@ def ddp_stepper(name: str, size: int, rank: int) -> Callable[[], None]:
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     wrapped = DistributedDataParallel(model.to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    OTHERS.append(optimizer)
     sampler = DistributedSampler(dataset, shuffle=True)
 
     def batches():
@@ -165,6 +167,7 @@ def job_stepper(name: str, size: int, nodes: int, folder: Path, rank: int) -> Ca
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     job = hf.prepare(model, optimizer)
     JOBS.append(job)
+    job.register(*OTHERS)  # else a job refuses their steps beside its own
     loader = DataLoader(dataset, batch_size=size * nodes * WORKERS, shuffle=True, drop_last=True)
 
     def batches():

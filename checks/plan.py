@@ -122,7 +122,7 @@ def _all_stages(plan: Plan) -> Iterator[tuple[str, Stage]]:
 
 
 def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
-    if plan.kind == "split":
+    if not plan.layers:
         for group in stage.replicas:
             full = group.num_replicas * group.virtual_nodes * group.virtual_node_batch_size
             told = (group.state_share_bytes, group.memory_bytes)
@@ -302,7 +302,7 @@ def _broken(plan: Plan) -> Iterator[str]:
     counts: list[tuple[str, int | None]] = [
         ("microbatch_size", None), ("num_stages", None), ("num_model_chunks", None)
     ]  # fmt: skip
-    if plan.kind != "split":
+    if plan.layers:
         counts = [
             ("microbatch_size", plan.microbatch_size),
             ("num_stages", len(plan.stages)),
@@ -319,8 +319,8 @@ def _broken(plan: Plan) -> Iterator[str]:
 
 
 def _replicates(plan: Plan) -> bool:
-    return plan.kind == "split" or any(stage.num_replicas > 1 for stage in plan.stages)
+    return not plan.layers or any(stage.num_replicas > 1 for stage in plan.stages)
 
 
 def _recomputes(plan: Plan) -> bool:
-    return plan.kind == "split" or any(stage.recompute != "none" for stage in plan.stages)
+    return not plan.layers or any(stage.recompute != "none" for stage in plan.stages)

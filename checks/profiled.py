@@ -171,7 +171,7 @@ def stated_faults(plan: Plan, profiles: Sequence[Profile]) -> list[str]:
             f"estimates do not repeat the profiles, of which {', '.join(names) or 'none'} are "
             "estimated"
         )
-    if plan.kind == "split":
+    if not plan.layers:
         return faults + _emulation_faults(plan, used)
     traces = [profile.layers.trace for profile in profiles if profile.layers is not None]
     if plan.trace is not None and plan.trace not in traces:

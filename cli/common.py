@@ -252,27 +252,27 @@ def register(app: typer.Typer, function: Callable[..., None], **options: Any) ->
     )
 
 
-def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
-    common = {
-        "quiet": (bool, False, typer.Option("--quiet", "-q", help="Only the result and errors.")),
-        "debug": (bool, False, typer.Option("--debug", help="Show the traceback of an error.")),
-        "show_config": (
-            bool,
-            False,
-            typer.Option("--show-config", help="Print every value and where it comes from; stop."),
+def _common(
+    *,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only the result and errors.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    show_config: Annotated[
+        bool,
+        typer.Option("--show-config", help="Print every value and where it comes from; stop."),
+    ] = False,
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all", is_eager=True, callback=_help_all, help="Show rare options too."
         ),
-        "help_all": (
-            bool,
-            False,
-            typer.Option(
-                "--help-all",
-                is_eager=True,
-                callback=_help_all,
-                help="Show rare options too.",
-            ),
-        ),
-    }
+    ] = False,
+) -> None:
+    """The options of every command."""
 
+
+def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def command(context: typer.Context, **values: Any) -> None:
         Settings.quiet = values.pop("quiet")
@@ -293,15 +293,7 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
             "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
         ),
         *[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in signature.parameters.values()],
-        *[
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default,
-                annotation=Annotated[kind, option],
-            )
-            for name, (kind, default, option) in common.items()
-        ],
+        *inspect.signature(_common).parameters.values(),
     ]
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -32,18 +32,18 @@ def doctor(
     hetflow doctor
     hetflow doctor --report report.json --suite suite.xml
     """
-    from ..devices.doctor import collect_facts, findings, is_usable
+    from ..devices.doctor import collect_facts, findings, is_usable, suite_results
+    from ..devices.doctor import report as report_of
 
     if suite is not None and report is None:
         raise HetflowError("--suite is a part of a report", hint="give --report FILE as well")
     facts = collect_facts()
     found = findings(facts)
     if report is not None:
-        from ..devices import report as reports
         from ..schema import files
 
-        results = None if suite is None else reports.suite_results(suite)
-        document = reports.report(facts, found, results)
+        results = None if suite is None else suite_results(suite)
+        document = report_of(facts, found, results)
         files.write_bytes(report, files.to_json(document).encode(), force=force)
         note(
             f"{report} written, without names, paths or serial numbers; read it before you send it"

@@ -68,8 +68,7 @@ def profile(
     if target is None:
         raise ProblemError("there is nothing to profile", hint="name a target, such as zoo:mlp")
     from .. import profile as measure
-    from ..devices.local import local_devices
-    from ..devices.requests import parse_requests
+    from ..devices.local import local_devices, parse_requests
     from ..profilers import estimate, targets
     from ..reports.profile_tables import measured_table
     from ..reports.tables import table_of

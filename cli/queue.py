@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -77,34 +78,20 @@ def logs(
         time.sleep(_FOLLOW_SECONDS)
 
 
-def cancel(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
-    """Take a job out of the queue; if it runs, it saves and stops first.
+def _wish(name: str, words: str) -> Callable[..., None]:
+    """The command that asks for something about a job."""
 
-    \b
-    hetflow cancel 3
-    """
-    from ..api import cluster
+    def ask(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
+        from ..api import cluster
 
-    cluster.cancel(job, state=state)
+        getattr(cluster, name)(job, state=state)
 
-
-def hold(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
-    """Keep a job from running until it is released; if it runs, it saves and stops first.
-
-    \b
-    hetflow hold 3
-    """
-    from ..api import cluster
-
-    cluster.hold(job, state=state)
+    ask.__doc__ = f"{words}\n\n    \b\n    hetflow {name} 3\n    "
+    return ask
 
 
-def release(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
-    """Let a held job run again.
-
-    \b
-    hetflow release 3
-    """
-    from ..api import cluster
-
-    cluster.release(job, state=state)
+cancel = _wish("cancel", "Take a job out of the queue; if it runs, it saves and stops first.")
+hold = _wish(
+    "hold", "Keep a job from running until it is released; if it runs, it saves and stops first."
+)
+release = _wish("release", "Let a held job run again.")

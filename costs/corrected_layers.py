@@ -50,7 +50,7 @@ def corrected_by_pipelines(
     scaled = [_scaled(profile, runs, said) for profile in profiles]
     timed: list[tuple[Plan, float]] = []
     for run in runs:
-        plan, measured = _plan(run), run.record.measured_step_seconds
+        plan, measured = run.record.plan, run.record.measured_step_seconds
         step = retime(plan, scaled)
         if measured is not None and step is not None:
             timed.append((plan, measured))
@@ -103,7 +103,7 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
     stages = [
         (run, stage, index)
         for run in runs
-        for index, stage in enumerate(_plan(run).stages)
+        for index, stage in enumerate(run.record.plan.stages)
         if stage.device_type == name
     ]
     if not stages:
@@ -113,7 +113,7 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
         return profile
     usable: list[tuple[LayerGraph, Stage, _Seconds, Plan]] = []
     for run, stage, index in stages:
-        plan = _plan(run)
+        plan = run.record.plan
         graph = _graph(profile, plan.microbatch_size)
         took = _took(run.record, index)
         if graph is None or not set(stage.layers) <= {node.id for node in graph.nodes}:
@@ -141,11 +141,6 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
                         found.append(Measured(target[part] / prior[part]))
     forward, backward = (_ratio([t[k] for t in targets], [p[k] for p in priors]) for k in (0, 1))
     return _with_layers(profile, ratios, (forward, backward))
-
-
-def _plan(run: Run) -> Plan:
-    assert run.record.plan.kind == "pipeline"
-    return run.record.plan
 
 
 def _graph(profile: Profile, microbatch_size: int) -> LayerGraph | None:

@@ -48,8 +48,8 @@ def correct(
     refused = [(run, why_not(run.record, profiles)) for run in ordered]
     remarks = [f"{run.name}: left out, {why}" for run, why in refused if why is not None]
     used = [run for run, why in refused if why is None]
-    splits = [run for run in used if run.record.plan.kind == "split"]
-    pipelines = [run for run in used if run.record.plan.kind != "split"]
+    splits = [run for run in used if not run.record.plan.layers]
+    pipelines = [run for run in used if run.record.plan.layers]
     after, said = corrected_by_splits(profiles, splits)
     after, also_said = corrected_by_pipelines(after, pipelines, retime)
     return Correction(

@@ -5,8 +5,9 @@ which a process sees one of them. The torch side is used inside a worker, for on
 streams, memory, random state, the library for collectives.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -287,3 +288,23 @@ def initialized() -> list[DeviceBackend]:
 def _accelerators(kinds: tuple[DeviceBackend, ...]) -> tuple[DeviceBackend, ...]:
     """All kinds but hosts' processors, which are never initialized; every pass of a step asks."""
     return tuple(kind for kind in kinds if not kind.is_host)
+
+
+# How running out of memory looks, of any kind of device.
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory has run out (of any device)."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether a message of torch's, a device library's or the C++ runtime's says so."""
+    return any(re.search(words, text, re.IGNORECASE) for words in _words())
+
+
+def _words() -> Iterator[str]:
+    for backend in DEVICES.registered():
+        yield from backend.out_of_memory_words()

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
 
-from ..schema.choices import StageCost
 from ..schema.cluster import Cluster
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.layer_trace import LayerTrace
@@ -17,7 +15,7 @@ from ..schema.pipeline import Objective
 from ..schema.plan import Plan
 from ..schema.profile import Profile
 from ..schema.schedule_traits import SCHEDULES, traits
-from ..solvers.effort import DEFAULT, Effort
+from ..solvers.effort import Effort
 from ..solvers.methods import METHODS
 from ..solvers.pipeline.simplest import simplest_of
 from .judging import confirm
@@ -281,76 +279,32 @@ def _objective(question: Question) -> Objective | None:
 
 
 def _pipeline_at(question: Question, schedule: str, microbatch_size: int, effort: Effort) -> Plan:
-    asked = question.asked
-    return solve_pipeline(
-        question.profiles,
-        question.pool,
+    """Cut the model into stages and check the plan; the published prices are solved by level."""
+    from ..solvers.pipeline.solve import solve
+
+    asked, profiles, pool = question.asked, question.profiles, question.pool
+    free, nested = asked.memory_reserve_bytes, asked.stage_cost == "published"
+    problem = pipeline_problem(
+        profiles,
+        pool,
         asked.batch_size,
-        pool_name=question.pool_name,
-        memory_reserve_bytes=asked.memory_reserve_bytes,
-        effort=effort,
-        fastest=asked.fastest,
         microbatch_size=microbatch_size,
         link_bytes_per_second=asked.link_bytes_per_second,
         optimizer=question.optimizer,
+        memory_reserve_bytes=free,
         schedule=schedule,
         stage_cost=asked.stage_cost,
+        solved="nested" if nested else "flat",
+        recompute=False if nested else None,
+        launchable=not nested,
         num_stages=asked.num_stages,
         replication=asked.replication,
         objective=_objective(question),
         num_model_chunks=asked.num_model_chunks,
     )
-
-
-def solve_pipeline(
-    profiles: Sequence[Profile],
-    pool: Cluster,
-    batch_size: int,
-    *,
-    pool_name: str,
-    memory_reserve_bytes: int = 0,
-    effort: Effort = DEFAULT,
-    fastest: bool = False,
-    stage_cost: StageCost = "ring",
-    **choices: Any,
-) -> Plan:
-    """Cut a profiled model into pipeline stages and check the plan.
-
-    Args:
-        profiles: One model's profiles, each with layers.
-        pool: The devices.
-        batch_size: Global batch B, samples per step.
-        pool_name: The text by which the user named the pool, for the provenance.
-        memory_reserve_bytes: Bytes of each device to leave free besides what is measured.
-        effort: How much to search, and when to stop.
-        fastest: Whether to take the plan with the least predicted time, even if a simpler plan is
-            as fast within the accuracy of the measurements.
-        stage_cost: Name of the stage cost (docs/pipeline.md); that of the published code is solved
-            level by level.
-        choices: Other arguments of ``pipeline_problem``.
-
-    Raises:
-        ProblemError: Profiles, pool and options do not fit together.
-        InfeasibleError: No partition fits the devices.
-        BackendError: The plan fails its check, which is a bug.
-    """
-    from ..solvers.pipeline.solve import solve
-
-    nested = stage_cost == "published"
-    problem = pipeline_problem(
-        profiles,
-        pool,
-        batch_size,
-        memory_reserve_bytes=memory_reserve_bytes,
-        stage_cost=stage_cost,
-        solved="nested" if nested else "flat",
-        recompute=False if nested else None,
-        launchable=not nested,
-        **choices,
-    )
-    plan = solve(problem, effort=effort, fastest=fastest)
-    confirm(plan, problem, profiles, pool, memory_reserve_bytes=memory_reserve_bytes)
-    return with_origin(plan, profiles, pool, pool_name)
+    plan = solve(problem, effort=effort, fastest=asked.fastest)
+    confirm(plan, problem, profiles, pool, memory_reserve_bytes=free)
+    return with_origin(plan, profiles, pool, question.pool_name)
 
 
 def with_origin(plan: Plan, profiles: Sequence[Profile], pool: Cluster, pool_name: str) -> Plan:

@@ -72,7 +72,7 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
     for asked in asked_of(SolveRequest):
         value = getattr(question.asked, asked.name)
         if asked.option.recorded and plan.kind in asked.option.read_by and value != asked.default:
-            if plan.kind != "split" and asked.name == "microbatch_size":
+            if plan.layers and asked.name == "microbatch_size":
                 value = plan.microbatch_size  # the nearest profiled
             found = dataclasses.replace(found, **{asked.name: value})
     if plan.kind == "parallel" and plan.sequence_parallel and cannot_spread(plan.trace):
@@ -82,7 +82,7 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
 
 def _reserve(plan: Plan, profile: Profile, question: Question) -> MemoryReserve:
     asked = question.asked.memory_reserve_bytes
-    if plan.kind == "split":
+    if not plan.layers:
         return reserve_of(_as_used(profile, plan), asked, num_devices=plan.num_devices)
     from .pipeline_problem import reserve_in_pipeline
 

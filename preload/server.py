@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..devices import resident
+from ..devices import memory
 from ..devices.backend import initialized
 from ..schema.errors import LaunchError
 from .messages import ForkRequest, Message, peer_is_ours, receive, send
@@ -108,7 +108,7 @@ def _preloaded(channel: socket.socket, modules: Sequence[str], *, is_host: bool)
         for name in (*_MODULES, *modules):
             importlib.import_module(name)
         check_forkable()
-        resident.remember_preloaded()
+        memory.remember_preloaded()
         freeze()
     except Exception as error:
         trouble = str(error) or type(error).__name__

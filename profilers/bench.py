@@ -13,9 +13,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..devices import memory
-from ..devices.backend import backend_of
+from ..devices.backend import backend_of, is_out_of_memory
 from ..devices.host import TORCH_DEVICE
-from ..devices.out_of_memory import is_out_of_memory
 from ..runtime.emulation import PassHolder
 from ..schema.errors import TargetError
 from .batch_curve import SizeResult

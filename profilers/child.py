@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..devices import memory
-from ..devices.backend import backend_of
+from ..devices.backend import backend_of, is_out_of_memory
 from ..devices.collectives import HOST_COLLECTIVE
-from ..devices.out_of_memory import is_out_of_memory
-from ..runtime.allocator import keep_freed_memory
 from ..runtime.emulation import PassHolder
+from ..runtime.setup import keep_freed_memory
 from ..schema.errors import HetflowError
 from ..schema.options import option
 from ..schema.plan import PassTime

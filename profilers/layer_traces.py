@@ -10,7 +10,7 @@ but not run as stages.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..devices.out_of_memory import is_out_of_memory
+from ..devices.backend import is_out_of_memory
 from ..runtime.nested_tensors import tensors_in
 from ..schema.errors import TargetError
 from ..schema.layer_trace import LayerTrace, TracedInput

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ..devices.backend import says_out_of_memory
 from ..devices.cpu import DEVICE_TYPE
-from ..devices.out_of_memory import says_out_of_memory
 from ..runtime.measurements import StepTimes
 from ..schema import files
 from ..schema.errors import TargetError

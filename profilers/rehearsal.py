@@ -166,7 +166,7 @@ class _Loop:
         measures_held: bool = False,
     ) -> list[dict[str, Any]]:
         """Train; the steps after the warm-up, as JSON."""
-        from ..runtime.rehearsal import rehearsed
+        from ..runtime.start import rehearsed
 
         config = self._place.start.config
         assert config is not None

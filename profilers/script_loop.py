@@ -15,8 +15,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ..devices import memory
-from ..devices.backend import backend_of
-from ..devices.out_of_memory import is_out_of_memory
+from ..devices.backend import backend_of, is_out_of_memory
 from ..runtime.emulation import PassHolder
 from ..runtime.measurements import StepTimes
 from ..schema import files
@@ -33,8 +32,7 @@ from .timing import RepeatPolicy, Timing
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..runtime.adapters.measured import Sized
-    from ..runtime.adapters.training import Training
+    from ..runtime.adapters.training import Sized, Training
 
 _FIRST_STEPS = 3  # the first ones of a process are the dearest
 _MOST_EXTRA_SECONDS = 60.0

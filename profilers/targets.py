@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..devices.out_of_memory import is_out_of_memory
+from ..devices.backend import is_out_of_memory
 from ..schema.errors import TargetError
 from ..schema.records import nearest
 from ..schema.spelling import whole_number

@@ -14,12 +14,12 @@ A training script needs five changed lines, and still runs under plain ``python`
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .checkpoints.saving import load_weights
     from .initial_values import deferred
     from .job import Job
     from .losses import Weighted
     from .start import prepare
     from .tensor.roles import tensor_parallel
-    from .weights import load_weights
 
 __all__ = ["Job", "Weighted", "deferred", "load_weights", "prepare", "tensor_parallel"]
 
@@ -27,14 +27,15 @@ __all__ = ["Job", "Weighted", "deferred", "load_weights", "prepare", "tensor_par
 def __getattr__(name: str) -> object:
     """Import a public name, and torch with it, on first use: planning starts without torch."""
     if name in __all__:
-        from . import initial_values, job, losses, start, weights
+        from . import initial_values, job, losses, start
+        from .checkpoints import saving
         from .tensor import roles
 
         return {
             "Job": job.Job,
             "Weighted": losses.Weighted,
             "deferred": initial_values.deferred,
-            "load_weights": weights.load_weights,
+            "load_weights": saving.load_weights,
             "prepare": start.prepare,
             "tensor_parallel": roles.tensor_parallel,
         }[name]

@@ -54,7 +54,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 ADAPTED = {
     "torch": ".adapters.ddp",
     "accelerate": ".adapters.accelerate",
-    "datasets.distributed": ".adapters.streams",
+    "datasets.distributed": ".adapters.accelerate",
     "transformers.trainer": ".adapters.transformers",
     "lightning.fabric": ".adapters.lightning",
     "lightning.pytorch": ".adapters.lightning",

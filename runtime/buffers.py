@@ -124,7 +124,8 @@ class VirtualNodeBuffers:
         # A lone virtual node needs no slots: its buffers are the model's.
         self._is_alone = slots is None and len(batch_sizes) <= 1
         if slots is None:
-            slots = [] if self._is_alone else find_slots(model)
+            places = {} if self._is_alone else buffer_places(model)
+            slots = [BufferSlot.of(*entry) for entry in places.items()]
         self.slots = slots
         self._follower: Follower | None = None
         self._is_merged = True  # whether the model has no virtual node's own values
@@ -346,11 +347,6 @@ def buffer_places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
                 name = f"{prefix}.{key}" if prefix else key
                 found.setdefault(id(value), (name, []))[1].append((module, key))
     return dict(found.values())
-
-
-def find_slots(model: nn.Module) -> list[BufferSlot]:
-    """Every buffer of a model once, in order of registration, with all its places."""
-    return [BufferSlot.of(name, places) for name, places in buffer_places(model).items()]
 
 
 @contextmanager

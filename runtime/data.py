@@ -6,12 +6,15 @@ or of data-loading processes.
 """
 
 import copy
+import dataclasses
+from array import array
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -27,15 +30,98 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from ..devices.backend import Stream, backend_of
 from ..schema.errors import TargetError
 from ..schema.options import option
 from .data_workers import context_of
 from .streams import generator_of, seed_host_streams
-from .tensor_datasets import Passes, Rows, as_they_are
 from .virtual_nodes import slices
+
+# Gather the samples of a pass at once, where the dataset consists of tensors.
+#
+# A DataLoader indexes each tensor of a TensorDataset once a sample and stacks the results: for 32
+# samples of two tensors, 64 calls into torch and two copies. One index for each tensor copies the
+# same rows once. Where no process loads and nothing is pinned, the loader itself would only pass
+# the rows on, and is left out.
+
+
+class Rows(Dataset[Any]):
+    """Passes of a dataset that consists of tensors, collated.
+
+    Args:
+        dataset: The dataset.
+        subsets: The subsets through which the script sees it, from the script's side.
+    """
+
+    def __init__(self, dataset: TensorDataset, subsets: "Sequence[Subset[Any]]") -> None:
+        self._dataset, self._subsets = dataset, tuple(subsets)
+
+    @classmethod
+    def of(cls, loader: "DataLoader[Any]") -> "Rows | None":
+        """The rows of a loader's dataset; None where they are not what the loader would give.
+
+        Processes that load data put it into shared memory sample by sample, so they keep to the
+        loader's way.
+        """
+        dataset: Any = loader.dataset
+        subsets: list[Subset[Any]] = []
+        while type(dataset) is Subset:
+            subsets.append(dataset)
+            dataset = dataset.dataset
+        is_plain = (
+            type(dataset) is TensorDataset
+            and loader.num_workers == 0
+            and loader.collate_fn is default_collate
+            and default_collate_fn_map.get(Tensor) is collate_tensor_fn
+            and all(_is_plain(tensor) for tensor in dataset.tensors)
+        )
+        return cls(dataset, subsets) if is_plain else None
+
+    def __getitems__(self, keys: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+        """The samples of a pass; a key is (epoch, sample, how often it was drawn before)."""
+        samples = [sample for _, sample, _ in keys]
+        for subset in self._subsets:
+            samples = [subset.indices[sample] for sample in samples]
+        # Between two passes ``torch.tensor`` of a list takes several times as long.
+        index = torch.frombuffer(array("q", samples), dtype=torch.int64)
+        return [tensor[index] for tensor in self._dataset.tensors]
+
+
+class Passes:
+    """Passes over rows, one epoch for each iteration, as a DataLoader without processes gives them.
+
+    Args:
+        rows: The dataset.
+        sampler: The keys of each pass.
+    """
+
+    def __init__(self, rows: Rows, sampler: "Iterable[Sequence[tuple[int, int, int]]]") -> None:
+        self._rows, self._sampler = rows, sampler
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return map(self._rows.__getitems__, self._sampler)
+
+
+def as_they_are(rows: list[Tensor]) -> list[Tensor]:
+    """The collate function of ``Rows``, whose passes are collated already."""
+    return rows
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether rows by an index have the values and strides of single rows, stacked."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad)
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+    )
+
 
 Broadcast = Callable[[list[int]], list[int]]
 END = -1
@@ -593,3 +679,64 @@ def _map_tensors(
     if isinstance(item, list | tuple):
         return type(item)(map(mapped, item))
     return item
+
+
+# Rows of collated batches.
+
+PLAIN = (str, bytes, bool, int, float, complex, type(None))
+
+
+def rows_of(batch: Any, num_samples: int, start: int, end: int) -> Any:
+    """Samples ``start`` to ``end`` of a batch, in its own structure.
+
+    Args:
+        batch: Tensors, arrays and lists with an entry for each sample; dicts, tuples and
+            dataclasses of them. Single numbers and texts are for all samples.
+        num_samples: Samples of the batch.
+        start: The first sample.
+        end: The end, excluded.
+
+    Raises:
+        TargetError: Something in it has no entry for each sample.
+    """
+
+    def part(value: Any) -> Any:
+        return rows_of(value, num_samples, start, end)
+
+    if isinstance(value := batch, Tensor | np.ndarray) and value.ndim:
+        if len(value) == num_samples:
+            return value[start:end]
+    elif isinstance(batch, (*PLAIN, Tensor, np.generic)):
+        return batch
+    elif isinstance(batch, Mapping):
+        found = copy.copy(batch)
+        for key, entry in batch.items():
+            found[key] = part(entry)  # type: ignore[index]
+        return found
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(
+            batch, **{f.name: part(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+        )
+    elif isinstance(batch, list | tuple):
+        return _of_list(batch, num_samples, start, end)
+    raise TargetError(
+        f"the batch has a {type(batch).__name__} without an entry for each of its {num_samples} "
+        "samples, so it cannot be cut into parts",
+        hint="let the loader's collate_fn give tensors with a row for each sample; or train with "
+        "hf.prepare",
+    )
+
+
+def _of_list(batch: Sequence[Any], num_samples: int, start: int, end: int) -> Any:
+    """A list of columns (inputs, targets), or else of samples."""
+    is_of_samples = len(batch) == num_samples and all(isinstance(v, PLAIN) for v in batch)
+    if not is_of_samples:
+        try:
+            found = [rows_of(entry, num_samples, start, end) for entry in batch]
+        except TargetError:
+            if len(batch) != num_samples:
+                raise
+        else:
+            is_named = hasattr(batch, "_fields")
+            return type(batch)(*found) if is_named else type(batch)(found)  # type: ignore[call-arg]
+    return batch[start:end]

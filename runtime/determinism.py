@@ -10,7 +10,7 @@ starts, or by torch in the first pass.
 """
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -88,16 +88,13 @@ def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[O
         if isinstance(module, _NEVER_DETERMINISTIC)
     ]
     if level == "heterogeneous" and len(set(types)) > 1:
-        found += _choosing_by_device(model)
+        reason = "runs kernels that torch chooses by device type"
+        found += [
+            Obstacle(name, type(module).__name__, reason)
+            for name, module in model.named_modules()
+            if next(module.children(), None) is None and not isinstance(module, _SAME_ANYWHERE)
+        ]
     return found
-
-
-def _choosing_by_device(model: nn.Module) -> Iterator[Obstacle]:
-    for name, module in model.named_modules():
-        is_leaf = next(module.children(), None) is None
-        if is_leaf and not isinstance(module, _SAME_ANYWHERE):
-            reason = "runs kernels that torch chooses by device type"
-            yield Obstacle(name, type(module).__name__, reason)
 
 
 def check_level(model: nn.Module, level: Determinism, place: Place) -> None:

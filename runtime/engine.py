@@ -1,22 +1,24 @@
-"""The interface of an engine, which runs the steps of a job; each kind of plan has its own engine.
+"""The interfaces of an engine, which runs the steps of a job, and of a runner of its operations.
+
+Each kind of plan has its own engine.
 
 An engine is built from a session. It holds only what belongs to the steps: passes or stages, the
 reduction of gradients, the buffers of virtual nodes. It knows nothing of epochs, checkpoints on
 disk, or workers that join and leave.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .agreement.agreement import Agreement, SharedTensors
 from .buffers import VirtualNodeBuffers
-from .checkpoint import Checkpoint
+from .checkpoints.parts import Wanted
 from .data import Batch
 from .promise.promise import Promise
 
@@ -90,18 +92,9 @@ class StateParts(Protocol):
             TargetError: The state does not fit the model or its optimizers.
         """
 
-    def reader(self) -> Callable[[Path], Checkpoint]:
-        """A function that reads one checkpoint, or the part of it that this worker needs."""
-
-    def write(
-        self,
-        folder: Path,
-        header: dict[str, Any],
-        encoded: Any,
-        tensors: list[Tensor],
-        broken: set[Path],
-    ) -> None:
-        """Write a state of ``capture`` to the disk; arguments as for ``checkpoint.write``."""
+    @property
+    def wanted(self) -> Wanted | None:
+        """The share of a checkpoint in parts that this worker needs; None for all of it."""
 
 
 class StepEngine(Protocol):
@@ -178,3 +171,107 @@ class StepEngine(Protocol):
 
     def close(self) -> None:
         """End the engine: no step follows, and the model belongs to the script alone again."""
+
+
+# The interface of a runner, which runs the operations of all workers; and one for fixed workers.
+#
+# An operation is something that all workers do at the same time and in the same order: take a step,
+# draw an order, merge buffers. Where workers may join and leave, ``elastic/member.py`` runs them.
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+Answer = TypeVar("Answer")
+
+
+class Runner(Protocol):
+    """Runs operations of all workers, and does what is due between two steps."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether workers may join and leave."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this worker's script lags: it has not reached the other workers' position."""
+
+    def join(self) -> None:
+        """Get the others' state, if this worker started later. Call it before state is needed."""
+
+    def run(self, function: Callable[[], Answer]) -> Answer:
+        """Run a function that needs all workers; if one is lost, the survivors run it again."""
+
+    def meet(self, function: Callable[[], Answer]) -> Answer:
+        """Like ``run``, for a function that may contain no collective: a barrier is added."""
+
+    def step(self, step: Step) -> Tensor:
+        """Run a step and return its global batch's mean loss: [] float64."""
+
+    def waiting(self) -> "AbstractContextManager[None]":
+        """A context in which this worker waits for the others."""
+
+    def runs_passes(self, *, resizes: bool) -> None:
+        """Note that the script's own loop runs passes, so that a step cannot be repeated.
+
+        Args:
+            resizes: Whether workers may still join and leave between steps.
+        """
+
+    def boundary(self) -> None:
+        """Do what is due between two steps, once the first one's checkpoint is taken."""
+
+    def order_of(
+        self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
+    ) -> Sequence[int]:
+        """The order of an epoch's samples, also if the others began it before this worker joined.
+
+        Args:
+            call: The number of the call of ``job.batches``.
+            loader: The script's loader.
+            draw: Draws the order without a collective.
+        """
+
+
+class Alone:
+    """The runner of workers that neither join nor leave: it calls the functions and adds nothing.
+
+    Args:
+        engine: Runs the steps.
+    """
+
+    changes, is_behind = False, False
+
+    def __init__(self, engine: StepEngine) -> None:
+        self._engine = engine
+
+    def join(self) -> None:
+        """No worker joins later."""
+
+    def run(self, function: Callable[[], Answer]) -> Answer:
+        """See ``Runner``."""
+        return function()
+
+    def meet(self, function: Callable[[], Answer]) -> Answer:
+        """See ``Runner``."""
+        return function()
+
+    def step(self, step: Step) -> Tensor:
+        """See ``Runner``."""
+        return self._engine.run(step)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Do nothing: no other worker waits."""
+        yield
+
+    def runs_passes(self, *, resizes: bool) -> None:
+        """Do nothing: no step is ever repeated."""
+
+    def boundary(self) -> None:
+        """Do nothing: no worker joins or leaves."""
+
+    def order_of(
+        self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
+    ) -> Sequence[int]:
+        """See ``Runner``; no worker lags, so the order is drawn."""
+        return draw()

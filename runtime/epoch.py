@@ -1,12 +1,14 @@
 """The script's data on this worker: loaders cut into passes, and one epoch after another."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..schema.errors import TargetError
 from . import peers
+from .checkpoints.progress import Progress
+from .checkpoints.saving import Checkpoints
 from .data import (
     Batch,
     Key,
@@ -19,10 +21,9 @@ from .data import (
     pass_loader,
     to_device,
 )
-from .progress import Progress
-from .runner import Runner
-from .saving import Checkpoints
+from .engine import Runner
 from .session import Session
+from .streaming import StreamReader
 from .streams import seed_streams
 
 if TYPE_CHECKING:
@@ -98,45 +99,6 @@ class Epochs:
             self.open.move()
 
 
-class Reader(Protocol):
-    """Reads the global batches of one epoch."""
-
-    epoch: int
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the epoch; more than there can be where that is not known."""
-
-    @property
-    def length(self) -> int:
-        """Samples of the epoch; 0 where that is not known."""
-
-    @property
-    def order(self) -> Sequence[int]:
-        """The indices of the epoch's samples, in order; empty without an index."""
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether the order comes from a sampler that the script wrote."""
-
-    def __len__(self) -> int: ...
-
-    def check(self) -> None:
-        """Refuse an epoch whose loader has begun another one."""
-
-    def start(self, step: int) -> None:
-        """Read from a step on."""
-
-    def skip(self) -> None:
-        """Leave out the epoch, which was trained on before a restart."""
-
-    def take(self, step: int) -> Batch | None:
-        """The batch of a step; None where there are no more."""
-
-    def move(self, batch: Batch) -> None:
-        """Continue with other virtual nodes: with this batch, or the next one if it is done."""
-
-
 class IndexReader:
     """Reads an epoch of the script's loader by the indices of samples: this worker's own only.
 
@@ -179,20 +141,20 @@ class IndexReader:
         return self._sampler.passes(len(self) - 1)[0]
 
     def check(self) -> None:
-        """See ``Reader``."""
+        """Refuse an epoch whose loader has begun another one."""
         if self._sampler.epoch != self.epoch:
             raise TargetError("job.batches was called again for this loader; iterate the new one")
 
     def start(self, step: int) -> None:
-        """See ``Reader``."""
+        """Read from a step on."""
         self._sampler.first_step = step
         self._source = feed(iter(self._passes), self._session.device)
 
     def skip(self) -> None:
-        """See ``Reader``; nothing was read."""
+        """Leave out the epoch, which was trained on before a restart: nothing was read."""
 
     def take(self, step: int) -> Batch | None:
-        """See ``Reader``."""
+        """The batch of a step."""
         epochs, loader, sampler = self._epochs, self._loader, self._sampler
         (num_samples, passes), keys = sampler.passes(step), sampler.keys_of(step)
         # The batch refers to no epoch, which refers to it: data workers end with the epoch.
@@ -208,7 +170,7 @@ class IndexReader:
         )
 
     def move(self, batch: Batch) -> None:
-        """See ``Reader``."""
+        """Continue with other virtual nodes: with this batch, or the next one if it is done."""
         self.start(batch.step + int(batch.is_done))
         if not batch.is_done:
             batch.renew(self._sampler.passes(batch.step)[1], self._source)
@@ -224,7 +186,7 @@ class Epoch:
         runner: Runner,
         progress: Progress,
         checkpoints: Checkpoints,
-        reader: Reader,
+        reader: IndexReader | StreamReader,
         *,
         call: int,
     ) -> None:

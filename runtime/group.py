@@ -11,10 +11,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ..devices.backend import backend_of
-from ..devices.collectives import choose_collective, is_on_devices
+from ..devices.collectives import choose_collective, is_on_devices, wire_device
 from ..devices.emulated import base_type
 from ..devices.host import TORCH_DEVICE
 from ..devices.local import device_of_type, own_type
@@ -25,9 +26,8 @@ from ..protocol.messages import Recover, Resize
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import WorkerSlot
 from . import peers
-from .builds import check_builds, own_build, parse_build
 from .elastic.control import Control
-from .meeting import Meeting
+from .meeting import Meeting, check_builds, own_build, parse_build
 from .peers import SharedStore
 
 RELEASE_SECONDS = 2.0  # destroying a group normally takes milliseconds
@@ -181,6 +181,16 @@ def subgroup(
     return made
 
 
+def gathered(numbers: Tensor, *, place: Place) -> Tensor:
+    """[workers, n] the numbers [n] of every worker, in order of ranks; call it on all workers."""
+    if not place.distributed:
+        return numbers[None]
+    sent = numbers.to(wire_device(place.device)).contiguous()
+    found = sent.new_empty(place.world_size * len(sent))
+    peers.all_gather(found, sent)
+    return found.view(place.world_size, -1).to(numbers.device)
+
+
 def enter_generation(place: Place, message: Resize | Recover, control: Control) -> Place:
     """Join the workers of the next generation; the group of the last one is closed.
 
@@ -249,8 +259,8 @@ def release_apart(held: list[object], patience_seconds: float = RELEASE_SECONDS)
     """Free objects whose destruction may block, and wait for it no longer than a limit.
 
     Destroying a gloo group joins its threads. A thread can be stuck in a send until the group's own
-    time limit, even after its sockets were closed, and the others would wait for this worker that
-    long. So a separate thread frees the objects.
+    time limit, even after its sockets were closed. The others would wait for this worker that long.
+    So a separate thread frees the objects.
 
     Args:
         held: The last references; the list is emptied.

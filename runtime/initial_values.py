@@ -331,13 +331,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run a random operation once, so that its stream advances as usual."""
         is_fill = func._schema.name.removeprefix("aten::") in _FILLS
 
-        def scratch(ref: _Ref) -> Tensor:
-            return torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
-
         args, kwargs = recorded
         if is_fill:
-            target = scratch(args[0])
-            args = (target, *args[1:])
+            ref = args[0]
+            scratch = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
+            args = (scratch, *args[1:])
         args, kwargs = _on_host((args, kwargs), self._tape.value)
         with torch.no_grad():
             func(*args, **kwargs)

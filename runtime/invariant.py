@@ -14,7 +14,6 @@ and cannot serve float64 (benchmarks/reduction.py compares them).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -126,16 +125,6 @@ _ROUNDED_ONCE = (torch.float32, torch.float64)  # a + b has the same bits in eve
 # Over gloo, slices are sent as messages directly from and into the buffers. That takes a third to a
 # quarter of the CPU time of gloo's own all-to-all and all-gather, which copy twice and allocate
 # each time (benchmarks/reduction.py). Over NCCL, its collectives are used.
-
-
-class Exchange(Protocol):
-    """The exchange of one bucket."""
-
-    def gather(self) -> None:
-        """Wait for the other workers' subtrees, sum this worker's slice, send the sum to all."""
-
-    def wait(self) -> None:
-        """Wait until the bucket holds the sums of all slices."""
 
 
 class TwoTrees:
@@ -276,6 +265,10 @@ def _wait(works: Sequence["peers.Transfer | None"]) -> None:
     for work in works:
         if work is not None:
             work.wait()
+
+
+Exchange = TwoTrees | Messages | Collectives
+"""Of one bucket: ``gather`` sums this worker's slice and sends it, ``wait`` gets the others'."""
 
 
 class InvariantSum:

@@ -16,17 +16,16 @@ from ..schema.errors import TargetError
 from ..schema.options import command
 from . import finish, peers
 from .agreement.agreement import Agreement
+from .checkpoints.progress import Progress
+from .checkpoints.saving import Checkpoints
 from .data import Batch, check_in_order, check_loader, has_index
-from .engine import LossFunction, Step, StepEngine
+from .engine import LossFunction, Runner, Step, StepEngine
 from .epoch import Epoch, Epochs, IndexReader
-from .inference import PREDICTION_EPOCH, Prediction
 from .losses import Weighted, weighted_by
 from .measurements import StepTimes
-from .progress import Progress
+from .outputs import PREDICTION_EPOCH, Prediction
 from .promise.promise import Form, Promise
 from .rounds import Rounds
-from .runner import Runner
-from .saving import Checkpoints
 from .session import Session
 from .split_engine import SplitEngine
 from .streaming import StreamReader, check_stream
@@ -314,8 +313,8 @@ class Job:
             has_aux: The function returns ``(loss, other values)``. The other values, tensors and
                 plain data alone or in tuples, lists and dicts, come back on every worker.
             over_batch: For a loss that compares samples: ``function`` then returns outputs with one
-                row for each sample (a tensor, or several in a tuple or dict), and ``over_batch`` is
-                called with those of the whole global batch, as ``function`` is with a batch, and
+                row for each sample (a tensor, or several in a tuple or dict). ``over_batch`` is
+                called with those of the whole global batch, as ``function`` is with a batch. It
                 returns the loss. Every virtual node runs twice.
             per_virtual_node: The loss is meant to be each virtual node's own, as batch-norm's
                 statistics are: do not test it. Every mapping of the same virtual nodes then gives

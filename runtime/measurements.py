@@ -153,8 +153,10 @@ def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
     update = _term([entry.update_seconds for entry in steps])
     if steps[0].stages or any(len(entry.passes) < 2 for entry in steps):
         return StepTerms(num_steps=len(steps), step=step, sync=sync, update=update)
-    node, load = _term([_one_more(entry) for entry in steps]), _term([_wait(e) for e in steps])
     number = len(steps[0].passes)
+    # One more virtual node: from the end of a pass to the end of the next.
+    each = [(e.passes[-1][1] - e.passes[0][1]) / (len(e.passes) - 1) for e in steps]
+    node, load = _term(each), _term([statistics.mean(e.gap_seconds) for e in steps])
     left = [e.ended - number * node.seconds - e.sync_seconds - e.update_seconds for e in steps]
     others = number * node.seconds + sync.seconds + update.seconds
     return StepTerms(
@@ -168,11 +170,6 @@ def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
             seconds=max(0.0, step.seconds - others), interval_seconds=half_width(left)
         ),
     )
-
-
-def _one_more(step: StepTimes) -> float:
-    """Seconds for one more virtual node: from the end of a pass to the end of the next."""
-    return (step.passes[-1][1] - step.passes[0][1]) / (len(step.passes) - 1)
 
 
 def _wait(step: StepTimes) -> float:

@@ -210,20 +210,12 @@ def forget_aborted_groups() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-def send_over(group: dist.ProcessGroup, part: Tensor, peer: int, tag: int) -> Transfer:
-    """Start to send a tensor to a rank of a group."""
+def started(what: str, function: Callable[..., dist.Work], *arguments: Any) -> Transfer:
+    """Start a message by a process group's own method: torch's functions would check it first."""
     try:
-        return Transfer(group.send([part], peer, tag), "send")
+        return Transfer(function(*arguments), what)
     except RuntimeError as error:
-        raise _lost("send", error) from error
-
-
-def receive_over(group: dist.ProcessGroup, part: Tensor, peer: int, tag: int) -> Transfer:
-    """Start to receive into a tensor from a rank of a group."""
-    try:
-        return Transfer(group.recv([part], peer, tag), "receive")
-    except RuntimeError as error:
-        raise _lost("receive", error) from error
+        raise _lost(what, error) from error
 
 
 class SharedStore:

@@ -22,10 +22,9 @@ from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from .agreement.agreement import Agreement
 from .data import Batch, Pass
-from .engine import Step
+from .engine import Runner, Step
 from .losses import Weighted, loss_and_weight
 from .promise.loops import LoopLosses
-from .runner import Runner
 from .session import Session
 from .split_engine import SplitEngine
 

@@ -11,38 +11,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..devices.backend import backend_of
 from ..devices.collectives import is_on_devices
 from ..devices.emulated import base_type
 from ..schema.errors import TargetError
-from . import checkpoint, parts
 from .agreement.agreement import SharedTensors
 from .buffers import VirtualNodeBuffers, buffers_apart, warn_of_saving
-from .checkpoint import Checkpoint
+from .checkpoints.checkpoint import shapes_of
+from .checkpoints.restoring import load_optimizers, load_parameters
 from .data import Pass, copied
 from .determinism import is_invariant, refusal_of
 from .digest import digest_of
 from .engine import LossFunction, Step
-from .gathering import Encoded, encoded, in_order
 from .gradients.hooks import ScriptHooks
 from .gradients.reducer import GradientReducer
 from .group import Place
 from .losses import Weighted, check_has_graph, loss_and_rest, outputs_in
-from .manifest import shapes_of
 from .optimizers import state_of
-from .over_batch import OutputsOfBatch
-from .restoring import load_optimizers, load_parameters
+from .outputs import OutputsOfBatch, in_order, message_of
 from .session import Session
 from .setup import final_tensors
 from .sharding.leaves import Order
 from .sharding.saving import SharedState
 from .sharding.states import SharedStates
 from .streams import seed_streams, streams_kept
-from .sync_batch_norm import joined, over_workers, synchronised_norms
+from .sync_batch_norm import joined, over_workers
 from .totals import StepTotals, Sums, packed_sums
 from .virtual_nodes import holdings_of, invariant_of, share_out, slices
+from .wire import Message
 
 
 class SplitEngine:
@@ -70,6 +68,7 @@ class SplitEngine:
         self.reducer: GradientReducer | SharedStates = self.shared_states or _reducer_of(
             session, has_buffers=bool(self.buffers.slots)
         )
+        # The reducer has space for the totals behind its last bucket, so it comes first.
         self.totals = StepTotals(
             self.reducer,
             session.place,
@@ -79,9 +78,10 @@ class SplitEngine:
         self.whole_state = whole = WholeState(session, self.buffers, self.totals)
         self.state: WholeState | SharedState = whole
         if self.shared_states is not None:
-            self.state = SharedState(session, self.buffers, self.totals, self.shared_states, whole)
-        self._rest: dict[int, Encoded] = {}
-        self._norms = synchronised_norms(session.model)
+            self.state = SharedState(session, self.buffers, self.totals, self.shared_states)
+        self._rest: dict[int, Message] = {}
+        modules = session.model.modules()
+        self._norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm)]
         self._script_hooks = ScriptHooks(session.parameters)
 
     # A step
@@ -105,7 +105,12 @@ class SplitEngine:
                 self._run_twice(step, step.over_batch)
             else:
                 for number, (item, inputs) in enumerate(batch.inputs(), start=1):
-                    self._run_pass(step, item, inputs, last=number == len(batch.passes))
+                    with self._passing(item):
+                        answer = self._call(step, item, inputs)
+                        if step.has_aux:
+                            answer, rest = loss_and_rest(answer)
+                            self._rest[item.virtual_node] = message_of(rest)
+                        self._give(step, item, answer, last=number == len(batch.passes))
         self.end(step)
         if step.has_aux:
             step.rest[:] = self._in_order(step, self._rest)
@@ -225,14 +230,6 @@ class SplitEngine:
         """Reset the gradients to their values before ``run_passes``."""
         self.reducer.undo()
 
-    def _run_pass(self, step: Step, item: Pass, inputs: Any, *, last: bool) -> None:
-        with self._passing(item):
-            answer = self._call(step, item, inputs)
-            if step.has_aux:
-                answer, rest = loss_and_rest(answer)
-                self._rest[item.virtual_node] = encoded(rest)
-            self._give(step, item, answer, last=last)
-
     def _give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> None:
         share = self.totals.add(answer, item.num_samples, item.virtual_node)
         step.agreement.look_at(answer.loss if isinstance(answer, Weighted) else answer)
@@ -275,7 +272,7 @@ class SplitEngine:
         seed_streams(session.seed, "pass", session.num_steps, item.virtual_node, *again)
 
     def _run_twice(self, step: Step, over_batch: LossFunction) -> None:
-        """Run the passes of a loss over the whole batch; see over_batch.py."""
+        """Run the passes of a loss over the whole batch; see outputs.py."""
         session, batch = self._session, step.batch
         held, own = list(batch.inputs()), {}
         for item, inputs in held:
@@ -284,7 +281,7 @@ class SplitEngine:
             with buffers_apart(session.model.modules()), torch.no_grad(), reads:
                 answer = self._call(step, item, copied(inputs))
                 outputs_in(answer, item.num_samples)
-                own[item.virtual_node] = encoded(answer)
+                own[item.virtual_node] = message_of(answer)
         torch.clear_autocast_cache()  # else casts of weights made here would have no graph below
         whole = OutputsOfBatch(self._in_order(step, own), session.device)
         seed_streams(session.seed, "over batch", session.num_steps)
@@ -335,7 +332,7 @@ class SplitEngine:
         for item in items[1:]:  # they may run elsewhere later
             self.buffers.save(item.virtual_node)
 
-    def _in_order(self, step: Step, own: dict[int, Encoded]) -> list[Any]:
+    def _in_order(self, step: Step, own: dict[int, Message]) -> list[Any]:
         session, number = self._session, step.batch.num_samples
         shares = share_out(number, session.batch_sizes or (number,))
         nodes = [node for node, share in enumerate(shares) if share]
@@ -451,32 +448,29 @@ def _shared_states_of(session: Session) -> SharedStates | None:
 
 
 def _num_sums(session: Session, *, has_buffers: bool) -> int:
-    """How many numbers the step's sums are, if they travel with gradients, else 0."""
+    """How many numbers the step's sums are, if they travel with gradients, else 0.
+
+    They travel alone, or with mirrored buffers, where others may continue from these.
+    """
     place = session.place
     on_host = backend_of(place.device).is_host
-    if not place.distributed or _sums_are_apart(place, on_host=on_host, has_buffers=has_buffers):
+    # Workers on unlike kinds of devices: some may be hosts, and others not.
+    are_apart = has_buffers or not on_host or not _are_alike(place, emulated=False)
+    if is_on_devices():
+        are_apart = place.control is not None and place.control.survives_on_devices
+    if not place.distributed or are_apart:
         return 0
     num_nodes, num_parameters = len(session.batch_sizes) or 1, len(session.parameters)
     return packed_sums(num_nodes, num_parameters, on_host=on_host).length
 
 
-def _sums_are_apart(place: Place, *, on_host: bool, has_buffers: bool) -> bool:
-    """Whether sums travel alone, or with mirrored buffers, which others may continue from."""
-    if is_on_devices():
-        return place.control is not None and place.control.survives_on_devices
-    return has_buffers or not on_host or not _bases_are_alike(place)
-
-
-def _bases_are_alike(place: Place) -> bool:
-    """Whether all workers' devices are of one kind: else some may be hosts, and others not."""
+def _are_alike(place: Place, *, emulated: bool = True) -> bool:
+    """Whether all workers' devices are of one type; ``emulated`` ones have types of their own."""
     config = place.start.config
-    return config is None or len({base_type(w.device_type, config) for w in config.workers}) == 1
-
-
-def _are_alike(place: Place) -> bool:
-    """Whether all workers' devices are of one type; emulated ones have types of their own."""
-    config = place.start.config
-    return config is None or len({worker.device_type for worker in config.workers}) == 1
+    types = [worker.device_type for worker in config.workers] if config is not None else []
+    if config is not None and not emulated:
+        types = [base_type(kind, config) for kind in types]
+    return len(set(types)) <= 1
 
 
 class WholeState:
@@ -488,7 +482,7 @@ class WholeState:
         totals: The sums of a step.
     """
 
-    is_in_parts = False
+    is_in_parts, wanted = False, None
 
     def __init__(self, session: Session, buffers: VirtualNodeBuffers, totals: StepTotals) -> None:
         self._session, self._buffers, self._totals = session, buffers, totals
@@ -532,18 +526,3 @@ class WholeState:
         load_parameters(session.parameters, state["parameters"])
         loads = [optimizer.load_state_dict for optimizer in session.optimizers]
         load_optimizers(path, session.optimizers, loads, state["optimizer"])
-
-    def reader(self) -> Callable[[Path], Checkpoint]:
-        """See ``StateParts``."""
-        return parts.reader()
-
-    def write(
-        self,
-        folder: Path,
-        header: dict[str, Any],
-        encoded: Any,
-        tensors: list[Tensor],
-        broken: set[Path],
-    ) -> None:
-        """See ``StateParts``."""
-        checkpoint.write(folder, header, encoded, tensors, broken)

@@ -1,9 +1,9 @@
 """Data without an index: streams, functions that draw a batch, loaders that cut batches themselves.
 
 Every worker draws the same global batches and keeps the rows of its virtual nodes. The random
-numbers of a draw are keyed by (seed, epoch, step), so all workers draw alike; where one does not (a
-stream that shards itself by rank, a generator with a seed of its own), the digests of the batches
-differ and the run ends. After a restart the batches of the epoch's earlier steps are drawn again
+numbers of a draw are keyed by (seed, epoch, step), so all workers draw alike. One may not: a stream
+that shards itself by rank, a generator with a seed of its own. Then the digests of the batches
+differ, and the run ends. After a restart the batches of the epoch's earlier steps are drawn again
 and dropped, unless the source has a state that the script registered.
 """
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from ..schema.options import option
-from .data import Batch, Loop, Pass, feed, other_size, to_device
+from .data import PLAIN, Batch, Loop, Pass, feed, other_size, rows_of, to_device
 from .log import log
 from .session import Session
 from .streams import seed_streams
@@ -29,7 +29,6 @@ ENDLESS = 1 << 62
 """Stands for the number of steps of an epoch whose end is not known."""
 _LOOKED_AT = 64  # entries of a tensor that its digest is made of
 _LOOKED_AT_ON_DEVICE = 8  # batches of an epoch; to read them waits for the device
-_PLAIN = (str, bytes, int, float, bool, type(None))
 Cut = tuple[int, int]
 
 
@@ -147,7 +146,7 @@ class StreamReader:
             passes=self._passes(number),
             _feed=self._feed(number),
             first_samples=lambda ranges: [
-                to_device(rows_of(item, cut, number), session.device) for cut in ranges
+                to_device(rows_of(item, number, *cut), session.device) for cut in ranges
             ],
             _loop=self._loop,
         )
@@ -167,7 +166,7 @@ class StreamReader:
     def _feed(self, num_samples: int) -> Iterator[Any]:
         item, cuts = self._item, self._cuts(num_samples)
         own = [cuts[node] for node in self._session.local_nodes]
-        rows = (rows_of(item, cut, num_samples) for cut in own if cut[1] > cut[0])
+        rows = (rows_of(item, num_samples, *cut) for cut in own if cut[1] > cut[0])
         return feed(rows, self._session.device)
 
     def move(self, batch: Batch) -> None:
@@ -235,29 +234,12 @@ def num_rows(item: Any) -> int:
     return found.pop()
 
 
-def rows_of(item: Any, cut: Cut, number: int) -> Any:
-    """The rows (start, end) of a collated batch of ``number`` samples."""
-    start, end = cut
-    if isinstance(item, Tensor | np.ndarray) or _is_list_of_samples(item):
-        return item[start:end]
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(rows_of(entry, cut, number) for entry in item))
-    if isinstance(item, list | tuple):
-        return type(item)(rows_of(entry, cut, number) for entry in item)
-    if isinstance(item, UserDict):  # also transformers' BatchEncoding
-        return type(item)({key: rows_of(entry, cut, number) for key, entry in item.items()})
-    if isinstance(item, Mapping):
-        made = {key: rows_of(entry, cut, number) for key, entry in item.items()}
-        return made if type(item) is dict else type(item)(made)  # type: ignore[call-arg]
-    return item
-
-
 def _is_list_of_samples(item: Any) -> bool:
     return (
         isinstance(item, list | tuple)
         and bool(item)
         and not hasattr(item, "_fields")
-        and all(isinstance(entry, _PLAIN) for entry in item)
+        and all(isinstance(entry, PLAIN) for entry in item)
     )
 
 

@@ -1,7 +1,7 @@
 """Random streams keyed by name: draws depend on the work, never on the device that does it.
 
-Python's, numpy's and torch's global streams are seeded from a key such as (seed, step, virtual
-node) before each piece of work, so the same work draws the same numbers on any device.
+Before each piece of work Python's, numpy's and torch's global streams are seeded from a key, say
+(seed, step, virtual node). So the same work draws the same numbers on any device.
 """
 
 import random

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..devices.collectives import wire_device
 from ..schema.errors import TargetError
-from . import peers
-from .group import Place
+from .group import Place, gathered
 
 Gather = Callable[[Tensor], Tensor]
 """Takes a worker's numbers [n]; gives those of all, [workers, n], in order of ranks."""
@@ -34,11 +32,6 @@ class NormCall(NamedTuple):
     training: bool = False
     momentum: float = 0.1
     eps: float = 1e-5
-
-
-def synchronised_norms(model: nn.Module) -> list[nn.SyncBatchNorm]:
-    """The layers of a model that normalise over all workers."""
-    return [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
 
 
 @contextmanager
@@ -86,16 +79,6 @@ def joined(inputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         "are no tensors with a row of one shape for each sample",
         hint="collate to fixed shapes, or use BatchNorm",
     )
-
-
-def gathered(numbers: Tensor, *, place: Place) -> Tensor:
-    """[workers, n] the numbers [n] of every worker, in order of ranks; call it on all workers."""
-    if not place.distributed:
-        return numbers[None]
-    sent = numbers.to(wire_device(place.device)).contiguous()
-    found = sent.new_empty(place.world_size * len(sent))
-    peers.all_gather(found, sent)
-    return found.view(place.world_size, -1).to(numbers.device)
 
 
 def _forward(norm: nn.SyncBatchNorm, x: Tensor, *, gather: Gather) -> Tensor:

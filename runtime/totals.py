@@ -5,20 +5,23 @@ over the global batch (VirtualFlow 5.2). If the script gives weights (such as nu
 their total is known only when all workers are done. Shares are then fractions of a power of two
 near the last step's total, and the gradients are scaled once at the end.
 
-Losses and weights are sent per virtual node (all workers but its holder send zeros) and are added
+Losses and weights are sent per virtual node: all workers but its holder send zeros. They are added
 up in order of virtual nodes, so the mapping does not change their bits. On the host they are plain
 numbers: between two passes torch's code is no longer in the caches, and a torch operation takes 20
 to 100 us. On a device they stay tensors and nothing waits for them: the host reads a step's flags
-and weights in the next step. Between devices, and where no buffers are exchanged, the sums
-travel with the last bucket of gradients (packed_sums.py), because sending a few numbers takes
-about as long as a megabyte.
+and weights in the next step. Sending a few numbers takes about as long as a megabyte. So between
+devices, and where no buffers are exchanged, the sums travel with the last bucket of gradients
+(``PackedSums``).
 """
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import c_float, memmove
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Protocol
+from struct import pack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +30,120 @@ from torch import Tensor
 from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from . import peers
+from .gradients.reducer import GradientReducer
 from .group import Place
 from .losses import loss_and_weight, weight_number
-from .packed_sums import PackedSums
 from .run_ahead import LateValues
+from .sharding.states import SharedStates
+
+# Pack the sums of a step into float32 numbers, which travel with a bucket of gradients.
+#
+# The sums stay exact. Each loss and each weight comes from one worker, and the others send zeros; a
+# double is sent as three float32 numbers that add up to it. Flags and counts are small integers.
+
+NUM_THIRDS = 3
+"""How many float32 numbers represent a double exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSums:
+    """The layout of the packed numbers.
+
+    Packed, in float32: flags; losses as three numbers each; weights as three numbers each; for
+    every parameter whether it is used. Unpacked, in float64: flags, losses * weights, weights,
+    used parameters.
+
+    On the host these are plain numbers: between two passes torch's and numpy's code is no longer
+    in the caches.
+
+    Attributes:
+        num_flags: Number of flags: small integers, whose sums are below 2**24.
+        num_nodes: Number of virtual nodes; each has a loss and a weight.
+        num_parameters: Number of parameters.
+    """
+
+    num_flags: int
+    num_nodes: int
+    num_parameters: int
+
+    @property
+    def length(self) -> int:
+        """The number of packed float32 numbers."""
+        return self.num_flags + 2 * NUM_THIRDS * self.num_nodes + self.num_parameters
+
+    def pack(
+        self,
+        flags: Sequence[float],
+        losses: Mapping[int, Tensor | float],
+        weights: Mapping[int, Tensor | float],
+        unused: Sequence[int],
+        into: Tensor,
+    ) -> None:
+        """Write one worker's numbers without making the host wait.
+
+        Args:
+            flags: [num_flags] in order.
+            losses: Loss by virtual node, on the device or as a number.
+            weights: Weight by virtual node, as losses.
+            unused: Indices of the parameters that this worker has not used.
+            into: [length] float32, contiguous, where they are summed.
+        """
+        nodes, first = self.num_nodes, self.num_flags
+        host = [*flags, *[0.0] * (2 * NUM_THIRDS * nodes), *[1.0] * self.num_parameters]
+        on_device: list[tuple[slice, Tensor]] = []
+        for start, values in ((first, losses), (first + NUM_THIRDS * nodes, weights)):
+            for node, value in values.items():
+                place = slice(start + node, start + node + NUM_THIRDS * nodes, nodes)
+                if isinstance(value, Tensor):
+                    on_device.append((place, value))
+                else:
+                    host[place] = _thirds_of_number(value)
+        for index in unused:
+            host[index - self.num_parameters] = 0.0
+        if into.is_cpu:
+            memmove(into.data_ptr(), pack(f"{len(host)}f", *host), 4 * len(host))
+        else:
+            into.copy_(torch.tensor(host, dtype=torch.float32), non_blocking=True)
+        for place, value in on_device:
+            if value.dtype == torch.float64:
+                into[place] = torch.stack(_thirds_of(value)).reshape(-1)
+            else:
+                into[place.start] = value
+
+    def unpack(self, sums: Tensor) -> Tensor:
+        """Unpack [length] sums over workers to float64; the class's docstring gives the order."""
+        if sums.is_cpu:
+            return torch.tensor(self.unpack_on_host(sums), dtype=torch.float64)
+        first, nodes = self.num_flags, self.num_nodes
+        rest = first + 2 * NUM_THIRDS * nodes
+        wide = sums.double()
+        losses, weights = wide[first:rest].view(2, NUM_THIRDS, nodes).sum(1)
+        return torch.cat([wide[:first], losses * weights, weights, wide[rest:]])
+
+    def unpack_on_host(self, sums: Tensor) -> list[float]:
+        """Like ``unpack``, of sums that are on the host."""
+        numbers: list[float] = sums.tolist()
+        first, nodes = self.num_flags, self.num_nodes
+        middle, rest = first + NUM_THIRDS * nodes, first + 2 * NUM_THIRDS * nodes
+        losses = [sum(numbers[first + node : middle : nodes]) for node in range(nodes)]
+        weights = [sum(numbers[middle + node : rest : nodes]) for node in range(nodes)]
+        products = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+        return [*numbers[:first], *products, *weights, *numbers[rest:]]
+
+
+def _thirds_of_number(value: float) -> list[float]:
+    if c_float(value).value == value:
+        return [value, 0.0, 0.0]
+    return [float(third) for third in _thirds_of(torch.tensor(value, dtype=torch.float64))]
+
+
+def _thirds_of(value: Tensor) -> list[Tensor]:
+    """Three float32 numbers that add up to a double; zeros after the first for infinity."""
+    first = value.float()
+    rest = (value - first).nan_to_num(0.0, 0.0, 0.0)
+    second = rest.float()
+    return [first, second, (rest - second).float()]
+
 
 # Indices in the vector that is summed; the losses and weights of all virtual nodes follow.
 _WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _SCALERS, _SCALED, _NODES = range(9)
@@ -41,43 +154,11 @@ _NUM_DIGITS = _NUMBER_DIGITS + _SQUARE_DIGITS
 _EXACT = (torch.float32, torch.float64)
 Sums = Sequence[float] | Tensor
 """The sums of a step, float64: plain numbers on the host."""
-_Noted = tuple["Gradients", list[int], bool]  # reducer, unused parameters, has other workers
+Gradients = GradientReducer | SharedStates
+"""The gradients of a step, which are summed over the workers: whole ones, or shares."""
+_Noted = tuple[Gradients, list[int], bool]  # reducer, unused parameters, has other workers
 _MOST_SAMPLES = 1 << 48  # of a dataset; what is more is no length
 _MAX_GRADIENTS = 64  # weights such as numbers of tokens give many different shares
-
-
-class Gradients(Protocol):
-    """The gradients of a step, which are summed over the workers: whole ones, or shares."""
-
-    @property
-    def sums(self) -> Tensor | None:
-        """See ``GradientReducer``, as the others."""
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of parameters, trainable or not."""
-
-    @property
-    def carried(self) -> bool:
-        """Whether gradients of an earlier step were still there when this step began."""
-
-    def wait(self) -> None:
-        """Wait for all sums."""
-
-    def unused(self) -> list[int]:
-        """Indices of the trainable parameters without a gradient on this worker in this step."""
-
-    def drop(self, indices: Iterable[int]) -> None:
-        """Set gradients to None."""
-
-    def multiply(self, factor: Tensor) -> None:
-        """Multiply this worker's gradients of this step before they are summed."""
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients."""
-
-    def is_finite(self) -> bool:
-        """Whether all parameters are numbers. Waits for the device."""
 
 
 def packed_sums(num_nodes: int, num_parameters: int, *, on_host: bool) -> PackedSums:
@@ -110,7 +191,7 @@ class StepTotals:
         *,
         are_alike: bool = True,
     ) -> None:
-        self._reducer, self._place = reducer, place
+        self._reducer, self._place, self._distributed = reducer, place, place.distributed
         self._is_on_host = backend_of(place.device).is_host
         self._num_nodes = num_nodes
         self.wants_stop, self.wants_move = False, False
@@ -292,7 +373,7 @@ class StepTotals:
         return flags
 
     def _start(self, sums: Tensor) -> Callable[[], Tensor]:
-        work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
+        work = peers.all_reduce(sums, async_op=True) if self._distributed else None
 
         def wait() -> Tensor:
             if work is not None:
@@ -302,7 +383,7 @@ class StepTotals:
         return wait
 
     def _note_step(self) -> _Noted:
-        self._step = (self._reducer, self._reducer.unused(), self._place.distributed)
+        self._step = (self._reducer, self._reducer.unused(), self._distributed)
         return self._step
 
     def move(self, reducer: Gradients, place: Place, *, are_alike: bool = True) -> None:
@@ -311,6 +392,7 @@ class StepTotals:
         Joining workers know the last weight, so all workers start from it. Waits for the device.
         """
         self._reducer, self._place, self._are_alike = reducer, place, are_alike
+        self._distributed = place.distributed
         self._is_on_host, self._layout = backend_of(place.device).is_host, None
         self._known_weight = self.last_weight
         self._late.forget()
@@ -383,7 +465,7 @@ class StepTotals:
         if factor is not None:
             reducer.scale(factor)
         # After a change of workers, no other worker holds the earlier gradient buffer.
-        self._step = (self._reducer, unused, self._place.distributed)
+        self._step = (self._reducer, unused, self._distributed)
         if isinstance(loss, float):
             found_mean = loss / weight if weight else math.nan
             return torch.scalar_tensor(found_mean, dtype=torch.float64)
@@ -495,7 +577,7 @@ class StepTotals:
 
     def meet(self) -> None:
         """Wait until all workers have reached this call."""
-        if self._place.distributed:
+        if self._distributed:
             peers.all_reduce(torch.zeros(1, device=self._place.device))
 
 

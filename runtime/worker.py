@@ -17,7 +17,7 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import ClassVar, NoReturn
 
 from ..protocol.ended import tell_ended, tell_left
@@ -53,7 +53,10 @@ def main(arguments: list[str]) -> None:
     atexit.register(_leave, code, os.getpid())
     take_token()
     Control.of_process()  # heartbeats start here, however long the script takes to prepare
-    _seed_script()
+    if os.environ.get(DETERMINISM):  # else the script's own draws are left to chance
+        from .streams import seed_streams
+
+        seed_streams(int(os.environ.get(SEED) or 0), "script")
     unplanned = Unplanned()
     unplanned.watch()
     if os.environ.get(PLAN):
@@ -118,14 +121,6 @@ def fail_at_exit(error: BaseException) -> int:
     return ScriptRun.code[0]
 
 
-def _seed_script() -> None:
-    """Seed the script's own random draws if a determinism level is asked for."""
-    if os.environ.get(DETERMINISM):
-        from .streams import seed_streams
-
-        seed_streams(int(os.environ.get(SEED) or 0), "script")
-
-
 def _choose_device() -> None:
     """Make the worker's own accelerator the current one, for scripts that say ``.cuda()``."""
     name = os.environ.get(DEVICE)
@@ -153,11 +148,7 @@ def _run_file(arguments: list[str]) -> None:
     module.__file__ = str(path)
     module.__builtins__ = builtins  # type: ignore[attr-defined]
     sys.modules["__main__"] = module
-    exec(_compiled(path), module.__dict__)
-
-
-def _compiled(path: Path) -> CodeType:
-    return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
 
 
 def _run_module(arguments: list[str]) -> None:

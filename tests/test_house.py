@@ -399,7 +399,7 @@ def test_only_programs_write_to_the_terminal() -> None:
 
 _FLAG = re.compile(r"(?<![\w./-])--[a-z][a-z0-9-]*")
 WRITES_COMMANDS = {  # for other programs, or for hetflow's own on another host
-    "devices/doctor.py", "devices/report.py", "engines/local.py", "engines/ray.py",
+    "devices/doctor.py", "engines/local.py", "engines/ray.py",
     "engines/slurm.py", "exporters/ray.py", "exporters/shell.py", "exporters/slurm.py",
     "exporters/torchrun.py", "importers/sacct.py", "preload/client.py", "preload/server.py",
     "scheduler/leases.py", "scheduler/renting.py", "schema/options.py",

@@ -2,7 +2,9 @@
 
 import functools
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,85 @@ from torch.utils.data import IterableDataset
 
 from ...devices.backend import backend_of
 from ...schema.errors import TargetError
+from ..nested_tensors import mapped, tensors_in
 from .losses import Known
 from .patching import around, check_version
-from .scalars import with_scalars
-from .streams import Read, Shared, rows_of
-from .training import Cuts, training
+from .training import Cuts, Share, note_split, training, with_scalars
+
+# Data without an index: each worker reads all samples, and keeps its share of each batch.
+
+# (samples of the global batch, checksum of some of them, this worker's part)
+Read = tuple[int, int, Any]
+
+
+def _note_split(original: Any, dataset: Any, rank: int, world_size: int, **options: Any) -> Any:
+    if world_size > 1:
+        note_split()
+    return original(dataset, rank, world_size, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A collator that is given a global batch's samples and collates this worker's.
+
+    Attributes:
+        collate: The script's collator.
+        batch_size: The loader's; None where the dataset gives whole batches.
+        share: This worker's share.
+    """
+
+    collate: Callable[[Any], Any]
+    batch_size: int | None
+    share: Share
+
+    def __call__(self, samples: Any) -> Read:
+        """Collate this worker's samples of a global batch."""
+        if self.batch_size is None:
+            batch = self.collate(samples)
+            num_samples = _num_rows(batch)
+            piece = self.share.of(num_samples, None)
+            own = slice(piece.start, piece.start + piece.own_samples)
+            own = own if piece.own_samples else slice(1)  # which counts nothing
+            return num_samples, _checksum(samples), mapped(lambda rows: rows[own], batch)
+        piece = self.share.of(len(samples), self.batch_size)
+        ends = (samples[0], samples[-1])
+        return len(samples), _checksum(ends), self.collate(piece.of(samples))
+
+
+def _checksum(value: Any, before: int = 0) -> int:
+    """A checksum of what samples hold, equal in all processes that read the same.
+
+    Pickles of tensors are not. Objects of other types only count by their type.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, tuple | list):
+        for entry in value:
+            before = _checksum(entry, before)
+        return before
+    if hasattr(value, "tobytes"):  # arrays, images
+        content = value.tobytes()
+    else:
+        is_plain = isinstance(value, str | bytes | int | float | None)
+        content = repr(value if is_plain else type(value)).encode()
+    return zlib.crc32(content, before)
+
+
+def _num_rows(batch: Any) -> int:
+    """The samples of a batch that is made already: the rows of its first tensor; 0 without one."""
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim() and len(tensor)), 0)
+
 
 VERSIONS = ((1, 10), (1, 15))  # the oldest and the newest that were tested
 
 
-def adapt(_: Any) -> None:
-    """Change accelerate's classes in this process."""
+def adapt(module: Any) -> None:
+    """Change accelerate's classes, or ``datasets.distributed``, in this process."""
+    if module.__name__ == "datasets.distributed":
+        around(module, "split_dataset_by_node", _note_split)
+        return
     import accelerate.accelerator as accelerators
     import accelerate.data_loader as loaders
     from accelerate import Accelerator, PartialState
@@ -186,7 +256,7 @@ def _dispatch_shares(original: Any, self: Any, *values: Any, **options: Any) -> 
     cut = self.slice_fn
 
     def share_of(batch: Any, _: slice, **others: Any) -> Any:
-        self.piece = training().cut(rows_of(batch), _batch_size_of(self))
+        self.piece = training().cut(_num_rows(batch), _batch_size_of(self))
         start, own = self.piece.start, self.piece.own_samples
         return cut(batch, slice(start, start + own) if own else slice(0, 1), **others)
 

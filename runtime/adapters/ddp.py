@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...schema.errors import TargetError
-from ..sync_batch_norm import NormCall, gathered, normalised
+from ..group import gathered
+from ..sync_batch_norm import NormCall, normalised
 from .losses import adapt as adapt_divisors
 from .patching import around
 from .training import Cuts, Training, begun, training

@@ -21,13 +21,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ...schema.errors import TargetError
+from ..data import rows_of
+from ..nested_tensors import mapped
 from ..promise.graph import ignores_targets
 from .ddp import cut_loader
-from .numbers import LOSS, Call, Numbers, Part, Step, Tried, slope_of
+from .numbers import LOSS, Call, Numbers, Part, Step, Tried, joined, slope_of
 from .patching import around, check_version
-from .rows import joined, rows_of
-from .scalars import with_scalars
-from .training import Cuts, Training, training
+from .training import Cuts, Training, training, with_scalars
 
 VERSIONS = ((2, 4), (2, 6))  # the oldest and the newest that were tested
 # A module with Trainer or Fabric -> the package that pip knows it by.
@@ -416,9 +416,9 @@ class _TrainerStrategy(_PlanStrategy):
     # Steps
 
     def training_step(self, *values: Any, **options: Any) -> Any:
-        step = self._first_look("training_step", values, options)
+        step = self._first_look("training_step", options)
         if not self._module.automatic_optimization:
-            return self._by_hand(step, *values)
+            return self._by_hand(step, values)
         current, (batch, *rest) = training(), values
         piece = current.piece
         assert piece is not None
@@ -522,7 +522,7 @@ class _TrainerStrategy(_PlanStrategy):
 
         return self._own.optimizer_step(optimizer, recorded, model, **options)
 
-    def _by_hand(self, step: Step, batch: Any, *rest: Any) -> Any:
+    def _by_hand(self, step: Step, values: tuple[Any, ...]) -> Any:
         """A training step in which the script itself goes back and updates."""
         if training().some_run_parts:
             raise TargetError(
@@ -531,32 +531,27 @@ class _TrainerStrategy(_PlanStrategy):
                 hint="profile larger batches and solve again, for one virtual node on each device; "
                 "or use automatic optimization, which runs them one by one",
             )
-
-        def call(part: Any) -> Tried:
-            return self._tried("training_step", part, rest)
-
-        step.try_once(call, batch)
-        step.check_means("the backward pass's loss")
-        piece = training().piece
-        assert piece is not None
-        recording, output = self._recorded("training_step", (batch, *rest))
-        self._replay(step, [recording], [Part.of(batch, piece.own_samples)], call, batch)
-        return output
+        return self._once("training_step", step, values, means="the backward pass's loss")
 
     def validation_step(self, *values: Any, **options: Any) -> Any:
-        return self._evaluated("validation_step", values, options)
+        step = self._first_look("validation_step", options)
+        return self._once("validation_step", step, values)
 
     def test_step(self, *values: Any, **options: Any) -> Any:
-        return self._evaluated("test_step", values, options)
+        return self._once("test_step", self._first_look("test_step", options), values)
 
-    def _evaluated(self, name: str, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        step = self._first_look(name, values, options)
+    def _once(
+        self, name: str, step: Step, values: tuple[Any, ...], *, means: str | None = None
+    ) -> Any:
+        """Call a step once on this worker's samples; numbers named ``means`` must be means."""
         batch, *rest = values
 
         def call(part: Any) -> Tried:
             return self._tried(name, part, rest)
 
         step.try_once(call, batch)
+        if means is not None:
+            step.check_means(means)
         piece = training().piece
         assert piece is not None
         recording, output = self._recorded(name, values)
@@ -568,7 +563,9 @@ class _TrainerStrategy(_PlanStrategy):
         piece = current.piece
         assert piece is not None
         own = self._own.predict_step(*values, **options)
-        found = current.exchanged((piece.own_samples, _on_host(own)))
+        found = current.exchanged(
+            (piece.own_samples, mapped(lambda tensor: tensor.detach().cpu(), own))
+        )
         counts = [count for count, _ in found if count]
         answers = [answer for count, answer in found if count]
         return joined(answers, counts, "predict_step returns")
@@ -579,7 +576,7 @@ class _TrainerStrategy(_PlanStrategy):
 
     # What a step gives
 
-    def _first_look(self, name: str, values: tuple[Any, ...], options: dict[str, Any]) -> Step:
+    def _first_look(self, name: str, options: dict[str, Any]) -> Step:
         """What is known of a step; at first, whether it takes one batch of one loader.
 
         Raises:
@@ -645,7 +642,7 @@ class _TrainerStrategy(_PlanStrategy):
         for metric in self._metrics():  # all its attributes are put back after the trial
             metric.reset()
             metric.dist_sync_on_step = False
-            metric.distributed_available_fn = _no
+            metric.distributed_available_fn = bool  # False
         for parameter, _, _ in held:
             parameter.grad = None
         root = type(trainer).__module__.removesuffix(".trainer.trainer")
@@ -738,10 +735,6 @@ class _TrainerStrategy(_PlanStrategy):
             self._own.barrier(*values, **options)
 
 
-def _no() -> bool:
-    return False
-
-
 def check_equal(current: Training, name: str, value: float, where: str | None) -> None:
     """Refuse a value that is logged outside of steps and is not the same on all workers.
 
@@ -786,16 +779,6 @@ def _unsampled(metrics: list[Any]) -> Iterator[None]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _on_host(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)([_on_host(entry) for entry in value])
-    return value
 
 
 def _save_nothing(trainer: Any) -> None:

@@ -3,8 +3,8 @@
 Each worker computes the script's loss of its own share. What that counts in the batch's depends on
 the loss: its share of the samples for a mean, 1 for a sum, its share of the divisor for a mean over
 a mask. A script's own loop cannot be run on parts of a batch, as hf.prepare does. So the operators
-of its first step are recorded, and run again before the backward pass with samples that are
-replaced by others of the batch, in batches of unchanged shapes:
+of its first step are recorded, and run again before the backward pass. There samples are replaced
+by others of the batch, and shapes stay:
 
 - The loss must be the mean, over all samples, of what it is for a batch of this one sample
   repeated. That fails for a root of a mean, a contrast, a choice of hard samples, a mean over a
@@ -27,10 +27,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...schema.errors import TargetError
 from .. import peers
-from ..group import Place
+from ..group import Place, gathered
 from ..promise.graph import chain, last_divisors_of, signature_of, targets_of
 from ..promise.recording import Recording, Replays, Slice, Verdict
-from ..sync_batch_norm import gathered
 
 # What a loss is divided by, as a share counts it: before a script keeps it from being nothing.
 #

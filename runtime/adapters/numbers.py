@@ -8,21 +8,108 @@ largest or the smallest. A number of no such kind must be equal on all workers, 
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...schema.errors import TargetError
-from ..data import copied
+from ..data import PLAIN, copied, rows_of
+from ..nested_tensors import mapped, tensors_in
 from ..promise.draws import Draws
 from ..promise.promise import rounding_of
 from ..promise.untouched import Untouched
 from ..streams import streams_kept
-from .rows import labels_counted, rows_of, with_unlike_rows
 from .training import Piece, Training
+
+# Batches as a script's loader made them: their samples, and which of their labels count.
+
+_IGNORED = -100  # the label that counts nothing, in torch and transformers
+
+
+def _labels_in(batch: Any) -> Tensor | None:
+    """The tensor of whole numbers named ``labels``, or else the last one."""
+    named = batch.get("labels") if isinstance(batch, Mapping) else None
+    found = [named] if isinstance(named, Tensor) else tensors_in(batch)
+    whole = [t for t in found if t.dim() and not t.is_floating_point() and t.dtype != torch.bool]
+    return whole[-1] if whole else None
+
+
+def labels_counted(batch: Any) -> tuple[int, int]:
+    """Labels of a batch that are not ignored: all, and those of each row's second position on.
+
+    Causal language models have no label for the first token: they predict the next one.
+    """
+    labels = _labels_in(batch)
+    if labels is None:
+        return 0, 0
+    counted = labels.ne(_IGNORED)
+    following = counted[..., 1:] if counted.dim() > 1 else counted
+    return int(counted.sum()), int(following.sum())
+
+
+def with_unlike_rows(batch: Any) -> Any:
+    """A batch whose first sample has two labels, if it may have ignored ones.
+
+    Else a mean over labels and one over samples look alike.
+    """
+    labels = _labels_in(batch)
+    if labels is None or labels.dim() < 2:
+        return batch
+    is_named = isinstance(batch, Mapping) and batch.get("labels") is labels
+    if not is_named and not bool(labels.eq(_IGNORED).any()):
+        return batch
+    changed = labels.clone()
+    counted = changed[0].flatten().ne(_IGNORED).nonzero().flatten()
+    row = changed[0].flatten()
+    row[counted[2:]] = _IGNORED
+    changed[0] = row.view_as(changed[0])
+    return mapped(lambda tensor: changed if tensor is labels else tensor, batch)
+
+
+def joined(answers: Sequence[Any], counts: Sequence[int], where: str) -> Any:
+    """What a function returned for parts of a batch, as it returns it for all of their samples.
+
+    Args:
+        answers: [parts] tensors and lists with an entry for each sample; dicts and tuples of them.
+        counts: [parts] samples of each.
+        where: Who returned them, for the error.
+
+    Raises:
+        TargetError: Something in them has no entry for each sample, and is not equal in all parts.
+    """
+    first = answers[0]
+    if len(answers) == 1:
+        return first
+    if all(_is_rows(a, n) for a, n in zip(answers, counts, strict=True)):
+        if isinstance(first, list):
+            return [entry for answer in answers for entry in answer]
+        if all(a.shape[1:] == first.shape[1:] for a in answers):
+            return (
+                torch.cat(list(answers)) if isinstance(first, Tensor) else np.concatenate(answers)
+            )
+    elif isinstance(first, dict) and all(a.keys() == first.keys() for a in answers):
+        return {key: joined([a[key] for a in answers], counts, where) for key in first}
+    elif isinstance(first, list | tuple) and all(len(a) == len(first) for a in answers):
+        made = [joined(entries, counts, where) for entries in zip(*answers, strict=True)]
+        return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+    elif isinstance(first, PLAIN) and all(a == first for a in answers):
+        return first
+    raise TargetError(
+        f"{where} a {type(first).__name__} that has no entry for each sample, so those of the "
+        "batch's parts cannot be put together",
+        hint="return tensors with a row for each sample, of one shape",
+    )
+
+
+def _is_rows(answer: Any, count: int) -> bool:
+    if isinstance(answer, Tensor | np.ndarray):
+        return answer.ndim > 0 and len(answer) == count
+    return isinstance(answer, list) and len(answer) == count
+
 
 Numbers = dict[str, float]
 """The numbers of one call of a step, by name."""

@@ -10,13 +10,17 @@ come from and where results are gathered; nothing is known here of any library.
 """
 
 import functools
+import os
+import re
 import signal
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -30,23 +34,78 @@ from torch.optim.optimizer import (
 )
 
 from ...devices.backend import Mark, backend_of
-from ...protocol.environment import Start, read_environment
+from ...protocol.environment import PLAN, Start, read_environment
+from ...schema import files
 from ...schema.errors import TargetError
 from ...schema.options import option
+from ...schema.plan import Plan
 from .. import peers
 from ..agreement.agreement import Watch
-from ..allocator import keep_freed_memory
 from ..digest import digest_of
 from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
-from ..group import Place, join, make_group_of_one
+from ..group import Place, gathered, join, make_group_of_one
 from ..measurements import StepClock
 from ..session import Session
-from ..setup import final_tensors
+from ..setup import final_tensors, keep_freed_memory
 from ..stopping import StopRequests, leave
 from ..virtual_nodes import batch_sizes_of, holders_of, share_out, slices
 from .losses import Losses
-from .measured import Sized
+
+# The batches of a script that is measured: a profiler chooses their sizes.
+#
+# The loader that the script trains on never ends. Other loaders give a few samples of each batch,
+# so that what a script does before its loop is short.
+
+_MANY = 1_000_000  # batches: no scheduler or loop ends
+
+
+class Sized:
+    """A batch sampler that gives the samples of another one in batches of other sizes.
+
+    Args:
+        batches: The script's batch sampler.
+        few_samples: Samples of a batch before the script trains on it.
+
+    Attributes:
+        batch_sampler: The script's batch sampler.
+        num_samples: Samples of the next batch.
+        is_trained_on: Whether the script trains on its batches; then it never ends.
+    """
+
+    batch_size, drop_last = None, False
+
+    def __init__(self, batches: Any, few_samples: int) -> None:
+        self.batch_sampler, self.num_samples = batches, few_samples
+        self.is_trained_on = False
+
+    @property
+    def sampler(self) -> Any:
+        """The order of the script's samples."""
+        return self.batch_sampler.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    def __len__(self) -> int:
+        return _MANY
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        waiting: list[Any] = []
+        while True:
+            drawn = 0
+            for indices in self.batch_sampler:
+                drawn += len(indices)
+                if not self.is_trained_on:
+                    yield list(indices[: self.num_samples])
+                    continue
+                waiting += indices
+                while len(waiting) >= self.num_samples:
+                    batch, waiting = waiting[: self.num_samples], waiting[self.num_samples :]
+                    yield batch
+            if not drawn or not self.is_trained_on:
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +374,7 @@ class Training:
         Raises:
             TargetError: It is not; ``said`` is what that means.
         """
-        found = torch.empty(self.world_size, dtype=torch.int64, device=self.place.device)
-        peers.all_gather(found, found.new_tensor([own]))
-        if len(set(found.tolist())) > 1:
+        if len(set(gathered(torch.tensor([own]), place=self.place).flatten().tolist())) > 1:
             raise TargetError(said, hint=hint)
 
     @contextmanager
@@ -577,11 +634,12 @@ class Training:
     def train_alone(self, model: nn.Module) -> None:
         """Watch the passes of a model that nothing synchronises, on the only worker."""
         self.train(model)
-        model.register_forward_pre_hook(self._see_pass)
 
-    def _see_pass(self, module: nn.Module, _: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self.begin_pass()
+        def see_pass(module: nn.Module, _: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                self.begin_pass()
+
+        model.register_forward_pre_hook(see_pass)
 
     def train(self, model: nn.Module) -> None:
         """Sum the gradients of a model that DistributedDataParallel takes the mean of."""
@@ -627,10 +685,8 @@ class Training:
 
     def numbers_of_all(self, own: Sequence[float]) -> list[list[float]]:
         """[workers][numbers] the numbers of all workers, as many on each."""
-        device = self.place.device
-        found = torch.empty(self.world_size * len(own), dtype=torch.float64, device=device)
-        peers.all_gather(found, torch.tensor(own, dtype=torch.float64, device=device))
-        rows: list[list[float]] = found.view(self.world_size, len(own)).tolist()
+        numbers = torch.tensor(own, dtype=torch.float64)
+        rows: list[list[float]] = gathered(numbers, place=self.place).tolist()
         return rows
 
     def are_all_true(self, own: bool) -> bool:
@@ -670,9 +726,7 @@ class Training:
         samples = self.pass_samples if is_scalar else piece and piece.own_samples
         if samples == 0 and (self._is_inside or not is_scalar) and not is_repeated:
             own = own[:0]
-        counts = torch.empty(self.world_size, dtype=torch.int64, device=own.device)
-        peers.all_gather(counts, torch.tensor([own.shape[0]], device=own.device))
-        rows = counts.tolist()
+        rows = gathered(torch.tensor([len(own)]), place=self.place).flatten().tolist()
         padded = own.new_zeros((max(rows), *own.shape[1:]))
         padded[: own.shape[0]] = own
         found = own.new_empty((self.world_size * max(rows), *own.shape[1:]))
@@ -941,3 +995,40 @@ def training() -> Training:
 def begun() -> Training | None:
     """This process's training, if the script has begun one through an adapter."""
     return _Process.training
+
+
+# What the script's loggers show of a launch: the predicted and measured step, devices' shares.
+
+
+def with_scalars(values: Mapping[str, Any], training: Training) -> dict[str, Any]:
+    """Values that a script logs, with hetflow's beside them.
+
+    Args:
+        values: By name, what the script logs.
+        training: This worker's training.
+
+    Returns:
+        The values, and ``hetflow/predicted_step_seconds``, ``hetflow/measured_step_seconds`` (the
+        median so far; none in the first step), and ``hetflow/samples_RANK_TYPE``, which is what
+        each device has of a full global batch.
+    """
+    start = training.place.start
+    found: dict[str, Any] = dict(values)
+    plan = start.plan or _plan_beside(os.environ.get(PLAN, ""))
+    if isinstance(plan, Plan) and plan.kind == "split":
+        found["hetflow/predicted_step_seconds"] = plan.predicted.step_seconds
+    measured = training.measured_step_seconds
+    if measured is not None:
+        found["hetflow/measured_step_seconds"] = measured
+    for worker in start.config.workers if start.config is not None else ():
+        name = re.sub(r"\W+", "_", worker.device_type)
+        samples = sum(node.batch_size for node in worker.virtual_nodes)
+        found[f"hetflow/samples_{worker.rank}_{name}"] = samples
+    return found
+
+
+@cache
+def _plan_beside(config: str) -> Any:
+    """The plan that the launcher keeps beside a launch config; None where this host has none."""
+    path = Path(config).with_name("plan.json") if config else Path()
+    return files.read_any(path) if path.is_file() else None

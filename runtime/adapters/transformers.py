@@ -12,8 +12,9 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,8 +25,7 @@ from ..promise.graph import divisors_of, last_divisors_of
 from .losses import before, share_of
 from .numbers import slope_of
 from .patching import around, check_version
-from .scalars import with_scalars
-from .training import Piece, Training, training
+from .training import Piece, Training, training, with_scalars
 
 VERSIONS = ((4, 57), (5, 24))  # the oldest and the newest that were tested
 _CLOSE = 1e-5  # of losses in 32 or 64 bits; parts of the latter may be computed in 32
@@ -213,8 +213,11 @@ def _step(
         current.losses.skip()  # a recording would see plain numbers in place of their tensors
         self.trained_form = form_of(self, model, inputs, num_items_in_batch, current)
     shares = [
-        (slice_tensors(inputs, slice(*part)) if len(parts) > 1 else inputs, _size_in(piece, part))
-        for part in parts
+        (
+            slice_tensors(inputs, slice(start, end)) if len(parts) > 1 else inputs,
+            min(end - start, piece.own_samples),
+        )
+        for start, end in parts
     ]
     weights = self.trained_form.weights(shares, piece, current)
     total = torch.zeros((), device=self.args.device)
@@ -227,10 +230,6 @@ def _step(
         # What Trainer logs is the plain mean of the workers' losses.
         total = total + loss * weight if weight else total
     return total
-
-
-def _size_in(piece: Piece, part: tuple[int, int]) -> int:
-    return min(part[1] - part[0], piece.own_samples)
 
 
 def _save_random(original: Any, self: Any, folder: str) -> None:
@@ -285,9 +284,9 @@ class Form:
     """How the loss of a batch is made of the losses of its parts.
 
     Attributes:
-        kind: The batch's loss is their sum, or a mean in which samples count, or labels, or labels
-            without the first of each sample, which a causal language model predicts from nothing,
-            or what divides each loss in its graph, as a mask or class weights do.
+        kind: The batch's loss is their sum, or a mean. In a mean samples count, or labels, or
+            "next labels": all but each sample's first, which a causal language model predicts from
+            nothing. Or there counts what divides each loss in its graph: a mask, class weights.
         scale: What Trainer multiplies the loss by, because others have the rest of the batch.
         counts_all: Whether samples count, and labels would too: each of them counted in the trial.
         divisors: [n] by what a loss is divided for each sample or label that counts; 0 where that
@@ -390,46 +389,33 @@ def form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Trainin
     Raises:
         TargetError: It is none of the known forms.
     """
-    fits, scale, divisors, num_read, said = _tried(self, model, inputs, num_items, current)
-    # [kinds + 3] workers that each kind fits, workers that could tell, sums of their scales and of
-    # their divisors' number; then [kinds, _DIVISORS] sums of divisors, and workers that have each
-    own = [float(kind in fits) for kind in _KINDS] if fits is not None else [0.0] * len(_KINDS)
-    own += [0.0] * 3 if fits is None else [1.0, scale, float(num_read)]
-    known: list[float] = []
-    for kind in _KINDS:
-        known += [*divisors.get(kind, []), *[0.0] * _DIVISORS][:_DIVISORS]
-    own += [*known, *(float(value != 0) for value in known)]
-    found = torch.tensor(own, dtype=torch.float64, device=current.place.device)
-    totals = current.sum_of(found).tolist()
-    counts, (tellers, scales, reads) = totals[: len(_KINDS)], totals[len(_KINDS) :][:3]
-    kinds = [kind for kind, count in zip(_KINDS, counts, strict=True) if count == tellers]
-    if not tellers or not kinds:
+    own = _tried(self, model, inputs, num_items, current)
+    told = [found for found in current.exchanged(own) if found.fits is not None]
+    kinds = [kind for kind in _KINDS if all(kind in (found.fits or ()) for found in told)]
+    if not told or not kinds:
         raise TargetError(
             "how the loss of a batch is made of the losses of its parts is not known: "
             + (
-                said
+                own.said
                 or "it is not their sum, nor their mean by samples or by labels"
                 + ("" if current.some_run_parts else ", nor by what divides it in its graph")
             )
-            if tellers
+            if told
             else "every device has less than two samples: how the loss of a batch is made of the "
             "losses of its parts cannot be tried",
             hint="compute a mean over samples, or divide by num_items_in_batch"
             + ("; solve for one virtual node on each device" if current.some_run_parts else "")
-            if tellers
+            if told
             else "use a larger batch, or a collator that gives each sample a row",
         )
     kind = kinds[0]
     if kind == "samples":  # what divides the loss follows masks that come later, too
         kind = next((read for read in kinds if read in _READ), kind)
     is_open = kind == "samples" and "labels" in kinds
-    sums, have = torch.tensor(totals[len(_KINDS) + 3 :]).view(2, len(_KINDS), -1).tolist()
-    at = _KINDS.index(kind)
-    shared = [
-        total / tellers if number == tellers else 0.0
-        for total, number in zip(sums[at], have[at], strict=True)
-    ]
-    return Form(kind, round(scales / tellers), is_open, tuple(shared), round(reads / tellers))
+    known = [[*found.divisors.get(kind, ()), *[0.0] * _DIVISORS][:_DIVISORS] for found in told]
+    shared = tuple(mean(each) if all(each) else 0.0 for each in zip(*known, strict=True))
+    scale = round(mean(found.scale for found in told))
+    return Form(kind, scale, is_open, shared, round(mean(found.num_read for found in told)))
 
 
 def _with_unlike_rows(inputs: dict[str, Any], hides: bool) -> dict[str, Any]:
@@ -506,13 +492,27 @@ def _parts_to_try(
     return parts, {"sum", "labels", "next labels"} if num_samples > 1 else {"sum"}
 
 
-def _tried(
-    self: Any, model: Any, inputs: Any, num_items: Any, current: Training
-) -> tuple[set[_Kind] | None, float, dict[_Kind, list[float]], int, str]:
-    """What this worker finds: (kinds that fit, scale, divisors by kind, those read, a failure).
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a worker's trial found.
 
-    The kinds are None where it has too few samples to tell.
+    Attributes:
+        fits: The kinds that fit; None where it has too few samples to tell.
+        scale: What Trainer multiplies the loss by.
+        divisors: [n] what divides the loss for each that counts, by kind.
+        num_read: Divisors in the graph of a loss.
+        said: A failure.
     """
+
+    fits: set[_Kind] | None
+    scale: float = 1.0
+    divisors: dict[_Kind, list[float]] = field(default_factory=dict)
+    num_read: int = 0
+    said: str = ""
+
+
+def _tried(self: Any, model: Any, inputs: Any, num_items: Any, current: Training) -> _Found:
+    """What this worker finds."""
     piece = current.piece
     assert piece is not None
     most_rows = max(end - start for start, end in current.parts_of(piece))
@@ -549,7 +549,7 @@ def _tried(
         raise
     except Exception as error:  # as of a loss that needs some samples
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        return set(), 1.0, {}, 0, f"of some samples it cannot be computed ({said})"
+        return _Found(fits=set(), said=f"of some samples it cannot be computed ({said})")
     finally:
         self.args.average_tokens_across_devices = True
         bare.train(was_training)
@@ -567,12 +567,12 @@ def _tried(
     # A worker of one sample in a row tells a sum only.
     is_silent = not kinds or (kinds == {"sum"} and not fits)
     if is_silent:
-        return None, 1.0, {}, 0, ""
+        return _Found(fits=None)
     divisors: dict[_Kind, list[float]] = {
         kind: _divisors_of(kind, parts, answers) for kind in fits if kind not in ("sum", *_READ)
     }
     scale = answers[0].loss / unscaled if unscaled else 1.0
-    return fits, scale, divisors, len(answers[0].read), ""
+    return _Found(fits, scale, divisors, len(answers[0].read))
 
 
 @dataclass(frozen=True, slots=True)

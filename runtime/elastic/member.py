@@ -3,7 +3,7 @@
 All workers do the same operations in the same order: draw an order, take a step, merge buffers.
 Every operation contains a collective, which acts as a barrier; so after a failure any two workers
 are at most one operation apart. Lagging workers get the operation's result from a leading one (for
-a step: catching_up.py). If no worker has completed it, all repeat it under the new mapping.
+a step: ``Behind``). If no worker has completed it, all repeat it under the new mapping.
 The buffers of the dead worker's virtual nodes come from the mirror. Only the step in progress is
 lost (VirtualFlow 4.1 and 7).
 """
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,23 +23,107 @@ from ...devices.backend import backend_of
 from ...devices.collectives import is_on_devices
 from ...protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ...schema.errors import PeerLostError
-from ..checkpoint import Checkpoint
+from .. import wire
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.progress import Progress, check_fits
 from ..data import Batch, is_drawn
 from ..engine import Step
 from ..epoch import Epochs
 from ..error_origin import forget_frames, is_lost_peer, may_be_echo
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups
 from ..peers import abort_groups, give_up_when
-from ..progress import Progress, check_fits
 from ..session import Session
-from ..split_engine import SplitEngine
+from ..split_engine import SplitEngine, WholeState
 from ..stopping import leave
 from ..totals import Sums
 from ..virtual_nodes import holdings_of
-from . import transfer
-from .catching_up import THE_RUNNING_JOB, Behind
 from .control import Control
 from .mirror import Mirror
+
+# Let a lagging worker catch up: it copies the state of a worker that finished the step.
+#
+# No worker can finish step k before all have contributed to its all-reduce. If a worker dies during
+# the all-reduce, some survivors may have received the result and stepped the optimizer (the leading
+# workers), while others have not (the lagging workers). A lagging worker copies the state of a
+# leading one, which sends it in its next operation. By then the gradients of step k are gone. So
+# the lagging worker runs the rest of its script's step on zero gradients, and then overwrites the
+# result: the parameters after the optimizer has stepped, everything else at the next operation.
+
+State = dict[str, Any]
+THE_RUNNING_JOB = Path("the running job")  # shown in messages in place of a checkpoint's path
+
+
+class Behind:
+    """The state that a lagging worker copies from a leading one, and when it takes effect.
+
+    Args:
+        session: The state that the parts of the job share.
+        whole: Captures and restores the state of the job.
+        progress: The registered objects, and the script's position.
+    """
+
+    def __init__(self, session: Session, whole: WholeState, progress: Progress) -> None:
+        self._session, self._whole, self._progress = session, whole, progress
+        self._found: State | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def give(self, buffers: dict[str, Any]) -> State:
+        """This worker's state between two operations: a checkpoint's state, and the gradients.
+
+        Args:
+            buffers: All virtual nodes' buffers.
+        """
+        state = self._whole.with_buffers(buffers, self._progress.registered)
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self._session.parameters.items()
+            if parameter.grad is not None
+        }
+        return {"header": self._progress.header(), "state": state, "gradients": gradients}
+
+    def take(self, found: State) -> None:
+        """Let the script run the rest of a step without the step's gradients."""
+        self._found = found
+        for parameter in self._session.parameters.values():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        for optimizer in self._session.optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+
+    def settle(self) -> None:
+        """At the start of the next operation, load the rest of the leading worker's state."""
+        if self._found is None:
+            return
+        self._unhook()
+        found, self._found = self._found, None
+        self._whole.restore_trained(THE_RUNNING_JOB, found["state"])
+        self._progress.load_registered(found["state"]["registered"])
+        for name, parameter in self._session.parameters.items():
+            gradient = found["gradients"].get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Overwrite the parameters, so that the rest of the script's step sees the right ones.
+
+        With several optimizers, each one's parameters are overwritten after it has stepped.
+        """
+        assert self._found is not None
+        session = self._session
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if len(session.optimizers) == 1:
+            self._unhook()
+            held = {id(parameter) for parameter in session.parameters.values()}
+        with torch.no_grad():
+            for name, parameter in session.parameters.items():
+                if id(parameter) in held:
+                    parameter.copy_(self._found["state"]["parameters"][name])
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -347,7 +432,7 @@ class Member:
         ranks, behind = message.ranks, message.behind
         if self._control.worker in behind:
             try:
-                found: dict[str, Any] = transfer.receive(ranks[message.donor])
+                found: dict[str, Any] = wire.receive(ranks[message.donor])
             except Exception as error:
                 if self._control.is_broken:  # aborted, so what came is garbage
                     raise PeerLostError("another worker is gone") from error
@@ -357,7 +442,7 @@ class Member:
         if behind and self._control.worker == message.donor:
             state = self._behind.give(self.mirror.state()) if self._last_is_step else None
             told = {"answer": self._last, "state": state, "mirrored": self.mirror.names}
-            transfer.send(told, [ranks[worker] for worker in behind])
+            wire.send(told, [ranks[worker] for worker in behind])
         return {}
 
     def _stop_if_asked(self) -> None:
@@ -398,7 +483,7 @@ class Member:
             self._leave()
         place = enter_generation(session.place, message, control)
         if message.guest is None and taking:
-            transfer.send(state, [message.ranks[name] for name in taking])
+            wire.send(state, [message.ranks[name] for name in taking])
         self._next, control.announced, self._arrived = None, None, place
         pause = time.perf_counter() - began
         control.send(Joined(generation=message.generation, pause_seconds=pause))
@@ -406,7 +491,7 @@ class Member:
     def _hand_over(self, message: Resize, state: Any, taking: list[str]) -> None:
         """If no worker stays, a leaving worker sends its state to the joining workers."""
         enter_handover(self._session.place, message, self._control)
-        transfer.send(state, [message.ranks[name] for name in taking])
+        wire.send(state, [message.ranks[name] for name in taking])
         close_group()
 
     def _leave(self) -> None:
@@ -453,11 +538,11 @@ class Member:
         control.announced = None
         if message.guest is not None:
             enter_handover(session.place, message, control)
-            found = transfer.receive(len(message.ranks))
+            found = wire.receive(len(message.ranks))
             close_group()
         place = enter_generation(session.place, message, control)
         if message.guest is None:
-            found = transfer.receive(message.ranks[message.donors[control.worker]])
+            found = wire.receive(message.ranks[message.donors[control.worker]])
         self._restore(found, place)
         control.send(Joined(generation=message.generation))
 

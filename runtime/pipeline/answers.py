@@ -8,6 +8,7 @@ An answer that goes to another worker is sent as plain values; a class goes by i
 """
 
 import copy
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -48,7 +49,7 @@ def taken_apart(answer: Any) -> tuple[list[Any], Rebuild]:
     """Split an answer into its tensors and a function that rebuilds its form.
 
     Returns:
-        The tensors (while a model is traced, also its symbolic numbers), and a function that takes
+        The tensors (while a model is traced, also its symbolic numbers), and a function. It takes
         an iterator of as many tensors and returns an answer of the same form.
     """
     leaves, spec = _pytree.tree_flatten(answer)
@@ -67,17 +68,13 @@ def _leaf(value: Any) -> tuple[list[Any], Rebuild]:
     if value is None or isinstance(value, _PLAIN):
         return [], lambda given: value
     if isinstance(value, Mapping):
-        return _entries(dict(value), copy.copy(value), _set_item)
+        return _entries(dict(value), copy.copy(value), operator.setitem)
     if is_dataclass(value):
         found = {field.name: getattr(value, field.name, None) for field in fields(value)}
         # Bypasses a frozen dataclass, which is safe: nothing else refers to the copy yet.
         return _entries(found, copy.copy(value), object.__setattr__)
     left_out = LeftOut(type(value).__name__)
     return [], lambda given: left_out
-
-
-def _set_item(mapping: Any, key: Any, value: Any) -> None:
-    mapping[key] = value
 
 
 def _entries(

@@ -162,7 +162,7 @@ class Layer:
     nodes: tuple[fx.Node, ...]
 
 
-def _any_call(arguments: Mapping[str, Any]) -> None:
+def any_call(arguments: Mapping[str, Any]) -> None:
     """Accept every call: a graph of torch.fx is valid for all calls that torch.fx can trace."""
 
 
@@ -198,7 +198,7 @@ class LayeredModel:
     whole: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     answer: Callable[[Any], Any] = as_it_is
-    check_call: Callable[[Mapping[str, Any]], None] = _any_call
+    check_call: Callable[[Mapping[str, Any]], None] = any_call
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:
@@ -334,7 +334,12 @@ def cut(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[StageMod
     for node, stage in stage_of.items():
         for source in node.all_input_nodes:
             if source in stage_of:
-                _check_forward(source, stage_of[source], stage)
+                if stage_of[source] > stage:
+                    raise TargetError(
+                        f"the model cannot be cut like this: tensor {source.name!r} of stage "
+                        f"{stage_of[source]} is needed by stage {stage} before it",
+                        hint="give the plan stages in the order of the model",
+                    )
                 needed_until[source] = max(needed_until.get(source, 0), stage)
     for source in _nodes_in(layered.result):
         needed_until[source] = last
@@ -403,15 +408,6 @@ def _assign(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> dict[fx.N
             hint=f"profile this model with {option('layers', True)} and solve again",
         )
     return {node: planned[layer.id] for layer in layered.layers for node in layer.nodes}
-
-
-def _check_forward(source: fx.Node, made: int, used: int) -> None:
-    if made > used:
-        raise TargetError(
-            f"the model cannot be cut like this: tensor {source.name!r} of stage {made} is needed "
-            f"by stage {used} before it",
-            hint="give the plan stages in the order of the model",
-        )
 
 
 def _nodes_in(value: Any) -> list[fx.Node]:

@@ -23,38 +23,39 @@ from ..digest import InPieces, digest_of_pieces
 from ..engine import Step
 from ..gradients.hooks import ScriptHooks
 from ..session import Session
-from ..setup import final_tensors
+from ..setup import check_same_shapes, final_tensors
 from ..streams import key_of, seed_streams_by
 from ..tensor.groups import Lanes
 from ..tensor.regions import check_attention
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
 from .channels import Message
-from .cut import StageModule, check_crossing, cut, holdings_of, like, whole
+from .cut import CALL, StageModule, any_call, check_crossing, cut, holdings_of, like, whole
 from .evaluation import StageEvaluation, refusing_calls
 from .executor import Executor, Unflushed, held
-from .microbatches import LossScaling, StepMicrobatches
+from .microbatches import LossScaling, SpreadModel, StageDone, StepMicrobatches
 from .optimizer import OwnShare, ShardedUpdates, StageState, check_shardable
-from .ownership import Holders, Ownership
-from .placing import (
-    SpreadModel,
-    StageDone,
+from .ownership import (
+    Holders,
+    Ownership,
     broadcast_parts,
-    check_same_model,
     move_buffers,
     place_own,
     put_back,
-    refuse_saving,
     shapes_on,
 )
-from .stage import Stage, StageBuffers, buffer_holders, hold_own, parameters_of, refusing_reads
+from .stage import (
+    Stage,
+    StageBuffers,
+    buffer_holders,
+    hold_own,
+    parameters_of,
+    refuse_saving,
+    refusing_reads,
+)
 from .synchronise import Synchroniser
 from .trace import layers_of
 from .transport import Routes, transport_of
-
-
-def _any_call(arguments: Mapping[str, Any]) -> None:
-    """Accept every call: a model that is not traced takes any."""
 
 
 def _sharing_of(model: nn.Module, work: PipelineWork, device: torch.device) -> Sharing:
@@ -96,11 +97,17 @@ class PipelineEngine:
         groups = work.groups
         group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
         self._position = group  # in the schedule
+        # Every worker makes process groups in the same order, here and in the parts below: a group
+        # is a collective of all workers, also of those outside of it.
         sharing = _sharing_of(model, work, place.device)
         spreads = bool(work.sequence_parallel and sharing.roles)
         self._tensor = tensor = tensor_group(place, groups)
         self._holdings_of = partial(holdings_of, sharing=sharing, sequence_parallel=spreads)
         self._sharded = ShardedModel(model, sharing, tensor, sequence_parallel=spreads)
+        named = session.parameters
+        self._whole_shapes = [(parameter, parameter.shape) for parameter in named.values()]
+        if place.distributed:
+            check_same_shapes({**named, **dict(model.named_buffers())}, place)
         with self._sharded.traceable():
             parts, check_call = self._parts()
         check_shared(parts, sharing, model)
@@ -127,6 +134,9 @@ class PipelineEngine:
             if optimizer
             else None
         )
+        # The share takes parameters while they are whole, and knows their order in the optimizer.
+        # Then own parameters and buffers move here, get the first worker's values, and are cut
+        # last: a broadcast sends whole tensors.
         place_own(
             [p for name, p in self._ownership.parameters.items() if name in own],
             list(held_here.values()),
@@ -138,6 +148,7 @@ class PipelineEngine:
         held = {name for name, ranks in holders.items() if place.rank in ranks}
         broadcast_parts(model, session.parameters, own | held, place)
         self._ownership.strip()
+        # Stages note forwards and buffers as they are: shared layers are in their places by now.
         self._sharded.install()
         self._stages = {
             number: Stage(
@@ -182,7 +193,7 @@ class PipelineEngine:
             place.device,
             self._holdings_of(parts),
         )
-        self._model = SpreadModel(model, None if check_call is _any_call else check_call)
+        self._model = SpreadModel(model, None if parts[0].arguments == (CALL,) else check_call)
         refuse_saving(model, self._ownership, self.buffers)
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
         self._seeds: dict[tuple[int, int], int] = {}  # of a step that flushes, by pass
@@ -202,19 +213,23 @@ class PipelineEngine:
                 work, self._stages, self._executor, self._synchroniser, optimizer
             )
 
-    def _parts(self) -> tuple[list[StageModule], Callable[[Mapping[str, Any]], None]]:
+    def _parts(
+        self, *, evaluates: bool = False
+    ) -> tuple[list[StageModule], Callable[[Mapping[str, Any]], None]]:
         """The model's stages and a check of its calls; parameters return to their places after.
 
         A parallel plan of one stage needs no graph, so its model need not be traceable.
+
+        Args:
+            evaluates: Whether the model is in another mode than the plan's.
         """
         session, work = self._session, self._work
-        check_same_model(session.model, session.parameters, session.place)
         if work.is_tensor_parallel and len(work.stages) == 1:
-            return [whole(session.model)], _any_call
-        shapes = [(parameter, parameter.shape) for parameter in session.parameters.values()]
-        with shapes_on(session.device, session.model, shapes):
+            return [whole(session.model)], any_call
+        with shapes_on(session.device, session.model, self._whole_shapes):
             layered = layers_of(session.model, work.trace)
-        return cut(layered, [stage.layers for stage in work.stages]), layered.check_call
+        stages = [stage.layers for stage in work.stages]
+        return cut(layered, like(layered, stages) if evaluates else stages), layered.check_call
 
     def _check_semantics(self) -> None:
         if self.flushes:
@@ -336,18 +351,14 @@ class PipelineEngine:
         if self._unflushed is not None:
             self._unflushed.epoch_of(epoch, num_batches, last_batch_samples)
         elif last_batch_samples < self._work.num_microbatches:
-            self._check_short_batch(last_batch_samples)
-
-    def _check_short_batch(self, samples: int) -> None:
-        """Refuse a short last batch when the epoch begins, not when it ends."""
-        try:
-            schedule_of(self._work, samples)
-        except ProblemError as error:
-            raise TargetError(
-                f"the last batch of an epoch has {samples} samples for "
-                f"{self._work.num_microbatches} microbatches, and {error.message}",
-                hint="give the DataLoader drop_last=True",
-            ) from None
+            try:  # refuses a short last batch when the epoch begins, not when it ends
+                schedule_of(self._work, last_batch_samples)
+            except ProblemError as error:
+                raise TargetError(
+                    f"the last batch of an epoch has {last_batch_samples} samples for "
+                    f"{self._work.num_microbatches} microbatches, and {error.message}",
+                    hint="give the DataLoader drop_last=True",
+                ) from None
 
     # Called by the executor
 
@@ -500,7 +511,7 @@ class PipelineEngine:
         self._sharded.remove()
         try:
             with self._sharded.traceable():
-                parts, check_call = self._parts_in_evaluation()
+                parts, check_call = self._parts(evaluates=True)
             ownership.check_held(parameters_of(parts), [stage.ranks for stage in work.stages])
         finally:
             self._model.spread()
@@ -519,18 +530,6 @@ class PipelineEngine:
             holdings=self._holdings_of(parts),
             passing=self._sharded.passing,
         )
-
-    def _parts_in_evaluation(
-        self,
-    ) -> tuple[list[StageModule], Callable[[Mapping[str, Any]], None]]:
-        session, work, ownership = self._session, self._work, self._ownership
-        if work.is_tensor_parallel and len(work.stages) == 1:
-            return [whole(session.model)], _any_call
-        shapes = [(p, ownership.whole_shape(n)) for n, p in ownership.parameters.items()]
-        with shapes_on(session.device, session.model, shapes):
-            layered = layers_of(session.model, work.trace)
-        stages = like(layered, [stage.layers for stage in work.stages])
-        return cut(layered, stages), layered.check_call
 
     def check_predicts(self) -> None:
         """Refuse ``job.predict``: no worker of a pipeline runs a whole pass.

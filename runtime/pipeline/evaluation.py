@@ -9,12 +9,9 @@ for the others until all have left. So any mixture of calls ends.
 Values travel as plain bytes, as in checkpoints: nothing is unpickled.
 """
 
-import hashlib
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +19,12 @@ from torch import Tensor, nn
 
 from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
-from .. import checkpoint, peers
-from ..digest import byte_view
+from .. import peers
+from ..checkpoints.checkpoint import DTYPES
 from ..group import Place
-from ..manifest import DTYPES
 from ..tensor.operators import TensorGroup, gather_tokens_from, scatter_tokens_to
 from ..tensor.sequence import check_length
+from ..wire import Message, carried
 from .answers import made_again, portable
 from .crossing import Holding, Holdings
 from .cut import CALL, StageModule, by_placeholder
@@ -40,48 +37,17 @@ Autocast = tuple[bool, str]
 """Whether a call was made under autocast, and the name of its dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """Nested plain values with tensors, ready to be sent.
-
-    Attributes:
-        header: The values as JSON, and the dtypes and shapes of the tensors.
-        tensors: The tensors, in order.
-    """
-
-    header: bytes
-    tensors: list[Tensor]
-
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 of the contents. Waits for the tensors' device."""
-        digest = hashlib.sha256(self.header)
-        for tensor in self.tensors:
-            digest.update(checkpoint.bytes_of(checkpoint.copy_to_host(tensor)))
-        return digest.digest()
-
-    def value(self, device: torch.device) -> Any:
-        """The values, with tensors on a device."""
-        tensors = [tensor.to(device) for tensor in self.tensors]
-        return checkpoint.decode(json.loads(self.header)["value"], tensors)
-
-
-def _message(value: Any, what: str) -> _Message:
-    """Make a message of values.
+def message_of(value: Any, what: str) -> Message:
+    """Make a message of values, with the tensors where they are.
 
     Raises:
         TargetError: They hold an object that is no plain data, or a tensor of a strange dtype.
     """
-    tensors: list[Tensor] = []
+    strange = f"{what} with a {{}} tensor"
     try:
-        encoded = checkpoint.encode(value, tensors, what, copy=Tensor.detach)
+        return Message.of(value, what, strange=strange, copy=Tensor.detach)
     except TargetError as error:
         raise TargetError(f"a pipeline cannot send {error.message}", hint=_HINT) from None
-    kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-    for kind, _ in kinds:
-        if kind not in DTYPES:
-            raise TargetError(f"a pipeline cannot send {what} with a {kind} tensor", hint=_HINT)
-    return _Message(json.dumps({"value": encoded, "tensors": kinds}).encode(), tensors)
 
 
 class StageEvaluation:
@@ -138,7 +104,7 @@ class StageEvaluation:
         self._check_call(by_placeholder(self._signature, arguments, named))
         kind = self._place.device.type
         autocast = (torch.is_autocast_enabled(kind), _name_of(torch.get_autocast_dtype(kind)))
-        own = _message([list(arguments), named, list(autocast)], "the call")
+        own = message_of([list(arguments), named, list(autocast)], "the call")
         return self._round(own)[1]
 
     def serve(self) -> None:
@@ -151,7 +117,7 @@ class StageEvaluation:
         found = by_placeholder(self._signature, tuple(arguments), dict(named))
         return {**found, CALL: (tuple(arguments), dict(named))}
 
-    def _round(self, own: _Message | None) -> tuple[bool, Any]:
+    def _round(self, own: Message | None) -> tuple[bool, Any]:
         """Make one round of calls.
 
         Args:
@@ -167,7 +133,7 @@ class StageEvaluation:
             answer = found if is_own else answer
         return bool(calls), answer
 
-    def _meet(self, own: _Message | None) -> list[list[int]]:
+    def _meet(self, own: Message | None) -> list[list[int]]:
         """The calls of a round: of each, the ranks that make it. Call it on all workers."""
         if self._transport is None:
             return [] if own is None else [[self._place.rank]]
@@ -185,7 +151,7 @@ class StageEvaluation:
                 calls.setdefault(tuple(digest), []).append(rank)
         return list(calls.values())
 
-    def _run(self, number: int, own: _Message | None, callers: Sequence[int]) -> Any:
+    def _run(self, number: int, own: Message | None, callers: Sequence[int]) -> Any:
         """Pass a call through all stages.
 
         All workers go through the same list of messages in the same order, so none waits for one
@@ -213,7 +179,7 @@ class StageEvaluation:
         last = groups[-1]
         for caller in callers:
             if caller not in last and rank in (caller, last[0]):
-                sent = _message(portable(values), "the answer") if rank == last[0] else None
+                sent = message_of(portable(values), "the answer") if rank == last[0] else None
                 sent = self._carry(sent, last[0], caller)
                 if rank == caller and sent is not None:
                     values = made_again(sent.value(self._place.device))
@@ -240,9 +206,9 @@ class StageEvaluation:
         if is_unlike and rank in senders:
             made = self._of_tokens(gather_tokens_from, made, holdings)
         found = made
-        message = _message(list(made), "a value between stages") if rank in senders else None
+        message = message_of(list(made), "a value between stages") if rank in senders else None
         for receiver in receivers:
-            sender = _source_of(senders, receivers, receiver)
+            sender = senders[receivers.index(receiver) * len(senders) // len(receivers)]
             if sender != receiver and rank in (sender, receiver):
                 passed = self._carry(message, sender, receiver)
                 if rank == receiver and passed is not None:
@@ -265,37 +231,22 @@ class StageEvaluation:
         pairs = zip(values, holdings, strict=True)
         return [change(v, self._group) if held is Holding.TOKENS else v for v, held in pairs]
 
-    def _carry(self, message: _Message | None, source: int, target: int) -> _Message | None:
+    def _carry(self, message: Message | None, source: int, target: int) -> Message | None:
         """Send a message from one worker to another; return what this worker then has."""
-        rank, transport = self._place.rank, self._transport
+        rank = self._place.rank
         if rank not in (source, target):
             return message
-        assert transport is not None
         wire = wire_device(self._place.device)
-        if rank == source:
-            assert message is not None
-            header = torch.frombuffer(bytearray(message.header), dtype=torch.uint8)
-            peers.send(torch.tensor([len(header)]), dst=target, group=transport.up)
-            peers.send(header, dst=target, group=transport.up)
-            for tensor in message.tensors:
-                if tensor.numel():
-                    peers.send(byte_view(tensor).to(wire), dst=target)
-            return message
-        length = torch.zeros(1, dtype=torch.int64)
-        peers.receive(length, src=source, group=transport.up)
-        header = torch.empty(int(length), dtype=torch.uint8)
-        peers.receive(header, src=source, group=transport.up)
-        said, tensors = header.numpy().tobytes(), list[Tensor]()
-        for name, shape in json.loads(said)["tensors"]:
-            tensors.append(torch.empty(shape, dtype=DTYPES[name], device=wire))
-            if tensors[-1].numel():
-                peers.receive(byte_view(tensors[-1]), src=source)
-        return _Message(said, tensors)
 
+        def carry(tensor: Tensor) -> Tensor:
+            tensor = tensor.to(wire)
+            if rank == source:
+                peers.send(tensor, dst=target)
+            else:
+                peers.receive(tensor, src=source)
+            return tensor
 
-def _source_of(senders: Sequence[int], receivers: Sequence[int], receiver: int) -> int:
-    """The worker of a group from which a worker of the next group receives a value."""
-    return senders[receivers.index(receiver) * len(senders) // len(receivers)]
+        return carried(message if rank == source else None, carry)
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -48,7 +48,6 @@ class _Step(NamedTuple):
     """An operation, and facts that follow from its position in the list."""
 
     operation: Operation
-    run: "Action"
     place: tuple[int, int]
     channel: tuple[int, bool]
     """Of a transfer: the other rank, and whether it carries activations."""
@@ -72,7 +71,6 @@ class _Program:
         self.steps = [
             _Step(
                 op,
-                _ACTIONS[op.kind],
                 (op.stage, op.microbatch),
                 (-1 if op.peer is None else op.peer, op.kind in ACTIVATIONS),
                 op.kind in _SENT_BY and (_SENT_BY[op.kind], op.stage, op.microbatch) in sends,
@@ -168,25 +166,35 @@ class Executor:
             if before is not None and step.starts and step.operation.microbatch >= before:
                 return
             self._next += 1
-            step.run(self, step, passes)
+            self._do(step, passes)
         for sender in self._senders.values():
             sender.flush()
 
-    def _receive_activation(self, step: _Step, _: Passes) -> None:
-        received = self._receivers[step.channel].take()
-        self._activations[step.place] = received.message
-        if received.holdings:
-            self._gradient_holdings[step.place] = received.of_gradients()
-
-    def _receive_gradient(self, step: _Step, _: Passes) -> None:
-        self._gradients[step.place] = self._receivers[step.channel].take().message[0]
-
-    def _send_activation(self, step: _Step, _: Passes) -> None:
-        self._send(step, self._made_activations.pop(step.place), self._holdings[step.place[0]])
-
-    def _send_gradient(self, step: _Step, _: Passes) -> None:
-        holdings = self._gradient_holdings.pop(step.place, ())
-        self._send(step, self._made_gradients.pop(step.place), holdings)
+    def _do(self, step: _Step, passes: Passes) -> None:
+        op, place = step.operation, step.place
+        match op.kind:
+            case Kind.FORWARD:
+                self._forward(step, passes)
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                self._backward(step, passes)
+            case Kind.BACKWARD_WEIGHT:
+                passes.backward_pass(op, None)
+            case Kind.SEND_ACTIVATION:
+                self._send(step, self._made_activations.pop(place), self._holdings[op.stage])
+            case Kind.RECEIVE_ACTIVATION:
+                received = self._receivers[step.channel].take()
+                self._activations[place] = received.message
+                if received.holdings:
+                    self._gradient_holdings[place] = received.of_gradients()
+            case Kind.SEND_GRADIENT:
+                holdings = self._gradient_holdings.pop(place, ())
+                self._send(step, self._made_gradients.pop(place), holdings)
+            case Kind.RECEIVE_GRADIENT:
+                self._gradients[place] = self._receivers[step.channel].take().message[0]
+            case Kind.REDUCE:
+                passes.reduce(op)
+            case Kind.UPDATE:
+                passes.update(op)
 
     def _send(self, step: _Step, values: tuple[Any, ...], holdings: Holdings) -> None:
         assert self._program is not None
@@ -229,30 +237,6 @@ class Executor:
             self._made_gradients[step.place] = made
         else:
             self._gradients[op.stage - 1, op.microbatch] = made
-
-    def _backward_weight(self, step: _Step, passes: Passes) -> None:
-        passes.backward_pass(step.operation, None)
-
-    def _reduce(self, step: _Step, passes: Passes) -> None:
-        passes.reduce(step.operation)
-
-    def _update(self, step: _Step, passes: Passes) -> None:
-        passes.update(step.operation)
-
-
-Action = Callable[[Executor, _Step, Passes], None]
-_ACTIONS: dict[Kind, Action] = {
-    Kind.FORWARD: Executor._forward,
-    Kind.BACKWARD: Executor._backward,
-    Kind.BACKWARD_INPUT: Executor._backward,
-    Kind.BACKWARD_WEIGHT: Executor._backward_weight,
-    Kind.SEND_ACTIVATION: Executor._send_activation,
-    Kind.RECEIVE_ACTIVATION: Executor._receive_activation,
-    Kind.SEND_GRADIENT: Executor._send_gradient,
-    Kind.RECEIVE_GRADIENT: Executor._receive_gradient,
-    Kind.REDUCE: Executor._reduce,
-    Kind.UPDATE: Executor._update,
-}
 
 
 def held(seconds: float | None) -> AbstractContextManager[None]:

@@ -9,19 +9,22 @@ inspects its own optimizer's gradients only. An overflow in one stage must skip 
 stages, so it is made visible in the gradients of each.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...schema.errors import TargetError
+from ..agreement.agreement import leaves_of, nodes_of
 from ..data import Pass
-from ..engine import Step
+from ..engine import LossFunction, Step
 from ..losses import Weighted
-from ..tensor.gradients import plain
+from .cut import CALL, by_placeholder
+from .norms import plain
 from .ownership import Ownership
 from .synchronise import Synchroniser
 
@@ -89,47 +92,6 @@ class LossScaling:
                 return
 
 
-def nodes_of(value: Any) -> Iterator[Any]:
-    """Yield the autograd nodes that made the tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        if value.grad_fn is not None:
-            yield value.grad_fn
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from nodes_of(entry)
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from nodes_of(entry)
-
-
-def check_reads_none_of(loss: Any, strangers: Mapping[int, str], answered: set[Any]) -> None:
-    """Refuse a loss that depends on a parameter which this worker does not hold.
-
-    Args:
-        loss: The result of the script's function.
-        strangers: Names of the parameters that must not be read, by ``id``.
-        answered: Nodes that made the model's answer; the search stops at them.
-
-    Raises:
-        TargetError: Names the parameter.
-    """
-    seen = set(answered)
-    ahead = list(nodes_of(loss))
-    while ahead:
-        node = ahead.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        name = strangers.get(id(getattr(node, "variable", None)))
-        if name is not None:
-            raise TargetError(
-                f"the loss reads parameter {name}, which a pipeline keeps on another worker or "
-                f"in another version",
-                hint="use the optimizer's weight_decay, or compute the term inside the model",
-            )
-        ahead += [source for source, _ in node.next_functions if source is not None]
-
-
 class StepMicrobatches:
     """The microbatches of one call of ``job.backward`` on this worker; made anew for each call.
 
@@ -182,7 +144,111 @@ class StepMicrobatches:
         """
         loss = answer.loss if isinstance(answer, Weighted) else answer
         if not self._loss_is_checked:  # later microbatches run the same code
-            check_reads_none_of(loss, self._strangers, self._answered)
+            for leaf in leaves_of(loss, self._answered):
+                if id(leaf) in self._strangers:
+                    raise TargetError(
+                        f"the loss reads parameter {self._strangers[id(leaf)]}, which a pipeline "
+                        "keeps on another worker or in another version",
+                        hint="use the optimizer's weight_decay, or compute the term inside the "
+                        "model",
+                    )
         self._loss_is_checked = True
         self.step.agreement.look_at(loss, self._answered)
         self._answered = set()  # else the graph would outlive its backward pass
+
+
+RunStage = Callable[[dict[str, Any]], Any]
+"""Runs this worker's stage. Takes the model's arguments by the names of the traced graph, and the
+whole call under ``CALL``."""
+
+
+class StageDone(BaseException):
+    """Ends the script's function on a worker whose stage is not the last one."""
+
+
+class SpreadModel:
+    """Replaces a model's ``forward``: inside ``call`` it runs one stage, elsewhere it refuses.
+
+    Args:
+        model: The script's model.
+        check_call: Refuses arguments for which the traced stages are not valid. None: the only
+            stage is the model as it is, which takes the call itself.
+
+    Attributes:
+        signature: The parameters of a call of the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, check_call: Callable[[dict[str, Any]], None] | None
+    ) -> None:
+        self._model, self._check_call = model, check_call
+        self._forward = model.forward
+        self.signature = inspect.signature(model.forward)
+        self._run_stage: RunStage | None = None
+        self._evaluate: Callable[..., Any] | None = None
+        self.spread()
+
+    def spread(self) -> None:
+        """Make calls of the model run a stage, or refuse them, from now on."""
+        self._model.forward = self._meet
+
+    def release(self) -> None:
+        """Give the model its own ``forward`` back."""
+        self._model.forward = self._forward
+
+    @contextmanager
+    def evaluating(self, evaluate: Callable[..., Any]) -> Iterator[None]:
+        """Within the context, calls of the model outside of ``call`` go to another function."""
+        self._evaluate = evaluate
+        try:
+            yield
+        finally:
+            self._evaluate = None
+
+    def call(self, function: LossFunction, run: RunStage, inputs: Any) -> Any:
+        """Call the script's function, with ``run`` in place of the model.
+
+        Args:
+            function: The script's function of one microbatch.
+            run: Called once, when the function calls the model.
+            inputs: The function's arguments: a tuple or list of them, or the only one.
+
+        Returns:
+            The function's result; None where ``run`` raised ``StageDone``.
+
+        Raises:
+            TargetError: The function did not call the model, or called it twice.
+        """
+        self._run_stage = run
+        try:
+            whole = isinstance(inputs, tuple | list)
+            answer = function(*inputs) if whole else function(inputs)
+        except StageDone:
+            return None
+        finally:
+            unused, self._run_stage = self._run_stage is run, None
+        if unused:
+            raise TargetError("the function did not call the model")
+        return answer
+
+    def _meet(self, *arguments: Any, **named: Any) -> Any:
+        if self._run_stage is None and self._evaluate is not None:
+            return self._evaluate(*arguments, **named)
+        if self._run_stage is None:
+            raise TargetError(
+                "the model is spread over several workers",
+                hint="call it inside job.backward's function, or inside job.evaluation()",
+            )
+        run, self._run_stage = self._run_stage, self._refuse_second
+        call = {CALL: (arguments, named)}
+        if self._check_call is None:
+            return run(call)
+        given = by_placeholder(self.signature, arguments, named)
+        self._check_call(given)
+        return run({**given, **call})
+
+    def _refuse_second(self, arguments: object) -> Any:
+        raise TargetError(
+            "the function calls the model twice; a pipeline runs it once a microbatch",
+            hint="join the inputs into one call",
+        )

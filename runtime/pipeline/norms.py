@@ -19,7 +19,7 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +29,92 @@ from torch import Tensor, nn
 from ...schema.errors import PeerLostError, TargetError
 from .. import peers
 from ..group import Place
-from ..tensor.gradients import plain
 from ..tensor.groups import Lanes
+
+# The gradient of a parameter that is cut: one worker's part, which knows the whole's norm.
+#
+# ``clip_grad_norm_(model.parameters(), limit)`` must clip by the norm of all gradients on every
+# worker, even where a worker holds only a part of a parameter. So the part refers to a companion
+# tensor, a stand-in that answers with the whole gradient's norm (``NormOnly``). An operation
+# that scales the part scales the companion too.
+
+TAKE_NORMS = {
+    torch.linalg.vector_norm,
+    torch.linalg.norm,
+    torch.norm,
+    Tensor.norm,
+    torch._foreach_norm,
+}
+_SCALE = {
+    "mul_", "div_", "zero_", "_foreach_mul_", "_foreach_div_", "_foreach_zero_",
+    "_amp_foreach_non_finite_check_and_unscale_",
+}  # fmt: skip
+
+
+class PartGradient(Tensor):
+    """A part of a gradient; norm functions of it return the norm of the whole gradient."""
+
+    _companion: Tensor
+
+    @staticmethod
+    def of(part: Tensor, companion: Tensor) -> "PartGradient":
+        """Wrap the part in its own memory; ``companion`` knows the norms of the whole gradient."""
+        made: PartGradient = part.as_subclass(PartGradient)
+        made._companion = companion
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Take norms of the companion, scale both, and apply everything else to the part."""
+        kwargs = kwargs or {}
+        if func in TAKE_NORMS:
+            return func(companions(args[0]), *args[1:], **kwargs)
+        scale_companions(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def plain(gradient: Tensor) -> Tensor:
+    """A gradient as an ordinary tensor; of a ``PartGradient``, the part itself."""
+    if isinstance(gradient, PartGradient):
+        return gradient.as_subclass(Tensor)
+    return gradient
+
+
+def companions(given: Any) -> Any:
+    """A gradient or a list of gradients, with each part replaced by its companion."""
+    if isinstance(given, PartGradient):
+        return given._companion
+    if isinstance(given, list | tuple):
+        return [companions(entry) for entry in given]
+    return given
+
+
+def scale_companions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """If a function scales gradients in place, scale the companions of parts too."""
+    if getattr(func, "__name__", "") not in _SCALE:
+        return
+    first = args[0]
+    if isinstance(first, PartGradient):
+        func(first._companion, *args[1:], **kwargs)
+        return
+    if not isinstance(first, list | tuple):
+        return
+    places = [n for n, entry in enumerate(first) if isinstance(entry, PartGradient)]
+    if not places:
+        return
+    rest = [
+        [given[n] for n in places] if isinstance(given, list | tuple) else given
+        for given in args[1:]
+    ]
+    func([first[n]._companion for n in places], *rest, **kwargs)
+
 
 NORMS = (2.0, 1.0, math.inf)
 NUM_ROWS = 1 + len(NORMS)
@@ -39,75 +123,7 @@ Rows = NDArray[np.float64]
 _MOST_INDICES = 64
 
 
-class Table(Protocol):
-    """The norms of all parameters' gradients, some of which may not be known."""
-
-    @property
-    def used(self) -> Sequence[bool]:
-        """[parameters] whether there is a gradient."""
-
-    @property
-    def is_finite(self) -> "bool | Tensor":
-        """Whether no gradient has an infinite or NaN entry; needs the infinity norms."""
-
-    def multiply(self, factor: float) -> None:
-        """Scale all norms."""
-
-    def divide(self, divisor: "float | Tensor") -> None:
-        """Scale all norms."""
-
-    def two_norms(self, indices: Sequence[int]) -> Tensor:
-        """[indices] the 2-norms of these parameters' gradients, float64."""
-
-    def norm(self, index: int, norm: float) -> "float | Tensor":
-        """A norm of one gradient."""
-
-    def ratios(self, norm: float) -> "Sequence[float] | Tensor":
-        """[parameters] the norm over the 2-norm; 1 where that is zero or overflows."""
-
-
-class HostTable:
-    """A table of plain numbers; see ``Table``.
-
-    Args:
-        rows: The table; changed in place.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self.used: list[bool] = (rows[0] > 0).tolist()
-
-    @property
-    def is_finite(self) -> bool:
-        """See ``Table``."""
-        return bool(np.isfinite(self._rows[1 + NORMS.index(math.inf)]).all())
-
-    def multiply(self, factor: float) -> None:
-        """See ``Table``."""
-        self._rows[1:] *= factor
-
-    def divide(self, divisor: "float | Tensor") -> None:
-        """See ``Table``."""
-        self._rows[1:] /= float(divisor)
-
-    def two_norms(self, indices: Sequence[int]) -> Tensor:
-        """See ``Table``; on the host."""
-        return torch.from_numpy(self._rows[1, list(indices)])
-
-    def norm(self, index: int, norm: float) -> float:
-        """See ``Table``."""
-        return float(self._rows[1 + NORMS.index(norm), index])
-
-    def ratios(self, norm: float) -> list[float]:
-        """See ``Table``."""
-        two, row = self._rows[1], self._rows[1 + NORMS.index(norm)]
-        usable = (two > 0) & (two < math.inf)
-        found = np.divide(row, two, out=np.ones_like(two), where=usable)
-        ratios: list[float] = found.tolist()
-        return ratios
-
-
-class DeviceIndices:
+class Indices:
     """Lists of indices as tensors on a device; each list is sent there once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -125,8 +141,10 @@ class DeviceIndices:
         return self._sent[key]
 
 
-class DeviceTable:
-    """A table whose norms are on a device; see ``Table``. Nothing here waits for the device.
+class Table:
+    """The norms of all parameters' gradients, some of which may not be known.
+
+    On a host single norms are plain numbers. On a device they stay there, and nothing waits.
 
     Args:
         used: [parameters] whether there is a gradient.
@@ -134,38 +152,41 @@ class DeviceTable:
         indices: Makes indices on the same device.
     """
 
-    def __init__(self, used: Sequence[bool], norms: Tensor, indices: DeviceIndices) -> None:
+    def __init__(self, used: Sequence[bool], norms: Tensor, indices: Indices) -> None:
         self.used = used
         self._norms, self._indices = norms, indices
 
     @property
-    def is_finite(self) -> Tensor:
-        """See ``Table``; [] on the device."""
-        return torch.isfinite(self._norms[NORMS.index(math.inf)]).all()
+    def is_finite(self) -> "bool | Tensor":
+        """Whether no gradient has an infinite or NaN entry; needs the infinity norms."""
+        found = torch.isfinite(self._norms[NORMS.index(math.inf)]).all()
+        return bool(found) if self._norms.is_cpu else found
 
     def multiply(self, factor: float) -> None:
-        """See ``Table``."""
+        """Scale all norms."""
         if factor != 1:
             self._norms *= factor
 
     def divide(self, divisor: "float | Tensor") -> None:
-        """See ``Table``."""
+        """Scale all norms."""
         if isinstance(divisor, Tensor) or divisor != 1:
             self._norms /= divisor
 
     def two_norms(self, indices: Sequence[int]) -> Tensor:
-        """See ``Table``; on the device."""
+        """[indices] the 2-norms of these parameters' gradients, float64."""
         return self._norms[0].index_select(0, self._indices.of(indices))
 
-    def norm(self, index: int, norm: float) -> Tensor:
-        """See ``Table``; [] on the device."""
-        return self._norms[NORMS.index(norm), index]
+    def norm(self, index: int, norm: float) -> "float | Tensor":
+        """A norm of one gradient."""
+        found = self._norms[NORMS.index(norm), index]
+        return found.item() if found.is_cpu else found
 
-    def ratios(self, norm: float) -> Tensor:
-        """See ``Table``; on the device."""
+    def ratios(self, norm: float) -> "Sequence[float] | Tensor":
+        """[parameters] the norm over the 2-norm; 1 where that is zero or overflows."""
         two, row = self._norms[0], self._norms[NORMS.index(norm)]
         usable = (two > 0) & (two < math.inf)
-        return torch.where(usable, row / two, torch.ones_like(two))
+        found = torch.where(usable, row / two, torch.ones_like(two))
+        return found.tolist() if found.is_cpu else found
 
 
 class Columns:
@@ -175,9 +196,12 @@ class Columns:
         parameters: [parameters] the name, and the first rank that holds it. That rank sends the
             norm; of a cut parameter, every rank of its group sends its part's norm.
         lanes: Which workers share layers.
+        device: Where tables are.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, int]], lanes: Lanes) -> None:
+    def __init__(
+        self, parameters: Sequence[tuple[str, int]], lanes: Lanes, device: torch.device
+    ) -> None:
         self._columns = [
             (index, teller)
             for index, (name, first) in enumerate(parameters)
@@ -185,6 +209,7 @@ class Columns:
         ]
         self._num_parameters = len(parameters)
         self._are_whole = len(self._columns) == len(parameters)
+        self.indices = Indices(device)
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -193,30 +218,19 @@ class Columns:
         """The columns that a rank sends, and the indices of their parameters."""
         return [(n, index) for n, (index, teller) in enumerate(self._columns) if teller == rank]
 
-    def joined(self, table: Rows) -> Rows:
-        """[NUM_ROWS, parameters] the norms of whole gradients, from those of parts."""
-        if self._are_whole:
-            return table
-        numbers = np.array([index for index, _ in self._columns])
-        whole: Rows = np.zeros((NUM_ROWS, self._num_parameters))
-        np.maximum.at(whole[0], numbers, table[0])
-        with np.errstate(invalid="ignore"):  # the norm of a gradient with a NaN is one
-            for row, norm in enumerate(NORMS, start=1):
-                if norm == math.inf:
-                    np.maximum.at(whole[row], numbers, table[row])
-                elif norm == 1.0:
-                    np.add.at(whole[row], numbers, table[row])
-                else:
-                    np.add.at(whole[row], numbers, table[row] ** 2)
-                    whole[row] = np.sqrt(whole[row])
-        return whole
+    def table(self, rows: Rows) -> Table:
+        """The table of whole gradients, from [NUM_ROWS, columns] on the host."""
+        used = [False] * self._num_parameters
+        for (index, _), flag in zip(self._columns, (rows[0] > 0).tolist(), strict=True):
+            used[index] |= flag
+        return Table(used, self.joined(torch.from_numpy(rows[1:])), self.indices)
 
-    def joined_on_device(self, norms: Tensor, indices: DeviceIndices) -> Tensor:
-        """[norms, parameters] from [norms, columns] on a device, with the bits of ``joined``."""
+    def joined(self, norms: Tensor) -> Tensor:
+        """[norms, parameters] the norms of whole gradients, from those of parts in their order."""
         if self._are_whole:
             return norms
         padded = torch.cat([norms, norms.new_zeros(len(NORMS), 1)], 1)
-        parts = [padded.index_select(1, indices.of(places)) for places in self._places()]
+        parts = [padded.index_select(1, self.indices.of(places)) for places in self._places()]
         found = []
         for row, norm in enumerate(NORMS):
             whole = parts[0][row].square() if norm == 2.0 else parts[0][row]
@@ -277,13 +291,12 @@ class DeviceSums:
         told: Sequence[tuple[int, nn.Parameter]],
     ) -> None:
         self._place, self._columns, self._told = place, columns, list(told)
-        self._indices = DeviceIndices(place.device)
         self._num_losses = len(tellers)
         self._own_loss = list(tellers).index(place.rank) if place.rank in tellers else None
 
     def sum(
         self, losses: Sequence[Loss], used: Sequence[bool], norms: Collection[float] | None
-    ) -> tuple[Tensor, DeviceTable | None]:
+    ) -> tuple[Tensor, Table | None]:
         """Sum the losses and a table of norms over all workers.
 
         Args:
@@ -306,15 +319,15 @@ class DeviceSums:
         loss = reduce(operator.add, own[: self._num_losses].unbind())
         return loss, None if table is None else self._table(used, own[self._num_losses :])
 
-    def tell(self, used: Sequence[bool], norms: Collection[float]) -> DeviceTable:
+    def tell(self, used: Sequence[bool], norms: Collection[float]) -> Table:
         """A table of these norms, as gradients are now. Call it on all workers."""
         own = self._own_norms(norms).view(-1)
         peers.all_reduce(own)
         return self._table(used, own)
 
-    def _table(self, used: Sequence[bool], sums: Tensor) -> DeviceTable:
-        norms = self._columns.joined_on_device(sums.view(len(NORMS), -1), self._indices)
-        return DeviceTable(used, norms, self._indices)
+    def _table(self, used: Sequence[bool], sums: Tensor) -> Table:
+        norms = self._columns.joined(sums.view(len(NORMS), -1))
+        return Table(used, norms, self._columns.indices)
 
     def _own_norms(self, norms: Collection[float]) -> Tensor:
         """[norms, columns] the norms that this worker sends, and zeros; float64."""
@@ -329,8 +342,8 @@ class DeviceSums:
         padded = torch.nn.functional.pad(taken, (0, 1, 0, 1))
         row_of = {row: place for place, row in enumerate(rows)}
         column_of = {column: place for place, (column, _) in enumerate(found)}
-        lines = self._indices.of([row_of.get(row, len(rows)) for row in range(len(NORMS))])
-        places = self._indices.of([column_of.get(n, len(found)) for n in range(number)])
+        lines = self._columns.indices.of([row_of.get(row, len(rows)) for row in range(len(NORMS))])
+        places = self._columns.indices.of([column_of.get(n, len(found)) for n in range(number)])
         return padded.index_select(0, lines).index_select(1, places)
 
 
@@ -413,4 +426,146 @@ class ToldNorms:
             ) from None
 
 
-# Tables list the norms in this order.
+# Of the gradients of parameters on other workers a worker knows only the norms.
+# ``clip_grad_norm_(model.parameters(), limit, norm_type)`` takes each gradient's norm, and the norm
+# of these norms. So a single number with the right norm can replace a gradient of any shape.
+
+_NEED_ALL = {"abs", "max", "min", "amax", "amin", "mean", "median", "std", "var", "sort", "topk"}
+
+
+class NormOnly(Tensor):
+    """One number, the 2-norm of a gradient elsewhere; functions for other norms return those.
+
+    Scaling it (clipping, unscaling) scales all its norms. It is reused in every step.
+    """
+
+    _told: ToldNorms
+    _index: int
+
+    @staticmethod
+    def of(number: Tensor, told: ToldNorms, index: int) -> "NormOnly":
+        """Make a stand-in.
+
+        Args:
+            number: [1] receives the 2-norm; of the gradient's dtype, on its device.
+            told: Has the other norms.
+            index: The parameter's index in their tables.
+        """
+        made: NormOnly = number.as_subclass(NormOnly)
+        made._told, made._index = told, index
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Return norms; refuse functions that would need the gradient itself."""
+        kwargs = kwargs or {}
+        if func in TAKE_NORMS:
+            order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else 2.0))
+            given = companions(args[0])
+            if isinstance(given, Tensor):
+                return _norm(given, order)
+            return [_norm(gradient, order) for gradient in given]
+        if getattr(func, "__name__", "") in _NEED_ALL:
+            raise TargetError(
+                f"{func.__name__} of a gradient that another worker of the pipeline has",
+                hint="only norms are known here: use clip_grad_norm_ or clip_grad_value_",
+            )
+        scale_companions(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _norm(gradient: Tensor, order: Any) -> Tensor:
+    plain = gradient.as_subclass(Tensor)
+    order = 2.0 if order in (None, "fro") else float(order)
+    if not isinstance(gradient, NormOnly):
+        whole: Tensor = torch.linalg.vector_norm(plain, order)
+        return whole
+    if order not in NORMS:
+        known = ", ".join(f"{norm:g}" for norm in NORMS)
+        raise TargetError(
+            f"the {order:g}-norm of a gradient that another worker of the pipeline has",
+            hint=f"norms {known} are known everywhere",
+        )
+    found: Tensor = plain.abs().squeeze()
+    if order == 2:
+        return found
+    scaled = _product(found, gradient._told.ratio(gradient._index, order))
+    # If not yet scaled, return it exactly as received: a tied weight's workers clip equally.
+    two, exact = (
+        told.to(found.dtype) if isinstance(told, Tensor) else torch.full_like(found, told)
+        for told in gradient._told.told(gradient._index, order)
+    )
+    return torch.where(found == two, exact, scaled)
+
+
+def _product(found: Tensor, ratio: float | Tensor) -> Tensor:
+    """Multiply by a ratio of float64 as by a Python number: the dtype stays."""
+    if not isinstance(ratio, Tensor):
+        return found * ratio
+    wide = torch.promote_types(found.dtype, torch.float32)
+    return (found.to(wide) * ratio.to(wide)).to(found.dtype)
+
+
+class PartNorms:
+    """Makes one worker's parts of gradients return the whole gradients' norms.
+
+    If another replica holds a parameter whole, its gradient returns the same norm. A norm that it
+    computed itself would be rounded differently, and the replicas would clip by different numbers.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:
+        """Take the parameters, with their indices in tables of norms."""
+        self._parts, self._told = list(parts), told
+
+    def show(self, table: Table, loss_scale: float | Tensor) -> None:
+        """Give each part of a gradient a companion with the norm of the whole gradient.
+
+        Args:
+            table: Norms of gradients without the loss scale.
+            loss_scale: The factor by which a GradScaler will divide both part and companion.
+        """
+        shown = [(i, p, plain(p.grad)) for i, p in self._parts if p.grad is not None]
+        if not shown:
+            return
+        norms = table.two_norms([index for index, _, _ in shown]) * loss_scale
+        kinds = {(part.dtype, part.device) for _, _, part in shown}
+        numbers = {kind: norms.to(dtype=kind[0], device=kind[1]) for kind in kinds}
+        for place, (index, parameter, part) in enumerate(shown):
+            number = numbers[part.dtype, part.device][place : place + 1]
+            parameter.grad = PartGradient.of(part, NormOnly.of(number, self._told, index))
+
+
+class StandIns:
+    """One worker's stand-ins for the gradients of parameters that it does not hold."""
+
+    def __init__(self, apart: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:
+        """Take the parameters, with their indices in tables of norms."""
+        self._kinds: list[tuple[Tensor, list[int]]] = []
+        self._all: list[tuple[int, nn.Parameter, NormOnly]] = []
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
+        for index, parameter in apart:
+            kind = (parameter.dtype, parameter.device)
+            by_kind.setdefault(kind, []).append((index, parameter))
+        for (dtype, device), members in by_kind.items():
+            numbers = torch.zeros(len(members), dtype=dtype, device=device)
+            self._kinds.append((numbers, [index for index, _ in members]))
+            self._all += [
+                (index, parameter, NormOnly.of(numbers[place : place + 1], told, index))
+                for place, (index, parameter) in enumerate(members)
+            ]
+
+    def show(self, table: Table) -> None:
+        """Set each as ``grad`` of its parameter, with the 2-norm, where a gradient exists."""
+        for numbers, indices in self._kinds:
+            numbers.copy_(table.two_norms(indices))
+        for index, parameter, stand_in in self._all:
+            wanted = stand_in if table.used[index] else None
+            if parameter.grad is not wanted:
+                parameter.grad = wanted

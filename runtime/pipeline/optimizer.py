@@ -28,10 +28,10 @@ from torch import Tensor
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from ...schema.options import option, told
-from .. import checkpoint, parts, peers
-from ..checkpoint import Checkpoint
+from .. import peers
+from ..checkpoints import checkpoint, parts
+from ..checkpoints.restoring import load_optimizers, load_parameters
 from ..log import log
-from ..restoring import load_optimizers, load_parameters
 from ..session import Session
 from ..tensor.operators import TensorGroup, parts_of_all
 from .ownership import Holders, Ownership, in_buckets
@@ -47,9 +47,9 @@ def keepers_of(ownership: Ownership, names: Sequence[str]) -> dict[str, Holders]
     """The ranks that keep the optimizer's state of each parameter: one rank for every part of it.
 
     The largest parameter comes first, and each goes to the replica whose fullest worker has the
-    least so far. So with d replicas of a stage no worker keeps more than (s + (d - 1) m) / d bytes
-    for parameters of s bytes together, of which the largest has m (Graham, 1969; the planner counts
-    this). Deterministic, and equal on all workers.
+    least so far. Say that a stage's parameters have s bytes together, and the largest m. Then with
+    d replicas no worker keeps more than (s + (d - 1) m) / d bytes (Graham, 1969); the planner
+    counts this. Deterministic, and equal on all workers.
 
     Args:
         ownership: Which ranks hold which parameters.
@@ -253,7 +253,7 @@ class OwnShare:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) not in names for parameter in held):
             raise TargetError("under a pipeline the optimizer may hold the model's parameters only")
-        self._optimizer, self._ownership = optimizer, ownership
+        self._optimizer, self._ownership, self._rank = optimizer, ownership, rank
         self.order = [names[id(parameter)] for parameter in held]
         self.keepers: dict[str, Holders] = {}
         if is_sharded:
@@ -287,7 +287,7 @@ class OwnShare:
             index = self._own[local]
             name = self.order[index]
             joined = {key: join(name, value) for key, value in values.items()}
-            if self._ownership.is_first_to_share(name):
+            if name not in self._ownership.cut or self._ownership.lanes.lane(self._rank) == 0:
                 found[index] = joined
         return {
             "state": found,
@@ -491,19 +491,9 @@ class StageState:
         self._synchroniser.late_loss = state.get("late_loss")
         self._buffers.restore(state["buffers"])
 
-    def reader(self) -> Callable[[Path], Checkpoint]:
+    @property
+    def wanted(self) -> parts.Wanted:
         """See ``StateParts``."""
         own, buffers = self._ownership.own, self._buffers.names
         kept = self._share.kept if self._share else None
-        return parts.reader(parts.Wanted(own, buffers, self._stages, self._session.rank, kept))
-
-    def write(
-        self,
-        folder: Path,
-        header: dict[str, Any],
-        encoded: Any,
-        tensors: list[Tensor],
-        broken: set[Path],
-    ) -> None:
-        """See ``StateParts``."""
-        parts.write(folder, header, encoded, tensors, broken)
+        return parts.Wanted(own, buffers, self._stages, self._session.rank, kept)

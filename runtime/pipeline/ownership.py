@@ -6,13 +6,10 @@ that clips by ``clip_grad_norm_(model.parameters(), limit)`` clips by the norm o
 all workers get the same norm.
 
 Tensors are sent piece by piece, so that no device needs memory for a whole one.
-
-Of the gradients of parameters on other workers it knows only the norms.
-``clip_grad_norm_(model.parameters(), limit, norm_type)`` takes each gradient's norm, and the norm
-of these norms. So a single number with the right norm can replace a gradient of any shape.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -20,163 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...devices.backend import backend_of
+from ...devices.backend import backend_of, is_out_of_memory
 from ...devices.collectives import wire_device
 from ...devices.host import TORCH_DEVICE as HOST
-from ...devices.out_of_memory import is_out_of_memory
 from ...schema.errors import TargetError
 from .. import peers
+from ..checkpoints.checkpoint import shapes_of
 from ..digest import InPieces
 from ..group import Place
-from ..initial_values import forget
+from ..initial_values import fill, forget, initial_value
 from ..log import log
-from ..manifest import shapes_of
-from ..tensor.gradients import TAKE_NORMS, PartGradient, companions, plain, scale_companions
+from ..setup import move_optimizer_state
 from ..tensor.groups import Lanes
-from .norms import NORMS, Table, ToldNorms
-
-_NEED_ALL = {"abs", "max", "min", "amax", "amin", "mean", "median", "std", "var", "sort", "topk"}
-
-
-class NormOnly(Tensor):
-    """One number, the 2-norm of a gradient elsewhere; functions for other norms return those.
-
-    Scaling it (clipping, unscaling) scales all its norms. It is reused in every step.
-    """
-
-    _told: ToldNorms
-    _index: int
-
-    @staticmethod
-    def of(number: Tensor, told: ToldNorms, index: int) -> "NormOnly":
-        """Make a stand-in.
-
-        Args:
-            number: [1] receives the 2-norm; of the gradient's dtype, on its device.
-            told: Has the other norms.
-            index: The parameter's index in their tables.
-        """
-        made: NormOnly = number.as_subclass(NormOnly)
-        made._told, made._index = told, index
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Return norms; refuse functions that would need the gradient itself."""
-        kwargs = kwargs or {}
-        if func in TAKE_NORMS:
-            order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else 2.0))
-            given = companions(args[0])
-            if isinstance(given, Tensor):
-                return _norm(given, order)
-            return [_norm(gradient, order) for gradient in given]
-        if getattr(func, "__name__", "") in _NEED_ALL:
-            raise TargetError(
-                f"{func.__name__} of a gradient that another worker of the pipeline has",
-                hint="only norms are known here: use clip_grad_norm_ or clip_grad_value_",
-            )
-        scale_companions(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-
-def _norm(gradient: Tensor, order: Any) -> Tensor:
-    plain = gradient.as_subclass(Tensor)
-    order = 2.0 if order in (None, "fro") else float(order)
-    if not isinstance(gradient, NormOnly):
-        whole: Tensor = torch.linalg.vector_norm(plain, order)
-        return whole
-    if order not in NORMS:
-        known = ", ".join(f"{norm:g}" for norm in NORMS)
-        raise TargetError(
-            f"the {order:g}-norm of a gradient that another worker of the pipeline has",
-            hint=f"norms {known} are known everywhere",
-        )
-    found: Tensor = plain.abs().squeeze()
-    if order == 2:
-        return found
-    scaled = _product(found, gradient._told.ratio(gradient._index, order))
-    # If not yet scaled, return it exactly as received: a tied weight's workers clip equally.
-    two, exact = (_as(found, told) for told in gradient._told.told(gradient._index, order))
-    return torch.where(found == two, exact, scaled)
-
-
-def _product(found: Tensor, ratio: float | Tensor) -> Tensor:
-    """Multiply by a ratio of float64 as by a Python number: the dtype stays."""
-    if not isinstance(ratio, Tensor):
-        return found * ratio
-    wide = torch.promote_types(found.dtype, torch.float32)
-    return (found.to(wide) * ratio.to(wide)).to(found.dtype)
-
-
-def _as(found: Tensor, told: float | Tensor) -> Tensor:
-    """A number that was told, as a tensor like another."""
-    return told.to(found.dtype) if isinstance(told, Tensor) else torch.full_like(found, told)
-
-
-class PartNorms:
-    """Makes one worker's parts of gradients return the whole gradients' norms.
-
-    If another replica holds a parameter whole, its gradient returns the same norm. A norm that it
-    computed itself would be rounded differently, and the replicas would clip by different numbers.
-    """
-
-    def __init__(self, parts: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:
-        """Take the parameters, with their indices in tables of norms."""
-        self._parts, self._told = list(parts), told
-
-    def show(self, table: Table, loss_scale: float | Tensor) -> None:
-        """Give each part of a gradient a companion with the norm of the whole gradient.
-
-        Args:
-            table: Norms of gradients without the loss scale.
-            loss_scale: The factor by which a GradScaler will divide both part and companion.
-        """
-        shown = [(i, p, plain(p.grad)) for i, p in self._parts if p.grad is not None]
-        if not shown:
-            return
-        norms = table.two_norms([index for index, _, _ in shown]) * loss_scale
-        kinds = {(part.dtype, part.device) for _, _, part in shown}
-        numbers = {kind: norms.to(dtype=kind[0], device=kind[1]) for kind in kinds}
-        for place, (index, parameter, part) in enumerate(shown):
-            number = numbers[part.dtype, part.device][place : place + 1]
-            parameter.grad = PartGradient.of(part, NormOnly.of(number, self._told, index))
-
-
-class StandIns:
-    """One worker's stand-ins for the gradients of parameters that it does not hold."""
-
-    def __init__(self, apart: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:
-        """Take the parameters, with their indices in tables of norms."""
-        self._kinds: list[tuple[Tensor, list[int]]] = []
-        self._all: list[tuple[int, nn.Parameter, NormOnly]] = []
-        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
-        for index, parameter in apart:
-            kind = (parameter.dtype, parameter.device)
-            by_kind.setdefault(kind, []).append((index, parameter))
-        for (dtype, device), members in by_kind.items():
-            numbers = torch.zeros(len(members), dtype=dtype, device=device)
-            self._kinds.append((numbers, [index for index, _ in members]))
-            self._all += [
-                (index, parameter, NormOnly.of(numbers[place : place + 1], told, index))
-                for place, (index, parameter) in enumerate(members)
-            ]
-
-    def show(self, table: Table) -> None:
-        """Set each as ``grad`` of its parameter, with the 2-norm, where a gradient exists."""
-        for numbers, indices in self._kinds:
-            numbers.copy_(table.two_norms(indices))
-        for index, parameter, stand_in in self._all:
-            wanted = stand_in if table.used[index] else None
-            if parameter.grad is not wanted:
-                parameter.grad = wanted
-
+from .cut import StageModule
 
 PIECE_BYTES = 25 << 20
 """Bytes of the largest piece, which a device needs for tensors that it does not hold."""
@@ -193,18 +46,12 @@ def broadcast(tensor: Tensor, wire: torch.device, *, src: int, sends: bool, keep
         keeps: Whether this worker wants the values.
     """
     dense = tensor.contiguous() if sends or keeps else None
-    length = max(1, PIECE_BYTES // tensor.element_size())
-    for start in range(0, tensor.numel(), length):
-        number = min(length, tensor.numel() - start)
-        if dense is None:
-            passing = torch.empty(number, dtype=tensor.dtype, device=wire)
-            peers.broadcast(passing, src=src)
-            continue
-        piece = dense.view(-1)[start : start + number]
-        passing = piece.to(wire)
-        peers.broadcast(passing, src=src)
-        if not sends and passing is not piece:
-            piece.copy_(passing)
+    at = 0
+    own = dense if sends else None
+    for piece in stream(own, tensor.dtype, tensor.shape, wire, src=src):
+        if dense is not None and not sends:
+            dense.view(-1)[at : at + len(piece)].copy_(piece)
+            at += len(piece)
     if not sends and dense is not None and dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)
 
@@ -364,10 +211,6 @@ class Ownership:
                         hint="job.evaluation(whole=True) brings the whole model to every worker",
                     )
 
-    def is_first_to_share(self, name: str) -> bool:
-        """Whether this worker is the first in the group that holds one replica of a parameter."""
-        return name not in self.cut or self.lanes.lane(self._place.rank) == 0
-
     def alike_with(self, name: str, rank: int) -> Holders:
         """The ranks that hold the values of a parameter that a rank holds; empty if it does not."""
         sets = self.lanes.alike(name, self.holders[name])
@@ -494,3 +337,128 @@ class Ownership:
             for name, parameter in self.parameters.items()
             if name not in self.own or name in self.cut
         }
+
+
+# Place this worker's own stages on its device, without ever moving the rest of the model there.
+#
+# Stages are cut before anything is moved. A trace records the device of the tensors that a forward
+# makes, so layers are traced on the worker's device. Meanwhile the parameters are replaced by
+# stand-ins of the same shapes, which take no memory there.
+
+Buffer = tuple[nn.Module, str, Tensor]
+
+
+@contextmanager
+def shapes_on(
+    device: torch.device, model: nn.Module, shapes: Iterable[tuple[nn.Parameter, torch.Size]]
+) -> Iterator[None]:
+    """Within the context, give parameters and buffers their shapes on a device, without values.
+
+    The tensors that the model's modules move themselves move to the device and stay.
+
+    Args:
+        device: The device.
+        model: The model.
+        shapes: Each parameter, with the shape of the whole parameter.
+    """
+    known = list(shapes)
+    values = [(parameter, parameter.data, parameter.grad) for parameter, _ in known]
+    buffers = [(m, key, b) for m in model.modules() for key, b in m._buffers.items()]
+    zeros: dict[torch.dtype, Tensor] = {}
+    try:
+        _show_shapes([(m, key, b) for m, key, b in buffers if b is not None], device)
+        for parameter, shape in known:
+            if parameter.dtype not in zeros:
+                zeros[parameter.dtype] = torch.zeros((), dtype=parameter.dtype, device=device)
+            parameter.grad = None
+            parameter.data = zeros[parameter.dtype].expand(shape)
+        model.to(device)
+        yield
+    finally:
+        for parameter, value, gradient in values:
+            parameter.data = value
+            parameter.grad = gradient
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer
+
+
+def _show_shapes(buffers: Sequence[Buffer], device: torch.device) -> None:
+    """Put tensors of the buffers' shapes in their places, all in one memory of the largest's size.
+
+    Code that views a buffer needs its strides too.
+    """
+    layouts = {id(b): torch.empty_like(b, device="meta") for _, _, b in buffers}
+    room: dict[torch.dtype, int] = {}
+    for layout in layouts.values():
+        room[layout.dtype] = max(room.get(layout.dtype, 0), layout.numel())
+    memory = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in room.items()}
+    shown = {
+        name: memory[layout.dtype].as_strided(layout.shape, layout.stride())
+        for name, layout in layouts.items()
+    }
+    for module, key, buffer in buffers:
+        module._buffers[key] = shown[id(buffer)]
+
+
+def place_own(
+    own: Sequence[nn.Parameter],
+    parts: Sequence[StageModule],
+    optimizers: Sequence[torch.optim.Optimizer],
+    place: Place,
+) -> None:
+    """Move this worker's parameters and their optimizer state to its device.
+
+    Args:
+        own: This worker's parameters.
+        parts: This worker's stages.
+        optimizers: The script's optimizers.
+        place: This worker among the others.
+    """
+    for parameter in own:
+        fill(parameter, place.device, computes=place.rank == 0)
+    for part in parts:
+        part.module.to(place.device)  # a module's own ``to`` may move more than its parameters
+    for parameter in own:  # also those that no stage uses
+        parameter.data = parameter.data.to(place.device)
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(place.device)
+    for optimizer in optimizers:
+        move_optimizer_state(optimizer, own)
+
+
+def broadcast_parts(
+    model: nn.Module, parameters: dict[str, nn.Parameter], own: Collection[str], place: Place
+) -> None:
+    """Start from the first worker's values; each worker keeps those of its own tensors only.
+
+    Args:
+        model: The whole model.
+        parameters: All parameters by name; this worker's are on its device.
+        own: Names of this worker's parameters and buffers.
+        place: This worker among the others.
+    """
+    if not place.distributed:
+        return
+    wire = wire_device(place.device)
+    for name, tensor in {**parameters, **dict(model.named_buffers())}.items():
+        # A deferred value of another worker's parameter is computed here, sent, and freed.
+        value = initial_value(tensor) if place.rank == 0 else tensor.detach()
+        broadcast(value, wire, src=0, sends=place.rank == 0, keeps=name in own)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> list[Buffer]:
+    """Put copies of buffers of other devices on a device; return the originals and places."""
+    before: list[Buffer] = []
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, value in module._buffers.items():
+            if value is not None and value.device != device:
+                before.append((module, name, value))
+                module._buffers[name] = made.setdefault(id(value), value.to(device))
+    return before
+
+
+def put_back(buffers: Sequence[Buffer]) -> None:
+    """Undo ``move_buffers``."""
+    for module, name, value in buffers:
+        module._buffers[name] = value

@@ -27,7 +27,7 @@ from ..group import Place, subgroup
 from .cores import AttentionCores
 from .cut import StageModule, writes
 from .halves import Roots, WeightHalf, backward_input
-from .ownership import Holders, broadcast, stream
+from .ownership import Holders, Ownership, broadcast, stream
 
 Places = Mapping[str, list[tuple[nn.Module, str]]]
 """The modules that have a buffer, and its name in each, by its name in the model."""
@@ -300,6 +300,23 @@ class StageBuffers(VirtualNodeBuffers):
             self._local = local
 
 
+def refuse_saving(model: nn.Module, *held: "Ownership | StageBuffers") -> None:
+    """Refuse ``model.state_dict()`` while tensors of other stages have no values here.
+
+    A copy of the model is not refused: its owner knows which values it keeps.
+    """
+
+    def refuse(module: nn.Module, *rest: object) -> None:
+        if module is model and not all(tensors.is_readable for tensors in held):
+            raise TargetError(
+                "model.state_dict() is called on a part of a model: other workers have the "
+                "parameters of the other stages",
+                hint="call job.sync_buffers() on all workers before, or job.checkpoint()",
+            )
+
+    model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+
+
 Weights = dict[str, Tensor]
 
 
@@ -363,7 +380,9 @@ class Stage:
         inputs = (*own, *values)
         if self._recompute:
             call = partial(self._call, weights)
-            return checkpoint(call, *inputs, use_reentrant=False, context_fn=self._contexts)
+            # For the first pass, and for a recomputation of it.
+            contexts = lambda: (nullcontext(), _KeptBuffers(self._buffered))  # noqa: E731
+            return checkpoint(call, *inputs, use_reentrant=False, context_fn=contexts)
         return self._call(weights, *inputs)
 
     def _leaves_of(
@@ -383,14 +402,13 @@ class Stage:
     def _call(self, weights: Weights | None, *inputs: Any) -> Any:
         part = self.part
         # In-place layers must not write to a leaf, or to inputs that are recomputed from.
-        own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
+        own = inputs
+        if self._in_place:
+            own = tuple(v.clone() if isinstance(v, Tensor) else v for v in inputs)
         with self._cores(), self._passing():
             if weights is None:
                 return part.answer(part.module(*own))
             return part.answer(torch.func.functional_call(part.module, weights, own))
-
-    def _contexts(self) -> tuple[Any, Any]:
-        return nullcontext(), _KeptBuffers(self._buffered)
 
     def keep(self, microbatch: int, results: tuple[Any, ...]) -> None:
         """Keep the start of a microbatch's backward pass; the outputs' values can be freed."""
@@ -484,7 +502,3 @@ class _KeptBuffers:
 def _root(result: Tensor) -> Tensor | GradientEdge:
     """The start of a backward pass: a loss, or the graph's edge of an output without its values."""
     return get_gradient_edge(result) if result.numel() > 1 else result
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

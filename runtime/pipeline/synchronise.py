@@ -19,29 +19,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...devices.backend import backend_of
+from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from ...schema.operations import Operation
 from .. import peers
-from ..gradients.arrivals import have_no_gradients
+from ..gradients.reducer import have_no_gradients
 from ..group import Place, subgroup
 from ..losses import check_has_graph, loss_and_weight, weight_number
 from ..run_ahead import HostLead, LateValues
-from ..tensor.gradients import plain
 from .norms import (
     NORMS,
     NUM_ROWS,
     Columns,
     DeviceSums,
-    HostTable,
     Loss,
+    PartNorms,
     Rows,
+    StandIns,
     Table,
     ToldNorms,
     norms_of,
+    plain,
     weighted_sum,
 )
-from .ownership import Holders, Ownership, PartNorms, StandIns
+from .ownership import Holders, Ownership
 from .replica_sums import ReplicaSums
 from .transport import Exchange, Transport
 
@@ -93,8 +95,11 @@ class Synchroniser:
             [i for i, (name, _) in enumerate(self._parameters) if rank not in self._holders(name)]
             for rank in range(place.world_size)
         ]
+        is_on_device = is_between_devices(place, transport)
         self._columns = Columns(
-            [(name, ownership.holders[name][0]) for name, _ in self._parameters], ownership.lanes
+            [(name, ownership.holders[name][0]) for name, _ in self._parameters],
+            ownership.lanes,
+            place.device if is_on_device else torch.device(HOST),
         )
         # Norms that a worker asks for: of parameters elsewhere, and of those held in parts.
         self._asks_of = [
@@ -119,7 +124,7 @@ class Synchroniser:
         self._tells_loss = ownership.lanes.lane(place.rank) == 0
         self._on_device: DeviceSums | None = None
         length = _HEAD + NUM_ROWS * len(self._columns) if self._tells else _NUM_TOLD
-        if is_between_devices(place, transport):
+        if is_on_device:
             self._on_device = DeviceSums(place, tellers, self._columns, self._told)
             length = _HEAD + len(self._parameters)
         self._exchange = Exchange(transport, place.world_size, length)
@@ -219,7 +224,7 @@ class Synchroniser:
 
     def finish(self) -> Tensor:
         """Make gradients the mean over the global batch; return its mean loss [], equal on all."""
-        known = self._norms_to_tell()
+        known = self._norms.wanted | ({math.inf} if self.checks_overflow else set())
         tell = self._tell_hosts if self._on_device is None else self._tell_devices
         loss, table = tell(known)
         head = self._sums_of_hosts()[:_HEAD].tolist()
@@ -262,7 +267,7 @@ class Synchroniser:
             self._fill(own[_HEAD:].reshape(NUM_ROWS, -1), known)
         sums = self._sums_of_hosts()
         rows = sums.numpy()[_HEAD:].reshape(NUM_ROWS, -1) if self._tells else None
-        table = None if rows is None else HostTable(self._columns.joined(rows))
+        table = None if rows is None else self._columns.table(rows)
         return sums[_LOSS] / sums[_WEIGHT], table
 
     def _tell_devices(self, known: set[float]) -> tuple[Tensor, Table | None]:
@@ -283,10 +288,6 @@ class Synchroniser:
         if self._summed is None:
             self._summed = self._exchange.sum()
         return self._summed
-
-    def _norms_to_tell(self) -> set[float]:
-        """The norms in this step's table, equal on all workers."""
-        return self._norms.wanted | ({math.inf} if self.checks_overflow else set())
 
     def _stand_in(self, table: Table, known: set[float], *, adds: bool) -> None:
         """Put stand-ins with the norms of other workers' gradients in place.
@@ -360,7 +361,7 @@ class Synchroniser:
         table: Rows = np.zeros((NUM_ROWS, len(self._columns)))
         self._fill(table, norms)
         peers.all_reduce(torch.from_numpy(table), group=self._transport.up)
-        return HostTable(self._columns.joined(table))
+        return self._columns.table(table)
 
     def _told_losses(self) -> list[Loss]:
         """The losses that this worker sends, and their weights."""

@@ -5,7 +5,7 @@ call of a module starts a layer, named like the module; functions in between (ad
 to the layer before them. Layers are intervals of one topological order, so any cut is valid.
 Layers of a model that torch.fx cannot trace are found by torch.export.
 
-It runs the model's own Python with the arguments of a real call, so control flow that
+It runs the model's own Python with the arguments of a real call. So control flow that
 depends on shapes, options and missing arguments takes the branches of that call. Every size that
 the code does not fix stays open, above all the batch size. What the code asks about sizes becomes
 guards; a call that breaks a guard is refused. The graph consists of single operators, each of which
@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 
 from ...schema.errors import TargetError
 from ...schema.layer_trace import LayerTrace
-from ..manifest import shape_text
+from ..checkpoints.checkpoint import shape_text
 from ..setup import check_model
 from ..tensor.sharded import is_shared_call
 from .answers import Rebuild, taken_apart
@@ -213,8 +213,7 @@ def _layered(
             graph.erase_node(node)
         elif node.op == "get_attr":
             _name_in_model(node, module, model, constants)
-    _restore_shared(model, graph)
-    _restore_norms(model, graph)
+    _restore_modules(model, graph)
     _refuse_updates(graph, dict(model.named_buffers(remove_duplicate=False)))
     output = next(node for node in graph.nodes if node.op == "output")
     found = LayeredModel(
@@ -255,14 +254,6 @@ def _value_in(root: nn.Module, name: str) -> Any:
     return held
 
 
-def _restore_shared(model: nn.Module, graph: fx.Graph) -> None:
-    """Call the model's own module where a tensor-parallel group shares a layer."""
-    for node in list(graph.nodes):
-        call = _leaf_call(model, node) if is_shared_call(node.target) else None
-        if call is not None:
-            _call_module(graph, node, call[1])
-
-
 def _call_module(graph: fx.Graph, node: fx.Node, name: str) -> None:
     """Call a module on an operator's first argument, in place of the operator."""
     with graph.inserting_before(node):
@@ -272,18 +263,21 @@ def _call_module(graph: fx.Graph, node: fx.Node, name: str) -> None:
     graph.erase_node(node)
 
 
-def _restore_norms(model: nn.Module, graph: fx.Graph) -> None:
-    """Call the model's own module in place of operators that update its running statistics."""
+def _restore_modules(model: nn.Module, graph: fx.Graph) -> None:
+    """Call the model's own modules again where operators would not do.
+
+    These are layers that a tensor-parallel group shares, and norms, whose operators would update
+    running statistics.
+    """
     for node in list(graph.nodes):
         call = _leaf_call(model, node) if node.op == "call_function" else None
         if call is None:
             continue
         norm = model.get_submodule(call[1])
-        if not isinstance(norm, _NORMS) or not norm.track_running_stats:
-            continue
-        if _name_of(node) in _UPDATED:
+        is_norm = isinstance(norm, _NORMS) and norm.track_running_stats
+        if is_shared_call(node.target) or (is_norm and _name_of(node) in _UPDATED):
             _call_module(graph, node, call[1])
-        elif not node.users:
+        elif is_norm and not node.users:
             graph.erase_node(node)  # the module itself counts its batches
 
 
@@ -378,7 +372,7 @@ def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel
         }
         return exported_layers(model, inputs, trace.constants or {})
     graph, whole = _trace(model)
-    shared = of_inputs(graph, partial(_attribute, model))
+    shared = of_inputs(graph, lambda name: reduce(getattr, name.split("."), model))
     outside = ("placeholder", "get_attr", "output")
     _unpack_at_once(model, graph, shared)
     nodes = [node for node in graph.nodes if node.op not in outside and node not in shared]
@@ -439,10 +433,6 @@ def _is_written(model: nn.Module, node: fx.Node) -> bool:
     return False
 
 
-def _attribute(model: nn.Module, name: str) -> Any:
-    return reduce(getattr, name.split("."), model)
-
-
 def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
     whole: set[str] = set()
     while True:
@@ -492,7 +482,8 @@ def _group(model: nn.Module, nodes: list[fx.Node]) -> tuple[Layer, ...]:
         if node.op == "call_module" or not groups:
             groups.append([])
         groups[-1].append(node)
-    if len(groups) > 1 and _feeds_nothing(groups[0]):
+    # Functions before the first module may feed none after it: they count calls, say.
+    if len(groups) > 1 and all(user in groups[0] for node in groups[0] for user in node.users):
         groups[:2] = [groups[0] + groups[1]]
     heads = [next((n for n in group if n.op == "call_module"), group[0]) for group in groups]
     names = numbered([str(h.target) if h.op == "call_module" else h.name for h in heads])
@@ -500,11 +491,6 @@ def _group(model: nn.Module, nodes: list[fx.Node]) -> tuple[Layer, ...]:
         Layer(name, _operation(model, head), tuple(members))
         for name, head, members in zip(names, heads, groups, strict=True)
     )
-
-
-def _feeds_nothing(group: list[fx.Node]) -> bool:
-    """Whether functions before the first module feed none after it (they count calls, say)."""
-    return all(user in group for node in group for user in node.users)
 
 
 def _check_written(model: nn.Module, layers: tuple[Layer, ...]) -> None:

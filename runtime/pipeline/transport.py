@@ -41,11 +41,11 @@ class Line:
 
     def send(self, part: Tensor) -> peers.Transfer:
         """Start to send; keep the tensor until the transfer is done."""
-        return peers.send_over(self.group, part, self.peer, self.tag)
+        return peers.started("send", self.group.send, [part], self.peer, self.tag)
 
     def receive(self, part: Tensor) -> peers.Transfer:
         """Start to receive into a tensor of exactly the size that is sent."""
-        return peers.receive_over(self.group, part, self.peer, self.tag)
+        return peers.started("receive", self.group.recv, [part], self.peer, self.tag)
 
 
 @dataclass(frozen=True, slots=True)

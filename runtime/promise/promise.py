@@ -41,10 +41,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ...devices.backend import backend_of
-from ...devices.out_of_memory import is_out_of_memory
+from ...devices.backend import backend_of, is_out_of_memory
 from ...schema.errors import TargetError
-from ..agreement.known import leaves_of
+from ..agreement.agreement import leaves_of
 from ..data import Batch, Pass, copied
 from ..losses import loss_and_rest, loss_and_weight, outputs_in, weight_number
 from ..run_ahead import LateValues

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from ...schema.errors import TargetError
 from .. import peers
 from ..buffers import VirtualNodeBuffers
-from ..checkpoint import Checkpoint, copy_to_host
-from ..manifest import shapes_of
+from ..checkpoints.checkpoint import copy_to_host, shapes_of
+from ..checkpoints.restoring import load_optimizers
 from ..optimizers import state_of
-from ..restoring import load_optimizers
 from ..session import Session
 from ..totals import StepTotals
 from .states import SharedStates
@@ -27,10 +26,9 @@ class SharedState:
         buffers: The virtual nodes' buffers.
         totals: The sums of a step.
         states: This worker's share.
-        whole: Reads and writes checkpoints of whole states.
     """
 
-    is_in_parts = False
+    is_in_parts, wanted = False, None
 
     def __init__(
         self,
@@ -38,12 +36,9 @@ class SharedState:
         buffers: VirtualNodeBuffers,
         totals: StepTotals,
         states: SharedStates,
-        whole: Any,
     ) -> None:
         self._session, self._buffers, self._totals = session, buffers, totals
         self._states = states
-        self.reader: Callable[[], Callable[[Path], Checkpoint]] = whole.reader
-        self.write = whole.write
 
     def describe(self) -> dict[str, Any]:
         """See ``StateParts``."""

@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
-from .layers import sharded_dropout
-from .operators import TensorGroup, recording
+from .operators import TensorGroup, recording, sharded_dropout
 
 _ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _OTHER_DROPOUTS = {

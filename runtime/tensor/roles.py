@@ -178,7 +178,8 @@ def sharing_of(model: nn.Module) -> Sharing:
         text = part = _by_pattern(name, declared)
         if text is None and known:
             text, part = _by_ending(name, _KNOWN), _by_ending(name, _KNOWN_SEQUENCE)
-            if text != "inner" and not _is_shareable(module):
+            is_linear = isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module)
+            if text != "inner" and not is_linear:
                 text = None
         own = _by_pattern(name, attributes) or ()
         if not own and known:
@@ -242,10 +243,6 @@ def _by_ending(name: str, table: Mapping[str, Any]) -> Any:
         if name == ending or name.endswith(f".{ending}"):
             return found
     return None
-
-
-def _is_shareable(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:

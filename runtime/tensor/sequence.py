@@ -17,8 +17,13 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...schema.errors import TargetError
 from ...schema.options import option
-from .layers import sharded_dropout
-from .operators import SpreadInput, TensorGroup, gather_tokens_from, scatter_tokens_to
+from .operators import (
+    SpreadInput,
+    TensorGroup,
+    gather_tokens_from,
+    scatter_tokens_to,
+    sharded_dropout,
+)
 
 SequenceRole = Literal["begin", "norm", "residual"]
 """``begin``: the first block, before which tokens are spread. ``norm``: computed on a worker's

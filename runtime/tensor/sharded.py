@@ -15,15 +15,18 @@ from torch.nn import functional
 
 from ...schema.errors import TargetError
 from ..group import Place, subgroup
-from .layers import (
+from ..nested_tensors import tensors_in
+from .operators import (
+    SharedInput,
+    TensorGroup,
     column_linear,
+    join_from,
     joined_linear,
     row_linear,
     row_linear_to_tokens,
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
-from .operators import SharedInput, TensorGroup, join_from
 from .regions import Region
 from .roles import Role, Sharing, is_transposed, num_outputs
 from .sequence import (
@@ -145,7 +148,7 @@ class CutLogits(Tensor):
         if func is functional.cross_entropy:
             return _loss(*args, **named)
         if not isinstance(own, CutLogits):
-            _refuse(next(_of_class((args, named))), func)
+            _refuse(next(t for t in tensors_in((args, named)) if isinstance(t, CutLogits)), func)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _PLAIN:
                 return func(*args, **named)
@@ -221,16 +224,6 @@ def _loss(
         ignore_index=ignore_index,
         reduction=reduction,
     )
-
-
-def _of_class(given: Any) -> Any:
-    if isinstance(given, CutLogits):
-        yield given
-    elif isinstance(given, list | tuple):
-        for entry in given:
-            yield from _of_class(entry)
-    elif isinstance(given, dict):
-        yield from _of_class(list(given.values()))
 
 
 def _refuse(logits: CutLogits, func: Callable[..., Any]) -> NoReturn:
@@ -355,12 +348,19 @@ class ShardedModel:
         self._is_installed = False
 
     def _forward_of(
-        self, name: str, module: nn.Module, role: Role, group: TensorGroup
+        self, name: str, module: Any, role: Role, group: TensorGroup
     ) -> Callable[..., Tensor]:
         if isinstance(module, nn.Embedding):
-            return partial(_embedding, module, group, module.num_embeddings)
+            return lambda input: vocabulary_embedding(
+                input,
+                module.weight,
+                group,
+                vocabulary=module.num_embeddings,
+                padding_idx=module.padding_idx,
+            )
         if role.style == "output":
-            return partial(_output, module, group, num_outputs(module))
+            outputs = num_outputs(module)
+            return lambda input: joined_linear(input, _weight(module), module.bias, group, outputs)
         if role.style == "logits":
             return partial(_logits, name, module, group, num_outputs(module))
         if role.style == "row":
@@ -400,16 +400,6 @@ def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:
                 keeps_order = place.start.determinism != "none"
                 own = TensorGroup(len(ranks), lane, tuple(ranks), made, keeps_order)
     return own
-
-
-def _embedding(module: nn.Embedding, group: TensorGroup, vocabulary: int, input: Tensor) -> Tensor:
-    return vocabulary_embedding(
-        input, module.weight, group, vocabulary=vocabulary, padding_idx=module.padding_idx
-    )
-
-
-def _output(module: Any, group: TensorGroup, size: int, input: Tensor) -> Tensor:
-    return joined_linear(input, _weight(module), module.bias, group, size)
 
 
 def _logits(name: str, module: Any, group: TensorGroup, size: int, input: Tensor) -> Tensor:

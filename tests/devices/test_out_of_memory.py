@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetflow.devices.out_of_memory import is_out_of_memory, says_out_of_memory
+from hetflow.devices.backend import is_out_of_memory, says_out_of_memory
 
 
 @pytest.mark.parametrize(

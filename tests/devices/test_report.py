@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.devices.doctor import Facts, Finding
-from hetflow.devices.report import report, scrubbed, suite_results
+from hetflow.devices.doctor import Facts, Finding, report, scrubbed, suite_results
 from hetflow.schema.errors import FileError
 
 RESULTS = """<?xml version="1.0" encoding="utf-8"?>

@@ -4,7 +4,7 @@ import pytest
 
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cpu import cpu_device
-from hetflow.devices.requests import parse_requests
+from hetflow.devices.local import parse_requests
 from hetflow.schema.errors import ProblemError
 
 CPU = LocalDevice(

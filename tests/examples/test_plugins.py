@@ -15,8 +15,7 @@ from hetflow.checks.schedule import validate
 from hetflow.cli.main import run
 from hetflow.devices.backend import DEVICES
 from hetflow.devices.cpu import cpu_device
-from hetflow.devices.local import device_of_type, local_devices
-from hetflow.devices.requests import parse_requests
+from hetflow.devices.local import device_of_type, local_devices, parse_requests
 from hetflow.engines.protocol import OUTPUT, Fate, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.exporters.registry import EXPORTERS

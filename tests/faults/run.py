@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from hetflow.runtime.parts import is_complete
+from hetflow.runtime.checkpoints.parts import is_complete
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.tests import plan_parts

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetflow.runtime import checkpoint, parts
-from hetflow.runtime.manifest import BrokenCheckpoint
+from hetflow.runtime.checkpoints import checkpoint, parts
+from hetflow.runtime.checkpoints.checkpoint import BrokenCheckpoint
 
 from .campaign import Expected, campaign, table, undisturbed
 from .faults import (

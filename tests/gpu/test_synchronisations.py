@@ -168,7 +168,7 @@ def test_no_worker_of_a_pipeline_waits_for_its_device(gpus: GpuHost) -> None:
 COPIES = """
 import sys
 import torch
-from hetflow.runtime.saving import HostCopies
+from hetflow.runtime.checkpoints.saving import HostCopies
 
 software = sys.modules.get("_fakecuda")
 made = [torch.full((3, 5), float(n), device="cuda").t() for n in range(20)] + [torch.ones(2)]

@@ -4,14 +4,15 @@ import dataclasses
 
 import pytest
 
+import hetflow
 from hetflow.checks.profiled import pipeline_faults
 from hetflow.planning.links import links_of
 from hetflow.planning.pipeline_problem import layers_of_graph, pipeline_problem
-from hetflow.planning.pipelines import solve_pipeline
 from hetflow.reports.plan_tables import plan_table
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.plan import Plan
 from hetflow.schema.profile import (
     BatchPoint,
     BusyHost,
@@ -65,8 +66,12 @@ def test_layers_are_ordered_so_that_no_edge_goes_back():
     assert edges == ((0, 1), (1, 2))
 
 
+def planned(profiles: list[Profile], pool: str) -> Plan:
+    return hetflow.solve(profiles, pool, batch_size=8, strategy="pipeline", schedule="1f1b")
+
+
 def test_the_plan_of_the_command_names_its_pool():
-    plan = solve_pipeline([profile()], Cluster.parse("1xV100"), 8, pool_name="1xV100")
+    plan = planned([profile()], "1xV100")
     assert plan.provenance == {"pool": "1xV100"}
     assert plan.config == "1"
 
@@ -107,7 +112,7 @@ def test_measured_stashes_and_workspace_bound_the_memory():
     # Set aside: the dearest workspace, with the gradients of that layer's output and input.
     assert problem.pools[0].memory_bytes == 5 * 2**40
     assert problem.pools[0].workspace_bytes == 50 + 1000 + 1000
-    plan = solve_pipeline([told], Cluster.parse("1xV100"), 8, pool_name="1xV100")
+    plan = planned([told], "1xV100")
     # Weights and gradients of three layers, and one microbatch in flight.
     assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300
 
@@ -230,9 +235,9 @@ def test_emulated_types_of_one_device_share_its_links() -> None:
 
 def test_the_command_s_plan_says_what_it_assumed() -> None:
     told = profile(links=links(1e9))
-    here = solve_pipeline([told], Cluster.parse("2xV100"), 8, pool_name="2xV100")
+    here = planned([told], "2xV100")
     assert here.assumptions == ()
-    network = solve_pipeline([told], Cluster.parse("2x(1xV100)"), 8, pool_name="2x(1xV100)")
+    network = planned([told], "2x(1xV100)")
     assert network.assumptions == (
         "links between servers: 1000 MB/s, that between two V100 of one host",
     )

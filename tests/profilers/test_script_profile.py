@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.runtime.adapters.measured import Sized
+from hetflow.runtime.adapters.training import Sized
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile

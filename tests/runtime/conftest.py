@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from hetflow.runtime.agreement.known import OtherOptimizers
+from hetflow.runtime.agreement.agreement import OtherOptimizers
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.tests.plan_parts import split_plan, whole_group
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
-from hetflow.runtime import saving
+from hetflow.runtime.checkpoints import saving
 from hetflow.schema.errors import HetflowError
 from hetflow.tests.runtime.pipeline_cases import GLOBAL_BATCH_SIZE, OPTIMIZERS, build, data, loss_of
 

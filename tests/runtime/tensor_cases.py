@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.profilers.zoo.transformer import GPT
+from hetflow.runtime.checkpoints.saving import OpenedFolders
 from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline import replica_sums
-from hetflow.runtime.saving import OpenedFolders
 from hetflow.runtime.tensor.groups import Cut
-from hetflow.runtime.tensor.layers import (
+from hetflow.runtime.tensor.operators import (
+    TensorGroup,
     column_linear,
     joined_linear,
     row_linear,
@@ -29,7 +30,6 @@ from hetflow.runtime.tensor.layers import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
-from hetflow.runtime.tensor.operators import TensorGroup
 from hetflow.schema.errors import HetflowError
 
 GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS, VOCABULARY, TOKENS = 8, 20, 2, 18, 6

@@ -14,17 +14,19 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime import restoring, saving
-from hetflow.runtime.agreement.fingerprints import Shadow, fingerprint, shadow_of
-from hetflow.runtime.agreement.known import KnownParameters
+from hetflow.runtime.agreement.agreement import KnownParameters
 from hetflow.runtime.agreement.verdict import (
     SettingsNumber,
+    Shadow,
     Statement,
     are_alike,
     differing,
     find_fault,
+    fingerprint,
     settings_of,
+    shadow_of,
 )
+from hetflow.runtime.checkpoints import restoring, saving
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import Plan
@@ -91,7 +93,7 @@ def test_the_blocks_of_a_device_without_integer_products_give_the_same_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What CUDA runs, on the host."""
-    from hetflow.runtime.agreement import fingerprints
+    from hetflow.runtime.agreement import verdict
 
     tensor = drawn(torch.float32, 600 * 2 * (1 << 14) // 100 + 5)
     expected = fingerprint([tensor])
@@ -99,7 +101,7 @@ def test_the_blocks_of_a_device_without_integer_products_give_the_same_number(
     def in_blocks(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return torch.cat([(block * weights).sum(1) for block in torch.split(rows, 3)])
 
-    monkeypatch.setattr(fingerprints, "_row_sums", in_blocks)
+    monkeypatch.setattr(verdict, "_row_sums", in_blocks)
     assert fingerprint([tensor]) == expected
 
 

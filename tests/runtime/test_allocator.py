@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import resource, sys
-from hetflow.runtime.allocator import keep_freed_memory
+from hetflow.runtime.setup import keep_freed_memory
 print(keep_freed_memory())
 for _ in range(2):
     held = bytearray(20 << 20)

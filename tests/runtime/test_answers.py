@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetflow.runtime.pipeline.answers import made_again, portable
-from hetflow.runtime.pipeline.evaluation import _message
+from hetflow.runtime.pipeline.evaluation import message_of
 from hetflow.schema.errors import TargetError
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024
@@ -31,7 +31,7 @@ class Output(OrderedDict):
 
 
 def sent(answer: Any) -> Any:
-    return made_again(_message(portable(answer), "the answer").value(torch.device("cpu")))
+    return made_again(message_of(portable(answer), "the answer").value(torch.device("cpu")))
 
 
 def test_an_answer_keeps_its_form() -> None:
@@ -53,4 +53,4 @@ def test_an_answer_keeps_its_form() -> None:
 
 def test_a_call_with_an_object_is_refused() -> None:
     with pytest.raises(TargetError, match=r"a pipeline cannot send the call\[0\] is a object"):
-        _message([object()], "the call")
+        message_of([object()], "the call")

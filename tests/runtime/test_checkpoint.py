@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from hetflow import runtime as hf
 from hetflow.protocol.environment import FAILURE
-from hetflow.runtime import checkpoint, saving, worker
+from hetflow.runtime import worker
+from hetflow.runtime.checkpoints import checkpoint, saving
 from hetflow.runtime.job import Job
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, TargetError
@@ -174,7 +175,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
     for name in ("HETFLOW_PLAN", "RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     for name, empty in (("_open", []), ("_before", {}), ("_received", [])):
         monkeypatch.setattr(f"hetflow.runtime.stopping.StopRequests.{name}", empty)
     before = signal.getsignal(signal.SIGTERM)
@@ -227,7 +228,7 @@ def test_a_run_goes_on_inside_an_epoch_with_every_sample_once(
     whole, expected, _ = train()
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
     before, _, _ = train(stop_at=stop_at, save=True)
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     after, found, job = train()
     assert before + after == whole
     assert job.num_steps == 9
@@ -247,7 +248,7 @@ def test_a_name_that_only_a_skipped_loop_sets_draws_a_hint(
     monkeypatch.setattr("hetflow.runtime.finish.Outcome.failed", False)
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path / "kept"))
     train(stop_at=4, save=True)
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     monkeypatch.setenv(FAILURE, str(tmp_path / "note"))
     assert hint() is None
     train()
@@ -261,11 +262,11 @@ def test_periodic_ones_lose_only_the_steps_since(
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
     monkeypatch.setenv("HETFLOW_CHECKPOINT_EVERY", "3")
     train(stop_at=5)
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     after, found, _ = train()
     assert after == whole[3:]
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     again, kept, _ = train()
     assert again == []
     assert torch.equal(kept["0.weight"], expected["0.weight"])
@@ -279,7 +280,7 @@ def test_other_models_seeds_and_data_are_refused_in_one_line(
     hooks = dict(_global_optimizer_pre_hooks)
 
     def refused(said: str, **options: object) -> None:
-        monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+        monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
         with pytest.raises(TargetError, match=said) as caught:
             train(**options) if options else hf.prepare(model_of(7))
         assert "\n" not in caught.value.message
@@ -346,7 +347,7 @@ def test_two_optimizers_come_back_and_another_number_of_them_is_refused(
 
 def again(monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], dict, Job]:
     """Start the same script again."""
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     return train()
 
 
@@ -392,7 +393,7 @@ def test_what_was_never_complete_does_not_keep_a_run_from_starting(
     assert train()[2].num_steps == 9
     said = "step-000000004 was never complete (it has no part yet); starting at step 0"
     assert said in capsys.readouterr().err
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     train()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000004", "step-000000009"]
 
@@ -404,7 +405,7 @@ def test_a_broken_one_does_not_count_as_kept(
     monkeypatch.setenv("HETFLOW_CHECKPOINT_EVERY", "3")
     train(stop_at=4)
     shutil.copytree(tmp_path / "step-000000003", tmp_path / "step-000000005")
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     train(stop_at=7)
     said = "step-000000005 is broken (header.step is not what the folder's name says); going on"
     assert said in capsys.readouterr().err
@@ -472,7 +473,7 @@ def test_a_run_that_was_over_ends_as_it_was_saved(
     assert job._progress.registered[0].last_epoch == steps
     assert torch.equal(found["lr"], expected["lr"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+        patch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
         _, found, _ = train(epochs=1)
     assert torch.equal(found["lr"], expected["lr"])
 

@@ -18,9 +18,9 @@ from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime import checkpoint, parts, saving
-from hetflow.runtime.manifest import BrokenCheckpoint
-from hetflow.runtime.restoring import load_registered
+from hetflow.runtime.checkpoints import checkpoint, parts, saving
+from hetflow.runtime.checkpoints.checkpoint import BrokenCheckpoint
+from hetflow.runtime.checkpoints.restoring import load_registered
 from hetflow.schema.errors import HetflowError
 from hetflow.tests.profiles import examples
 

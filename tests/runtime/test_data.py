@@ -100,7 +100,7 @@ def test_what_data_workers_had_drawn_ahead_is_drawn_again_after_a_stop(  # type:
     """EasyScale queues the states of its data workers; streams keyed by sample need none."""
     whole, _ = train(job_of(4), num_workers=0)
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path / "saved"))
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     model, job = job_of(4)
     loader = DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=2)
     before: list[tuple[list, list]] = []
@@ -113,7 +113,7 @@ def test_what_data_workers_had_drawn_ahead_is_drawn_again_after_a_stop(  # type:
         job.backward(loss_of, batch)
         job.checkpoint()
         break
-    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     after, _ = train(job_of(4), num_workers)
     assert before + after == whole
 

@@ -23,8 +23,8 @@ from hetflow.protocol.messages import (
     encode,
     from_worker,
 )
+from hetflow.runtime import wire
 from hetflow.runtime.buffers import VirtualNodeBuffers
-from hetflow.runtime.elastic import transfer
 from hetflow.runtime.elastic.control import Connections, Control
 from hetflow.runtime.elastic.mirror import Mirror
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
@@ -212,13 +212,13 @@ VALUE = {
 
 
 def carry(rank: int, folder: str) -> None:
-    transfer.CHUNK_BYTES = 4096  # so that tensors are joined and cut
+    wire.CHUNK_BYTES = 4096  # so that tensors are joined and cut
     store = dist.FileStore(f"{folder}/store", 3)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     if rank == 0:
-        transfer.send(VALUE, [1, 2])
+        wire.send(VALUE, [1, 2])
     else:
-        found = transfer.receive(0)
+        found = wire.receive(0)
         assert found["plain"] == VALUE["plain"]
         for name in ("weights", "empty", "number", "half"):
             assert found[name].dtype == VALUE[name].dtype

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hetflow.runtime.gradients import arrivals, flat_buffers, hooks
+from hetflow.runtime.gradients import hooks
+from hetflow.runtime.gradients import reducer as reducers
 from hetflow.runtime.gradients.reducer import GradientReducer
 from hetflow.schema.errors import TargetError
 
@@ -127,7 +128,7 @@ def test_no_room_for_sums_among_numbers_of_another_type() -> None:
 
 def pretend(backend: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every device for one of this kind."""
-    for module in (arrivals, hooks, flat_buffers):
+    for module in (reducers, hooks):
         monkeypatch.setattr(module, "backend_of", lambda _: backend)
 
 
@@ -201,7 +202,7 @@ def test_few_hooks_send_the_same_buckets(
 ) -> None:
     backend = SimpleNamespace(is_host=is_host, bucket_bytes=100)
     pretend(backend, monkeypatch)
-    monkeypatch.setattr(arrivals, "LARGE_BYTES", large)
+    monkeypatch.setattr(reducers, "LARGE_BYTES", large)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     plain, inputs = copy.deepcopy(model), iter(torch.randn(40, 3, 4))
     reducer = GradientReducer(dict(model.named_parameters()))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetflow.planning.pipelines import solve_pipeline
+import hetflow
 from hetflow.profilers.bench import Bench
 from hetflow.profilers.layer_traces import call_of, find_layers
 from hetflow.profilers.layers import graph_of, measure_layers
@@ -20,9 +20,7 @@ from hetflow.runtime.pipeline.evaluation import StageEvaluation
 from hetflow.runtime.pipeline.stage import Stage
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.schema import files
-from hetflow.schema.cluster import Cluster
 from hetflow.schema.layer_trace import LayerTrace
-from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, Profile
 
 from .gloo_workers import TRANSFORMERS, run_workers
@@ -138,9 +136,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of each kind by its measured layers, and what two workers trained under it."""
     folder = tmp_path_factory.mktemp("kinds")
     for kind in KINDS:
-        plan = solve_pipeline(
-            [profile_of(kind)], Cluster.parse("2xcpu"), GLOBAL_BATCH_SIZE, pool_name="2xcpu",
-            num_stages=2, link_bytes_per_second=1e9, optimizer=named_optimizer("sgd-momentum"),
+        plan = hetflow.solve(
+            [profile_of(kind)], "2xcpu", batch_size=GLOBAL_BATCH_SIZE, strategy="pipeline",
+            schedule="1f1b", num_stages=2, link_bytes_per_second=1e9, optimizer="sgd-momentum",
         )  # fmt: skip
         files.write(folder / f"{kind}.json", plan)
     train_on_two(folder)

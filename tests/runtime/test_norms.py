@@ -1,4 +1,4 @@
-"""Tables of norms: those on a device say what those on the host say, to the last bit."""
+"""Tables of norms: those of whole gradients follow from those of parts, to the last bit."""
 
 import math
 from collections.abc import Sequence
@@ -14,10 +14,7 @@ from hetflow.runtime.pipeline.norms import (
     NORMS,
     NUM_ROWS,
     Columns,
-    DeviceIndices,
     DeviceSums,
-    DeviceTable,
-    HostTable,
     norms_of,
     weighted_sum,
 )
@@ -28,45 +25,58 @@ HOST = torch.device("cpu")
 GROUPS, FIRST = [(0, 1, 2), (3, 4), (5,)], {"a": 0, "b": 3, "c": 5, "whole": 3}
 
 
-def both_tables(seed: int, zeros: Sequence[int] = ()) -> tuple[HostTable, DeviceTable]:
-    """The same random table on the host and as on a device, joined from the norms of parts."""
-    columns = Columns(list(FIRST.items()), Lanes(GROUPS, dict.fromkeys("abc", Cut(0))))
-    rows = np.random.default_rng(seed).exponential(size=(NUM_ROWS, len(columns)))
-    rows[0], rows[1:, list(zeros)] = 1.0, 0.0
-    indices = DeviceIndices(HOST)
-    norms = columns.joined_on_device(torch.from_numpy(rows[1:].copy()), indices)
-    host = HostTable(columns.joined(rows))
-    return host, DeviceTable(host.used, norms, indices)
+def columns_of_parts() -> Columns:
+    return Columns(list(FIRST.items()), Lanes(GROUPS, dict.fromkeys("abc", Cut(0))), HOST)
 
 
-def test_a_table_on_a_device_has_the_bits_of_one_on_the_host() -> None:
+def whole_norm(norm: float, parts: Sequence[float]) -> float:
+    """The norm of a gradient from the norms of its parts, added in their order."""
+    if norm == math.inf:
+        return max(parts)
+    total = 0.0
+    for part in parts:
+        total += part**2 if norm == 2.0 else part
+    return math.sqrt(total) if norm == 2.0 else total
+
+
+@pytest.mark.parametrize("zeros", [[], [3, 4]])
+def test_a_table_holds_the_norms_of_whole_gradients(zeros: list[int]) -> None:
+    parts_of = {"a": [0, 1, 2], "b": [3, 4], "c": [5], "whole": [6]}
     for seed in range(5):
-        host, device = both_tables(seed, zeros=[3, 4])
-        for table in (host, device):
-            table.multiply(0.3)
-            table.divide(1024.0)
-        assert torch.equal(host.two_norms([3, 0, 2]), device.two_norms([3, 0, 2]))
+        columns = columns_of_parts()
+        rows = np.random.default_rng(seed).exponential(size=(NUM_ROWS, len(columns)))
+        rows[0], rows[1:, zeros] = 1.0, 0.0
+        rows[0, [3, 4, 6]] = 0.0, 1.0, 0.0  # one part of b's gradient is enough
+        table = columns.table(rows.copy())
+        assert list(table.used) == [True, True, True, False]
+        table.multiply(0.3)
+        table.divide(1024.0)
+        expected = {
+            norm: [
+                whole_norm(norm, rows[row, p].tolist()) * 0.3 / 1024.0 for p in parts_of.values()
+            ]
+            for row, norm in enumerate(NORMS, start=1)
+        }
         for norm in NORMS:
-            assert device.ratios(norm).tolist() == host.ratios(norm)
-            found = [float(device.norm(index, norm)) for index in range(len(FIRST))]
-            assert found == [host.norm(index, norm) for index in range(len(FIRST))]
-        assert host.ratios(1.0)[1] == 1.0  # its 2-norm is 0
+            assert [table.norm(index, norm) for index in range(len(FIRST))] == expected[norm]
+            ratios = [
+                o / t if t else 1.0 for o, t in zip(expected[norm], expected[2.0], strict=True)
+            ]
+            assert table.ratios(norm) == ratios
+        assert table.two_norms([3, 0, 2]).tolist() == [expected[2.0][n] for n in (3, 0, 2)]
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_one_bad_entry_of_one_part_shows_on_host_and_device(bad: float) -> None:
-    columns = Columns(list(FIRST.items()), Lanes(GROUPS, dict.fromkeys("abc", Cut(0))))
+def test_one_bad_entry_of_one_part_shows(bad: float) -> None:
+    columns = columns_of_parts()
     for entry in (1.0, bad):
         rows = np.ones((NUM_ROWS, len(columns)))
         rows[1 + NORMS.index(math.inf), 4] = entry
-        norms = columns.joined_on_device(torch.from_numpy(rows[1:]), DeviceIndices(HOST))
-        device = DeviceTable([True] * len(FIRST), norms, DeviceIndices(HOST))
-        assert HostTable(columns.joined(rows)).is_finite == math.isfinite(entry)
-        assert bool(device.is_finite) == math.isfinite(entry)
+        assert columns.table(rows).is_finite == math.isfinite(entry)
 
 
 def test_a_worker_tells_its_own_norms_and_zeros_for_all_others() -> None:
-    columns = Columns([(name, 0) for name in "abcd"], Lanes([(0,)], {}))
+    columns = Columns([(name, 0) for name in "abcd"], Lanes([(0,)], {}), HOST)
     parameters = [nn.Parameter(torch.zeros(3)) for _ in "abcd"]
     for number, parameter in enumerate(parameters[:3]):
         parameter.grad = torch.full((3,), float(number + 1)) if number != 1 else None

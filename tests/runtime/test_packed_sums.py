@@ -11,8 +11,7 @@ from hetflow.runtime import split_engine
 from hetflow.runtime.agreement.verdict import are_alike
 from hetflow.runtime.gradients.reducer import GradientReducer
 from hetflow.runtime.group import Place
-from hetflow.runtime.packed_sums import PackedSums
-from hetflow.runtime.totals import StepTotals, packed_sums
+from hetflow.runtime.totals import PackedSums, StepTotals, packed_sums
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
 LOSSES = [0.1, 1 / 3, 2.5e9 + 0.3, -7e-12, 0.0, math.inf]

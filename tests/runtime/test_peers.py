@@ -97,7 +97,7 @@ def test_what_comes_just_after_a_look_is_no_loss() -> None:
 
 def test_a_peer_that_leaves_or_stays_away_is_lost() -> None:
     groups = pair()
-    coming = peers.receive_over(groups[0], torch.zeros(1), 1, 0)
+    coming = peers.started("receive", groups[0].recv, [torch.zeros(1)], 1, 0)
     with pytest.raises(PeerLostError, match=r"^waited in vain for another worker in receive: "
                        ".*Timed out") as late:  # fmt: skip
         coming.wait()
@@ -105,7 +105,7 @@ def test_a_peer_that_leaves_or_stays_away_is_lost() -> None:
     assert is_lost_peer(late.value)
     assert isinstance(late.value.__cause__, RuntimeError)
     groups = pair()
-    coming = peers.receive_over(groups[0], torch.zeros(1), 1, 0)
+    coming = peers.started("receive", groups[0].recv, [torch.zeros(1)], 1, 0)
     del groups[1]
     with pytest.raises(PeerLostError, match="^lost another worker in receive: ") as gone:
         coming.wait()

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from hetflow.runtime.data import PassSampler, pass_loader
-from hetflow.runtime.tensor_datasets import Rows
+from hetflow.runtime.data import PassSampler, Rows, pass_loader
 
 NUM_SAMPLES = 12
 ORDER = [3, 0, 7, 7, 11, -2, 4, 1]  # a script's own sampler may repeat samples and count backwards

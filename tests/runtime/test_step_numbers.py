@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hetflow.runtime.adapters.numbers import LOSS, Part, Step, Tried, slope_of
-from hetflow.runtime.adapters.rows import joined, rows_of
+from hetflow.runtime.adapters.numbers import LOSS, Part, Step, Tried, joined, slope_of
 from hetflow.runtime.adapters.training import Piece
+from hetflow.runtime.data import rows_of
 from hetflow.schema.errors import TargetError
 
 Rows = dict[str, Tensor]

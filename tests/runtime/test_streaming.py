@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
-from hetflow.runtime.streaming import digest_of, num_rows, rows_of
+from hetflow.runtime.data import rows_of
+from hetflow.runtime.streaming import digest_of, num_rows
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import Plan
@@ -253,7 +254,7 @@ def test_rows_are_cut_from_every_part_of_a_batch() -> None:
         "none": None,
     }
     assert num_rows(item) == 4
-    found = rows_of(item, (1, 3), 4)
+    found = rows_of(item, 4, 1, 3)
     assert found["x"].tolist() == [[2, 3], [4, 5]]
     assert found["pair"][0].tolist() == [1, 2]
     assert found["pair"][1:] == (["b", "c"],)

@@ -33,7 +33,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Worker:
-    """A worker's training, whose sums go over the workers' threads."""
+    """A worker's training, whose exchanges go over the workers' threads."""
 
     has_samples = True
 
@@ -53,22 +53,25 @@ class Worker:
         return self._parts
 
     def sum_of(self, own: Tensor) -> Tensor:
-        return self._sums.of(self._rank, own)
+        return torch.stack(self._sums.gathered(self._rank, own)).sum(0)
+
+    def exchanged(self, own: Any) -> list[Any]:
+        return self._sums.gathered(self._rank, own)
 
 
 class Sums:
-    """Sums over threads that all call it as often."""
+    """What threads that all call it as often give each other."""
 
     def __init__(self, number: int) -> None:
         self._given: list[Any] = [None] * number
         self._barrier = threading.Barrier(number, timeout=30)
 
-    def of(self, rank: int, own: Tensor) -> Tensor:
+    def gathered(self, rank: int, own: Any) -> list[Any]:
         self._given[rank] = own
         self._barrier.wait()
-        total: Tensor = torch.stack(self._given).sum(0)
+        given = list(self._given)
         self._barrier.wait()
-        return total
+        return given
 
 
 class Script:

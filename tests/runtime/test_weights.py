@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hetflow import runtime as hf
-from hetflow.runtime import checkpoint
+from hetflow.runtime.checkpoints import checkpoint
 from hetflow.schema.errors import FileError, TargetError
 
 from .test_checkpoint import damaged, model_of, plain, train

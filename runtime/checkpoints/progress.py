@@ -9,16 +9,15 @@ the way there are overwritten.
 from collections.abc import Sequence
 from typing import Any
 
-from ..schema.errors import TargetError
-from ..schema.options import option
-from .buffers import VirtualNodeBuffers
-from .checkpoint import Checkpoint
-from .engine import StateParts
-from .log import log
-from .manifest import shape_difference
+from ...schema.errors import TargetError
+from ...schema.options import option
+from ..buffers import VirtualNodeBuffers
+from ..engine import StateParts
+from ..log import log
+from ..session import Session
+from ..worker import ScriptRun
+from .checkpoint import Checkpoint, shape_difference
 from .restoring import check_buffers, load_registered, unregistered_copy
-from .session import Session
-from .worker import ScriptRun
 
 
 class Progress:

@@ -1,6 +1,6 @@
 """Load a checkpoint into the optimizers, the buffers and the registered objects.
 
-The checkpoint's form was checked before (manifest.py). Here its contents are checked against the
+The checkpoint's form was checked before (checkpoint.py). Here its contents are checked against the
 script's own objects. torch's optimizers and schedulers accept a state without looking at it
 closely, and fail steps later, in the script's loop, for example on a moment of another shape.
 """
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..devices.backend import backend_of
-from ..schema.errors import HetflowError, TargetError
-from ..schema.options import option, told
-from .manifest import shape_text
-from .unplanned import on_trial
+from ...devices.backend import backend_of
+from ...schema.errors import HetflowError, TargetError
+from ...schema.options import option, told
+from ..unplanned import on_trial
+from .checkpoint import shape_text
 
 # The errors that load_state_dict raises for a state of another object, or of none.
 _MISFITS = (

@@ -12,23 +12,30 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..devices.backend import Mark, backend_of
-from ..protocol import handover
-from ..protocol.handover import FOUND
-from ..schema.errors import FileError, HetflowError, TargetError
-from ..schema.options import option
+from ...devices.backend import Mark, backend_of
+from ...protocol import handover
+from ...protocol.handover import FOUND
+from ...schema.errors import FileError, HetflowError, TargetError
+from ...schema.options import command, option
+from ..agreement.agreement import Agreement
+from ..buffers import VirtualNodeBuffers
+from ..engine import Runner, StepEngine
+from ..log import log
+from ..session import Session
+from ..stopping import StopRequests, leave
 from . import checkpoint, parts
-from .agreement.agreement import Agreement
-from .checkpoint import Checkpoint, copy_to_host
-from .engine import StepEngine
-from .log import log
-from .manifest import BrokenCheckpoint, IncompleteCheckpoint
+from .checkpoint import (
+    BrokenCheckpoint,
+    Checkpoint,
+    IncompleteCheckpoint,
+    copy_to_host,
+    shape_difference,
+    shapes_of,
+)
 from .progress import Progress
-from .runner import Runner
-from .session import Session
-from .stopping import StopRequests, leave
+from .restoring import check_buffers, load_parameters
 
 # Copy tensors to the host while the worker goes on.
 
@@ -193,7 +200,7 @@ class Checkpoints:
             message, _, hint = place.store.get(_REFUSED).partition("\n")
             raise TargetError(message, hint=hint or None)
         try:
-            return self._engine.state.reader()(self._folder / name)
+            return parts.reader(self._engine.state.wanted)(self._folder / name)
         except BrokenCheckpoint as error:
             raise FileError(
                 f"{self._folder / name}: worker {place.rank} cannot read it: {error}",
@@ -226,7 +233,7 @@ class Checkpoints:
             if aside is not None:
                 self._say(f"starting from scratch; earlier checkpoints are kept in {aside}")
             return None
-        found, broken = checkpoint.newest(folder, self._engine.state.reader())
+        found, broken = checkpoint.newest(folder, parts.reader(self._engine.state.wanted))
         lost = {p: e for p, e in broken.items() if not isinstance(e, IncompleteCheckpoint)}
         if found is None and lost:
             raise unusable(folder, lost, can_restart=self.is_asked_for)
@@ -370,7 +377,8 @@ class Checkpoints:
     ) -> None:
         try:
             copies.wait()
-            self._engine.state.write(self._folder, header, encoded, tensors, self._broken)
+            write = parts.write if self._engine.state.is_in_parts else checkpoint.write
+            write(self._folder, header, encoded, tensors, self._broken)
             self._failed = None
             self._broken.discard(self._folder / checkpoint.name_of(header["step"]))
         except Exception as error:  # of any kind: the main thread raises it at the end
@@ -405,4 +413,75 @@ def unusable(
     return FileError(
         f"{folder}: none of the checkpoints there can be used ({named})",
         hint=f"put a whole one there, or {again}, which keeps these" if can_restart else None,
+    )
+
+
+# The weights of a checkpoint in a model that is not launched, to publish or to use them.
+#
+# A checkpoint holds whole parameters under the model's own names, whatever plan wrote it. The model
+# that gets them says what a plain state dict needs besides: which parameters are tied, and which
+# buffers are saved at all.
+
+
+def load_weights(model: nn.Module, folder: Path | str) -> int:
+    """Fill a model with the parameters and buffers of a checkpoint; no launch is needed.
+
+    Afterwards ``model.state_dict()`` is plain, and so is what ``save_pretrained`` and
+    ``safetensors.torch.save_model`` write. Virtual nodes' buffers are merged as by
+    ``job.sync_buffers()``.
+
+    Args:
+        model: The model that was trained, built anew; on any device.
+        folder: A ``--checkpoint`` folder, whose newest usable checkpoint is taken, or one
+            checkpoint in it.
+
+    Returns:
+        The number of steps after which the checkpoint was written.
+
+    Raises:
+        FileError: There is no checkpoint, or none can be used; says why.
+        TargetError: It is of another model; names the first difference.
+
+    Example:
+        >>> from torch import nn
+        >>> from hetflow import runtime as hf
+        >>> hf.load_weights(nn.Linear(2, 1), "nowhere")
+        Traceback (most recent call last):
+        hetflow.schema.errors.FileError: nowhere: there is no checkpoint...
+    """
+    found = _read(Path(folder))
+    parameters = dict(model.named_parameters())
+    theirs, own = found.header["parameters"], shapes_of(parameters)
+    if theirs != own:
+        raise TargetError(
+            f"{found.path} is of another model: {shape_difference(theirs, own)}",
+            hint="build the model that was trained",
+        )
+    sizes, state = found.header["virtual_nodes"], found.state["buffers"]
+    nodes = state["nodes"] or [{} for _ in sizes]
+    buffers = VirtualNodeBuffers(model, range(len(nodes)), sizes)
+    check_buffers(found.path, state, buffers.all(), buffers.names)
+    load_parameters(parameters, found.state["parameters"])
+    buffers.restore({**state, "nodes": nodes})
+    buffers.install(buffers.merged(None))
+    steps: int = found.header["step"]
+    return steps
+
+
+def _read(folder: Path) -> Checkpoint:
+    """The checkpoint, or the newest usable one of a folder of them."""
+    read = parts.reader()
+    if not checkpoint.found(folder) and folder.is_dir() and any(folder.iterdir()):
+        try:
+            return read(folder)
+        except BrokenCheckpoint as error:
+            raise FileError(f"{folder}: is no usable checkpoint: {error}") from None
+    found, broken = checkpoint.newest(folder, read)
+    if found is not None:
+        return found
+    if broken:
+        raise unusable(folder, broken, can_restart=False)
+    raise FileError(
+        f"{folder}: there is no checkpoint",
+        hint=f"give the folder of {command('launch', checkpoint=None)}",
     )

@@ -16,13 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..schema.errors import FileError, TargetError
-from ..schema.options import option
+from ...schema.errors import FileError, TargetError
+from ...schema.options import option
+from ..nested_tensors import mapped
 from . import checkpoint
-from .checkpoint import Checkpoint
-from .manifest import (
+from .checkpoint import (
     PART,
     BrokenCheckpoint,
+    Checkpoint,
     IncompleteCheckpoint,
     check_part,
     check_part_header,
@@ -250,28 +251,18 @@ def _merge(state: dict[str, Any], part: Checkpoint, wanted: Wanted | None) -> No
             state["parameters"][name] = value.clone()
     for index, value in (new["optimizer"] or {"state": {}})["state"].items():
         if states is None or order[index] in states:
-            state["optimizer"]["state"][index] = _cloned(value)
+            state["optimizer"]["state"][index] = mapped(Tensor.clone, value)
     if len(new["buffers"]["nodes"]) != len(state["buffers"]["nodes"]):
         raise BrokenCheckpoint("its parts differ in state.buffers.nodes")
 
     def kept(buffers: dict[str, Any]) -> Any:
         if wanted is None:
-            return _cloned(buffers)
-        return {name: _cloned(buffers[name]) for name in buffers if name in wanted.buffers}
+            return mapped(Tensor.clone, buffers)
+        return {name: buffers[name].clone() for name in buffers if name in wanted.buffers}
 
     state["buffers"]["base"] |= kept(new["buffers"]["base"])
     for node, own in zip(state["buffers"]["nodes"], new["buffers"]["nodes"], strict=True):
         node |= kept(own)
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _cloned(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cloned(entry) for entry in value)
-    return value
 
 
 def _part_registered(path: Path, headers: list[dict[str, Any]], wanted: Wanted | None) -> int:

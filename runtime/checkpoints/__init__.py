@@ -1,0 +1,1 @@
+"""Checkpoints: their files, a part for each worker of a pipeline, saving and restoring."""
