@@ -169,8 +169,6 @@ def _file_name(name: str) -> str:
 @contextmanager
 def _progress() -> "Iterator[Callable[[str, float | None], None]]":
     with progress_line() as tell:
-        yield lambda text, left: tell(text + _left(left))
-
-
-def _left(seconds: float | None) -> str:
-    return "" if seconds is None else f" (at most {seconds:.0f} s left)"
+        yield lambda text, left: tell(
+            text + ("" if left is None else f" (at most {left:.0f} s left)")
+        )

@@ -1,14 +1,11 @@
 """``hetflow rent odds``: how long spot machines last, and what that means."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json
-
-if TYPE_CHECKING:
-    from ..schema.odds import OddsReport
 
 
 def rent_odds(
@@ -34,6 +31,7 @@ def rent_odds(
     hetflow rent odds us-west-2a us-west-2b --checkpoint-seconds 30
     """
     from ..api.odds import odds
+    from ..reports.market_tables import odds_table
     from ..schema.files import check_outputs, to_plain
 
     check_outputs(output, force=force)
@@ -43,10 +41,4 @@ def rent_odds(
     if json:
         emit_json(to_plain(report))
     else:
-        emit(_table(report))
-
-
-def _table(report: "OddsReport") -> str:
-    from ..reports.market_tables import odds_table
-
-    return odds_table(report)
+        emit(odds_table(report))

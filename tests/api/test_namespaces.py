@@ -43,6 +43,21 @@ def test_records_are_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
         hetflow.show(hetflow.Cluster.parse("V100"), plot=tmp_path / "pool.svg")
 
 
+def test_what_the_command_shows_python_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = hetflow.solve(PROFILES, "2xV100", batch_size=64)
+    hetflow.write(tmp_path / "plan.json", plan)
+    assert run(["show", str(tmp_path / "plan.json"), "--explain"]) == 0
+    assert capsys.readouterr().out == hetflow.show(plan, explain=True) + "\n"
+    for name in ("timeline", "presence"):
+        with pytest.raises(hetflow.HetflowError, match=rf"^{name} (is for pipeline|says how)"):
+            hetflow.show(plan, **{name: True})
+    with pytest.raises(hetflow.HetflowError, match="csv is for runs"):
+        hetflow.show(plan, csv=tmp_path / "plan.csv")
+    assert not (tmp_path / "plan.csv").exists()
+
+
 def test_throughputs_are_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for profile in PROFILES:
         hetflow.write(tmp_path / f"{profile.device_type}.json", profile)
