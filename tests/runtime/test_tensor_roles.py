@@ -9,9 +9,7 @@ from hetflow.profilers.zoo.transformer import GPT
 from hetflow.protocol.environment import Start
 from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
-from hetflow.runtime.pipeline.norms import NORMS, HostTable, ToldNorms
-from hetflow.runtime.pipeline.ownership import NormOnly
-from hetflow.runtime.tensor.gradients import PartGradient
+from hetflow.runtime.pipeline.norms import NORMS, Columns, NormOnly, PartGradient, ToldNorms
 from hetflow.runtime.tensor.groups import Cut, Lanes
 from hetflow.runtime.tensor.operators import bounds
 from hetflow.runtime.tensor.roles import Sharing, check_degree, sharing_of
@@ -151,7 +149,8 @@ def test_a_norm_of_each_head_gets_a_share_of_its_gradient_from_every_worker() ->
 def test_a_norm_that_was_told_is_answered_to_the_last_bit() -> None:
     two, largest = 1.2, 0.7
     assert two * (largest / two) != largest  # what a ratio alone would give
-    table = HostTable(np.array([[1.0], [two], [0.9], [largest]]))
+    columns = Columns([("a", 0)], Lanes([(0,)], {}), torch.device("cpu"))
+    table = columns.table(np.array([[1.0], [two], [0.9], [largest]]))
     told = ToldNorms(lambda: table, Place(Start(), None, torch.device("cpu")))
     told.take(table, set(NORMS))
     stand_in = NormOnly.of(torch.tensor([two], dtype=torch.float64), told, 0)
