@@ -241,6 +241,17 @@ def _on_a_market(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) ->
 _RENTING = Scheduler(run=_on_a_market, resizes=False)
 
 
+def _events(case: Case) -> dict[str, Any]:
+    """What a case says to the schedulers that act at events: costs of changes, failures, spans."""
+    return {
+        "resize_seconds": case.moving_seconds,
+        "restart_seconds": case.restart_seconds,
+        "failures": case.failures,
+        "layout": case.layout,
+        "records_spans": case.records_spans,
+    }
+
+
 def by_proposals(
     variant: Variant | None = None,
     simulate: Callable[
@@ -248,28 +259,15 @@ def by_proposals(
     ] = simulate_proposals,
 ) -> Run:
     """How one of EasyScale's schedulers runs a case, or what ``simulate`` does instead of it."""
-
-    def run(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
-        options = ProposalOptions(
-            variant=variant or Variant(), resize_seconds=case.moving_seconds,
-            restart_seconds=case.restart_seconds, failures=case.failures, layout=case.layout,
-            records_spans=case.records_spans,
-        )  # fmt: skip
-        return simulate(jobs, pool, options, told)
-
-    return run
+    return lambda case, jobs, pool, told: simulate(
+        jobs, pool, ProposalOptions(variant=variant or Variant(), **_events(case)), told
+    )
 
 
 def _by_fair_share(scheduler: Literal["elastic", "static_priority"]) -> Run:
-    def run(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
-        options = FairShareOptions(
-            scheduler=scheduler, resize_seconds=case.moving_seconds,
-            restart_seconds=case.restart_seconds, failures=case.failures, layout=case.layout,
-            records_spans=case.records_spans,
-        )  # fmt: skip
-        return simulate_fair_share(jobs, pool, options, told)
-
-    return run
+    return lambda case, jobs, pool, told: simulate_fair_share(
+        jobs, pool, FairShareOptions(scheduler=scheduler, **_events(case)), told
+    )
 
 
 def allocator_of(case: Case, pool: Pool, *, blind: bool = False, warm: bool = True) -> Allocator:
