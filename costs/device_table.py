@@ -136,6 +136,8 @@ SPECS: tuple[DeviceSpec, ...] = (
          "NVIDIA Turing white paper, reference clocks, 32-bit sums", bfloat16=False),
     _row("RTX3090", "RTX-3090-24GB", 24, 35.6, 35.6, 71, 936, "PCIe 4 x16", 64,
          "NVIDIA GA102 white paper, 32-bit sums"),
+    _row("RTX3060", "RTX-3060-12GB", 12, 12.7, 12.7, 25.4, 360, "PCIe 4 x16", 64,
+         "NVIDIA's page of the RTX 3060, rates of a core and clock as in the GA102 white paper"),
     _row("RTX4090", "RTX-4090-24GB", 24, 82.6, 82.6, 165.2, 1008, "PCIe 4 x16", 64,
          "NVIDIA Ada white paper, 32-bit sums"),
     _row("RTX5090", "RTX-5090-32GB", 32, 104.8, 104.8, 209.5, 1792, "PCIe 5 x16", 128,

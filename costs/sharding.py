@@ -52,45 +52,45 @@ def shared_ratio(problem: ShardedProblem, shard: Shard) -> Fraction:
     return trained * (gradient + state) + int(shard == "all")
 
 
-def room_bytes(
-    problem: ShardedProblem, kind: ShardedDevices, point: BatchPoint, shard: Shard
-) -> int:
-    """Bytes of states that fit beside a pass of this size; negative: so many are missing.
+def _held_bytes(problem: ShardedProblem, point: BatchPoint, shard: Shard) -> Fraction:
+    """A device's peak memory in a pass of this size without a share of the states.
 
     Gradients that are shared are whole until they are reduced, and shared weights while their
     layers run: ``gathered_bytes`` of each.
     """
-    ratio, weights = shared_ratio(problem, shard), problem.weight_bytes
-    held = point.peak_memory_bytes - ratio * weights
+    weights = problem.weight_bytes
+    held = point.peak_memory_bytes - shared_ratio(problem, shard) * weights
     if in_rounds(shard):
         trained = problem.gathered_trained_bytes
         trained = problem.gathered_bytes if trained is None else trained
         held += min(weights - problem.frozen_bytes, trained)
     if shard == "all":
         held += min(weights, problem.gathered_bytes)
-    return int((kind.memory_bytes - held) // 1)
+    return held
+
+
+def room_bytes(
+    problem: ShardedProblem, kind: ShardedDevices, point: BatchPoint, shard: Shard
+) -> int:
+    """Bytes of states that fit beside a pass of this size; negative: so many are missing."""
+    return int((kind.memory_bytes - _held_bytes(problem, point, shard)) // 1)
 
 
 def most_share_bytes(
     problem: ShardedProblem, kind: ShardedDevices, point: BatchPoint, shard: Shard
 ) -> int | None:
     """The most bytes of weights of which a device can keep the states; None: it has no room."""
-    room, ratio = room_bytes(problem, kind, point, shard), shared_ratio(problem, shard)
+    room = kind.memory_bytes - _held_bytes(problem, point, shard)
+    ratio = shared_ratio(problem, shard)
     if room < 0:
         return None
     return problem.weight_bytes if not ratio else min(problem.weight_bytes, int(room // ratio))
 
 
-def peak_bytes(
-    problem: ShardedProblem,
-    kind: ShardedDevices,
-    point: BatchPoint,
-    shard: Shard,
-    share_bytes: int,
-) -> int:
+def peak_bytes(problem: ShardedProblem, point: BatchPoint, shard: Shard, share_bytes: int) -> int:
     """A device's peak memory with its share."""
-    free = kind.memory_bytes - room_bytes(problem, kind, point, shard)
-    return max(0, ceil(free + shared_ratio(problem, shard) * share_bytes))
+    share = shared_ratio(problem, shard) * share_bytes
+    return max(0, ceil(_held_bytes(problem, point, shard) + share))
 
 
 def transfer_seconds(problem: ShardedProblem, num_bytes: int, num_units: int) -> float:

@@ -336,7 +336,7 @@ def _groups(choice: _Choice, work: Counter[tuple[_Entry, int]]) -> Iterator[Repl
                 measured_busy=kind.measured_busy,
             ),
             state_share_bytes=share,
-            memory_bytes=peak_bytes(problem, kind, one.point, choice.shard, share),
+            memory_bytes=peak_bytes(problem, one.point, choice.shard, share),
         )
 
 

@@ -58,9 +58,25 @@ def install() -> None:
     else:
         torch.version.cuda = "12.6"
     _offer_nccl(native)
+    _resize_storages(torch, native)
     _mark_steps(native)
     own_name = socket.gethostname
     socket.gethostname = lambda: os.environ.get("FAKECUDA_HOST") or own_name()
+
+
+def _resize_storages(torch: Any, native: Any) -> None:
+    """A CPU build of torch resizes no storage of CUDA's."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return original(storage, size)
+        of = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        of = of.set_(storage, 0, (storage.nbytes(),), (1,))
+        native.resize_storage(of, size)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize
 
 
 def _cuda(torch: Any, native: Any) -> dict[str, Any]:

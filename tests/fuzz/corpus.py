@@ -104,6 +104,13 @@ COMMANDS = (
         ("layered/v100.json",),
         ("--gpus", "--batch-size", "--optimizer", "--strategy"),
     ),
+    Command(
+        "solve shares",
+        ("solve", "split", "--profiles", "layered", "--gpus", "4xV100", "--batch-size", "32",
+         "--optimizer", "adam", "--shard", "all", "-o", OUTPUT),
+        ("layered/v100.json",),
+        ("--gpus", "--batch-size", "--optimizer", "--shard"),
+    ),
     Command("check parallel", ("check", "parallel.json", "--profiles", "layered"),
             ("parallel.json", "layered/v100.json"), ("--profiles",)),
     Command("check split", ("check", "split.json", "--profiles", "profiles", *_POOL, "--json"),

@@ -110,6 +110,14 @@ PYBIND11_MODULE(_fakecuda, m) {
     Lock lock(mu);
     note("%s", line.c_str());
   });
+  m.def("resize_storage", [](const at::Tensor& tensor, size_t size) {
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    auto made = device_memory.allocate(size);
+    auto kept = std::min(size, storage->nbytes());
+    if (kept) std::memcpy(made.get(), storage->data(), kept);
+    storage->set_data_ptr_noswap(std::move(made));
+    storage->set_nbytes(size);
+  });
   m.def("mark", [](const std::string& name) {
     Lock lock(mu);
     note("mark\t%lld\t%s", (long long)stream_now(), name.c_str());

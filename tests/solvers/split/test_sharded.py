@@ -22,7 +22,7 @@ INSTANCES = 300
 def drawn(seed: int) -> ShardedProblem:
     """A small problem: few devices of one or two types, some without room for all states."""
     draw = random.Random(seed)
-    weights = draw.choice([40, 100])
+    weights = draw.choice([40, 97])
     kinds = []
     for name in "AB"[: draw.randint(1, 2)]:
         slowness, sample = draw.uniform(0.5, 3), draw.randint(5, 30)

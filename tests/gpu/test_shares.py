@@ -1,0 +1,98 @@
+"""States that devices share: the memory that a plan says, and the memory that training takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.plan import Plan
+from hetflow.schema.profile import Profile
+from hetflow.tests.testing.hosts import GpuHost
+
+TARGET = """
+import torch
+from torch import nn
+
+WIDTH, LAYERS, WORDS, LENGTH = 192, 6, 256, 16
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(),
+                          nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+def model_of():
+    torch.manual_seed(0)
+    model = Decoder().requires_grad_(False)
+    for block in model.blocks:
+        block[3].requires_grad_(True)
+    return model
+
+def loss_of(model, ids):
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+def batch_of(size):
+    return torch.randint(WORDS, (size, LENGTH))
+
+def partly():
+    return model_of(), batch_of, loss_of
+"""
+TRAIN = """
+import json
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+from target import batch_of, loss_of, model_of
+
+torch.manual_seed(1)
+model = model_of()
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+job = hf.prepare(model, optimizer)
+for batch in job.batches(DataLoader(TensorDataset(batch_of(64)), batch_size=16)):
+    job.backward(lambda ids: loss_of(model, ids), batch)
+    optimizer.step()
+    optimizer.zero_grad()
+held = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if t.dim())
+with open(f"peak{job.rank}.json", "w") as file:
+    json.dump([torch.cuda.max_memory_allocated(), held], file)
+"""
+
+
+def test_no_device_takes_more_than_its_plan_says(software: GpuHost, tmp_path: Path) -> None:
+    """Frozen weights have no state. The plan counts the update's workspace for whole states."""
+    host = software("V100:64MiB,A100:64MiB", FAKECUDA_THREADS="1")
+    (tmp_path / "target.py").write_text(TARGET)
+    (tmp_path / "train.py").write_text(TRAIN)
+    asked = ["--quick", "--layers", "--batch-sizes", "2,8", "--optimizer", "adamw"]
+    devices = [f"--device={name}" for name in host.types]
+    host.done("profile", "target.py:partly", *asked, *devices, "-o", "profiles")
+    profile = files.read(tmp_path / f"profiles/target.partly.{host.types[0]}.json", Profile)
+    trained, frozen = profile.weight_bytes, profile.frozen_weight_bytes
+    assert frozen is not None
+    assert frozen > trained
+    pool = "1x" + ",1x".join(host.types)
+    solve = ["solve", "split", "--profiles", "profiles", "--gpus", pool, "--shard", "all"]
+    host.done(*solve, "--batch-size", "16", "-o", "plan.json")
+    host.done("launch", "plan.json", "train.py")
+    shares = []
+    for rank, group in enumerate(files.read(tmp_path / "plan.json", Plan).groups):
+        peak, state = json.loads((tmp_path / f"peak{rank}.json").read_text())
+        assert group.memory_bytes is not None
+        assert group.state_share_bytes is not None
+        assert 0.8 * group.memory_bytes < peak <= group.memory_bytes
+        most = 2 * trained * group.state_share_bytes / (trained + frozen)
+        assert state == pytest.approx(most, rel=0.01)
+        shares.append(state)
+    assert sum(shares) == 2 * trained
