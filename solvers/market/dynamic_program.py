@@ -80,7 +80,7 @@ class DynamicProgram:
             if self.stays[tick][now.held.zone, mode, state, unit // 8] >> (7 - unit % 8) & 1:
                 return now.held
         code = int(self.launches[tick][place, state, unit])
-        return self.modes.launches[code - 1][1] if code else Held(0, 0, now.place)
+        return self.modes.launches[code - 1] if code else Held(0, 0, now.place)
 
     def expected(self, available: tuple[int, ...]) -> float:
         """Expected dollars of a job that starts as spot machines come or go."""

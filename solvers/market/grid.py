@@ -61,30 +61,18 @@ class Modes:
         return 0 if holding == 0 else 1 + (holding - 1) * len(self.levels)
 
     @cached_property
-    def launches(self) -> list[tuple[int, Held, float]]:
-        """Of each zone and holding but nothing: mode after it, itself, work of its first tick."""
-        return [
-            (self.first_of(holding), held, self.job.worked(held, self.job.restart_seconds))
-            for holding, each in enumerate(self.holdings)
-            for zone in range(self.job.num_zones)
-            if holding and (held := Held(*each, zone))
-        ]
+    def launches(self) -> tuple[Held, ...]:
+        """What can be launched: of each holding but nothing, that of each zone."""
+        zones = range(self.job.num_zones)
+        return tuple(Held(*each, zone) for each in self.holdings[1:] for zone in zones)
 
     @cached_property
-    def staying(self) -> list[tuple[int, int, Held, float]]:
-        """Of each zone and mode but nothing: itself, the one after it, what is held, its work."""
-        last = len(self.levels) - 1
+    def worked(self) -> list[list[tuple[float, ...]]]:
+        """[holdings][levels and a launch][zones] work of a tick held."""
+        zones, waits = range(self.job.num_zones), (*self.levels, self.job.restart_seconds)
         return [
-            (
-                self.first_of(holding) + level,
-                self.first_of(holding) + min(level + 1, last),
-                held,
-                self.job.worked(held, pending),
-            )
-            for holding in range(1, len(self.holdings))
-            for level, pending in enumerate(self.levels)
-            for zone in range(self.job.num_zones)
-            if (held := Held(*self.holdings[holding], zone))
+            [tuple(self.job.worked(Held(*each, zone), wait) for zone in zones) for wait in waits]
+            for each in self.holdings
         ]
 
     def mode_of(self, held: Held, pending_seconds: float) -> int:
@@ -105,7 +93,8 @@ def unit_seconds(job: DeadlineJob) -> float:
     """
     modes = Modes(job)
     most = min(MOST_UNITS, _MOST_CELLS // (modes.num_modes * modes.num_places))
-    parts = [work for *_, work in modes.staying + modes.launches] + [job.work_seconds]
+    parts = {work for each in modes.worked[1:] for works in each for work in works}
+    parts.add(job.work_seconds)
     whole = [round(work) for work in parts]
     exact = all(abs(a - b) < 1e-6 for a, b in zip(parts, whole, strict=True))
     return max(float(gcd(*whole)) if exact else 0.0, job.work_seconds / most)
@@ -180,29 +169,37 @@ class TickBack:
         if span[1] > ahead[1]:
             more = (*later.shape[:-1], span[1] - ahead[1])
             later = np.concatenate((later, np.full(more, self.late_dollars, np.float32)), axis=-1)
-        most = available.max(axis=1).tolist()
         best = _with_units_done(later[:, 0], ahead[0], span, 0).copy()
-        for code, (after, held, work) in enumerate(self.modes.launches, start=1):
-            if held.num_spot > most[held.zone]:
-                continue
-            offer = self._held(job, available, later[held.zone, after], ahead[0], span, held, work)
-            for place in range(self.modes.num_places):
-                before = place if place < job.num_zones else None
-                moving = job.moving_dollars(before, held.zone)
-                paid = offer + np.float32(moving) if moving else offer
-                if decided is not None:
-                    decided[1][place][paid < best[place]] = code
-                np.minimum(paid, best[place], out=best[place])
-        values: Values = np.repeat(best[:, None], self.modes.num_modes, axis=1)
-        for mode, after, held, work in self.modes.staying:
-            goes_on = self._held(
-                job, available, later[held.zone, after], ahead[0], span, held, work
-            )
-            if goes_on is None:
-                continue
+        holdings = [
+            (number, self.modes.first_of(number))
+            for number in range(1, len(self.modes.holdings))
+            if self.modes.holdings[number][0] <= available.max()
+        ]
+        zones, levels = job.num_zones, self.modes.levels
+        for number, after in holdings:
+            first = later[:zones, after]
+            offers = self._held(job, available, first, ahead[0], span, number, -1)
+            paid = offers
+            if zones > 1:  # the last place is that of a job without one, which does not move
+                moved = offers.min(axis=0) + np.float32(job.move_dollars)
+                paid = np.concatenate((np.minimum(offers, moved), offers.min(axis=0)[None]))
             if decided is not None:
-                np.less_equal(goes_on, best[held.zone], out=decided[0][held.zone, mode])
-            np.minimum(goes_on, best[held.zone], out=values[held.zone, mode])
+                code = 1 + (number - 1) * zones
+                codes = np.full(paid.shape, code, decided[1].dtype)
+                if zones > 1:
+                    codes += offers.argmin(axis=0).astype(codes.dtype)
+                    own = code + np.arange(zones, dtype=codes.dtype)[:, None, None]
+                    codes[:zones] = np.where(offers < moved, own, codes[:zones])
+                np.copyto(decided[1], codes, where=paid < best)
+            np.minimum(paid, best, out=best)
+        values: Values = np.repeat(best[:, None], self.modes.num_modes, axis=1)
+        for number, after in holdings:
+            for level in range(len(levels)):
+                then = later[:zones, after + min(level + 1, len(levels) - 1)]
+                goes_on = self._held(job, available, then, ahead[0], span, number, level)
+                if decided is not None:
+                    np.less_equal(goes_on, best[:zones], out=decided[0][:, after + level])
+                np.minimum(goes_on, best[:zones], out=values[:zones, after + level])
         if span[0] == 0:
             values[..., 0] = 0.0  # no work left costs nothing
         return values
@@ -214,21 +211,31 @@ class TickBack:
         later: Values,
         first: int,
         span: Span,
-        held: Held,
-        work_seconds: float,
+        holding: int,
+        level: int,
     ) -> Values:
-        """Dollars [states, units] if so much is held in the tick."""
+        """Dollars [zones, states, units] if so much is held in the tick; level -1: launched."""
+        each = self.modes.holdings[holding]
+        works = self.modes.worked[holding][level]
+        done = {work: self._with_done(later, first, span, work) for work in set(works)}
+        dollars = done[works[0]]
+        if len(done) > 1:
+            dollars = np.stack([done[work][zone] for zone, work in enumerate(works)])
+        prices = [job.tick_dollars(Held(*each, zone)) for zone in range(job.num_zones)]
+        dollars = dollars + np.array(prices, np.float32)[:, None, None]
+        if each[0]:
+            dollars[available < each[0]] = np.inf  # some are lost
+        return dollars
+
+    def _with_done(self, later: Values, first: int, span: Span, work_seconds: float) -> Values:
+        """Values by work left before so much of it is done."""
         units = work_seconds / self.unit_seconds
         whole = units_up(units) if self.is_bound else int(units)
-        dollars = _with_units_done(later, first, span, whole)
-        if not self.is_bound and units > whole:
-            part = np.float32(units - whole)
-            more = _with_units_done(later, first, span, whole + 1)
-            dollars = (1 - part) * dollars + part * more
-        dollars = dollars + np.float32(job.tick_dollars(held))
-        if held.num_spot:
-            dollars[available[held.zone] < held.num_spot] = np.inf  # some are lost
-        return dollars
+        found = _with_units_done(later, first, span, whole)
+        if self.is_bound or units <= whole:
+            return found
+        part = np.float32(units - whole)
+        return (1 - part) * found + part * _with_units_done(later, first, span, whole + 1)
 
 
 def _with_units_done(values: Values, first: int, span: Span, units: int) -> Values:
