@@ -12,7 +12,7 @@ from ..scheduler.renting import (
     RealFeed,
     ReplayedFeed,
     Training,
-    machine_for,
+    machines_for,
     rents,
 )
 from ..schema import files
@@ -31,7 +31,6 @@ from .files import plan_of
 from .rent import asked_job
 
 _log = logging.getLogger("hetflow")
-PLAN = "plan.json"
 _FAR_OFF = 0.2  # of the work: the plan's own word for it differs by more
 
 
@@ -65,23 +64,25 @@ def rent_run(request: RunRentRequest) -> RentRun:
         ('done', 1, 'a')
     """
     job, traces, history = asked_job(request)
-    if job.num_machines > 1:
-        raise ProblemError(
-            "a run holds one machine at a time", hint=f"leave {option('num_machines')} out"
-        )
-    plan, folder = plan_of(request.plan), Path(request.folder).resolve()
-    ((_, window), *_) = windows_of(traces[:1], job.num_ticks, None, most=1).windows
-    zones = traces[0].zones
-    engine, devices = machine_for(plan, request.engine)
+    plans, folder = _plans(request, job), Path(request.folder).resolve()
+    most, zones = job.num_machines, traces[0].zones
+    ((_, window), *_) = windows_of(traces[:1], job.num_ticks, None, most=most).windows
+    engine, devices = machines_for(plans, request.engine)
     is_real = rents(engine)
+    if is_real and most > 1:
+        raise ProblemError(
+            f"the engine {request.engine} rents one machine at a time",
+            hint=f"leave {option('num_machines')} out",
+        )
     if is_real and request.time_scale != 1:
         raise ProblemError(f"{option('time_scale')} is for replays", hint="leave it out")
     notice_seconds = 0.0 if is_real else request.notice_seconds  # clouds' own do not come here
     step_seconds = job.work_seconds / request.steps
-    _compare(plan, job, step_seconds / request.time_scale)
-    every = request.checkpoint_every or _interval(request, history or traces, step_seconds)
+    _compare(plans[0], job, step_seconds / request.time_scale)
+    fastest_seconds = step_seconds / job.speeds[-1]
+    every = request.checkpoint_every or _interval(request, history or traces, fastest_seconds)
     # Without notice a loss repeats half an interval; the policy is ready for a whole one.
-    lost_seconds = 0.0 if notice_seconds else every * step_seconds
+    lost_seconds = 0.0 if notice_seconds else every * fastest_seconds
     ready = replace(job, restart_seconds=job.restart_seconds + lost_seconds)
     usual = replace(job, restart_seconds=job.restart_seconds + lost_seconds / 2)
     adviser = Adviser(ready, zones, history=history, policies=request.policies or None)
@@ -108,11 +109,13 @@ def rent_run(request: RunRentRequest) -> RentRun:
     record = _begun(folder, record)
     if record.status == "done":
         return record
-    files.write(folder / PLAN, plan, force=True)
+    paths = tuple(folder / f"plan-{number}.json" for number in range(1, most + 1))
+    for path, plan in zip(paths, plans, strict=True):
+        files.write(path, plan, force=True)
     agent = Agent(
         training=Training(
             folder=folder,
-            plan=folder / PLAN,
+            plans=paths,
             script=(str(request.script), *request.arguments),
             directory=Path.cwd(),
             notice_seconds=notice_seconds,
@@ -136,9 +139,31 @@ def rent_run(request: RunRentRequest) -> RentRun:
         num_ticks=job.num_ticks,
         tick_seconds=job.tick_seconds,
         record=record,
+        speeds=job.speeds,
         tell=_log.info,
     )
     return agent.run()
+
+
+def _plans(request: RunRentRequest, job: DeadlineJob) -> list[Plan]:
+    """The plans for 1, 2, ... machines.
+
+    Raises:
+        ProblemError: There are not as many as the job uses machines, or machines differ.
+        FileError: A file is missing or has faults.
+    """
+    plans = [plan_of(one) for one in (request.plan, *request.more_plans)]
+    if len(plans) != job.num_machines:
+        raise ProblemError(
+            f"{len(plans)} plans for a job on up to {job.num_machines} machines",
+            hint=f"give {option('num_machines')}, and {option('more_plans', 'FILE')} for 2 "
+            "machines, for 3, and so on",
+        )
+    if job.rates:
+        raise ProblemError(
+            "a run's machines are alike", hint=f"leave {option('machine_speeds')} out"
+        )
+    return plans
 
 
 def _begun(folder: Path, new: RentRun) -> RentRun:

@@ -92,7 +92,7 @@ def rent(
         _report(record, question, output, next, force=force, json=json)
 
 
-@asks(RunRentRequest, num_machines=None, speeds=None, every_seconds=None, folder=None)
+@asks(RunRentRequest, every_seconds=None, folder=None)
 def rent_run(
     asked: Asked,
     output: Annotated[

@@ -1,9 +1,9 @@
 """Rent machines for one training in real time: a policy decides, an engine launches.
 
 The policy is the one that replays ask, at the start of each tick. The agent follows it: it starts
-the training's launch on a machine in the zone that the policy wants, and lets it save and end where
-the policy wants another or none. A machine that is announced to go saves in time; one that goes
-without notice loses what was done since the last checkpoint.
+the training's launch on the machines that the policy wants, with the plan for as many, and lets it
+save and end where the policy wants others or none. A machine that is announced to go saves in time;
+one that goes without notice loses what was done since the last checkpoint.
 
 Seconds are those of the market since the job's start. In a replay, the market runs faster than real
 time, and the agent kills the launch on a machine that the market takes away. All that has to
@@ -140,7 +140,7 @@ class Training:
 
     Attributes:
         folder: The agent's; it holds the checkpoints, and a folder for each launch.
-        plan: Its file.
+        plans: Files of the plans for 1, 2, ... machines.
         script: The script and its arguments.
         directory: Where it runs.
         notice_seconds: So long before a machine is taken away it is announced.
@@ -150,7 +150,7 @@ class Training:
     """
 
     folder: Path
-    plan: Path
+    plans: tuple[Path, ...]
     script: tuple[str, ...]
     directory: Path
     notice_seconds: float = 0.0
@@ -158,13 +158,15 @@ class Training:
     grace_seconds: float = 30.0
     move_dollars: float = 0.0
 
-    def work(self, folder: Path, every: int, devices: tuple[EngineDevice, ...]) -> Work:
+    def work(
+        self, folder: Path, every: int, num_machines: int, devices: tuple[EngineDevice, ...]
+    ) -> Work:
         """A launch with a folder of its own, and so many steps between checkpoints."""
         command = (
             sys.executable, "-m", "hetflow", "launch", "--output", str(folder / RUN), "--force",
             "--checkpoint", str(self.folder / CHECKPOINT), "--checkpoint-every", str(every),
             "--determinism", "elastic", "--grace", str(self.grace_seconds),
-            str(self.plan), *self.script,
+            str(self.plans[num_machines - 1]), *self.script,
         )  # fmt: skip
         return Work(
             folder=folder,
@@ -184,26 +186,35 @@ def saved_steps(folder: Path) -> int:
     return max((int(step) for step in steps if step.isdigit()), default=0)
 
 
-def machine_for(plan: Plan, name: str) -> tuple[Engine, tuple[EngineDevice, ...]]:
-    """An engine, and devices of it for a plan; launches on this host end with this process.
+def machines_for(
+    plans: Sequence[Plan], name: str
+) -> tuple[Engine, tuple[tuple[EngineDevice, ...], ...]]:
+    """An engine, and its devices for each plan; launches on this host end with this process.
 
     Raises:
         ProblemError: There is no such engine, or it has too few devices.
     """
-    wanted = plan.devices_by_type
-    pool = Cluster.parse(",".join(f"{number}x{kind}" for kind, number in wanted.items()))
+    most: dict[str, int] = {}
+    for plan in plans:
+        for kind, number in plan.devices_by_type.items():
+            most[kind] = max(number, most.get(kind, 0))
+    pool = Cluster.parse(",".join(f"{number}x{kind}" for kind, number in most.items()))
     is_local = name == LocalEngine.name
     engine = LocalEngine(pool, bound=True) if is_local else ENGINES.get(name)(pool)
-    held: list[EngineDevice] = []
-    for kind, number in wanted.items():
-        found = [one for one in engine.devices() if one.device_type == kind and one.is_up]
-        if len(found) < number:
+    found = {
+        kind: [one for one in engine.devices() if one.device_type == kind and one.is_up]
+        for kind in most
+    }
+    for kind, number in most.items():
+        if len(found[kind]) < number:
             raise ProblemError(
-                f"the plan needs {number} x {kind}; the engine {name} has {len(found)}",
+                f"the plan needs {number} x {kind}; the engine {name} has {len(found[kind])}",
                 hint="give a plan for the devices that it has",
             )
-        held += found[:number]
-    return engine, tuple(held)
+    return engine, tuple(
+        tuple(one for kind, number in plan.devices_by_type.items() for one in found[kind][:number])
+        for plan in plans
+    )
 
 
 def rents(engine: Engine) -> bool:
@@ -226,7 +237,8 @@ class _Lease:
 
     folder: Path
     zone: str
-    is_spot: bool
+    num_spot: int
+    num_on_demand: int
     launched: float
     came_from: str | None
     began: float | None = None
@@ -239,7 +251,8 @@ class Agent:
     Attributes:
         training: What to run.
         engine: Where.
-        devices: Of the machine, for an engine that knows its devices.
+        devices: Of 1, 2, ... machines.
+        speeds: On 0, 1, ... machines, in work seconds per second.
         feed: What becomes known of the market.
         decide: The policy.
         num_ticks: Until the deadline; a job that is late goes on with what it holds.
@@ -250,16 +263,18 @@ class Agent:
 
     training: Training
     engine: Engine
-    devices: tuple[EngineDevice, ...]
+    devices: tuple[tuple[EngineDevice, ...], ...]
     feed: Feed
     decide: Callable[[RentState], RentAdvice]
     num_ticks: int
     tick_seconds: float
     record: RentRun
+    speeds: tuple[float, ...] = (0.0, 1.0)
     tell: Callable[[str], None] = lambda line: None
     clock: Clock = field(default_factory=Clock)
     _lease: _Lease | None = None
     _zone: str | None = None
+    _kept: tuple[int, int] = (0, 0)  # spot and on demand, of a launch that lost some
     _rate: float = 0.0  # dollars per hour of what is held
     _seen: tuple[int, float] = (0, 0.0)  # the newest checkpoint, and when it was first there
 
@@ -310,10 +325,11 @@ class Agent:
     def _take_away(self, tick: int) -> None:
         """Kill the launch on a machine that is there no more, as its market would."""
         lease = self._lease
-        if lease is None or not lease.is_spot or self.feed.sight(tick).available[lease.zone]:
+        if lease is None or lease.num_spot <= self.feed.sight(tick).available[lease.zone]:
             return
         done = self._steps_done()
         self._release("its machine was taken away", kill=True)
+        self._kept = lease.num_spot, lease.num_on_demand
         repeated = max(0, round(done) - saved_steps(self.training.folder))
         self._note(
             num_preemptions=self.record.num_preemptions + 1,
@@ -329,8 +345,8 @@ class Agent:
         state = RentState(
             elapsed_seconds=min(tick, self.num_ticks - 1) * self.tick_seconds,
             work_left_seconds=self._work_left_seconds(),
-            num_spot=int(lease is not None and lease.is_spot),
-            num_on_demand=int(lease is not None and not lease.is_spot),
+            num_spot=self._kept[0] if lease is None else lease.num_spot,
+            num_on_demand=self._kept[1] if lease is None else lease.num_on_demand,
             zone=self._zone,
             pending_seconds=self._pending_seconds(),
             available=dict(sight.available),
@@ -339,6 +355,7 @@ class Agent:
         )
         advice = self.decide(state)
         self._pay()
+        self._kept = 0, 0
         if advice.is_change and lease is not None:
             self._release(advice.reason)
         self._rate = advice.dollars_per_hour
@@ -349,13 +366,14 @@ class Agent:
         """Wait until the tick ends; save in time where a machine is announced to go."""
         lease, end = self._lease, (tick + 1) * self.tick_seconds
         gone = None
-        if lease is not None and lease.is_spot and self.training.notice_seconds > 0:
-            gone = self.feed.goes_at(tick, lease.zone, 1)
+        if lease is not None and lease.num_spot and self.training.notice_seconds > 0:
+            gone = self.feed.goes_at(tick, lease.zone, lease.num_spot)
         if gone is not None:
             save = min(self.training.save_seconds * self.record.time_scale, gone)
             self._wait(gone - min(self.training.notice_seconds, save))
-            if self._lease is not None:
+            if lease is not None and self._lease is not None:
                 self._release("its machine is announced to be taken away")
+                self._kept = lease.num_spot, lease.num_on_demand
                 self._note(num_preemptions=self.record.num_preemptions + 1)
         self._wait(end)
         self._pay()
@@ -389,6 +407,7 @@ class Agent:
         if lease is None or lease.began is None:
             return float(saved)
         worked = self._now() - max(since, lease.began)
+        worked *= self.speeds[lease.num_spot + lease.num_on_demand]
         more = worked * self.record.num_steps / self.record.work_seconds
         if self.record.checkpoint_every:
             more = min(more, self.record.checkpoint_every)
@@ -419,9 +438,13 @@ class Agent:
             dollars=self.record.dollars + moves * self.training.move_dollars,
             held=(*self.record.held, self._row(advice.reason, advice)),
         )
-        work = self.training.work(folder, self.record.checkpoint_every, self.devices)
+        machines = advice.num_spot + advice.num_on_demand
+        devices, every = self.devices[machines - 1], self.record.checkpoint_every
+        work = self.training.work(folder, every, machines, devices)
         self.engine.start(replace(work, zone=advice.zone, is_spot=advice.num_spot > 0))
-        self._lease = _Lease(folder, advice.zone, advice.num_spot > 0, self._now(), self._zone)
+        self._lease = _Lease(
+            folder, advice.zone, advice.num_spot, advice.num_on_demand, self._now(), self._zone
+        )
         self._zone = advice.zone
 
     def _release(self, why: str, *, kill: bool = False) -> None:
@@ -489,7 +512,9 @@ class Agent:
             )
         what = "nothing"
         if held.zone is not None:
-            what = f"{'a spot machine' if held.num_spot else 'one on demand'} in {held.zone}"
+            kinds = (held.num_spot, "spot"), (held.num_on_demand, "on demand")
+            words = [f"{number} {kind}" for number, kind in kinds if number]
+            what = f"{' and '.join(words)} in {held.zone}"
         self.tell(f"{held.at_seconds / 60:.1f} min: holds {what}: {why}")
         return held
 

@@ -173,6 +173,14 @@ class RunRentRequest(RentRequest):
         ),
     ]
     steps: Annotated["Count", Option(help="Steps of the whole training.")]
+    more_plans: Annotated[
+        "Sequence[Path | str]",
+        Option(
+            metavar="FILE",
+            help="With {num_machines}: the plans for 2 machines, for 3, and so on (repeat).",
+            default="a run on one machine",
+        ),
+    ] = ()
     folder: Annotated[
         "Path | str",
         Option(flag="--output", help="Folder of the run; started again, it goes on from there."),

@@ -1,12 +1,13 @@
 """The agent that rents: in virtual time against the replay, and for real with kills."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from hetflow.engines.protocol import Fate, Work
+from hetflow.engines.protocol import EngineDevice, Fate, Work
 from hetflow.scheduler.leases import CHECKPOINT
 from hetflow.scheduler.renting import (
     LAUNCHES,
@@ -50,6 +51,7 @@ class Cloud:
     begun_at: int = 0
     never_began: set[Path] = field(default_factory=set)
     rented: list[tuple[str | None, bool]] = field(default_factory=list)
+    machines: list[int] = field(default_factory=list)
     fails: bool = False
     refuses: str | None = None
     """A zone in which no machine can be had."""
@@ -80,7 +82,7 @@ class Cloud:
 
     def steps(self, path: Path) -> int:
         worked = self.now - self.running[path] - JOB.restart_seconds
-        return min(STEPS, self.begun_at + max(0, int(worked + 1e-6)))
+        return min(STEPS, self.begun_at + max(0, int(worked * self.machines[-1] + 1e-6)))
 
     def end(self, path: Path, code: int | None) -> None:
         del self.running[path]
@@ -94,6 +96,7 @@ class Cloud:
         self.begun_at = saved_steps(self.folder)
         self.running[work.folder] = self.now
         self.rented.append((work.zone, work.is_spot))
+        self.machines.append(len(work.devices))
         if work.zone == self.refuses:
             self.end(work.folder, None)
             self.never_began.add(work.folder)
@@ -143,20 +146,24 @@ def agent_of(
     every: int = 10,
     record: RentRun | None = None,
     cloud: Cloud | None = None,
+    job: DeadlineJob = JOB,
 ) -> tuple[Agent, Cloud]:
     """An agent in virtual time, of a new record that has the prediction."""
     zones = ("a", "b")
-    adviser = Adviser(JOB, zones, policies=[policy])
-    predicted = replay(JOB, adviser.policies[policy], windows)
+    adviser = Adviser(job, zones, policies=[policy])
+    predicted = replay(job, adviser.policies[policy], windows)
+    machines = [EngineDevice(f"cpu:{number}", "cpu", "here") for number in range(job.num_machines)]
     cloud = cloud or Cloud(folder, every)
     folder.mkdir(exist_ok=True)
     agent = Agent(
         training=Training(
-            folder=folder, plan=folder / "plan.json", script=("train.py",), directory=folder,
+            folder=folder, plans=(folder / "plan.json",) * job.num_machines,
+            script=("train.py",), directory=folder,
             notice_seconds=notice, save_seconds=5.0, move_dollars=JOB.move_dollars,
         ),
         engine=cloud,
-        devices=(),
+        devices=tuple(tuple(machines[: number + 1]) for number in range(job.num_machines)),
+        speeds=job.speeds,
         feed=ReplayedFeed(
             zones=zones, tick_seconds=JOB.tick_seconds, available=windows,
             spot_dollars_per_hour=None,
@@ -165,8 +172,8 @@ def agent_of(
         num_ticks=JOB.num_ticks,
         tick_seconds=JOB.tick_seconds,
         record=record or RentRun(
-            status="running", policy=policy, work_seconds=JOB.work_seconds,
-            deadline_seconds=JOB.deadline_seconds, restart_seconds=JOB.restart_seconds,
+            status="running", policy=policy, work_seconds=job.work_seconds,
+            deadline_seconds=job.deadline_seconds, restart_seconds=JOB.restart_seconds,
             num_steps=STEPS, checkpoint_every=every, started_seconds=0.0,
             predicted_seconds=predicted.seconds,
             predicted_dollars=predicted.dollars - predicted.unused_dollars,
@@ -206,6 +213,34 @@ def test_a_run_pays_what_the_replay_predicts(tmp_path: Path, policy: str, notice
         assert run.longest_restart_seconds == pytest.approx(JOB.restart_seconds, abs=4)
         if notice:
             assert run.num_steps_repeated == 0
+
+
+@pytest.mark.parametrize("policy", ["greedy", "uniform_progress"])
+@pytest.mark.parametrize("notice", [0.0, 120.0])
+def test_a_fleet_goes_on_with_what_is_left_and_pays_what_is_predicted(
+    tmp_path: Path, policy: str, notice: float
+) -> None:
+    three = replace(JOB, speeds=(0.0, 1.0, 2.0, 3.0), deadline_seconds=3000.0)
+    kept = 0
+    for seed in range(2):
+        draw = random.Random(seed)
+        windows = [[draw.choice([0, 1, 2, 3, 3]) for _ in range(12)] for _ in range(2)]
+        agent, cloud = agent_of(
+            tmp_path / f"{seed}", windows, policy, notice=notice, every=20, job=three
+        )
+        run = agent.run()
+        assert (run.status, run.is_late) == ("done", False)
+        assert not cloud.running
+        assert run.num_launches == run.predicted_launches
+        assert run.dollars == pytest.approx(run.predicted_dollars, rel=0.04)
+        assert run.seconds == pytest.approx(run.predicted_seconds, rel=0.04)
+        held = [row for row in run.held if row.zone is not None]
+        assert cloud.machines == [row.num_spot + row.num_on_demand for row in held]
+        kept += sum(
+            0 < after.num_spot < before.num_spot and after.zone == before.zone
+            for before, after in pairwise(held)
+        )
+    assert kept  # some were taken away, and the rest went on
 
 
 def test_a_lost_machine_repeats_what_was_not_saved(tmp_path: Path) -> None:
