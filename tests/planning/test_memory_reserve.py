@@ -180,6 +180,6 @@ def test_the_command_takes_an_amount_and_shows_what_stays_free(tmp_path: Path) -
     assert "asked for 20 MiB" in shown.output
     wrong = run.invoke(app, ["solve", *asked, *more, "much"])
     assert isinstance(wrong.exception, ProblemError)
-    assert "--memory-reserve 'much': is not an amount of memory" in str(wrong.exception)
+    assert "'much': is not an amount of memory" in str(wrong.exception)
     with pytest.raises(ProblemError, match="memory_reserve_bytes"):
         hetflow.solve([profile()], "V100", batch_size=8, memory_reserve_bytes=-1)
