@@ -194,13 +194,13 @@ def test_nccl_adds_up_over_devices(gpus: GpuHost) -> None:
 
 SUMMED = """
 import _fakecuda
-from hetflow.runtime.tensor.operators import TensorGroup, sum_from, sum_tokens_from
+from hetflow.runtime.tensor.operators import TensorGroup, row_linear_to_tokens, sum_from
 for keeps_order in (True, False):
     group = TensorGroup(2, rank, (0, 1), dist.group.WORLD, keeps_order)
     weight = torch.ones(4, 3, device="cuda", requires_grad=True)
-    made = weight * (rank + 1)
+    made, whole = weight * (rank + 1), torch.eye(3, device="cuda")
     _fakecuda.reset_counts()
-    tokens = sum_tokens_from(made, group)
+    tokens = row_linear_to_tokens(made, whole, None, group)
     print(tokens.tolist(), _fakecuda.counts().get("kernel", 0))
 made = weight * (rank + 1)
 _fakecuda.reset_counts()
@@ -218,7 +218,8 @@ def test_tensor_parallel_sums_copy_nothing_that_they_need_not(software: GpuHost)
     for rank, (code, said, errors) in enumerate(found):
         assert code == 0, errors
         first, second, whole, gradient = said.splitlines()
-        assert [first, second] == [f"{tokens} 1", f"{tokens} 0"]  # a local sum, and none
+        # The layer's product, with a local sum and without.
+        assert [first, second] == [f"{tokens} 2", f"{tokens} 1"]
         assert whole == "[3.0, 3.0, 3.0] 0"
         assert gradient == str([rank + 1.0] * 3)
 
