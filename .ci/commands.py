@@ -89,7 +89,7 @@ def main() -> None:
 
 def write_inputs(folder: Path) -> None:
     """Write the golden cases' files, markets, a log of Slurm's, and the state of a live cluster."""
-    from hetflow.scheduler.store import Store
+    from hetflow.clusters.scheduler.store import Store
 
     Store.create(folder / "state").close()
     (folder / "log.txt").write_text(

@@ -62,8 +62,8 @@ def check(request: CheckRequest) -> list[str]:
             "an allocation is judged against its jobs, throughputs and pool",
             hint=f"add {options(jobs='FILE', throughputs='FILE', pool='SPEC')}",
         )
-    from ..checks.allocation import check as faults_of
     from ..planning.allocate import allocation_problem
+    from ..planning.checks.allocation import check as faults_of
 
     shares = claim.space_sharing if request.space_sharing is None else request.space_sharing
     problem = allocation_problem(

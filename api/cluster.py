@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ..importers.jobs_files import read_throughputs
-from ..scheduler import submission, view
-from ..scheduler.requests import Request, send
-from ..scheduler.view import QueuedJob
+from ..clusters.scheduler import submission, view
+from ..clusters.scheduler.requests import Request, send
+from ..clusters.scheduler.view import QueuedJob
+from ..formats.importers.jobs_files import read_throughputs
 from ..schema.errors import ProblemError
 from ..schema.records import Index
 from .calls import checks

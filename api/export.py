@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..exporters.registry import EXPORTERS
-from ..launcher.deploying import host_groups, host_types, virtual_types
+from ..formats.exporters.registry import EXPORTERS
 from ..planning.inputs import pool_of
 from ..planning.market_prices import all_prices
-from ..protocol.lower import check_level, lower
-from ..protocol.pins import pins
+from ..runtime.launcher.deploying import host_groups, host_types, virtual_types
+from ..runtime.protocol.lower import check_level, lower
+from ..runtime.protocol.pins import pins
 from ..schema.deployment import Deployment, HostGroup, Machine, job_name
 from ..schema.errors import ProblemError
 from ..schema.files import read_text

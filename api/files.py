@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..importers.csv_tables import read_jobs_table, read_throughputs_csv
-from ..importers.jobs_files import read_jobs, read_throughputs
-from ..importers.recognise import read_markets
+from ..formats.importers.csv_tables import read_jobs_table, read_throughputs_csv
+from ..formats.importers.jobs_files import read_jobs, read_throughputs
+from ..formats.importers.recognise import read_markets
 from ..schema import files
 from ..schema.errors import FileError
 from ..schema.jobs import Allocation, Jobs, Throughputs

@@ -3,10 +3,15 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..importers.instance_types import read_instance_types
-from ..importers.pipedream import profile_of
-from ..importers.recognise import is_market, read_market
-from ..importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS, TraceOptions
+from ..formats.importers.instance_types import read_instance_types
+from ..formats.importers.pipedream import profile_of
+from ..formats.importers.recognise import is_market, read_market
+from ..formats.importers.registry import (
+    LAYER_IMPORTERS,
+    PRICE_IMPORTERS,
+    TRACE_IMPORTERS,
+    TraceOptions,
+)
 from ..planning.pipeline_problem import layers_of_graph
 from ..schema.cluster import is_device_type, parse_memory
 from ..schema.errors import FileError, ProblemError

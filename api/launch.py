@@ -11,8 +11,8 @@ from .calls import takes
 from .files import plan_of
 
 if TYPE_CHECKING:
-    from ..launcher.request import LaunchRequest
-    from ..launcher.spawn import WorkerCommand
+    from ..runtime.launcher.request import LaunchRequest
+    from ..runtime.launcher.spawn import WorkerCommand
 
 _log = logging.getLogger("hetflow")
 
@@ -39,8 +39,8 @@ def launch(request: LaunchingRequest) -> RunRecord | None:
         ('done', 1)
     """
     from ..devices.torch_version import check_installed_torch
-    from ..launcher.controller import launch as run
-    from ..launcher.request import run_folder
+    from ..runtime.launcher.controller import launch as run
+    from ..runtime.launcher.request import run_folder
 
     check_installed_torch()
     found, given = plan_of(request.plan), request.folder
@@ -66,8 +66,8 @@ def dry_run(request: LaunchingRequest) -> "list[WorkerCommand]":
         >>> commands[0].shell().split()[-1]
         'train.py'
     """
-    from ..launcher.controller import plan_commands
-    from ..launcher.request import default_folder
+    from ..runtime.launcher.controller import plan_commands
+    from ..runtime.launcher.request import default_folder
 
     found, given = plan_of(request.plan), request.folder
     folder = default_folder(found.model) if given is None else Path(given)
@@ -75,8 +75,8 @@ def dry_run(request: LaunchingRequest) -> "list[WorkerCommand]":
 
 
 def _lowered(request: LaunchingRequest, plan: Plan, folder: Path) -> "LaunchRequest":
-    from ..launcher.request import LaunchRequest
-    from ..protocol.lower import check_level, lower
+    from ..runtime.launcher.request import LaunchRequest
+    from ..runtime.protocol.lower import check_level, lower
 
     return LaunchRequest(
         plan=plan,

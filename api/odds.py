@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..importers.availability import read_availability
+from ..formats.importers.availability import read_availability
 from ..schema import files
 from ..schema.errors import ProblemError
 from ..schema.market import Availability, Market, PriceHistory

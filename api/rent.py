@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..importers.recognise import read_market
+from ..clusters.simulator.market.advise import Adviser
+from ..clusters.simulator.market.compare import compare
+from ..formats.importers.recognise import read_market
 from ..schema import files
 from ..schema.arguments import Arguments
 from ..schema.errors import FileError, ProblemError
@@ -22,8 +24,6 @@ from ..schema.options import option
 from ..schema.requests.kinds import MachineSpeeds, Offers
 from ..schema.requests.rent import RentRequest
 from ..schema.spelling import nearest
-from ..simulator.market.advise import Adviser
-from ..simulator.market.compare import compare
 from ..solvers.market.deadline import DeadlineJob
 from ..solvers.market.windows import Traces, apart, fewest_parts, traces_of
 from .calls import takes

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
+from ..clusters.simulator.market.prices import compare_from
 from ..planning.market_prices import egress_dollars
 from ..schema.errors import ProblemError
 from ..schema.market import PriceReport, utc_seconds
 from ..schema.options import option
 from ..schema.requests.rent import PricesRequest
 from ..schema.spelling import nearest
-from ..simulator.market.prices import compare_from
 from ..solvers.market.offers import History, MovingJob, history_of
 from .calls import takes
 from .files import markets_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..scheduler.renting import (
+from ..clusters.scheduler.renting import (
     RECORD,
     Agent,
     RealFeed,
@@ -15,14 +15,14 @@ from ..scheduler.renting import (
     machines_for,
     rents,
 )
+from ..clusters.simulator.market.advise import Adviser
+from ..clusters.simulator.market.replay import replay
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
 from ..schema.market import RentRun
 from ..schema.options import option
 from ..schema.plan import Plan
 from ..schema.requests.rent import RunRentRequest
-from ..simulator.market.advise import Adviser
-from ..simulator.market.replay import replay
 from ..solvers.market.deadline import DeadlineJob, Held, Moment
 from ..solvers.market.odds import interval_seconds
 from ..solvers.market.windows import Traces, windows_of

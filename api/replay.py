@@ -7,17 +7,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..importers.sacct import read_sacct
-from ..mechanisms import easyscale, elastic
-from ..scheduler.history import History, LiveJob, history
-from ..scheduler.store import Store
+from ..clusters.mechanisms import easyscale, elastic
+from ..clusters.scheduler.history import History, LiveJob, history
+from ..clusters.scheduler.store import Store
+from ..clusters.simulator import Case, Simulation, run_case
+from ..formats.importers.sacct import read_sacct
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.options import option, told
 from ..schema.requests.replay import ReplayRequest
 from ..schema.simulation import JobOutcome
 from ..schema.spelling import whole_number
-from ..simulator import Case, Simulation, run_case
 
 _log = logging.getLogger("hetflow")
 

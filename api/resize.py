@@ -3,10 +3,10 @@
 import logging
 from pathlib import Path
 
-from ..launcher.repartition import check_not_parallel, check_same_job
 from ..planning.inputs import pool_of
 from ..planning.resize import cut_again, seconds_a_sample, split_again
-from ..protocol import control
+from ..runtime.launcher.repartition import check_not_parallel, check_same_job
+from ..runtime.protocol import control
 from ..schema import files
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
@@ -38,7 +38,7 @@ def resize(request: ResizingRequest) -> ResizeAnswer | None:
         >>> hetflow.resize("hetflow-runs/m-20250101-120000", "4xV100").status  # doctest: +SKIP
         'done'
     """
-    from ..launcher.request import RUNS_FOLDER
+    from ..runtime.launcher.request import RUNS_FOLDER
 
     folder = Path(request.run)
     if not folder.is_dir() and (Path(RUNS_FOLDER) / folder).is_dir():
@@ -58,8 +58,8 @@ def _mapping(
     profiles: Profiles | None,
 ) -> LaunchConfig:
     """Map the launch's virtual nodes to the requested devices."""
-    from ..launcher.mapping import check_shares_nothing, renumbered, spread
-    from ..protocol.lower import lower
+    from ..runtime.launcher.mapping import check_shares_nothing, renumbered, spread
+    from ..runtime.protocol.lower import lower
 
     if (pool is None) == (plan is None):
         raise ProblemError(
@@ -102,7 +102,7 @@ def _recut(
     profiles: Profiles | None,
 ) -> LaunchConfig:
     """Lower another pipeline plan of the same microbatches, given or solved for the devices."""
-    from ..protocol.lower import lower
+    from ..runtime.protocol.lower import lower
 
     if plan is not None:
         found = _plan_of(plan, "pipeline")

@@ -13,7 +13,7 @@ from ..schema.requests.show import DRAWN, MARKETS, PIPELINES, PLANS, RUNS, ShowR
 from .calls import takes
 
 if TYPE_CHECKING:
-    from ..schedules.timing import Timing
+    from ..planning.schedules.timing import Timing
     from ..schema.files import Record
 
 _log = logging.getLogger("hetflow")
@@ -45,8 +45,8 @@ def show(request: ShowRequest) -> str:
         -------------  ---------  ------------  --------
         V100           2          16,384.0 MiB  -
     """
-    from ..reports.explain import explain, explanation_table
-    from ..reports.tables import table_of
+    from ..formats.reports.explain import explain, explanation_table
+    from ..formats.reports.tables import table_of
 
     records, timeline = _carried_out(request)
     if request.explain:
@@ -61,7 +61,7 @@ def document_of(request: ShowRequest) -> Any:
     Raises:
         HetflowError: As ``show``.
     """
-    from ..reports.explain import explain, explanation_document
+    from ..formats.reports.explain import explain, explanation_document
 
     records, _ = _carried_out(request, as_json=True)
     if request.explain:
@@ -127,8 +127,8 @@ def _refuse_unread(record: Any, request: ShowRequest) -> None:
 
 
 def _timelines(plan: Plan, request: ShowRequest) -> str:
-    from ..reports.timeline import html_timeline, terminal_timeline
-    from ..reports.trace import trace_json
+    from ..formats.reports.timeline import html_timeline, terminal_timeline
+    from ..formats.reports.trace import trace_json
 
     paths = [Path(path) for path in (request.html, request.trace) if path is not None]
     files.check_outputs(*paths, force=request.force)
@@ -184,14 +184,14 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
     Raises:
         HetflowError: Pictures of it have another ending, or matplotlib is not installed.
     """
-    from ..reports.plots import curves_image, image_format, split_image
+    from ..formats.reports.plots import curves_image, image_format, split_image
     from ..schema.market import Market
     from ..schema.profile import Profile
     from ..schema.simulation import SimulationRun
 
     file_format, first = image_format(target), records[0]
     if isinstance(first, Plan) and first.kind == "pipeline":
-        from ..reports.timeline import svg_timeline
+        from ..formats.reports.timeline import svg_timeline
 
         if file_format != "svg":
             raise HetflowError(
@@ -199,11 +199,11 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
             )
         return svg_timeline(timing_of(first)).encode()
     if isinstance(first, SimulationRun):
-        from ..reports.gantt import simulation_image
+        from ..formats.reports.gantt import simulation_image
 
         return simulation_image(first, file_format)
     if isinstance(first, Market):
-        from ..reports.market_plots import presence_image, prices_image, spread_image
+        from ..formats.reports.market_plots import presence_image, prices_image, spread_image
 
         if way == "by_cloud":
             return spread_image(first, file_format)
@@ -217,6 +217,6 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
 
 def timing_of(plan: Plan) -> "Timing":
     """Return when each pass and message of a pipeline's schedule begins and ends."""
-    from ..schedules.of_plan import timed
+    from ..planning.schedules.of_plan import timed
 
     return timed(plan)

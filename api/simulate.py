@@ -5,9 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from .. import simulator
-from ..importers.jobs_files import read_jobs
-from ..mechanisms.allocators.named import always_pairs
+from ..clusters import simulator
+from ..clusters.mechanisms.allocators.named import always_pairs
+from ..clusters.simulator import Case, TraceOptions
+from ..clusters.simulator.market.many_jobs import MarketOptions
+from ..clusters.simulator.traces.draws import TraceKind
+from ..formats.importers.jobs_files import read_jobs
 from ..planning.inputs import pool_of, spelled_as
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
@@ -16,9 +19,6 @@ from ..schema.options import asked_of, option
 from ..schema.requests.simulate import Simulated, SimulateRequest, SweepRequest
 from ..schema.simulation import SimulationRun
 from ..schema.spelling import nearest
-from ..simulator import Case, TraceOptions
-from ..simulator.market.many_jobs import MarketOptions
-from ..simulator.traces.draws import TraceKind
 from .calls import takes
 from .files import jobs_of, throughputs_of
 
@@ -172,11 +172,11 @@ def _drawn(
 def _read(path: Path, case: Case) -> tuple[Iterable[Job], tuple[Entity, ...]]:
     """Read a trace as a stream of jobs, and the entities of its hierarchy."""
     if path.suffix == ".trace":
-        from ..importers.gavel import read_gavel_trace
+        from ..formats.importers.gavel import read_gavel_trace
 
         return read_gavel_trace(path), ()  # a stream: it may be larger than memory
     if path.name.startswith("cluster_job_log"):
-        from ..importers.philly import PhillyTrace
+        from ..formats.importers.philly import PhillyTrace
 
         return PhillyTrace(path, case.throughputs, next(iter(case.num_devices))), ()
     guess = nearest(str(path), KINDS)

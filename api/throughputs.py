@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..clusters.simulator.mixes import split_throughput
 from ..planning.split_problem import split_problem
 from ..schema import files
 from ..schema.cluster import Cluster
@@ -14,7 +15,6 @@ from ..schema.options import option
 from ..schema.profile import Profile
 from ..schema.requests.throughputs import ThroughputsRequest
 from ..schema.spelling import nearest
-from ..simulator.mixes import split_throughput
 from .calls import takes
 
 _log = logging.getLogger("hetflow")

@@ -13,8 +13,8 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hetflow.checks.allocation import check
 from hetflow.planning.allocate import allocation_problem
+from hetflow.planning.checks.allocation import check
 from hetflow.planning.inputs import pool_of
 from hetflow.schema.jobs import AllocationProblem, Job, Jobs, ModelThroughput, Throughputs
 from hetflow.solvers.allocation import allocate

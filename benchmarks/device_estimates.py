@@ -1,13 +1,13 @@
 """How far estimates of a device from its data sheet are from measured runs, held out.
 
-Efficiencies (costs/efficiency.py) are fitted to layers of OPT-350M that Sailor measured on four
-types of GPU, steps of GPT models that vTrain measured on A100 and of ResNet-50 that Gavel measured
-on three types. Each error below is of a fit that had not seen what it is
+Efficiencies (planning/costs/efficiency.py) are fitted to layers of OPT-350M that Sailor measured
+on four types of GPU, steps of GPT models that vTrain measured on A100 and of ResNet-50 that Gavel
+measured on three types. Each error below is of a fit that had not seen what it is
 judged on: one device left out, or one configuration (a microbatch size; a model's width and depth).
 
     python benchmarks/device_estimates.py            about 20 CPU seconds
     python benchmarks/device_estimates.py --quick    one fit, and devices left out
-    python benchmarks/device_estimates.py --write    fit to all runs and write costs/efficiency.py
+    python benchmarks/device_estimates.py --write    fit to all runs; write costs/efficiency.py
 """
 
 import argparse
@@ -38,9 +38,9 @@ from estimates_parts.measured import (  # noqa: E402
 )
 from estimates_parts.published import PUBLISHED, published_steps  # noqa: E402
 
-from hetflow.costs.roofline import Efficiency  # noqa: E402
+from hetflow.planning.costs.roofline import Efficiency  # noqa: E402
 
-TARGET = ROOT / "costs" / "efficiency.py"
+TARGET = ROOT / "planning" / "costs" / "efficiency.py"
 PRIOR = (0.6, 0.5, 0.5, 0.6, 0.3, 0.4, 0.7, 1.0)
 """Of what no run tells, when those that do are left out."""
 PRIOR_WEIGHT = 0.3
@@ -205,7 +205,7 @@ def write(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="leave devices out only")
-    parser.add_argument("--write", action="store_true", help="write costs/efficiency.py")
+    parser.add_argument("--write", action="store_true", help="write planning/costs/efficiency.py")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     folder = reference.gpu_runs()

@@ -25,15 +25,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from live_parts.real import run_to_end, write_profile
 
 import hetflow.examples
-from hetflow import preload
-from hetflow.engines.local import LocalEngine
-from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler import leases
-from hetflow.scheduler.loop import Scheduler
-from hetflow.scheduler.plans import plan_on
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import STARTS, Store
-from hetflow.scheduler.submission import Submission, submit
+from hetflow.clusters.engines.local import LocalEngine
+from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.scheduler import leases
+from hetflow.clusters.scheduler.loop import Scheduler
+from hetflow.clusters.scheduler.plans import plan_on
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import STARTS, Store
+from hetflow.clusters.scheduler.submission import Submission, submit
+from hetflow.runtime import preload
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 

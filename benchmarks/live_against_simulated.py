@@ -26,14 +26,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from live_parts.compare import POLICY, Compared, begin, compared, line_of
 from live_parts.models import NUM_MODELS, TYPES, prepare
 
-from hetflow.engines.protocol import EngineDevice, Fate, Work
-from hetflow.mechanisms.allocators.named import allocator_named
-from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler import sharing
-from hetflow.scheduler.loop import Scheduler
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import Submission, submit
+from hetflow.clusters.engines.protocol import EngineDevice, Fate, Work
+from hetflow.clusters.mechanisms.allocators.named import allocator_named
+from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.scheduler import sharing
+from hetflow.clusters.scheduler.loop import Scheduler
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_plan
 

@@ -32,14 +32,14 @@ from live_parts.real import UPDATE_SECONDS, pauses_of, run_to_end, turns_of, wri
 from truth_parts.load import Load
 
 import hetflow.examples
-from hetflow import preload
-from hetflow.engines.local import LocalEngine
-from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler import view
-from hetflow.scheduler.loop import Scheduler
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import Submission, submit
+from hetflow.clusters.engines.local import LocalEngine
+from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.scheduler import view
+from hetflow.clusters.scheduler.loop import Scheduler
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.submission import Submission, submit
+from hetflow.runtime import preload
 from hetflow.schema.cluster import Cluster
 
 

@@ -30,15 +30,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from live_parts.models import NUM_MODELS, TYPES, prepare
 
-from hetflow.dashboard.snapshot import snapshot
-from hetflow.engines.protocol import EngineDevice, Fate, Work
-from hetflow.mechanisms import elastic
-from hetflow.mechanisms.easyscale import VARIANTS
-from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler.loop import Scheduler
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import FILE, Store
-from hetflow.scheduler.submission import Submission, submit
+from hetflow.clusters.dashboard.snapshot import snapshot
+from hetflow.clusters.engines.protocol import EngineDevice, Fate, Work
+from hetflow.clusters.mechanisms import elastic
+from hetflow.clusters.mechanisms.easyscale import VARIANTS
+from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.scheduler.loop import Scheduler
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import FILE, Store
+from hetflow.clusters.scheduler.submission import Submission, submit
 
 ROUND_SECONDS = 360.0
 POLICIES = ("las_weighted", "finish_time_fairness", "easyscale", "easyscale-taking", "elastic")

@@ -265,8 +265,8 @@ def ratio(ours, theirs):
 
 def planned_seconds(schedule, stages):
     """The planner's prediction for a partition (costs/), with links of no cost."""
-    from hetflow.costs.pipeline import rounds
-    from hetflow.schedules.replay import StepStage, flush_step_seconds
+    from hetflow.planning.costs.pipeline import rounds
+    from hetflow.planning.schedules.replay import StepStage, flush_step_seconds
 
     computes = [(layers * seconds, replicas) for layers, seconds, replicas in stages]
     if schedule in ("gpipe", "1f1b"):
@@ -277,7 +277,7 @@ def planned_seconds(schedule, stages):
 
 def timed_seconds(plan):
     """The schedule's timer: the makespan of a flush, or a batch of the steady state."""
-    from hetflow.schedules.of_plan import timed
+    from hetflow.planning.schedules.of_plan import timed
 
     timing = timed(plan)
     if timing.schedule.weight_semantics == "flush":

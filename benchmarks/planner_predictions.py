@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from hetflow.checks.parallel import counted_memory, counted_step
 from hetflow.papers.ptdp import closed_forms as parallel
 from hetflow.papers.sailor.read import read_problem
+from hetflow.planning.checks.parallel import counted_memory, counted_step
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hetflow.checks.parallel import check
+from hetflow.planning.checks.parallel import check
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,

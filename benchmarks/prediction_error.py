@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import hetflow.examples
-from hetflow.costs.split import predict
+from hetflow.planning.costs.split import predict
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster

@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
 from hetflow.devices.backend import backend_of
-from hetflow.protocol.pins import pins
 from hetflow.runtime.invariant import Collectives, InvariantSum, all_gather
+from hetflow.runtime.protocol.pins import pins
 from hetflow.schema import files
 
 # Virtual nodes of each worker: 4 and 8 in all, even, uneven and not aligned with the tree.

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from hetflow.preload import VARIABLE, serving
-from hetflow.protocol.environment import FIRST_STEP
+from hetflow.runtime.preload import VARIABLE, serving
+from hetflow.runtime.protocol.environment import FIRST_STEP
 from hetflow.tests.scheduler.test_renting_live import SCRIPT, hetflow, left_over
 
 SCALE, STEPS, STEP_SECONDS, TICK_SECONDS = 20.0, 1200, 0.1, 150.0

@@ -21,9 +21,9 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from hetflow.importers.availability import read_availability
-from hetflow.importers.aws_spot_prices import read_aws_spot_prices
-from hetflow.simulator.market.compare import compare
+from hetflow.clusters.simulator.market.compare import compare
+from hetflow.formats.importers.availability import read_availability
+from hetflow.formats.importers.aws_spot_prices import read_aws_spot_prices
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
 from hetflow.solvers.market.deadline import DeadlineJob

@@ -58,9 +58,9 @@ def hetflow_step(model: Any) -> Callable[[Any], float]:
     import torch
     import torch.distributed as dist
 
-    from hetflow.protocol.environment import Start
     from hetflow.runtime.group import Place
     from hetflow.runtime.peers import SharedStore
+    from hetflow.runtime.protocol.environment import Start
     from hetflow.runtime.sharding.states import SharedStates
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

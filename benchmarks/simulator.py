@@ -27,9 +27,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
+from hetflow.clusters.simulator import Case, TraceOptions, report, run_case
+from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.jobs import Throughputs
-from hetflow.simulator import Case, TraceOptions, report, run_case
 from hetflow.solvers.compiling import can_compile
 from hetflow.tests.data import reference
 

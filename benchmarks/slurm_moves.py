@@ -23,15 +23,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from live_parts.real import run_to_end, write_profile
 
-from hetflow import preload
-from hetflow.engines.lease_folder import ENDED, STARTED
-from hetflow.engines.protocol import OUTPUT
-from hetflow.engines.slurm import SlurmEngine
-from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler.loop import Scheduler
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import Submission, submit
+from hetflow.clusters.engines.lease_folder import ENDED, STARTED
+from hetflow.clusters.engines.protocol import OUTPUT
+from hetflow.clusters.engines.slurm import SlurmEngine
+from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.scheduler.loop import Scheduler
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.submission import Submission, submit
+from hetflow.runtime import preload
 from hetflow.schema.cluster import Cluster
 from hetflow.tests.engines.slurm_daemons import slurm_cluster, why_not
 

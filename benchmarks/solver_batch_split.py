@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hetflow.checks.batch_split import check
-from hetflow.costs.split import closing_seconds
+from hetflow.planning.checks.batch_split import check
+from hetflow.planning.costs.split import closing_seconds
 from hetflow.schema.errors import BackendError
 from hetflow.schema.plan import Plan
 from hetflow.schema.problem import DeviceOption, SplitProblem

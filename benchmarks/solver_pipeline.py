@@ -24,7 +24,7 @@ from typing import Any
 
 from peers.translation_graph import translation
 
-from hetflow.importers.pipedream import read_graph, without_placeholders
+from hetflow.formats.importers.pipedream import read_graph, without_placeholders
 from hetflow.planning.pipeline_problem import layers_of_graph
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hetflow.importers.aws_spot_prices import read_aws_spot_prices
-from hetflow.importers.azure_spot_prices import read_azure_spot_prices
-from hetflow.importers.instance_types import read_instance_types
+from hetflow.clusters.simulator.market.prices import replay
+from hetflow.formats.importers.aws_spot_prices import read_aws_spot_prices
+from hetflow.formats.importers.azure_spot_prices import read_azure_spot_prices
+from hetflow.formats.importers.instance_types import read_instance_types
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
-from hetflow.simulator.market.prices import replay
 from hetflow.solvers.market.offers import MovingJob, Prices, prices_of
 from hetflow.solvers.market.price_bound import least_dollars
 from hetflow.solvers.market.price_statistics import price_correlation

@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from elasticity import begin, plan_of, stop
 
-from hetflow import preload
-from hetflow.launcher.mapping import renumbered
-from hetflow.protocol import control
-from hetflow.protocol.lower import lower
+from hetflow.runtime import preload
+from hetflow.runtime.launcher.mapping import renumbered
+from hetflow.runtime.protocol import control
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 
 SCRIPT = """

@@ -74,7 +74,7 @@ def warn_of_left_out(left_out: "Mapping[str, str]") -> None:
 
 
 def _tell(allocation: "Allocation", output: Path | None) -> None:
-    from ..reports.cluster_tables import idle_lines
+    from ..formats.reports.cluster_tables import idle_lines
     from ..solvers.allocation import policy_named
 
     certificate, policy = allocation.certificate, policy_named(allocation.policy)

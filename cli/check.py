@@ -8,7 +8,7 @@ from .asking import Asked, asks
 from .common import JsonFlag, emit, emit_json, warn
 
 if TYPE_CHECKING:
-    from ..checks.proofs import Verdict
+    from ..planning.checks.proofs import Verdict
     from ..schema.jobs import Allocation as AllocationRecord
 
 
@@ -29,9 +29,9 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
     hetflow check allocation.json --jobs jobs.json --throughputs t.json --gpus 8xV100
     """
     from .. import check as faults_of
-    from ..checks.proofs import Verdict
+    from ..planning.checks.proofs import Verdict
     from ..planning.inputs import pool_of
-    from ..protocol.lower import obstacle_of
+    from ..runtime.protocol.lower import obstacle_of
     from ..schema import files
     from ..schema.jobs import Allocation
     from ..schema.plan import Plan, claim_of
@@ -78,7 +78,7 @@ def _termination(allocation: "AllocationRecord") -> str:
     Raises:
         ProblemError: It names a policy that there is not.
     """
-    from ..checks.judges import judge_of
+    from ..planning.checks.judges import judge_of
     from ..solvers.allocation import policy_named
 
     if judge_of(policy_named(allocation.policy).name) is not None:

@@ -48,12 +48,12 @@ def start(
     hetflow submit train.toml
     hetflow queue
     """
-    from ..mechanisms.rounds.rules import RoundRules
+    from ..clusters.mechanisms.rounds.rules import RoundRules
+    from ..clusters.scheduler.serve import serve
+    from ..clusters.scheduler.settings import Settings
+    from ..clusters.scheduler.submission import read_entities
+    from ..clusters.scheduler.unit import systemd_unit
     from ..planning.inputs import pool_of
-    from ..scheduler.serve import serve
-    from ..scheduler.settings import Settings
-    from ..scheduler.submission import read_entities
-    from ..scheduler.unit import systemd_unit
 
     request = StartRequest(**asked)
     pool, entities = pool_of(request.pool), request.entities
@@ -74,7 +74,7 @@ def start(
         return
     with ExitStack() as beside:
         if dashboard is not None:
-            from ..dashboard.server import serving
+            from ..clusters.dashboard.server import serving
 
             _say(f"dashboard: {beside.enter_context(serving(dashboard, state)).url}")
         serve(state, pool, request.engine, settings, _say)
@@ -96,8 +96,8 @@ def drain(
     hetflow cluster drain P100
     hetflow cluster drain P100 --undo
     """
-    from ..scheduler import view
-    from ..scheduler.store import Store
+    from ..clusters.scheduler import view
+    from ..clusters.scheduler.store import Store
 
     view.drain(Store.open(state), named, undo=undo)
 
@@ -110,7 +110,7 @@ def recover(state: StateOption = DEFAULT_STATE) -> None:
     \b
     hetflow cluster recover
     """
-    from ..scheduler import copies
+    from ..clusters.scheduler import copies
 
     emit(copies.recover(state))
 
@@ -135,9 +135,9 @@ def usage(
     import time
     from typing import cast, get_args
 
-    from ..scheduler.store import Store
-    from ..scheduler.usage import Period, csv_of
-    from ..scheduler.usage import usage as used
+    from ..clusters.scheduler.store import Store
+    from ..clusters.scheduler.usage import Period, csv_of
+    from ..clusters.scheduler.usage import usage as used
     from ..schema.files import write_text
 
     if per not in get_args(Period):
@@ -169,8 +169,8 @@ def correct(
     \b
     hetflow cluster correct train -o corrected
     """
-    from ..scheduler import view
-    from ..scheduler.store import Store
+    from ..clusters.scheduler import view
+    from ..clusters.scheduler.store import Store
     from .profile import fold_runs
 
     store = Store.open(state)
@@ -184,7 +184,7 @@ def stop(state: StateOption = DEFAULT_STATE) -> None:
     \b
     hetflow cluster stop
     """
-    from ..scheduler.serve import request_stop
+    from ..clusters.scheduler.serve import request_stop
 
     request_stop(state)
 

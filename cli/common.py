@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ..reports.grid import fitted_to
+from ..formats.reports.grid import fitted_to
 from ..schema.errors import FileError, ProblemError
 from ..schema.spelling import nearest
 

@@ -22,7 +22,7 @@ def schedules(incomplete: str) -> list[str]:
 
 def schedulers(incomplete: str) -> list[str]:
     """Names of the simulator's mechanisms."""
-    from ..simulator import SCHEDULERS
+    from ..clusters.simulator import SCHEDULERS
 
     return [name for name in SCHEDULERS.names() if name.startswith(incomplete)]
 

@@ -26,8 +26,8 @@ def dashboard(
     hetflow dashboard
     hetflow dashboard --listen 127.0.0.1:8080 --state hetflow-cluster
     """
-    from ..dashboard.server import serving
-    from ..scheduler.store import Store
+    from ..clusters.dashboard.server import serving
+    from ..clusters.scheduler.store import Store
 
     Store.read(state).close()
     with serving(listen, state) as served:

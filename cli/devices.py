@@ -30,7 +30,7 @@ def devices(json: JsonFlag = False) -> None:
         local = [asdict(device) | {"num_devices": device.num_devices} for device in found]
         emit_json({"devices": local, "emulated": emulated})
         return
-    from ..reports.grid import grid
+    from ..formats.reports.grid import grid
 
     rows = [
         (

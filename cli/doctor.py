@@ -51,7 +51,7 @@ def doctor(
     if json:
         emit_json({"facts": asdict(facts), "findings": [asdict(f) for f in found]})
     else:
-        from ..reports.grid import grid
+        from ..formats.reports.grid import grid
 
         emit(grid(("what", "found"), facts.rows()))
         emit("")

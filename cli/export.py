@@ -13,7 +13,7 @@ from .common import ForceFlag, JsonFlag, OutputOption, emit, emit_json, note
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..exporters.registry import Exporter
+    from ..formats.exporters.registry import Exporter
 
 
 @asks(ExportRequest, plan=None, target=None, script=None, arguments=())
@@ -48,7 +48,7 @@ def export(
     hetflow export plan.json --to kubernetes --image me/train --name V100=Tesla-V100-SXM2-16GB -- train.py
     hetflow export v100.json -o graph.txt
     """  # noqa: E501
-    from ..exporters.registry import EXPORTERS
+    from ..formats.exporters.registry import EXPORTERS
     from ..schema import files
     from ..schema.deployment import Deployment
 

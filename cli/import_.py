@@ -37,7 +37,7 @@ def import_(
 
 def _jobs(request: ImportRequest, output: Path | None, *, force: bool, json: bool) -> None:
     """Jobs of Slurm's log, and the throughputs that a simulation of them needs."""
-    from ..importers.sacct import read_sacct
+    from ..formats.importers.sacct import read_sacct
     from ..schema.files import check_outputs
 
     throughputs = request.throughputs

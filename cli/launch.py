@@ -12,7 +12,7 @@ from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, say
 
 if TYPE_CHECKING:
-    from ..launcher.spawn import WorkerCommand
+    from ..runtime.launcher.spawn import WorkerCommand
     from ..schema.launch import Rendezvous
     from ..schema.run import RunRecord
 
@@ -66,7 +66,7 @@ def launch(
     from .. import dry_run as show
     from .. import launch as run
     from ..api.files import plan_of
-    from ..launcher.request import default_folder, run_folder
+    from ..runtime.launcher.request import default_folder, run_folder
 
     found = plan_of(asked["plan"])
     asked |= {"plan": found, "force": force, "stdout_to_stderr": json}
@@ -108,7 +108,7 @@ def _show_commands(folder: Path, commands: "list[WorkerCommand]", json: bool) ->
 
 def _report(folder: Path, record: "RunRecord | None", json: bool) -> None:
     """What was measured beside what was predicted, and how to correct the prediction by it."""
-    from ..reports.tables import run_summary, terms_table
+    from ..formats.reports.tables import run_summary, terms_table
     from ..schema import files
 
     if record is None:

@@ -69,9 +69,9 @@ def profile(
         raise ProblemError("there is nothing to profile", hint="name a target, such as zoo:mlp")
     from .. import profile as measure
     from ..devices.local import local_devices, parse_requests
+    from ..formats.reports.profile_tables import measured_table
+    from ..formats.reports.tables import table_of
     from ..profilers import estimate, targets
-    from ..reports.profile_tables import measured_table
-    from ..reports.tables import table_of
     from ..schema import files
 
     if quick and thorough:
@@ -113,9 +113,9 @@ def fold_runs(
     json: bool,
 ) -> None:
     """Fold runs into the profiles of their model, and write all of these as a new folder."""
+    from ..formats.reports.profile_tables import corrections_table
     from ..planning.correcting import corrected, read_run
     from ..planning.inputs import profiles_of
-    from ..reports.profile_tables import corrections_table
     from ..schema import files
 
     runs = [read_run(path) for path in run_folders]
@@ -136,7 +136,7 @@ def fold_runs(
 
 def _say_how_found(measured: "Profile") -> None:
     """Warn of layers that cannot be launched; why another way than the first was taken."""
-    from ..reports.profile_tables import TOOLS
+    from ..formats.reports.profile_tables import TOOLS
 
     trace = None if measured.layers is None else measured.layers.trace
     if trace is None:

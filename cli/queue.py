@@ -28,9 +28,9 @@ def queue(
     hetflow queue
     hetflow queue --json
     """
-    from ..reports.cluster_tables import queue_table
-    from ..scheduler.requests import Request, send
-    from ..scheduler.view import rows_from
+    from ..clusters.scheduler.requests import Request, send
+    from ..clusters.scheduler.view import rows_from
+    from ..formats.reports.cluster_tables import queue_table
 
     while True:
         rows = rows_from(send(state, Request(wish="queue", finished=finished)))
@@ -58,7 +58,7 @@ def logs(
     hetflow logs 3
     hetflow logs -f train
     """
-    from ..scheduler.requests import Request, send
+    from ..clusters.scheduler.requests import Request, send
 
     read: dict[Path, int] = {}
     while True:

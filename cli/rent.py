@@ -113,7 +113,7 @@ def rent_run(
     hetflow rent run --offers zones.json --between-zones --work-hours 0.6 --deadline-hours 1 --on-demand 3 --spot 1 --steps 1200 --time-scale 20 -o rented plan.json train.py 40
     """  # noqa: E501
     from .. import rent as renting
-    from ..reports.market_tables import rent_run_table
+    from ..formats.reports.market_tables import rent_run_table
     from ..schema.files import to_plain
 
     found = renting.run(**{**asked, "folder": output})
@@ -195,8 +195,8 @@ def rent_machines(
 def _draw_deadlines(has_none: bool, asked: Asked, plot: Path, *, force: bool) -> None:
     """Draw what a later deadline saves."""
     from ..api.rent import by_deadline
-    from ..reports.market_plots import deadlines_image
-    from ..reports.plots import image_format
+    from ..formats.reports.market_plots import deadlines_image
+    from ..formats.reports.plots import image_format
     from ..schema.errors import ProblemError
     from ..schema.files import check_outputs, write_bytes
 
@@ -219,7 +219,7 @@ def _report(
 ) -> None:
     """Replay, or advise; write what was found and show it."""
     from .. import rent as renting
-    from ..reports import market_tables
+    from ..formats.reports import market_tables
     from ..schema.files import check_outputs, to_plain
     from ..schema.market import PriceReport, RentAdvice
 
@@ -257,11 +257,11 @@ def _machines(
     """Show the choices of machines, and write the plan of the one to take."""
     from .. import rent as renting
     from ..api.files import markets_of
+    from ..formats.reports.market_plots import choices_image
+    from ..formats.reports.market_tables import choices_table, counted
+    from ..formats.reports.plots import image_format
     from ..planning.inputs import profiles_of
     from ..planning.static_choice import chosen, plan_of_choice
-    from ..reports.market_plots import choices_image
-    from ..reports.market_tables import choices_table, counted
-    from ..reports.plots import image_format
     from ..schema.errors import ProblemError
     from ..schema.files import check_outputs, write, write_bytes
 

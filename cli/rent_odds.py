@@ -31,7 +31,7 @@ def rent_odds(
     hetflow rent odds us-west-2a us-west-2b --checkpoint-seconds 30
     """
     from ..api.odds import odds
-    from ..reports.market_tables import odds_table
+    from ..formats.reports.market_tables import odds_table
     from ..schema.files import check_outputs, to_plain
 
     check_outputs(output, force=force)

@@ -20,7 +20,7 @@ def replay(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = Fa
     hetflow cluster replay --sacct jobs.txt --policy las --rate v100=3.5 --rate k80=1
     """
     from ..api.replay import replay as compared
-    from ..reports.cluster_tables import replay_table
+    from ..formats.reports.cluster_tables import replay_table
     from .allocate import warn_of_left_out
 
     document, run = compared(ReplayRequest(**asked), state)

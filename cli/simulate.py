@@ -55,8 +55,8 @@ def simulate(
     With -o, --json or --plot a single run records which job held which devices; that takes longer.
     """
     from .. import sweep
-    from ..reports.gantt import simulation_image
-    from ..reports.plots import image_format, new_figure
+    from ..formats.reports.gantt import simulation_image
+    from ..formats.reports.plots import image_format, new_figure
     from ..schema.files import check_outputs, write_bytes
     from ..schema.frames import frame_of
     from ..schema.simulation import frame_of_runs
@@ -121,7 +121,7 @@ def _watched(runs: "Iterable[SimulationRun]", total: int) -> "Iterable[Simulatio
 
 
 def _tell(runs: "list[SimulationRun]", json: bool) -> None:
-    from ..reports.cluster_tables import simulation_table
+    from ..formats.reports.cluster_tables import simulation_table
     from ..schema.files import to_plain
 
     if json:

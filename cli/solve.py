@@ -37,7 +37,7 @@ def _solve(
     plan = find(**asked)
     emit_file(plan, output, force=force, json=json)
     if shows_progress():
-        from ..reports.tables import table_of
+        from ..formats.reports.tables import table_of
 
         note(table_of(plan))
         for name, price in (plan.provenance or {}).get("prices", {}).items():

@@ -48,8 +48,8 @@ def submit(
     hetflow submit --array 0-9 --after prepare:ok train.toml
     """
     from ..api.cluster import submission_of
-    from ..scheduler.requests import Request, send
-    from ..scheduler.submission import array_indices
+    from ..clusters.scheduler.requests import Request, send
+    from ..clusters.scheduler.submission import array_indices
 
     script = asked.pop("script")
     given = {key: str(one) if isinstance(one, Path) else one for key, one in asked.items()}

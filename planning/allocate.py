@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Literal
 
-from ..checks.allocation import check
 from ..schema.choices import Placement
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, TooLittleTimeError
@@ -16,6 +15,7 @@ from ..schema.jobs import (
 )
 from ..schema.options import option
 from ..solvers.effort import OutOfTimeError, never
+from .checks.allocation import check
 from .inputs import spelled_as
 from .limits import Clock
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..costs.from_runs import Correction, correct
-from ..costs.observed import Run
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
 from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
+from .costs.from_runs import Correction, correct
+from .costs.observed import Run
 from .judging import pool_of_plan, problem_of_plan
 
 _log = logging.getLogger("hetflow")
@@ -89,8 +89,8 @@ def retimed(plan: Plan, profiles: Sequence[Profile]) -> float | None:
 
     None if the schedule does not flush, or if the plan does not state all that is needed.
     """
-    from ..checks.pipeline import timed_stage
-    from ..schedules.of_plan import timed
+    from .checks.pipeline import timed_stage
+    from .schedules.of_plan import timed
 
     if not plan.traits.flushes or plan.solved != "flat":
         return None

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from ..checks import plan as plan_checks
-from ..checks.proofs import Verdict, tolerance_faults
 from ..schema.choices import Shard
 from ..schema.cluster import Cluster
 from ..schema.device_memory import asked_bytes
@@ -16,6 +14,8 @@ from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan, devices_for
 from ..schema.problem import ShardedProblem, SplitProblem
 from ..schema.profile import Profile
+from .checks import plan as plan_checks
+from .checks.proofs import Verdict, tolerance_faults
 from .pool_parts import is_part_of
 
 Problem = SplitProblem | ShardedProblem | PipelineProblem | ParallelProblem
@@ -54,14 +54,14 @@ def faults_of_plan(
     if profiles is None:
         found = _own_faults(plan)
     else:
-        from ..checks.profiled import stated_faults
+        from .checks.profiled import stated_faults
 
         link = link_bytes_per_second or plan.link_bytes_per_second
         judged = judged_pool(plan, pool)
         problem = problem_of_plan(plan, profiles, judged, link, optimizer, free)
         found = faults_against(plan, problem, profiles, judged, optimizer, free)
         if isinstance(problem, SplitProblem) and pool is not None and judged is not pool:
-            from ..checks.batch_split import bound_faults
+            from .checks.batch_split import bound_faults
 
             whole = problem_of_plan(plan, profiles, pool, link, optimizer, free)
             assert isinstance(whole, SplitProblem)
@@ -73,7 +73,7 @@ def faults_of_plan(
 
 def _own_faults(plan: Plan) -> Verdict:
     """Whether a plan's own values agree with each other."""
-    from ..checks import batch_split, sharded_split
+    from .checks import batch_split, sharded_split
 
     if plan.layers:
         raise ProblemError(
@@ -101,7 +101,7 @@ def faults_against(
         optimizer: The optimizer that will train; None takes the profiles'.
         memory_reserve_bytes: Bytes of each device that must stay free.
     """
-    from ..checks import batch_split, parallel, pipeline, profiled, sharded_split
+    from .checks import batch_split, parallel, pipeline, profiled, sharded_split
 
     free = memory_reserve_bytes
     if isinstance(problem, SplitProblem):

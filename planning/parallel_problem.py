@@ -6,7 +6,6 @@ from itertools import combinations
 from math import ceil
 from typing import Any
 
-from ..costs.memory import exchange_bytes
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState
@@ -23,6 +22,7 @@ from ..schema.parallel import (
     parallel_schedule,
 )
 from ..schema.profile import LayerGraph, LayerNode, Profile
+from .costs.memory import exchange_bytes
 from .links import Pair, PoolLinks, Source, links_of, measured_between
 from .pipeline_problem import (
     graph_of,

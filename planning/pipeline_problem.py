@@ -5,8 +5,6 @@ from itertools import combinations
 from math import inf, isclose
 from typing import Any
 
-from ..costs.compute import busy_ratio
-from ..costs.memory import exchange_bytes, reserve_of, with_reserve
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import InfeasibleError, ProblemError
@@ -20,6 +18,8 @@ from ..schema.pipeline import (
 )
 from ..schema.profile import BusyHost, LayerGraph, LayerNode, Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
+from .costs.compute import busy_ratio
+from .costs.memory import exchange_bytes, reserve_of, with_reserve
 from .links import Pair, Source, links_of, measured_between
 from .pool_parts import Key, Keys
 

@@ -16,10 +16,10 @@ from math import inf, lcm
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from ..costs.pipeline import slowest_links
 from ..schema.cluster import Cluster, Link
 from ..schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
 from ..schema.plan import Plan
+from .costs.pipeline import slowest_links
 from .limits import Clock
 from .links import Levels, Pair, pairs_of
 

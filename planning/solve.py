@@ -5,7 +5,6 @@ import logging
 from functools import partial
 from typing import Any, Literal, get_args
 
-from ..costs.memory import reserve_of
 from ..schema.choices import Shard
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
@@ -18,6 +17,7 @@ from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
 from ..schema.restrictions import Restrictions
 from ..solvers.methods import METHODS
+from .costs.memory import reserve_of
 from .inputs import flat
 from .judging import confirm
 from .limits import Clock

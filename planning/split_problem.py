@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, gcd
 
-from ..costs.compute import point_at
-from ..costs.memory import fitting_points, reserve_of, with_reserve
-from ..costs.sharding import unit_bytes
 from ..schema.choices import Shard
 from ..schema.cluster import Cluster, Link
 from ..schema.errors import InfeasibleError, ProblemError
@@ -21,6 +18,9 @@ from ..schema.problem import (
 )
 from ..schema.profile import BatchPoint, BusyHost, Profile
 from ..schema.records import nearest
+from .costs.compute import point_at
+from .costs.memory import fitting_points, reserve_of, with_reserve
+from .costs.sharding import unit_bytes
 from .links import Pair, measured_between, stated_link
 from .pool_parts import Key, Keys, worst_of
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import inf, isfinite
 
-from ..checks.batch_split import check
 from ..schema.cluster import Cluster, DeviceType, ServerGroup
 from ..schema.errors import BackendError, InfeasibleError, ProblemError
 from ..schema.jobs import ModelThroughput, Throughputs
@@ -21,6 +20,7 @@ from ..schema.options import option
 from ..schema.plan import Plan
 from ..schema.profile import Profile
 from ..solvers.split.solve import solve
+from .checks.batch_split import check
 from .inputs import model_of
 from .market_prices import DevicePrice, all_prices
 from .plan_dollars import dollars_per_million_samples

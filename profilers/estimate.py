@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import __version__
-from ..costs.device_table import DeviceSpec, spec_of
-from ..costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
+from ..planning.costs.device_table import DeviceSpec, spec_of
+from ..planning.costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
 from ..schema.errors import HetflowError, ProblemError, TargetError
 from ..schema.operator_counts import ModelCounts, PassCounts
 from ..schema.options import option

@@ -220,10 +220,10 @@ class _End:
     """One worker's end of the link: a channel each way, and a moment to begin at."""
 
     def __init__(self, rank: int, device: "torch.device") -> None:
-        from ..protocol.environment import Start
         from ..runtime.group import Place, subgroup
         from ..runtime.pipeline.channels import Inbox, Outbox, Rooms
         from ..runtime.pipeline.transport import transport_of
+        from ..runtime.protocol.environment import Start
 
         start = Start(rank=rank, world_size=2, timeout_seconds=TIMEOUT.total_seconds())
         place = Place(start=start, slot=None, device=device, rank=rank, world_size=2)

@@ -1,7 +1,7 @@
 """Fit the costs of a pipeline's passes, messages and steps beyond its layers to measured steps.
 
-The step of each rehearsed pipeline is replayed (schedules/replay.py) with the profiled layers
-and links and unknown costs, which are fitted to the measured steps. A replay is linear in
+The step of each rehearsed pipeline is replayed (planning/schedules/replay.py) with the profiled
+layers and links and unknown costs, which are fitted to the measured steps. A replay is linear in
 the costs as long as the same passes decide it, so the fit linearises it, solves, and goes on from
 there.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..costs.comm import Wire, collective_seconds
-from ..costs.pipeline import num_in_flight
-from ..schedules.replay import StepStage, flush_step_seconds
+from ..planning.costs.comm import Wire, collective_seconds
+from ..planning.costs.pipeline import num_in_flight
+from ..planning.schedules.replay import StepStage, flush_step_seconds
 from ..schema.profile import LayerGraph
 from ..schema.step_costs import Links, PipelineCosts
 from .fits import least_deviations

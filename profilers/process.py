@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
-from ..preload import VARIABLE, Forked, Preload
+from ..runtime.preload import VARIABLE, Forked, Preload
 from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig

@@ -10,9 +10,9 @@ from itertools import combinations
 from typing import Any
 
 from .. import __version__
-from ..costs.compute import busy_ratio
 from ..devices.backend import DeviceRequest
 from ..devices.local import pinned
+from ..planning.costs.compute import busy_ratio
 from ..schema.device_memory import BesideTensors
 from ..schema.errors import HetflowError, TargetError
 from ..schema.optimizer import OptimizerState

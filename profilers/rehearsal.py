@@ -128,8 +128,8 @@ def _meeting(
 def _place(bench: Bench, config: LaunchConfig, rank: int, store: "SharedStore | None") -> "Place":
     import torch
 
-    from ..protocol.environment import Start
     from ..runtime.group import Place
+    from ..runtime.protocol.environment import Start
 
     start = Start(config=config, rank=rank, world_size=config.world_size, seed=config.seed)
     return Place(

@@ -104,7 +104,7 @@ def run_measured(
 
 def _environment(config: str, rank: int, world_size: int, port: int | None) -> dict[str, str]:
     """What a launcher says to a worker; the config needs no file that someone has to remove."""
-    from ..protocol import environment as names
+    from ..runtime.protocol import environment as names
 
     held = os.memfd_create("hetflow-config")
     os.write(held, config.encode())

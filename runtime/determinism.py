@@ -19,11 +19,11 @@ from torch import nn
 from ..devices.backend import DEVICES
 from ..devices.cpu import DEVICE_TYPE
 from ..devices.emulated import base_type
-from ..protocol.pins import missing_pins
 from ..schema.errors import TargetError
 from ..schema.launch import Determinism, LaunchConfig
 from ..schema.options import command, option
 from .group import Place
+from .protocol.pins import missing_pins
 
 # On no device: where several indices are equal, any of their values may win.
 _NEVER_DETERMINISTIC = (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)

@@ -14,14 +14,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..protocol.messages import Finished
-from ..protocol.record import WorkerReport, assemble, parse_report, report_text
 from ..schema import files
 from ..schema.errors import FileError, HetflowError, TargetError
 from .error_origin import explained
 from .group import Place, leave
 from .log import log
 from .measurements import peak_memory_bytes
+from .protocol.messages import Finished
+from .protocol.record import WorkerReport, assemble, parse_report, report_text
 from .session import Session
 from .worker import ScriptRun, fail_at_exit
 

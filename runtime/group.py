@@ -19,16 +19,16 @@ from ..devices.collectives import choose_collective, is_on_devices, wire_device
 from ..devices.emulated import base_type
 from ..devices.host import TORCH_DEVICE
 from ..devices.local import device_of_type, own_type
-from ..protocol.environment import DEVICE_TYPE, JOINS, Start, assign_slots, read_environment
-from ..protocol.handover import wait_for_turn
-from ..protocol.launch_token import prefix_of, take_token
-from ..protocol.messages import Recover, Resize
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import WorkerSlot
 from . import peers
 from .elastic.control import Control
 from .meeting import Meeting, check_builds, own_build, parse_build
 from .peers import SharedStore
+from .protocol.environment import DEVICE_TYPE, JOINS, Start, assign_slots, read_environment
+from .protocol.handover import wait_for_turn
+from .protocol.launch_token import prefix_of, take_token
+from .protocol.messages import Recover, Resize
 
 RELEASE_SECONDS = 2.0  # destroying a group normally takes milliseconds
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..protocol.environment import tell_first_step
 from ..schema.errors import TargetError
 from .agreement.agreement import Watch
 from .group import Place
 from .measurements import StepClock
+from .protocol.environment import tell_first_step
 from .setup import named_parameters
 from .streams import seed_streams
 from .virtual_nodes import batch_sizes_of, holders_of, pass_holder_of

@@ -9,8 +9,6 @@ from torch import nn
 
 from ..devices.backend import backend_of
 from ..devices.torch_version import check_torch
-from ..protocol.environment import read_environment
-from ..protocol.lower import check_pipeline_level
 from ..schema.errors import TargetError
 from .agreement.agreement import Agreement, KnownParameters, OtherOptimizers, Subject, Watch
 from .checkpoints.progress import Progress
@@ -26,6 +24,8 @@ from .job import Job
 from .log import log, speak
 from .optimizers import Given, optimizers_of, warning_of
 from .promise.promise import Promise
+from .protocol.environment import read_environment
+from .protocol.lower import check_pipeline_level
 from .session import Session
 from .setup import (
     broadcast_buffers,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
-from ..protocol import handover
-from ..protocol.handover import STOPPED_EXIT_CODE
 from .finish import report_stopped
 from .group import complete
+from .protocol import handover
+from .protocol.handover import STOPPED_EXIT_CODE
 from .session import Session
 
 

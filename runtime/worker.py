@@ -20,16 +20,16 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import ClassVar, NoReturn
 
-from ..protocol.ended import tell_ended, tell_left
-from ..protocol.environment import DETERMINISM, DEVICE, FAILURE, FLAGS, PLAN, SEED
-from ..protocol.failure_note import FailureNote
-from ..protocol.launch_token import take_token
 from ..schema.errors import HetflowError, PeerLostError
 from ..schema.options import speak
 from ..schema.requests import flag_of
 from .after_import import install
 from .elastic.control import Control
 from .error_origin import explained, is_lost_peer, may_be_echo
+from .protocol.ended import tell_ended, tell_left
+from .protocol.environment import DETERMINISM, DEVICE, FAILURE, FLAGS, PLAN, SEED
+from .protocol.failure_note import FailureNote
+from .protocol.launch_token import take_token
 from .unplanned import Unplanned
 
 

@@ -136,7 +136,7 @@ class PipelineProblem:
         num_microbatches: Inputs per optimizer step over the whole pipeline. ``pipedream`` updates
             after every input; there it is only the unit in which a step is reported.
         inter_bytes_per_second: Bandwidth between two pools; needed if there are several.
-        stage_cost: Name of the stage cost; costs/pipeline.py lists them with their sources.
+        stage_cost: Name of the stage cost; planning/costs/pipeline.py lists them and their sources.
         solved: ``nested`` solves level by level as the thesis's text does. ``flat`` gives each
             stage a run of devices in the order of the topology, which allows 15-1 on 4x4.
         workers: Whether exactly all devices must be used, as in the thesis's recurrence.

@@ -216,8 +216,8 @@ class Sync:
     ``by_batch_size`` has the times of several sizes if the measurements can separate them; a longer
     backward pass hides more of the synchronisation. Plans then use these times. The optional ring
     model (``latency_seconds`` per ring message, ``bytes_per_second`` per ring link, fitted to
-    ``messages``) predicts other numbers of devices; see costs/comm.py. Its rate is not that of a
-    link, which is measured separately (``Links``).
+    ``messages``) predicts other numbers of devices; see planning/costs/comm.py. Its rate is not
+    that of a link, which is measured separately (``Links``).
     """
 
     num_devices: Count

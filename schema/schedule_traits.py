@@ -122,11 +122,11 @@ SCHEDULES: Registry[ScheduleTraits] = Registry(
     "schedule",
     group="hetflow.schedules",
     own=(
-        "hetflow.schedules.one_f_one_b",
-        "hetflow.schedules.interleaved",
-        "hetflow.schedules.zero_bubble",
-        "hetflow.schedules.zero_bubble_v",
-        "hetflow.schedules.pipedream",
+        "hetflow.planning.schedules.one_f_one_b",
+        "hetflow.planning.schedules.interleaved",
+        "hetflow.planning.schedules.zero_bubble",
+        "hetflow.planning.schedules.zero_bubble_v",
+        "hetflow.planning.schedules.pipedream",
         "hetflow.papers.dualpipe.schedule",
     ),
 )
@@ -151,7 +151,7 @@ def generator_of(name: str) -> Generator:
     if found is None:
         raise ProblemError(
             f"schedule {name!r} is registered without a generator",
-            hint="register it with @hetflow.schedules.registry.schedule",
+            hint="register it with @hetflow.planning.schedules.registry.schedule",
         )
     return found
 

@@ -5,10 +5,10 @@ graph: an operation starts when all that it waits for has ended. It waits for wh
 its stream, for events, and for what the host had waited for when it was asked for. A collective is
 one node that all its ranks wait for and start together. So a circle in the graph is a deadlock.
 
-An operator takes what an estimate says (costs/roofline.py), a collective what planning says
-(costs/comm.py). Hosts take no time. Operators of one device run one after another, on whatever
-streams they are. So do transfers over one direction of a device's link; two collectives that share
-a link take as long as one after the other.
+An operator takes what an estimate says (planning/costs/roofline.py), a collective what planning
+says (planning/costs/comm.py). Hosts take no time. Operators of one device run one after another, on
+whatever streams they are. So do transfers over one direction of a device's link; two collectives
+that share a link take as long as one after the other.
 """
 
 import heapq
@@ -21,11 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..costs.comm import Collective, Wire, collective_seconds
-from ..costs.device_table import DeviceSpec, spec_of
-from ..costs.efficiency import FITTED
-from ..costs.estimate import LINK_LATENCY_SECONDS
-from ..costs.roofline import Efficiency, operator_seconds
+from ..planning.costs.comm import Collective, Wire, collective_seconds
+from ..planning.costs.device_table import DeviceSpec, spec_of
+from ..planning.costs.efficiency import FITTED
+from ..planning.costs.estimate import LINK_LATENCY_SECONDS
+from ..planning.costs.roofline import Efficiency, operator_seconds
 from ..profilers.operator_counts import counted_call
 from ..schema.operator_counts import Operator
 from ..schema.precision import Precision

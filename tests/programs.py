@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 from unittest import mock
 
-from hetflow.preload import VARIABLE, Forked, PreloadError, fork, serving
+from hetflow.runtime.preload import VARIABLE, Forked, PreloadError, fork, serving
 
 # What the programs of most tests import beside what workers need: they launch.
 COMMANDS = (
@@ -29,8 +29,8 @@ COMMANDS = (
     "hetflow.cli.resize",
     "hetflow.api.launch",
     "hetflow.api.resize",
-    "hetflow.launcher.controller",
-    "hetflow.reports.tables",
+    "hetflow.runtime.launcher.controller",
+    "hetflow.formats.reports.tables",
 )
 
 

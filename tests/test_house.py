@@ -67,6 +67,14 @@ MAY_IMPORT = {
         "engines", "scheduler", "dashboard",
     },
 }  # fmt: skip
+# Rooms that belong together stand in one folder; the rooms of a wing have rules of their own.
+WINGS = {
+    "clusters": ("mechanisms", "simulator", "scheduler", "engines", "dashboard"),
+    "formats": ("importers", "exporters", "reports"),
+    "planning": ("costs", "schedules", "checks"),
+    "runtime": ("launcher", "preload", "protocol"),
+}
+WING_OF = {room: wing for wing, rooms in WINGS.items() for room in rooms}
 PUBLIC_OF = {"cli": {f"hetflow.{name}" for name in hetflow.__all__}}  # commands call the public API
 TORCH_AT_IMPORT = {"runtime", "examples"}
 TORCH_WHEN_ASKED = {"devices", "profilers", "launcher", "testing"}
@@ -101,25 +109,40 @@ def _trees() -> Iterator[None]:
     gc.enable()
 
 
-def modules(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+def place(room: str) -> Path:
+    """Its folder, or its file."""
+    folder = ROOT / WING_OF.get(room, "") / room
+    return folder if folder.is_dir() else folder.with_suffix(".py")
+
+
+def modules(room: str) -> list[Path]:
+    """Its files, without those of other rooms in the wing that has its name."""
+    own = place(room)
+    others = {own / other for other in WINGS.get(room, ())}
+    found = own.rglob("*.py") if own.is_dir() else [own]
+    return sorted(path for path in found if not others & set(path.parents))
+
+
+def room_of(parts: list[str]) -> str:
+    """The room of a module, given by its path below the root."""
+    return parts[1] if len(parts) > 1 and parts[1] in WINGS.get(parts[0], ()) else parts[0]
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """(imported folder of ours or library, whether at module level) of one file."""
+    """(imported room of ours or library, whether at module level) of one file."""
     package = path.relative_to(ROOT).parts[:-1]
     found = []
     at_import = {id(node) for node in parsed(path).body}
     for node in nodes(path):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1]
-            target = [*base, *(node.module or "").split(".")]
-            names = [target[0]] if target[0] else [alias.name for alias in node.names]
-            found += [(f"hetflow.{name}", id(node) in at_import) for name in names]
-        elif isinstance(node, ast.ImportFrom):
-            parts = (node.module or "").split(".")
-            name = ".".join(parts[:2]) if parts[0] == "hetflow" else parts[0]
-            found.append((name, id(node) in at_import))
+        if isinstance(node, ast.ImportFrom):
+            target = node.module.split(".") if node.module else []
+            if node.level:
+                target = ["hetflow", *package[: len(package) - node.level + 1], *target]
+            names = {target[0]}
+            if target[0] == "hetflow" and (node.level or len(target) > 1):
+                rooms = {room_of([*target[1:], alias.name]) for alias in node.names}
+                names = {f"hetflow.{room}" for room in rooms}
+            found += [(name, id(node) in at_import) for name in sorted(names)]
         elif isinstance(node, ast.Import):
             found += [(alias.name.split(".")[0], id(node) in at_import) for alias in node.names]
     return found
@@ -169,8 +192,8 @@ def in_circles(graph: Mapping[str, set[str]]) -> set[str]:
 
 def test_no_import_goes_in_a_circle() -> None:
     graph = dependencies()
-    assert "launcher.request" in graph["cli.launch"]  # inside a function
-    assert "launcher.spawn" in graph["cli.launch"]  # for types alone
+    assert "runtime.launcher.request" in graph["cli.launch"]  # inside a function
+    assert "runtime.launcher.spawn" in graph["cli.launch"]  # for types alone
     # Loaded by name: commands when they are used, records when a file holds one.
     graph["cli.main"] |= {f"cli.{listed.where.split('.')[0]}" for listed in COMMANDS.values()}
     graph["schema.files"] |= {f"schema.{module}" for module, _ in RECORDS.values()}
@@ -305,10 +328,11 @@ def test_one_room_names_kinds_of_devices() -> None:
 # Files outside schedules/ that may name one, and why.
 NAMES_A_SCHEDULE = {
     "schema/schedule_traits.py",  # the one that is planned unless another is asked for
-    "checks/schedule_lists.py",  # the judge's own definition of each
+    "planning/checks/schedule_lists.py",  # the judge's own definition of each
 }
 PIPEDREAM_FILES = {  # a format of layers has the name of a schedule
-    "cli/export.py", "exporters/pipedream.py", "exporters/registry.py", "importers/pipedream.py",
+    "cli/export.py", "formats/exporters/pipedream.py", "formats/exporters/registry.py",
+    "formats/importers/pipedream.py",
     "schema/requests/import_.py",
 }  # fmt: skip
 
@@ -337,7 +361,7 @@ def test_no_code_but_their_own_names_schedules() -> None:
     assert named == []
     default = traits(DEFAULT_SCHEDULE)
     assert (default.order, default.flushes) == ("alternating", True)  # the parallel planner's
-    assert schedules_named(ROOT / "schedules" / "one_f_one_b.py", names)
+    assert schedules_named(place("schedules") / "one_f_one_b.py", names)
 
 
 def test_every_package_ships() -> None:
@@ -351,9 +375,17 @@ def test_every_package_ships() -> None:
     assert shipped == folders
 
 
-def test_no_stray_module_at_the_root() -> None:
+def test_the_root_is_seen_at_one_glance() -> None:
     names = sorted(path.name for path in ROOT.glob("*.py"))
-    assert names == ["__init__.py", "__main__.py"]  # the latter: python -m hetflow
+    assert names == ["__init__.py", "__main__.py", "plugins.py"]  # the second: python -m hetflow
+    assert len([*ROOT.glob("[a-z]*/__init__.py"), ROOT / "benchmarks", ROOT / "docs"]) <= 16
+
+
+def test_wings_import_nothing_themselves() -> None:
+    """Whoever imports one of their rooms loads the others' for nothing."""
+    for wing in WINGS:
+        named = [name for name, now in imports(ROOT / wing / "__init__.py") if now]
+        assert set(named) <= {"typing"}, wing
 
 
 def test_every_exchange_of_the_runtime_goes_through_peers() -> None:
@@ -385,7 +417,7 @@ def test_only_programs_write_to_the_terminal() -> None:
     programs = {
         "runtime/worker.py", "runtime/log.py",  # a worker, and the handler that it may have
         "runtime/job.py",  # what the script prints with ``job.print``
-        "preload/__main__.py", "preload/server.py",
+        "runtime/preload/__main__.py", "runtime/preload/server.py",
     }  # fmt: skip
     written = {
         str(path.relative_to(ROOT))
@@ -399,10 +431,12 @@ def test_only_programs_write_to_the_terminal() -> None:
 
 _FLAG = re.compile(r"(?<![\w./-])--[a-z][a-z0-9-]*")
 WRITES_COMMANDS = {  # for other programs, or for hetflow's own on another host
-    "devices/doctor.py", "engines/local.py", "engines/ray.py",
-    "engines/slurm.py", "exporters/ray.py", "exporters/shell.py", "exporters/slurm.py",
-    "exporters/torchrun.py", "importers/sacct.py", "preload/client.py", "preload/server.py",
-    "scheduler/leases.py", "scheduler/renting.py", "schema/options.py",
+    "devices/doctor.py", "clusters/engines/local.py", "clusters/engines/ray.py",
+    "clusters/engines/slurm.py", "formats/exporters/ray.py", "formats/exporters/shell.py",
+    "formats/exporters/slurm.py",
+    "formats/exporters/torchrun.py", "formats/importers/sacct.py", "runtime/preload/client.py",
+    "runtime/preload/server.py",
+    "clusters/scheduler/leases.py", "clusters/scheduler/renting.py", "schema/options.py",
 }  # fmt: skip
 
 
@@ -443,7 +477,8 @@ def test_nothing_names_this_machine_or_a_registry() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hetflow.cli.main", "hetflow.solvers.split.solve", "hetflow.checks.batch_split"]
+    "module",
+    ["hetflow.cli.main", "hetflow.solvers.split.solve", "hetflow.planning.checks.batch_split"],
 )
 def test_planning_starts_without_torch(module: str) -> None:
     heavy: tuple[str, ...] = ("torch", "scipy", "pandas", "pulp")
@@ -458,8 +493,10 @@ def test_planning_starts_without_torch(module: str) -> None:
 
 def test_the_house_map_names_every_folder() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for package in MAY_IMPORT:
-        assert f"`{package}/`" in text
+    for room in MAY_IMPORT:
+        where = place(room)
+        ending = "/" if where.is_dir() else ""
+        assert f"`{where.relative_to(ROOT)}{ending}`" in text
 
 
 def test_light_requirements_are_the_dependencies_without_torch_and_pandas() -> None:

@@ -8,7 +8,7 @@ from ast import literal_eval
 from collections.abc import Iterator
 from pathlib import Path
 
-from hetflow.costs.device_table import spec_of
+from hetflow.planning.costs.device_table import spec_of
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
 

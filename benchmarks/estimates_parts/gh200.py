@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hetflow.costs.roofline import Efficiency, seconds_of
+from hetflow.planning.costs.roofline import Efficiency, seconds_of
 
 from .measured import OPT, SPECS
 from .megatron import block_counts, head_counts

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hetflow.costs.device_table import DeviceSpec, spec_of
-from hetflow.costs.roofline import Efficiency, seconds_of
+from hetflow.planning.costs.device_table import DeviceSpec, spec_of
+from hetflow.planning.costs.roofline import Efficiency, seconds_of
 from hetflow.schema.operator_counts import Operator
 
 from .megatron import Shape, block_counts, head_counts

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hetflow.costs.device_table import spec_of
+from hetflow.planning.costs.device_table import spec_of
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
 from hetflow.schema.operator_counts import Operator

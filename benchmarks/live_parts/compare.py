@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hetflow.scheduler.history import history
-from hetflow.scheduler.store import Store
+from hetflow.clusters.scheduler.history import history
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.simulator import Case, run_case
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import to_json
-from hetflow.simulator import Case, run_case
 
 POLICY = "las_weighted"
 

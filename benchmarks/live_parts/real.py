@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetflow.scheduler.leases import RUN
-from hetflow.scheduler.loop import Scheduler
-from hetflow.scheduler.serve import POLL_SECONDS
-from hetflow.scheduler.store import Store
+from hetflow.clusters.scheduler.leases import RUN
+from hetflow.clusters.scheduler.loop import Scheduler
+from hetflow.clusters.scheduler.serve import POLL_SECONDS
+from hetflow.clusters.scheduler.store import Store
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.run import RunRecord

@@ -3,8 +3,8 @@
 import dataclasses
 from dataclasses import dataclass
 
-from hetflow.costs.compute import point_at
-from hetflow.costs.split import predict
+from hetflow.planning.costs.compute import point_at
+from hetflow.planning.costs.split import predict
 from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster

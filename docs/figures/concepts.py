@@ -128,9 +128,9 @@ def _legend(x: float, y: float, names: list[str], first: int = 0) -> list[str]:
 
 def pipeline(schedule: str) -> str:
     """A schedule of four stages and eight microbatches, drawn as ``hetflow show`` draws it."""
-    from hetflow.reports.timeline import svg_timeline
-    from hetflow.schedules.registry import generate
-    from hetflow.schedules.timing import StageTimes, time_schedule
+    from hetflow.formats.reports.timeline import svg_timeline
+    from hetflow.planning.schedules.registry import generate
+    from hetflow.planning.schedules.timing import StageTimes, time_schedule
 
     lists = generate(schedule, pipeline_parallel_size=4, num_microbatches=8)
     times = StageTimes.uniform(4, forward_seconds=1, backward_seconds=2)

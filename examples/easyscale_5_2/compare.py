@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetflow.mechanisms.easyscale import Variant
+from hetflow.clusters.mechanisms.easyscale import Variant
+from hetflow.clusters.simulator import Pool, ProposalOptions, simulate_proposals, summarise
 from hetflow.papers.easyscale.schedulers import simulate_yarn
 from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
-from hetflow.simulator import Pool, ProposalOptions, simulate_proposals, summarise
 
 DEVICES = {"V100": 32, "P100": 16, "T4": 16}
 SPEEDS = {"even": (1.0, 0.5, 0.4), "steep": (1.0, 0.3, 0.25)}

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hetflow.mechanisms.cluster.active import Active
-from hetflow.simulator import Pool, Shares
+from hetflow.clusters.mechanisms.cluster.active import Active
+from hetflow.clusters.simulator import Pool, Shares
 
 
 class Isolated:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hetflow.importers.gavel import read_gavel_throughputs
+from hetflow.clusters.simulator import Case, report, run_case
+from hetflow.formats.importers.gavel import read_gavel_throughputs
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Throughputs
-from hetflow.simulator import Case, report, run_case
 
 MODELS = ("ResNet-50 (batch size 64)", "A3C")
 TYPES = ("v100", "p100", "k80")

@@ -19,10 +19,7 @@ from pathlib import Path
 
 from baselines import GavelFifo, Isolated
 
-from hetflow.importers.gavel import read_gavel_throughputs
-from hetflow.papers.gavel.baselines import Gandiva
-from hetflow.schema.errors import HetflowError
-from hetflow.simulator import (
+from hetflow.clusters.simulator import (
     Allocator,
     Case,
     Pool,
@@ -34,6 +31,9 @@ from hetflow.simulator import (
     run_case,
     simulate_rounds,
 )
+from hetflow.formats.importers.gavel import read_gavel_throughputs
+from hetflow.papers.gavel.baselines import Gandiva
+from hetflow.schema.errors import HetflowError
 
 HOUR = 3600.0
 Baseline = Callable[[Pool, int], Allocator]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetflow.importers.gavel import read_gavel_throughputs
+from hetflow.formats.importers.gavel import read_gavel_throughputs
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Entity
 from hetflow.solvers.allocation import make_instance, policy_named, solve

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from baselines import GavelFifo
 
-from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
+from hetflow.clusters.simulator import Pool, RoundOptions, simulate_rounds
+from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.errors import HetflowError
-from hetflow.simulator import Pool, RoundOptions, simulate_rounds
 
 TYPES = ("v100", "p100", "k80")
 

@@ -166,8 +166,8 @@ def preloaded(folder: Path) -> Iterator[None]:
         return
     os.environ["OMP_NUM_THREADS"] = "1"  # it only serves processes with the same settings
     path = folder / "preload.sock"
-    print("$ python -m hetflow.preload preload.sock &", flush=True)
-    process = subprocess.Popen([sys.executable, "-m", "hetflow.preload", str(path)])
+    print("$ python -m hetflow.runtime.preload preload.sock &", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "hetflow.runtime.preload", str(path)])
     try:
         while not path.is_socket() and process.poll() is None:
             time.sleep(0.05)

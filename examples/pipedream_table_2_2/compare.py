@@ -9,7 +9,7 @@ models of the table, VGG-16, ResNet-50 and GNMT are among them.
 import argparse
 from pathlib import Path
 
-from hetflow.importers.pipedream import read_graph, without_placeholders
+from hetflow.formats.importers.pipedream import read_graph, without_placeholders
 from hetflow.planning.pipeline_problem import layers_of_graph
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import DevicePool, PipelineProblem, TopologyLevel

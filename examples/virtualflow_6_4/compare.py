@@ -14,9 +14,15 @@ import sys
 
 import numpy as np
 
+from hetflow.clusters.simulator import (
+    FairShareOptions,
+    Pool,
+    Simulation,
+    simulate_fair_share,
+    summarise,
+)
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.schema.simulation import SimulationMetrics
-from hetflow.simulator import FairShareOptions, Pool, Simulation, simulate_fair_share, summarise
 
 TABLE = Throughputs(
     models=tuple(

@@ -6,8 +6,8 @@ Run ``python compare.py``; it needs nothing but the two profiles beside it.
 import argparse
 from pathlib import Path
 
-from hetflow.checks.batch_split import check
-from hetflow.costs.split import predict
+from hetflow.planning.checks.batch_split import check
+from hetflow.planning.costs.split import predict
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles

@@ -12,10 +12,10 @@ import sys
 
 import numpy as np
 
+from hetflow.clusters.simulator import Case, report, run_case, split_throughput
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.schema.problem import DeviceOption
 from hetflow.schema.profile import BatchPoint, Sync
-from hetflow.simulator import Case, report, run_case, split_throughput
 
 POOL = {"V100": 4, "P100": 8, "K80": 16}
 LARGEST = {"V100": 256, "P100": 256, "K80": 128}

@@ -8,8 +8,8 @@ as a pair, so that the transfers of each hide behind the other's computation.
 
 from collections.abc import Callable
 
-from ...schedules.assemble import Order, Pass, Slot, assemble
-from ...schedules.registry import schedule
+from ...planning.schedules.assemble import Order, Pass, Slot, assemble
+from ...planning.schedules.registry import schedule
 from ...schema.errors import ProblemError
 from ...schema.operations import Kind, Schedule
 from ...schema.pipeline_shape import PipelineShape

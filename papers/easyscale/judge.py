@@ -5,9 +5,9 @@ Nothing is shared with the solver.
 
 from collections.abc import Iterator
 
-from ...checks import definitions
-from ...checks.methods import METHOD_JUDGES, MethodJudge
-from ...checks.plan import TOLERANCE, differ
+from ...planning.checks import definitions
+from ...planning.checks.methods import METHOD_JUDGES, MethodJudge
+from ...planning.checks.plan import TOLERANCE, differ
 from ...schema.plan import EstEstimate, Plan, ReplicaGroup
 from ...schema.problem import SplitProblem
 

@@ -5,14 +5,14 @@ YARN is first in, first out: a whole gang of one type at once.
 
 from collections.abc import Callable, Iterable
 
-from ...mechanisms.cluster.pool import Pool
-from ...mechanisms.easyscale import VARIANTS
-from ...mechanisms.proposals import admit_gangs
+from ...clusters.mechanisms.cluster.pool import Pool
+from ...clusters.mechanisms.easyscale import VARIANTS
+from ...clusters.mechanisms.proposals import admit_gangs
+from ...clusters.simulator.cases import SCHEDULERS, Scheduler, by_proposals
+from ...clusters.simulator.events.events import Counts, Entry, EventCluster
+from ...clusters.simulator.events.proposals import ProposalOptions, est_rate
+from ...clusters.simulator.outcomes import Simulation
 from ...schema.jobs import Job
-from ...simulator.cases import SCHEDULERS, Scheduler, by_proposals
-from ...simulator.events.events import Counts, Entry, EventCluster
-from ...simulator.events.proposals import ProposalOptions, est_rate
-from ...simulator.outcomes import Simulation
 
 
 def simulate_yarn(

@@ -7,8 +7,8 @@ least number of devices. The product of all rates grows with each exchange, so t
 Homogeneous jobs keep to one type of devices while they run.
 """
 
-from ...mechanisms.easyscale import VARIANTS, Variant
-from ...mechanisms.proposals import Bidder, Counts, Exchange, plus
+from ...clusters.mechanisms.easyscale import VARIANTS, Variant
+from ...clusters.mechanisms.proposals import Bidder, Counts, Exchange, plus
 
 _FACTOR = 1.0 + 1e-9  # of a product of rates: growth that is not rounding
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...costs.comm import exposed_seconds
-from ...costs.split import predict
+from ...planning.costs.comm import exposed_seconds
+from ...planning.costs.split import predict
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.options import option
 from ...schema.plan import (

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ...mechanisms.allocators.shares import BASELINES, Baseline, Shares
-from ...mechanisms.cluster.active import Active
+from ...clusters.mechanisms.allocators.shares import BASELINES, Baseline, Shares
+from ...clusters.mechanisms.cluster.active import Active
 from ...schema.errors import ProblemError
 from ...solvers.allocation.program import Floats
 from ...solvers.allocation.space_sharing.column_generation import PairTimes

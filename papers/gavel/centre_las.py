@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...mechanisms.allocators.shares import OPTIMA, Shares
-from ...mechanisms.allocators.warm_las import WarmLas
-from ...mechanisms.cluster.active import Active
+from ...clusters.mechanisms.allocators.shares import OPTIMA, Shares
+from ...clusters.mechanisms.allocators.warm_las import WarmLas
+from ...clusters.mechanisms.cluster.active import Active
 from ...solvers.allocation.engine import solve_alone
 from ...solvers.allocation.interior.method import over_rows
 from ...solvers.allocation.program import Floats, Ints, Program

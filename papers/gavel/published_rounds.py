@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...mechanisms.cluster.pool import Pool
-from ...schema.jobs import Job
-from ...simulator.cases import (
+from ...clusters.mechanisms.cluster.pool import Pool
+from ...clusters.simulator.cases import (
     SCHEDULERS,
     Case,
     Progress,
@@ -13,8 +12,9 @@ from ...simulator.cases import (
     allocator_of,
     round_options,
 )
-from ...simulator.outcomes import Simulation
-from ...simulator.rounds.simulate import simulate_rounds
+from ...clusters.simulator.outcomes import Simulation
+from ...clusters.simulator.rounds.simulate import simulate_rounds
+from ...schema.jobs import Job
 from .baselines import Gandiva
 
 

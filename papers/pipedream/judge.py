@@ -5,9 +5,9 @@ Nothing is shared with the solver. Everything is recomputed from layers, edges a
 
 from math import prod
 
-from ...checks import definitions
-from ...checks.methods import METHOD_JUDGES, MethodJudge, StagePrices
-from ...checks.pipeline_recount import crossing_bytes, sums
+from ...planning.checks import definitions
+from ...planning.checks.methods import METHOD_JUDGES, MethodJudge, StagePrices
+from ...planning.checks.pipeline_recount import crossing_bytes, sums
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, Stage
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...costs.pipeline import overheads
+from ...planning.costs.pipeline import overheads
 from ...schema.pipeline import PipelineProblem
 from ...solvers.pipeline.cuts import Cuts
 from .states import Block, Nested, Ranges, ranges_of

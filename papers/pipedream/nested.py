@@ -13,7 +13,7 @@ from math import ceil
 
 import numpy as np
 
-from ...costs.pipeline import (
+from ...planning.costs.pipeline import (
     boundary_seconds,
     num_in_flight,
     overheads,
@@ -217,7 +217,7 @@ def cost(
     bandwidth: float,
     below: int,
 ) -> Floats:
-    """The formulas of costs/pipeline.py on arrays."""
+    """The formulas of planning/costs/pipeline.py on arrays."""
     sync = (replicas - 1) * weights / bandwidth
     if problem.stage_cost == "published":
         return (compute + 4 * sync / replicas / below) / replicas

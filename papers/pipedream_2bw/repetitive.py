@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...costs.pipeline import shared_level, slowest_links
-from ...schedules.registry import generate
+from ...planning.costs.pipeline import shared_level, slowest_links
+from ...planning.schedules.registry import generate
 from ...schema import files
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.options import option, told

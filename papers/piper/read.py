@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...importers.registry import layer_importer
+from ...formats.importers.registry import layer_importer
 from ...schema.errors import FileError
 from ...schema.profile import LayerGraph, LayerNode, TensorLayers
 from .problem import (

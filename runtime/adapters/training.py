@@ -34,7 +34,6 @@ from torch.optim.optimizer import (
 )
 
 from ...devices.backend import Mark, backend_of
-from ...protocol.environment import PLAN, Start, read_environment
 from ...schema import files
 from ...schema.errors import TargetError
 from ...schema.options import option
@@ -46,6 +45,7 @@ from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
 from ..group import Place, gathered, join, make_group_of_one
 from ..measurements import StepClock
+from ..protocol.environment import PLAN, Start, read_environment
 from ..session import Session
 from ..setup import final_tensors, keep_freed_memory
 from ..stopping import StopRequests, leave

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ...devices.backend import Mark, backend_of
-from ...protocol import handover
-from ...protocol.handover import FOUND
 from ...schema.errors import FileError, HetflowError, TargetError
 from ...schema.options import command, option
 from ..agreement.agreement import Agreement
 from ..buffers import VirtualNodeBuffers
 from ..engine import Runner, StepEngine
 from ..log import log
+from ..protocol import handover
+from ..protocol.handover import FOUND
 from ..session import Session
 from ..stopping import StopRequests, leave
 from . import checkpoint, parts

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar, get_args
 
-from ...protocol.environment import CHANNEL, CONTROL, WORKER, Channel
-from ...protocol.messages import (
+from ...schema.errors import ProblemError
+from ..protocol.environment import CHANNEL, CONTROL, WORKER, Channel
+from ..protocol.messages import (
     Abort,
     Beat,
     Closed,
@@ -31,7 +32,6 @@ from ...protocol.messages import (
     encode,
     from_controller,
 )
-from ...schema.errors import ProblemError
 
 # The connections of one generation of workers, so that they can be closed at once.
 #

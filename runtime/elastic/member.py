@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ...devices.backend import backend_of
 from ...devices.collectives import is_on_devices
-from ...protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ...schema.errors import PeerLostError
 from .. import wire
 from ..checkpoints.checkpoint import Checkpoint
@@ -32,6 +31,7 @@ from ..epoch import Epochs
 from ..error_origin import forget_frames, is_lost_peer, may_be_echo
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups
 from ..peers import abort_groups, give_up_when
+from ..protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ..session import Session
 from ..split_engine import SplitEngine, WholeState
 from ..stopping import leave

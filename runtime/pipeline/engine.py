@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...protocol.lower import microbatches_of, schedule_of
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ...schema.operations import Kind, Operation
@@ -22,6 +21,7 @@ from ..agreement.agreement import SharedTensors
 from ..digest import InPieces, digest_of_pieces
 from ..engine import Step
 from ..gradients.hooks import ScriptHooks
+from ..protocol.lower import microbatches_of, schedule_of
 from ..session import Session
 from ..setup import check_same_shapes, final_tensors
 from ..streams import key_of, seed_streams_by

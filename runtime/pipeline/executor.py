@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...protocol.lower import schedule_of
-from ...schedules.counting import peak_in_flight
+from ...planning.schedules.counting import peak_in_flight
 from ...schema.errors import ProblemError
 from ...schema.launch import PipelineWork
 from ...schema.operations import ACTIVATIONS, PASSES, RECEIVES, SENDS, Kind, Operation, Schedule
 from ..data import Batch
+from ..protocol.lower import schedule_of
 from ..tensor.operators import TensorGroup
 from .channels import Inbox, Message, Outbox
 from .crossing import Holdings, Receiver, Sender

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import isfinite
 
-from ...costs.checkpoints import daly_seconds, lost_share, young_seconds
+from ...planning.costs.checkpoints import daly_seconds, lost_share, young_seconds
 from ...schema.market import Availability, PriceHistory
 from ...schema.odds import OddsReport, PreemptionRate, PriceOdds, Survivors, Together, ZoneOdds
 from .lifetimes import Lifetime, Rate, lifetimes, rate, rates_by_age, survival

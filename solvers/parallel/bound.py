@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...costs.parallel_stage import gather_seconds
+from ...planning.costs.parallel_stage import gather_seconds
 from ...schema.parallel import ParallelPool, ParallelProblem
 from ..effort import Effort
 from ..lp import LinearSession

@@ -14,12 +14,12 @@ from math import inf
 
 import numpy as np
 
-from ...costs.parallel_stage import (
+from ...planning.costs.parallel_stage import (
     bucketed_ring_seconds,
     gather_seconds,
     interleaved_step_seconds,
 )
-from ...schedules.closed_forms import interleaved_in_flight
+from ...planning.schedules.closed_forms import interleaved_in_flight
 from ...schema.errors import InfeasibleError
 from ...schema.parallel import ParallelProblem
 from ..effort import Effort, OutOfTimeError

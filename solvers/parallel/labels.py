@@ -12,7 +12,7 @@ from math import inf
 
 import numpy as np
 
-from ...costs.parallel_stage import gather_seconds
+from ...planning.costs.parallel_stage import gather_seconds
 from .bound import Region, Relaxation, price_rows
 from .counts import UndecidedError, deal_to_places
 

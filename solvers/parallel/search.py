@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 
-from ...costs.parallel_stage import gather_seconds, step_seconds, transfer_seconds
+from ...planning.costs.parallel_stage import gather_seconds, step_seconds, transfer_seconds
 from ...schema.parallel import ParallelProblem
 from ..effort import DEFAULT, Effort
 from .bound import Path, Relaxation

@@ -1,8 +1,9 @@
 """Plan pipeline, tensor and data parallelism together, on unlike devices.
 
 The thesis (4.1) leaves this search as future work and picks degrees by rules of thumb. Here it is
-exact over a stated space. The step is that of 1F1B with unlike stages (costs/parallel_stage.py),
-equation 4.1 where stages are equal. Interleaved pipelines are searched apart (interleaved.py).
+exact over a stated space. The step is that of 1F1B with unlike stages
+(planning/costs/parallel_stage.py), equation 4.1 where stages are equal. Interleaved pipelines are
+searched apart (interleaved.py).
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,7 @@ from math import ceil, inf
 
 import numpy as np
 
-from ...costs.parallel_stage import bubble_fraction
+from ...planning.costs.parallel_stage import bubble_fraction
 from ...schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
 from ...schema.options import option
 from ...schema.parallel import ParallelProblem, parallel_schedule

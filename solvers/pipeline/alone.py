@@ -9,7 +9,7 @@ such cost, so plans of one stage are searched separately, at their own cost.
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...costs.pipeline import fixed_seconds, slowest_of_all
+from ...planning.costs.pipeline import fixed_seconds, slowest_of_all
 from ...schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan

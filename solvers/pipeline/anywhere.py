@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...costs.pipeline import slowest_links
+from ...planning.costs.pipeline import slowest_links
 from ...schema.pipeline import PipelineProblem
 from ..effort import DEFAULT, Effort
 from .placements import Moves, Space, State, bandwidths_of

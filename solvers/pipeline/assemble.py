@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...costs.pipeline import noam, worker_bytes
+from ...planning.costs.pipeline import noam, worker_bytes
 from ...schema.pipeline import DevicePool, PipelineProblem
 from ...schema.plan import Plan, Prediction, Proof, ReplicaGroup, Stage
 from .cuts import layers_of

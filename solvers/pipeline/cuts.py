@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...costs.pipeline import slowest_links, tied_weights
+from ...planning.costs.pipeline import slowest_links, tied_weights
 from ...schema.pipeline import PipelineProblem
 
 MAX_CUTS = 2000

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from ...costs.pipeline import shared_level, slowest_links
+from ...planning.costs.pipeline import shared_level, slowest_links
 from ...schema.pipeline import DevicePool, PipelineProblem
 from .placements import PlacedStage, Space
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...costs.pipeline import shared_level, slowest_links
+from ...planning.costs.pipeline import shared_level, slowest_links
 from ...schema.pipeline import DevicePool, PipelineProblem
 from ..effort import DEFAULT, Effort
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from ...costs.pipeline import fixed_seconds, overheads
-from ...schedules.replay import StepStage, flush_step_seconds
-from ...schedules.terms import StepOf, step_terms
+from ...planning.costs.pipeline import fixed_seconds, overheads
+from ...planning.schedules.replay import StepStage, flush_step_seconds
+from ...planning.schedules.terms import StepOf, step_terms
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, Prediction, Stage
 

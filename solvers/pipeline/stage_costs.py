@@ -1,10 +1,10 @@
-"""The costs of stages between cuts, as arrays (costs/pipeline.py holds the formulas)."""
+"""The costs of stages between cuts, as arrays (planning/costs/pipeline.py holds the formulas)."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...costs.pipeline import (
+from ...planning.costs.pipeline import (
     AllReduce,
     all_reduce,
     boundary_seconds,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...costs.comm import sync_seconds
-from ...costs.split import closing_seconds
+from ...planning.costs.comm import sync_seconds
+from ...planning.costs.split import closing_seconds
 from ...schema.plan import ReplicaGroup, device_group
 from ...schema.problem import SplitProblem
 from .pool import Pool

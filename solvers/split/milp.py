@@ -8,8 +8,8 @@ of the measurements is not considered.
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...costs.comm import exposed_seconds, sync_seconds
-from ...costs.split import closing_seconds, predict
+from ...planning.costs.comm import exposed_seconds, sync_seconds
+from ...planning.costs.split import closing_seconds, predict
 from ...schema.errors import BackendError, InfeasibleError, TooLittleTimeError
 from ...schema.plan import Plan, Proof, ReplicaGroup, device_group, split_plan
 from ...schema.problem import AloneDevice, DeviceOption, SplitProblem

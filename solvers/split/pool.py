@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from ...costs.comm import exposed_seconds
+from ...planning.costs.comm import exposed_seconds
 from ...schema.problem import SplitProblem
 
 Ints = npt.NDArray[np.int64]

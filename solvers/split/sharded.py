@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ...costs.sharding import (
+from ...planning.costs.sharding import (
     compute_limit,
     in_rounds,
     most_share_bytes,

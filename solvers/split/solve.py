@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...costs.split import predict
+from ...planning.costs.split import predict
 from ...schema.errors import InfeasibleError
 from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import SplitProblem

@@ -13,7 +13,7 @@ Of equal amounts: the fewest devices, then the fewest virtual nodes.
 from collections import Counter
 from collections.abc import Mapping
 
-from ...costs.comm import exposed_seconds
+from ...planning.costs.comm import exposed_seconds
 from ...schema.plan import ReplicaGroup, device_group
 from .feasible import FeasibleSums, TypeSums, members, sumset
 from .pool import Pool

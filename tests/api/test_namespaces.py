@@ -7,7 +7,7 @@ import pytest
 
 import hetflow
 from hetflow.cli.main import run
-from hetflow.scheduler.store import Store
+from hetflow.clusters.scheduler.store import Store
 from hetflow.tests import handmade
 from hetflow.tests.plan_parts import kind_of
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from hetflow.costs.efficiency import CARRIED_ERROR, ESTIMATED_ERROR, FITTED
+from hetflow.planning.costs.efficiency import CARRIED_ERROR, ESTIMATED_ERROR, FITTED
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "device_estimates.py"
 

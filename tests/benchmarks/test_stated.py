@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from truth_parts.stated import stated_plan
 
-from hetflow.checks.pipeline import check
+from hetflow.planning.checks.pipeline import check
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.pipeline.solve import solve

@@ -6,7 +6,7 @@ import pytest
 from truth_parts import figures, plans
 from truth_parts.load import Load
 
-from hetflow.checks.batch_split import check as split_faults
+from hetflow.planning.checks.batch_split import check as split_faults
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer

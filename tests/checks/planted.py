@@ -30,7 +30,7 @@ from hetflow.schema.plan import Plan
 
 ROOT = Path(hetflow.__file__).parent
 CAMPAIGN = 200
-ROOMS = ("schedules", "costs", "solvers")
+ROOMS = ("planning/schedules", "planning/costs", "solvers")
 MOST_SECONDS = 1
 """CPU seconds that a solver with a fault may take; one that does not end gives no plan."""
 
@@ -54,7 +54,7 @@ class Site:
     @property
     def room(self) -> str:
         """The folder of ours that the fault is in."""
-        return self.path.relative_to(ROOT).parts[0]
+        return next(room for room in ROOMS if ROOT / room in self.path.parents)
 
     def __str__(self) -> str:
         return f"{self.path.relative_to(ROOT)}:{self.line} {self.function}: {self.kind}"

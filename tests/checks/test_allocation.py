@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hetflow.checks.allocation import check
+from hetflow.planning.checks.allocation import check
 from hetflow.schema.jobs import (
     Allocation,
     AllocationProblem,

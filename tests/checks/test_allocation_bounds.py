@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from hetflow.checks.allocation import check, effective_throughputs
-from hetflow.checks.allocation_policies import Pool
-from hetflow.checks.judges import JUDGES, objective_of
+from hetflow.planning.checks.allocation import check, effective_throughputs
+from hetflow.planning.checks.allocation_policies import Pool
+from hetflow.planning.checks.judges import JUDGES, objective_of
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import (
     AllocationProblem,

@@ -5,9 +5,9 @@ from math import inf
 import numpy as np
 import pytest
 
-from hetflow.checks.allocation_idle import idle_devices, usable_devices
-from hetflow.checks.allocation_levels import least_cost
-from hetflow.checks.allocation_policies import Pool
+from hetflow.planning.checks.allocation_idle import idle_devices, usable_devices
+from hetflow.planning.checks.allocation_levels import least_cost
+from hetflow.planning.checks.allocation_policies import Pool
 from hetflow.schema.jobs import (
     Allocation,
     AllocationProblem,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.checks.batch_split import check, continuous_bound
+from hetflow.planning.checks.batch_split import check, continuous_bound
 from hetflow.schema.plan import Plan, Prediction, Proof, ReplicaGroup
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint

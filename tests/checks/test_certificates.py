@@ -10,10 +10,10 @@ from tests.checks import tampered
 from tests.checks.test_split_bound import drawn
 
 import hetflow
-from hetflow.checks import split_bound
-from hetflow.checks.batch_split import check
-from hetflow.checks.chain_bound import is_proved
-from hetflow.checks.split_bound import replay_faults
+from hetflow.planning.checks import split_bound
+from hetflow.planning.checks.batch_split import check
+from hetflow.planning.checks.chain_bound import is_proved
+from hetflow.planning.checks.split_bound import replay_faults
 from hetflow.planning.judging import pool_of_plan, problem_of_plan
 from hetflow.schema.files import from_json, to_json
 from hetflow.schema.plan import Plan, RefutedSplits, SplitCertificate

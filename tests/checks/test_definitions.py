@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from hetflow.checks import definitions
-from hetflow.costs import pipeline as costs
-from hetflow.schedules.counting import held_by_stage
-from hetflow.schedules.registry import generate
+from hetflow.planning.checks import definitions
+from hetflow.planning.costs import pipeline as costs
+from hetflow.planning.schedules.counting import held_by_stage
+from hetflow.planning.schedules.registry import generate
 
 SHAPES = [list(shape) for size in (1, 2, 3) for shape in itertools.product((1, 2, 3), repeat=size)]
 

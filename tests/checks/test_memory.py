@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hetflow.checks.batch_split import check as split_faults
-from hetflow.checks.pipeline import check
-from hetflow.costs import comm
-from hetflow.costs import pipeline as costs
+from hetflow.planning.checks.batch_split import check as split_faults
+from hetflow.planning.checks.pipeline import check
+from hetflow.planning.costs import comm
+from hetflow.planning.costs import pipeline as costs
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import OptimizerState, named_optimizer
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel

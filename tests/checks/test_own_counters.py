@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tests.checks import tampered
 
-from hetflow.checks.pipeline import check
-from hetflow.schedules import counting, terms
-from hetflow.schedules.replay import flush_step_seconds
-from hetflow.schedules.timing import Timing, time_schedule
+from hetflow.planning.checks.pipeline import check
+from hetflow.planning.schedules import counting, terms
+from hetflow.planning.schedules.replay import flush_step_seconds
+from hetflow.planning.schedules.timing import Timing, time_schedule
 from hetflow.schema.errors import BackendError
 from hetflow.schema.operations import Schedule
 from hetflow.schema.optimizer import OptimizerState

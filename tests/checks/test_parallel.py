@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.checks.parallel import check
+from hetflow.planning.checks.parallel import check
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import (
     DegreeLink,

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from hetflow.checks.pipeline import check, crossing_bytes
+from hetflow.planning.checks.pipeline import check, crossing_bytes
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.files import from_json, read_any, to_json
 from hetflow.schema.optimizer import OptimizerState

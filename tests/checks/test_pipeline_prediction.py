@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hetflow.checks.pipeline import check
+from hetflow.planning.checks.pipeline import check
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.schema.plan import Plan

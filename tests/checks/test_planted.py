@@ -3,7 +3,7 @@
 import pytest
 from tests.checks import planted, tampered
 
-from hetflow.costs.pipeline import updates
+from hetflow.planning.costs.pipeline import updates
 
 SPLITS = [name for name in tampered.QUESTIONS if "split" in name or "virtual nodes" in name]
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hetflow.checks.profiled import pipeline_faults, split_faults
+from hetflow.planning.checks.profiled import pipeline_faults, split_faults
 from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster

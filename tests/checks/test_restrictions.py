@@ -10,7 +10,7 @@ from tests.checks.tampered import PROFILES
 
 import hetflow
 from hetflow.cli.main import run
-from hetflow.reports.plan_tables import plan_table
+from hetflow.formats.reports.plan_tables import plan_table
 from hetflow.schema.files import from_json, to_json, write
 from hetflow.schema.plan import Plan, claim_of
 from hetflow.schema.restrictions import Restrictions

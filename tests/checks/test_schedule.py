@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.checks.schedule import validate
-from hetflow.schedules.registry import generate
-from hetflow.schedules.text import from_text
-from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.planning.checks.schedule import validate
+from hetflow.planning.schedules.registry import generate
+from hetflow.planning.schedules.text import from_text
+from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.operations import (
     PASSES,
     RECEIVES,

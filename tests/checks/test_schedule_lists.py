@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.checks.schedule import judged, validate
-from hetflow.checks.schedule_lists import DEFINITIONS
+from hetflow.planning.checks.schedule import judged, validate
+from hetflow.planning.checks.schedule_lists import DEFINITIONS
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.operations import Operation, Schedule
 from hetflow.schema.pipeline_shape import PipelineShape

@@ -7,8 +7,8 @@ import pytest
 from tests.checks.tampered import PROFILES
 
 import hetflow
-from hetflow.checks.batch_split import check
-from hetflow.checks.split_bound import faster
+from hetflow.planning.checks.batch_split import check
+from hetflow.planning.checks.split_bound import faster
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
 from hetflow.solvers.split.solve import solve

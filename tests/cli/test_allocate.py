@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import typer
 
-from hetflow.checks.allocation import check
 from hetflow.cli import main
 from hetflow.cli.allocate import allocate
 from hetflow.cli.common import register
+from hetflow.planning.checks.allocation import check
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import FileError, HetflowError, ProblemError

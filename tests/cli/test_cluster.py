@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.engines.protocol import OUTPUT, EngineDevice
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.sharing import check_settings
-from hetflow.scheduler.store import Store, lock
-from hetflow.scheduler.submission import read_entities
+from hetflow.clusters.engines.protocol import OUTPUT, EngineDevice
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.sharing import check_settings
+from hetflow.clusters.scheduler.store import Store, lock
+from hetflow.clusters.scheduler.submission import read_entities
 from hetflow.schema.jobs import Entity
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.scheduler.store import Store
+from hetflow.clusters.scheduler.store import Store
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.importers.csv_tables import read_jobs_csv, read_throughputs_csv
+from hetflow.formats.importers.csv_tables import read_jobs_csv, read_throughputs_csv
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import FileError

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.engines.protocol import OUTPUT
-from hetflow.scheduler.leases import plan_lease
-from hetflow.scheduler.store import Store
+from hetflow.clusters.engines.protocol import OUTPUT
+from hetflow.clusters.scheduler.leases import plan_lease
+from hetflow.clusters.scheduler.store import Store
 
 FULL = Path("/dev/full")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hetflow.protocol.lower import lower
-from hetflow.reports.explain import explain, group_terms
-from hetflow.reports.grid import milliseconds
+from hetflow.formats.reports.explain import explain, group_terms
+from hetflow.formats.reports.grid import milliseconds
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import LayerCore, LayerGraph, LayerNode, Profile, TensorLayers

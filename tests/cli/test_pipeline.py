@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.protocol.lower import lower
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.optimizer import OptimizerState

@@ -7,7 +7,7 @@ import pytest
 
 from hetflow import rent
 from hetflow.api.rent import by_deadline
-from hetflow.reports.market_tables import rent_table
+from hetflow.formats.reports.market_tables import rent_table
 from hetflow.schema.market import Availability
 
 PRICELESS = ("--work-hours", 1, "--deadline-hours", 2, "--on-demand", 3, "--restart-seconds", 600)

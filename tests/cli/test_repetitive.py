@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.protocol.lower import lower
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord

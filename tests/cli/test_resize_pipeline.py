@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hetflow.launcher.inbox import Inbox
-from hetflow.launcher.repartition import check_same_job
-from hetflow.protocol.lower import lower
+from hetflow.runtime.launcher.inbox import Inbox
+from hetflow.runtime.launcher.repartition import check_same_job
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.plan import Plan

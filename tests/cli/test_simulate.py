@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from hetflow.cli.common import register
 from hetflow.cli.simulate import simulate
+from hetflow.clusters.simulator import cases
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import (
@@ -26,7 +27,6 @@ from hetflow.schema.jobs import (
     Throughputs,
 )
 from hetflow.schema.simulation import SimulationRun
-from hetflow.simulator import cases
 
 LINE = "conv\tpython train.py\tdata\t-n\t1\t4000\t1\t1\t-1.000000\t{}\n"
 
@@ -151,7 +151,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the run began")
 
-    monkeypatch.setattr("hetflow.simulator.run_case", never)
+    monkeypatch.setattr("hetflow.clusters.simulator.run_case", never)
     result = CliRunner().invoke(
         app, _arguments("static-single", table, "--plot", str(tmp_path / "run.gif"))
     )
@@ -326,7 +326,7 @@ def test_one_run_keeps_who_held_which_devices_and_a_table_does_not(
     app: typer.Typer, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """-o and --json keep spans, with the figures of the run that keeps none."""
-    from hetflow import simulator
+    from hetflow.clusters import simulator
 
     output, kept = tmp_path / "run.json", list[bool]()
     run_case = simulator.run_case
@@ -335,7 +335,7 @@ def test_one_run_keeps_who_held_which_devices_and_a_table_does_not(
         kept.append(case.records_spans)
         return run_case(case, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hetflow.simulator.run_case", spy)
+    monkeypatch.setattr("hetflow.clusters.simulator.run_case", spy)
     arguments = _arguments("static-single", table, "--num-jobs", "5")
     plain = CliRunner().invoke(app, arguments)
     written = CliRunner().invoke(app, [*arguments, "-o", str(output)])

@@ -5,7 +5,7 @@ from math import exp
 import pytest
 from scipy.optimize import minimize_scalar
 
-from hetflow.costs.checkpoints import daly_seconds, lost_share, young_seconds
+from hetflow.planning.costs.checkpoints import daly_seconds, lost_share, young_seconds
 from hetflow.schema.errors import ProblemError
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.costs.from_runs import Correction, correct
-from hetflow.costs.observed import Run
+from hetflow.planning.costs.from_runs import Correction, correct
+from hetflow.planning.costs.observed import Run
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.profile import BatchPoint, Emulation, LayerGraph, LayerNode, Profile

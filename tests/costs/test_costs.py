@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.costs.comm import Wire, collective_seconds, exposed_seconds, sync_seconds
-from hetflow.costs.compute import point_at
-from hetflow.costs.memory import fitting_points
-from hetflow.costs.split import predict
+from hetflow.planning.costs.comm import Wire, collective_seconds, exposed_seconds, sync_seconds
+from hetflow.planning.costs.compute import point_at
+from hetflow.planning.costs.memory import fitting_points
+from hetflow.planning.costs.split import predict
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import LinkCurve
 from hetflow.schema.plan import ReplicaGroup

@@ -4,10 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.costs.device_table import SPECS, DeviceSpec, spec_of
-from hetflow.costs.efficiency import CARRIED_ERROR, ESTIMATED_ERROR
-from hetflow.costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
-from hetflow.costs.roofline import Efficiency, operator_seconds
+from hetflow.planning.costs.device_table import SPECS, DeviceSpec, spec_of
+from hetflow.planning.costs.efficiency import CARRIED_ERROR, ESTIMATED_ERROR
+from hetflow.planning.costs.estimate import (
+    RESERVE_BYTES,
+    Estimator,
+    carried_profile,
+    estimated_profile,
+)
+from hetflow.planning.costs.roofline import Efficiency, operator_seconds
 from hetflow.schema import files
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.layer_trace import LayerTrace

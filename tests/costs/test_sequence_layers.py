@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.costs.sequence_layers import sequence_layers
-from hetflow.costs.tensor_layers import sharded_layers
 from hetflow.papers.ptdp.closed_forms import tensor_parallel_elements
+from hetflow.planning.costs.sequence_layers import sequence_layers
+from hetflow.planning.costs.tensor_layers import sharded_layers
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
 from hetflow.schema.operator_counts import LayerTable

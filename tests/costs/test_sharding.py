@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hetflow.costs.sharding import unit_bytes
+from hetflow.planning.costs.sharding import unit_bytes
 from hetflow.schema.profile import LayerGraph, LayerNode
 from hetflow.schema.units import unit_of
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.costs.tensor_layers import degrees_of, sharded_layers
 from hetflow.papers.ptdp.closed_forms import tensor_parallel_elements
+from hetflow.planning.costs.tensor_layers import degrees_of, sharded_layers
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.operator_counts import (
     CoreCounts,

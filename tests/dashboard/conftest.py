@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.scheduler.submission import Submission
+from hetflow.clusters.scheduler.submission import Submission
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.files import to_json
 from hetflow.tests.scheduler.conftest import FakeEngine, asked, profiles

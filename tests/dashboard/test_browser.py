@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from hetflow.scheduler.store import Store
+from hetflow.clusters.scheduler.store import Store
 from hetflow.tests.scheduler.test_loop import Cluster
 
 from .conftest import HOSTILE

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.dashboard import server
-from hetflow.dashboard.server import Address, Dashboard
-from hetflow.scheduler.store import FILE
+from hetflow.clusters.dashboard import server
+from hetflow.clusters.dashboard.server import Address, Dashboard
+from hetflow.clusters.scheduler.store import FILE
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.scheduler.test_loop import Cluster
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.dashboard import snapshot as module
-from hetflow.dashboard.snapshot import ShownDevice, ShownLease, snapshot, uses
-from hetflow.scheduler.store import FILE, Store
-from hetflow.scheduler.view import queue
+from hetflow.clusters.dashboard import snapshot as module
+from hetflow.clusters.dashboard.snapshot import ShownDevice, ShownLease, snapshot, uses
+from hetflow.clusters.scheduler.store import FILE, Store
+from hetflow.clusters.scheduler.view import queue
 from hetflow.schema.errors import FileError
 from hetflow.tests.profiles import examples
 from hetflow.tests.scheduler.test_loop import Cluster

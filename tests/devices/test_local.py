@@ -5,7 +5,7 @@ import pytest
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
 from hetflow.devices.local import devices_of_types, own_type
-from hetflow.launcher.devices import remarks, seat_workers
+from hetflow.runtime.launcher.devices import remarks, seat_workers
 from hetflow.schema.errors import TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hetflow.engines.protocol import OUTPUT, Engine, Work
+from hetflow.clusters.engines.protocol import OUTPUT, Engine, Work
 
 
 def work(engine: Engine, folder: Path, *command: str, device: int = 0, number: int = 1) -> Work:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.local import LocalEngine
-from hetflow.engines.protocol import FIRST_STEP, Fate, ResizingEngine, Work
-from hetflow.engines.registry import ENGINES
+from hetflow.clusters.engines.local import LocalEngine
+from hetflow.clusters.engines.protocol import FIRST_STEP, Fate, ResizingEngine, Work
+from hetflow.clusters.engines.registry import ENGINES
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 
@@ -108,7 +108,7 @@ def test_a_launch_sees_its_own_accelerators_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = {f"V100:{number}": ("cuda", f"cuda:{number}") for number in range(3)}
-    monkeypatch.setattr("hetflow.engines.local._accelerators", lambda pool: gpus)
+    monkeypatch.setattr("hetflow.clusters.engines.local._accelerators", lambda pool: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     engine = LocalEngine(Cluster.parse("3xV100,1xcpu:fast"))
     devices = engine.devices()
@@ -126,7 +126,7 @@ def test_a_launch_changes_among_the_hosts_own_devices_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus = {f"V100:{number}": ("cuda", f"cuda:{number}") for number in range(2)}
-    monkeypatch.setattr("hetflow.engines.local._accelerators", lambda pool: gpus)
+    monkeypatch.setattr("hetflow.clusters.engines.local._accelerators", lambda pool: gpus)
     engine = LocalEngine(Cluster.parse("2xV100,2xcpu:fast"))
     assert isinstance(engine, ResizingEngine)
     gpu, other, fast, faster = engine.devices()

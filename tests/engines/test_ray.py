@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hetflow.engines.lease_folder import claim
-from hetflow.engines.protocol import Fate, UnsuitableDevicesError
-from hetflow.engines.ray import RayEngine, actor_name, devices_of
-from hetflow.engines.registry import ENGINES
-from hetflow.preload import VARIABLE as PRELOAD
+from hetflow.clusters.engines.lease_folder import claim
+from hetflow.clusters.engines.protocol import Fate, UnsuitableDevicesError
+from hetflow.clusters.engines.ray import RayEngine, actor_name, devices_of
+from hetflow.clusters.engines.registry import ENGINES
+from hetflow.runtime.preload import VARIABLE as PRELOAD
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.engines import ray_nodes

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hetflow.engines import skypilot
-from hetflow.engines.protocol import FIRST_STEP, Fate, RentingEngine, Work
-from hetflow.engines.registry import ENGINES
+from hetflow.clusters.engines import skypilot
+from hetflow.clusters.engines.protocol import FIRST_STEP, Fate, RentingEngine, Work
+from hetflow.clusters.engines.registry import ENGINES
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import BackendError, ProblemError
 

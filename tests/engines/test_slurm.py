@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from hetflow.api.export import export
-from hetflow.engines.lease_folder import claim
-from hetflow.engines.protocol import Fate, UnsuitableDevicesError, Work
-from hetflow.engines.registry import ENGINES
-from hetflow.engines.slurm import (
+from hetflow.clusters.engines.lease_folder import claim
+from hetflow.clusters.engines.protocol import Fate, UnsuitableDevicesError, Work
+from hetflow.clusters.engines.registry import ENGINES
+from hetflow.clusters.engines.slurm import (
     NodeGpus,
     SlurmEngine,
     canonical,
@@ -82,7 +82,8 @@ def test_a_folder_of_any_name_is_quoted_and_a_job_is_never_requeued() -> None:
     script = render_script(folder)
     assert script.startswith("#!/bin/sh\nexec srun --ntasks=1 ")
     assert shlex.split(script.partition("exec ")[2])[:6] == [
-        "srun", "--ntasks=1", sys.executable, "-m", "hetflow.engines.slurm_keeper", str(folder)
+        "srun", "--ntasks=1", sys.executable, "-m", "hetflow.clusters.engines.slurm_keeper",
+        str(folder),
     ]  # fmt: skip
     command = submission(folder, GPUS, 2, ["7", "9"], folder / "job.sh")
     assert command[-1] == str(folder / "job.sh")
@@ -120,7 +121,7 @@ def test_a_controller_that_does_not_answer_loses_no_lease(
     engine, lease = SlurmEngine(POOL), tmp_path / "lease"
     engine.start(work(engine, lease, "true"))
     assert engine.fate(lease) == Fate("waiting")
-    monkeypatch.setattr("hetflow.engines.slurm._AGAIN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("hetflow.clusters.engines.slurm._AGAIN_AFTER_SECONDS", 0.0)
     sbatch = 'echo "$@" >> "$0.asked"; echo 12'
     answering(tmp_path, monkeypatch, squeue="exit 0", sbatch=sbatch, scancel=away)
     assert engine.fate(lease) == Fate("waiting")  # submitted now
@@ -349,7 +350,7 @@ def test_it_is_said_when_slurm_goes_away_and_comes_back(
     away = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
     answering(tmp_path, monkeypatch, sinfo=f"printf '{NODES}'", squeue=away)
     engine = SlurmEngine(POOL)
-    monkeypatch.setattr("hetflow.engines.slurm._AGAIN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("hetflow.clusters.engines.slurm._AGAIN_AFTER_SECONDS", 0.0)
     for _ in range(2):
         engine.start(work(engine, tmp_path / "lease", "true"))
         engine.fate(tmp_path / "lease")
@@ -376,7 +377,7 @@ def test_a_job_that_slurm_requeued_is_taken_out_of_its_queue(
               scancel=scancel)  # fmt: skip
     engine = SlurmEngine(POOL)
     engine.start(work(engine, lease, "true"))
-    monkeypatch.setattr("hetflow.engines.slurm._LOOK_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("hetflow.clusters.engines.slurm._LOOK_EVERY_SECONDS", 0.0)
     state.write_text("PENDING")
     answering(tmp_path, monkeypatch, squeue=squeue)
     assert engine.fate(lease) == Fate("waiting")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hetflow.mechanisms.cluster.active import Active
+from hetflow.clusters.mechanisms.cluster.active import Active
+from hetflow.clusters.simulator import Pool
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
-from hetflow.simulator import Pool
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

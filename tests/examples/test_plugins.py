@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetflow.checks.judges import JUDGES
-from hetflow.checks.schedule import validate
 from hetflow.cli.main import run
+from hetflow.clusters.engines.protocol import OUTPUT, Fate, Work
+from hetflow.clusters.engines.registry import ENGINES
 from hetflow.devices.backend import DEVICES
 from hetflow.devices.cpu import cpu_device
 from hetflow.devices.local import device_of_type, local_devices, parse_requests
-from hetflow.engines.protocol import OUTPUT, Fate, Work
-from hetflow.engines.registry import ENGINES
-from hetflow.exporters.registry import EXPORTERS
-from hetflow.importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS
-from hetflow.launcher.devices import seat_workers, views
-from hetflow.protocol.lower import lower, schedule_of
-from hetflow.schedules.counting import peak_in_flight
+from hetflow.formats.exporters.registry import EXPORTERS
+from hetflow.formats.importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS
+from hetflow.planning.checks.judges import JUDGES
+from hetflow.planning.checks.schedule import validate
+from hetflow.planning.schedules.counting import peak_in_flight
+from hetflow.runtime.launcher.devices import seat_workers, views
+from hetflow.runtime.protocol.lower import lower, schedule_of
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import TargetError

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import hetflow.examples
-from hetflow.checks.batch_split import check
-from hetflow.costs.split import predict
+from hetflow.planning.checks.batch_split import check
+from hetflow.planning.costs.split import predict
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hetflow.exporters.registry import EXPORTERS
-from hetflow.exporters.yaml_text import yaml_text
+from hetflow.formats.exporters.registry import EXPORTERS
+from hetflow.formats.exporters.yaml_text import yaml_text
 from hetflow.schema.deployment import Deployment, HostGroup, Machine, job_name
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.profiles import examples

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO
 from unittest import mock
 
-from hetflow.preload import VARIABLE, Preload, serving
-from hetflow.protocol.pins import pins
+from hetflow.runtime.preload import VARIABLE, Preload, serving
+from hetflow.runtime.protocol.pins import pins
 from hetflow.tests.programs import COMMANDS, Program
 
 MARK = "HETFLOW_TEST_CAMPAIGN"

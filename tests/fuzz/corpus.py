@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 from hetflow.cli.main import run
-from hetflow.scheduler.store import Store
+from hetflow.clusters.scheduler.store import Store
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
@@ -271,7 +271,12 @@ COMMANDS = (
 )  # fmt: skip
 
 WITH_TORCH = ("launch parallel",)  # commands that import it
-LIBRARIES = ("pulp", "hetflow.reports.plots", "matplotlib.backends.backend_svg", "scipy.stats")
+LIBRARIES = (
+    "pulp",
+    "hetflow.formats.reports.plots",
+    "matplotlib.backends.backend_svg",
+    "scipy.stats",
+)
 """What other commands import beside this package, and is long in coming."""
 
 
@@ -365,7 +370,7 @@ _MADE = {
 
 def _make_running(folder: Path) -> None:
     """A run's folder as ``hetflow resize`` finds it, and its launch configuration."""
-    from hetflow.protocol.lower import lower
+    from hetflow.runtime.protocol.lower import lower
 
     config = lower(files.read_plan(folder / "split.json"), seed=0)
     files.write(folder / "launch.json", config)

@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 from hetflow.cli.main import run
-from hetflow.protocol.lower import lower
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 
 from . import cases, trainings

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import hetflow
-from hetflow.costs.estimate import Estimator, estimated_profile
+from hetflow.planning.costs.estimate import Estimator, estimated_profile
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
-from hetflow.protocol.lower import lower
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.plan import Plan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.costs.estimate import Estimator
+from hetflow.planning.costs.estimate import Estimator
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
 from hetflow.schema import files

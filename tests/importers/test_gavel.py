@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hetflow.importers.gavel import (
+from hetflow.formats.importers.gavel import (
     parse_gavel_trace,
     read_gavel_throughputs,
     read_gavel_trace,

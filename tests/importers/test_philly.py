@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.importers.philly import PhillyTrace
+from hetflow.formats.importers.philly import PhillyTrace
 from hetflow.schema.errors import FileError
 from hetflow.schema.jobs import ModelThroughput, Throughputs
 

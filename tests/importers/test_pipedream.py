@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.exporters.pipedream import write_graph
-from hetflow.importers.pipedream import (
+from hetflow.formats.exporters.pipedream import write_graph
+from hetflow.formats.importers.pipedream import (
     profile_of,
     read_graph,
     without_placeholders,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.importers.price_lists import read_skypilot_catalogue
-from hetflow.importers.recognise import is_market, read_market, read_markets
+from hetflow.formats.importers.price_lists import read_skypilot_catalogue
+from hetflow.formats.importers.recognise import is_market, read_market, read_markets
 from hetflow.schema.errors import FileError
 from hetflow.schema.market import InstanceType
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.importers.sacct import read_sacct
+from hetflow.formats.importers.sacct import read_sacct
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.tests.importers.sacct_log import LOG
 

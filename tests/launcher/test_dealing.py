@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
-from hetflow.launcher import devices
-from hetflow.launcher.deploying import host_groups
-from hetflow.launcher.failures import Failure, first_cause
-from hetflow.launcher.hosts import assigned_slots, deal_slots
-from hetflow.launcher.spawn import Meeting, worker_commands
+from hetflow.runtime.launcher import devices
+from hetflow.runtime.launcher.deploying import host_groups
+from hetflow.runtime.launcher.failures import Failure, first_cause
+from hetflow.runtime.launcher.hosts import assigned_slots, deal_slots
+from hetflow.runtime.launcher.spawn import Meeting, worker_commands
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import LaunchError, ProblemError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot

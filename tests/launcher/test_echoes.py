@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.launcher import supervisor
-from hetflow.launcher.failures import Failure, failure_of, first_cause
-from hetflow.launcher.generations import Generations
-from hetflow.launcher.inbox import Inbox
-from hetflow.launcher.request import LaunchRequest
-from hetflow.launcher.supervisor import Launched
-from hetflow.launcher.workers import Line
-from hetflow.protocol.messages import FromWorker, Joined
+from hetflow.runtime.launcher import supervisor
+from hetflow.runtime.launcher.failures import Failure, failure_of, first_cause
+from hetflow.runtime.launcher.generations import Generations
+from hetflow.runtime.launcher.inbox import Inbox
+from hetflow.runtime.launcher.request import LaunchRequest
+from hetflow.runtime.launcher.supervisor import Launched
+from hetflow.runtime.launcher.workers import Line
+from hetflow.runtime.protocol.messages import FromWorker, Joined
 from hetflow.schema.launch import LaunchConfig
 
 from .test_dealing import config_of

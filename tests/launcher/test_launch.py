@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.protocol.launch_token import prefix_of
-from hetflow.protocol.pins import pins
+from hetflow.runtime.protocol.launch_token import prefix_of
+from hetflow.runtime.protocol.pins import pins
 from hetflow.schema import files
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.run import RunRecord
@@ -332,7 +332,7 @@ def test_who_does_not_know_the_token_cannot_touch_the_keys_of_a_launch(
         store.add("hetflow/0/finished", 1)
         for key in ("hetflow/0/all finished", "hetflow/0/finished/0", "hetflow/0/finished/1"):
             store.set(key, "1")
-        store.set("launcher/failure/0", "{}")
+        store.set("runtime/launcher/failure/0", "{}")
         (here / "go").touch()
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said

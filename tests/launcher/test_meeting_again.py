@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.launcher.failures import Failure
-from hetflow.protocol.messages import Joined, Lost
+from hetflow.runtime.launcher.failures import Failure
+from hetflow.runtime.protocol.messages import Joined, Lost
 
 from .test_echoes import Processes, failed
 

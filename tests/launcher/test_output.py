@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.common import library_speaks
-from hetflow.launcher import output
-from hetflow.launcher.output import Lines, follow, tee
+from hetflow.runtime.launcher import output
+from hetflow.runtime.launcher.output import Lines, follow, tee
 
 
 class Console(TextIOWrapper):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.launcher.mapping import without
-from hetflow.protocol import control
-from hetflow.protocol.messages import Joined
+from hetflow.runtime.launcher.mapping import without
+from hetflow.runtime.protocol import control
+from hetflow.runtime.protocol.messages import Joined
 
 from .test_dealing import config_of
 from .test_echoes import Processes

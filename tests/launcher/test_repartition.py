@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from hetflow.launcher.failures import Failure
-from hetflow.launcher.inbox import Inbox
-from hetflow.launcher.repartition import Repartitions, check_same_job
-from hetflow.launcher.request import LaunchRequest
-from hetflow.launcher.supervisor import Launched
-from hetflow.protocol.control import ask
-from hetflow.protocol.lower import lower
+from hetflow.runtime.launcher.failures import Failure
+from hetflow.runtime.launcher.inbox import Inbox
+from hetflow.runtime.launcher.repartition import Repartitions, check_same_job
+from hetflow.runtime.launcher.request import LaunchRequest
+from hetflow.runtime.launcher.supervisor import Launched
+from hetflow.runtime.protocol.control import ask
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.plan import Plan

@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 
 import hetflow
-from hetflow.launcher.request import RUNS_FOLDER, default_folder, run_folder
+from hetflow.runtime.launcher.request import RUNS_FOLDER, default_folder, run_folder
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, TargetError
 

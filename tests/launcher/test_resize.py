@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.launcher.inbox import Inbox
-from hetflow.launcher.mapping import nodes_of, renumbered, seated, spread, without
-from hetflow.launcher.request import check_idle
-from hetflow.protocol import control
-from hetflow.protocol.lower import lower
+from hetflow.runtime.launcher.inbox import Inbox
+from hetflow.runtime.launcher.mapping import nodes_of, renumbered, seated, spread, without
+from hetflow.runtime.launcher.request import check_idle
+from hetflow.runtime.protocol import control
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import (
     FileError,
     HetflowError,

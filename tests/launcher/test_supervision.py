@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from hetflow.devices.cuda import CudaBackend
-from hetflow.launcher.controller import supervision_of
-from hetflow.launcher.devices import seat_workers
-from hetflow.launcher.generations import Generations
-from hetflow.launcher.regroup import FirstFailure, Regroup
-from hetflow.launcher.repartition import Repartitions
-from hetflow.launcher.request import LaunchRequest
-from hetflow.launcher.spawn import Meeting, WorkerCommand
-from hetflow.launcher.starting import Starter
-from hetflow.protocol.environment import DEVICE
-from hetflow.protocol.lower import lower
+from hetflow.runtime.launcher.controller import supervision_of
+from hetflow.runtime.launcher.devices import seat_workers
+from hetflow.runtime.launcher.generations import Generations
+from hetflow.runtime.launcher.regroup import FirstFailure, Regroup
+from hetflow.runtime.launcher.repartition import Repartitions
+from hetflow.runtime.launcher.request import LaunchRequest
+from hetflow.runtime.launcher.spawn import Meeting, WorkerCommand
+from hetflow.runtime.launcher.starting import Starter
+from hetflow.runtime.protocol.environment import DEVICE
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.choices import OnFailure
 from hetflow.schema.errors import TargetError
 from hetflow.schema.launch import LaunchConfig, Rendezvous

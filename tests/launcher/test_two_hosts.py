@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.launcher.request import LaunchRequest
-from hetflow.protocol.lower import lower
+from hetflow.runtime.launcher.request import LaunchRequest
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.launch import Rendezvous
 

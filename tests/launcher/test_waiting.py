@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.launcher import hosts
-from hetflow.launcher.hosts import Together, expected_slots
-from hetflow.launcher.request import LaunchRequest
-from hetflow.protocol.lower import lower
+from hetflow.runtime.launcher import hosts
+from hetflow.runtime.launcher.hosts import Together, expected_slots
+from hetflow.runtime.launcher.request import LaunchRequest
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import LaunchError
 from hetflow.schema.launch import Rendezvous

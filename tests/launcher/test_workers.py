@@ -8,12 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.launcher import workers as held
-from hetflow.launcher.fence import Fence
-from hetflow.launcher.spawn import WorkerCommand
-from hetflow.launcher.workers import Signals, Workers
-from hetflow.preload.client import Preload
-from hetflow.protocol.messages import Beat, FromWorker, Joined, Report, Reported, Unreadable, encode
+from hetflow.runtime.launcher import workers as held
+from hetflow.runtime.launcher.fence import Fence
+from hetflow.runtime.launcher.spawn import WorkerCommand
+from hetflow.runtime.launcher.workers import Signals, Workers
+from hetflow.runtime.preload.client import Preload
+from hetflow.runtime.protocol.messages import (
+    Beat,
+    FromWorker,
+    Joined,
+    Report,
+    Reported,
+    Unreadable,
+    encode,
+)
 
 SAYS = """
 import os, socket, time

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.mechanisms.cluster.layout import Layout
-from hetflow.mechanisms.cluster.pool import Pool
-from hetflow.mechanisms.cluster.seats import Device, Seat
-from hetflow.mechanisms.easyscale import (
+from hetflow.clusters.mechanisms.cluster.layout import Layout
+from hetflow.clusters.mechanisms.cluster.pool import Pool
+from hetflow.clusters.mechanisms.cluster.seats import Device, Seat
+from hetflow.clusters.mechanisms.easyscale import (
     VARIANTS,
     Elastic,
     Fixed,
@@ -22,13 +22,20 @@ from hetflow.mechanisms.easyscale import (
     alone,
     next_devices,
 )
-from hetflow.mechanisms.proposals import Bidder, Counts, Decision, Stock, admit_gangs, decide
-from hetflow.mechanisms.rounds.state import RoundState
-from hetflow.mechanisms.rounds.stored import resumed, stored
+from hetflow.clusters.mechanisms.proposals import (
+    Bidder,
+    Counts,
+    Decision,
+    Stock,
+    admit_gangs,
+    decide,
+)
+from hetflow.clusters.mechanisms.rounds.state import RoundState
+from hetflow.clusters.mechanisms.rounds.stored import resumed, stored
+from hetflow.clusters.simulator import ProposalOptions, simulate_proposals
+from hetflow.clusters.simulator.events.proposals import est_rate
 from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
-from hetflow.simulator import ProposalOptions, simulate_proposals
-from hetflow.simulator.events.proposals import est_rate
 from hetflow.tests.profiles import examples
 
 STOCKS = (Stock(0, 0), Stock(1, 0), Stock(0, 1))

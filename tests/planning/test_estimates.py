@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 import hetflow
-from hetflow.costs.device_table import spec_of
-from hetflow.costs.efficiency import ESTIMATED_ERROR
-from hetflow.costs.estimate import Estimator, estimated_profile
+from hetflow.formats.reports.explain import explain, explanation_document, explanation_table
+from hetflow.formats.reports.tables import table_of
+from hetflow.planning.costs.device_table import spec_of
+from hetflow.planning.costs.efficiency import ESTIMATED_ERROR
+from hetflow.planning.costs.estimate import Estimator, estimated_profile
 from hetflow.profilers.estimate import specs_of
-from hetflow.reports.explain import explain, explanation_document, explanation_table
-from hetflow.reports.tables import table_of
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.layer_trace import LayerTrace

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import hetflow
-from hetflow.checks.profiled import parallel_faults, pipeline_faults, split_faults
 from hetflow.cli.main import app
+from hetflow.planning.checks.profiled import parallel_faults, pipeline_faults, split_faults
 from hetflow.planning.parallel_problem import parallel_problem
 from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.planning.split_problem import split_problem

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 import hetflow
-from hetflow.checks.profiled import pipeline_faults
+from hetflow.formats.reports.plan_tables import plan_table
+from hetflow.planning.checks.profiled import pipeline_faults
 from hetflow.planning.links import links_of
 from hetflow.planning.pipeline_problem import layers_of_graph, pipeline_problem
-from hetflow.reports.plan_tables import plan_table
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer

@@ -14,7 +14,7 @@ import hetflow
 from hetflow.planning.limits import Clock, Limits
 from hetflow.planning.parallel_problem import parallel_keys
 from hetflow.planning.pool_parts import MOST_PARTS, Parts, best_of_parts, is_part_of, parts_of
-from hetflow.protocol.lower import lower
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.cluster import Cluster, DeviceType, Link, ServerGroup
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer

@@ -16,9 +16,9 @@ from unittest import mock
 
 import pytest
 
-from hetflow import preload
-from hetflow.preload import settings
-from hetflow.preload.process import _keep
+from hetflow.runtime import preload
+from hetflow.runtime.preload import settings
+from hetflow.runtime.preload.process import _keep
 from hetflow.schema import files
 from hetflow.schema.plan import Prediction, Proof
 from hetflow.tests.plan_parts import split_plan, whole_group
@@ -335,7 +335,7 @@ def test_forked_processes_die_with_who_asked_for_them(here: Path) -> None:
     path = script(here, "import time; time.sleep(60)")
     asking = (
         "import sys, time\n"
-        "from hetflow import preload\n"
+        "from hetflow.runtime import preload\n"
         "print(preload.fork([sys.executable, sys.argv[1]]).pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -352,7 +352,7 @@ def test_forked_processes_die_with_who_asked_for_them(here: Path) -> None:
 def test_a_preloaded_process_dies_with_its_launch(here: Path) -> None:
     asking = (
         "import os, time\n"
-        "from hetflow.preload import Preload\n"
+        "from hetflow.runtime.preload import Preload\n"
         "Preload('').prepare(os.environ)\n"
         "print('started', flush=True)\n"
         "time.sleep(60)\n"
@@ -431,7 +431,7 @@ def test_a_socket_is_for_its_user_alone(place: Path) -> None:
 
 def serve_at(path: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-P", "-m", "hetflow.preload", str(path)],
+        [sys.executable, "-P", "-m", "hetflow.runtime.preload", str(path)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
@@ -466,7 +466,7 @@ def check_in_a_process(first: str) -> str:
         "import sys, threading, time, types\n"
         "cuda = types.SimpleNamespace(is_initialized=lambda: False)\n"
         "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)\n"
-        "from hetflow.preload import server\n"
+        "from hetflow.runtime.preload import server\n"
         f"{first}\n"
         "try:\n"
         "    server.check_forkable()\n"
@@ -527,7 +527,7 @@ def test_the_memory_of_a_forked_process_counts_what_a_fresh_one_would(here: Path
 def test_what_complains_of_the_living_is_collected_at_the_end(module: str, at_the_end: str) -> None:
     code = (
         "import sys, types\n"
-        "from hetflow.preload import server\n"
+        "from hetflow.runtime.preload import server\n"
         "class Bound:\n"
         "    def __init__(self):\n"
         "        self.itself = self\n"

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hetflow.costs.comm import Wire, collective_seconds
 from hetflow.devices.backend import DeviceRequest, LocalDevice
 from hetflow.devices.cpu import cpu_device
+from hetflow.planning.costs.comm import Wire, collective_seconds
 from hetflow.profilers.exchange import all_reduce_sizes
 from hetflow.profilers.fits import fit_ring
 from hetflow.profilers.links import (

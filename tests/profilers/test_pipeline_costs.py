@@ -14,8 +14,8 @@ from hetflow.profilers.pipeline_costs import affordable, launch_config, measure_
 from hetflow.profilers.pipeline_fit import Profiled, Ring, Trial, fit_costs
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
-from hetflow.protocol.lower import lower
 from hetflow.runtime.measurements import StepTimes
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.launch import LaunchConfig
 from hetflow.schema.plan import Prediction, Proof
 from hetflow.schema.profile import LayerGraph, LayerNode

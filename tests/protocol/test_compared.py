@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.protocol.record import WorkerReport, assemble
-from hetflow.reports.tables import run_table
+from hetflow.formats.reports.tables import run_table
+from hetflow.runtime.protocol.record import WorkerReport, assemble
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.run import MeasuredTerm, RunRecord, StepTerms
 from hetflow.tests.plan_parts import split_plan, whole_group, with_groups

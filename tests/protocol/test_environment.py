@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.protocol.environment import assign_slots, read_environment
-from hetflow.protocol.lower import lower
+from hetflow.runtime.protocol.environment import assign_slots, read_environment
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, TargetError
 from hetflow.schema.launch import (

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hetflow.launcher.failures import Failure
-from hetflow.launcher.hosts import dealt
-from hetflow.protocol.failure_note import FailureNote, read_note
-from hetflow.protocol.greetings import (
+from hetflow.runtime.launcher.failures import Failure
+from hetflow.runtime.launcher.hosts import dealt
+from hetflow.runtime.protocol.failure_note import FailureNote, read_note
+from hetflow.runtime.protocol.greetings import (
     Dealt,
     Greeting,
     Refused,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import hetflow
-from hetflow.protocol.lower import lower
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.plan_parts import whole_group, with_groups
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.protocol.messages import (
+from hetflow.runtime.protocol.messages import (
     Abort,
     Beat,
     Closed,

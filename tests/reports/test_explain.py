@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.reports.explain import (
+from hetflow.formats.reports.explain import (
     Explanation,
     Term,
     explain,

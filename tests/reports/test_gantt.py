@@ -7,12 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from hetflow.cli.main import app
-from hetflow.reports.gantt import device_groups, simulation_image
+from hetflow.clusters.simulator import Case, report, run_case
+from hetflow.formats.reports.gantt import device_groups, simulation_image
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.schema.simulation import SimulationRun
-from hetflow.simulator import Case, report, run_case
 
 pytest.importorskip("matplotlib")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.reports.grid import fitted_to, grid, milliseconds
+from hetflow.formats.reports.grid import fitted_to, grid, milliseconds
 
 
 @pytest.mark.parametrize("mark", ["off", ""])

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hetflow.reports.grid import fitted_to
-from hetflow.reports.timeline import html_timeline, svg_timeline, terminal_timeline
-from hetflow.reports.trace import trace_json
-from hetflow.schedules.registry import generate
-from hetflow.schedules.timing import StageTimes, Timing, time_schedule
+from hetflow.formats.reports.grid import fitted_to
+from hetflow.formats.reports.timeline import html_timeline, svg_timeline, terminal_timeline
+from hetflow.formats.reports.trace import trace_json
+from hetflow.planning.schedules.registry import generate
+from hetflow.planning.schedules.timing import StageTimes, Timing, time_schedule
 from hetflow.schema.operations import PASSES, SENDS
 from hetflow.schema.schedule_traits import SCHEDULES
 

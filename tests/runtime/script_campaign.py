@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetflow.reports.grid import grid
+from hetflow.formats.reports.grid import grid
 from hetflow.schema import files
 from hetflow.tests import programs
 from hetflow.tests.runtime.conftest import _plan_of

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetflow.protocol.environment import Start
 from hetflow.runtime.group import Place
 from hetflow.runtime.peers import SharedStore
+from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.sharding.flats import Flat
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema.choices import Shard

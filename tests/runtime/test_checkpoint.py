@@ -17,10 +17,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset
 
 from hetflow import runtime as hf
-from hetflow.protocol.environment import FAILURE
 from hetflow.runtime import worker
 from hetflow.runtime.checkpoints import checkpoint, saving
 from hetflow.runtime.job import Job
+from hetflow.runtime.protocol.environment import FAILURE
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, TargetError
 from hetflow.schema.run import RunRecord

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetflow.protocol.messages import (
+from hetflow.runtime import wire
+from hetflow.runtime.buffers import VirtualNodeBuffers
+from hetflow.runtime.elastic.control import Connections, Control
+from hetflow.runtime.elastic.mirror import Mirror
+from hetflow.runtime.protocol.messages import (
     Abort,
     Beat,
     Lost,
@@ -23,10 +27,6 @@ from hetflow.protocol.messages import (
     encode,
     from_worker,
 )
-from hetflow.runtime import wire
-from hetflow.runtime.buffers import VirtualNodeBuffers
-from hetflow.runtime.elastic.control import Connections, Control
-from hetflow.runtime.elastic.mirror import Mirror
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.tests import programs
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from hetflow.protocol.environment import Start
 from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline.norms import (
     NORMS,
@@ -18,6 +17,7 @@ from hetflow.runtime.pipeline.norms import (
     norms_of,
     weighted_sum,
 )
+from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.tensor.groups import Cut, Lanes
 
 HOST = torch.device("cpu")

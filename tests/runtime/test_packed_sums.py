@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hetflow.protocol.environment import Start
 from hetflow.runtime import split_engine
 from hetflow.runtime.agreement.verdict import are_alike
 from hetflow.runtime.gradients.reducer import GradientReducer
 from hetflow.runtime.group import Place
+from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.totals import PackedSums, StepTotals, packed_sums
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 

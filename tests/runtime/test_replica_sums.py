@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetflow.protocol.environment import Start
 from hetflow.runtime import peers
 from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline import replica_sums
 from hetflow.runtime.pipeline.ownership import Ownership
 from hetflow.runtime.pipeline.replica_sums import Hook, ReplicaSums
+from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.tensor.groups import Cut, Lanes
 from hetflow.schema.errors import TargetError
 from hetflow.schema.operations import Kind, Operation

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hetflow.protocol.environment import Start
 from hetflow.runtime import peers
 from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline.optimizer import OwnShare, ShardedUpdates, check_shardable, keepers_of
 from hetflow.runtime.pipeline.ownership import Ownership
+from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.tensor.groups import Cut, Lanes
 from hetflow.schema.errors import TargetError
 from hetflow.tests.profiles import examples

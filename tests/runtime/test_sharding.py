@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hetflow.launcher.mapping import same_nodes
-from hetflow.protocol.lower import lower
+from hetflow.runtime.launcher.mapping import same_nodes
+from hetflow.runtime.protocol.lower import lower
 from hetflow.runtime.sharding.flats import ALIGNMENT, cuts_of
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema import files

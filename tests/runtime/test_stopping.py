@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.protocol.handover import SIGNAL
+from hetflow.runtime.protocol.handover import SIGNAL
 from hetflow.runtime.stopping import StopRequests
 from hetflow.tests import programs
 

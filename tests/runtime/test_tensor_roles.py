@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from hetflow.profilers.zoo.transformer import GPT
-from hetflow.protocol.environment import Start
 from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline.norms import NORMS, Columns, NormOnly, PartGradient, ToldNorms
+from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.tensor.groups import Cut, Lanes
 from hetflow.runtime.tensor.operators import bounds
 from hetflow.runtime.tensor.roles import Sharing, check_degree, sharing_of

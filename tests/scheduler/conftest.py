@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.protocol import OUTPUT, EngineDevice, Fate, UnsuitableDevicesError, Work
-from hetflow.scheduler.submission import Submission
+from hetflow.clusters.engines.protocol import (
+    OUTPUT,
+    EngineDevice,
+    Fate,
+    UnsuitableDevicesError,
+    Work,
+)
+from hetflow.clusters.scheduler.submission import Submission
 from hetflow.tests import programs
 
 

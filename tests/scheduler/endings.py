@@ -21,11 +21,11 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.lease_folder import ENDED, STARTED
-from hetflow.protocol.ended import have_all_left
-from hetflow.scheduler import leases, view
-from hetflow.scheduler.store import RUN, Store
-from hetflow.scheduler.submission import submission, submit
+from hetflow.clusters.engines.lease_folder import ENDED, STARTED
+from hetflow.clusters.scheduler import leases, view
+from hetflow.clusters.scheduler.store import RUN, Store
+from hetflow.clusters.scheduler.submission import submission, submit
+from hetflow.runtime.protocol.ended import have_all_left
 from hetflow.schema import files
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
@@ -254,7 +254,7 @@ def _runs(pid: int, words: bytes) -> bool:
 
 
 def _keeper_of(folder: Path) -> int:
-    words = f"hetflow.engines.keeper {folder} ".encode()
+    words = f"hetflow.clusters.engines.keeper {folder} ".encode()
     return next((int(one.name) for one in Path("/proc").glob("[0-9]*")
                  if _runs(int(one.name), words)), _NOBODY)  # fmt: skip
 

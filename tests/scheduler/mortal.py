@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hetflow.engines.protocol import EngineDevice, Fate, ResizingEngine
+from hetflow.clusters.engines.protocol import EngineDevice, Fate, ResizingEngine
 
 from .conftest import FakeEngine
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hetflow.engines.protocol import EngineDevice, Work
-from hetflow.launcher.inbox import Inbox
-from hetflow.protocol.lower import lower
-from hetflow.scheduler.leases import PLAN, RUN, folder_of, open_leases
-from hetflow.scheduler.store import Store
+from hetflow.clusters.engines.protocol import EngineDevice, Work
+from hetflow.clusters.scheduler.leases import PLAN, RUN, folder_of, open_leases
+from hetflow.clusters.scheduler.store import Store
+from hetflow.runtime.launcher.inbox import Inbox
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.files import read_plan
 from hetflow.schema.launch import LaunchConfig
 from hetflow.schema.resize import ResizeAnswer, ResizeRequest

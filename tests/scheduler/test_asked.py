@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.scheduler.notices import Notices
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.submission import array_indices, submit, submit_array, user_name
-from hetflow.scheduler.usage import usage
-from hetflow.scheduler.view import ask, queue
+from hetflow.clusters.scheduler.notices import Notices
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.submission import array_indices, submit, submit_array, user_name
+from hetflow.clusters.scheduler.usage import usage
+from hetflow.clusters.scheduler.view import ask, queue
 from hetflow.schema.errors import HetflowError, ProblemError
 from hetflow.tests.engines.leases import until
 
@@ -69,7 +69,7 @@ def test_a_job_has_the_variables_that_were_chosen_and_no_other_of_its_submitter(
 
 
 def test_only_its_owner_reads_a_jobs_variables(tmp_path: Path) -> None:
-    from hetflow.engines.lease_folder import WORK, write_atomically
+    from hetflow.clusters.engines.lease_folder import WORK, write_atomically
 
     write_atomically(tmp_path / WORK, {"environment": {"KEY": "secret"}})
     assert (tmp_path / WORK).stat().st_mode & 0o077 == 0

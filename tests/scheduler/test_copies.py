@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.engines.lease_folder import WORK, document_of, write_atomically
-from hetflow.engines.protocol import Work
-from hetflow.scheduler.copies import COPY, EVERY_SECONDS, Copies
-from hetflow.scheduler.store import FILE, Store
+from hetflow.clusters.engines.lease_folder import WORK, document_of, write_atomically
+from hetflow.clusters.engines.protocol import Work
+from hetflow.clusters.scheduler.copies import COPY, EVERY_SECONDS, Copies
+from hetflow.clusters.scheduler.store import FILE, Store
 from hetflow.schema.errors import FileError
 
 from .conftest import FakeEngine

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.protocol import Fate, Work
-from hetflow.engines.registry import ENGINES
-from hetflow.scheduler.leases import folder_of, open_leases
-from hetflow.scheduler.loop import Scheduler
-from hetflow.scheduler.serve import serve
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import submit
-from hetflow.scheduler.view import ask, drain
+from hetflow.clusters.engines.protocol import Fate, Work
+from hetflow.clusters.engines.registry import ENGINES
+from hetflow.clusters.scheduler.leases import folder_of, open_leases
+from hetflow.clusters.scheduler.loop import Scheduler
+from hetflow.clusters.scheduler.serve import serve
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.submission import submit
+from hetflow.clusters.scheduler.view import ask, drain
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import FileError
 
@@ -325,7 +325,7 @@ class FullEngine(FakeEngine):
 def test_a_scheduler_waits_for_room_and_goes_on(
     tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetflow.scheduler.serve.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("hetflow.clusters.scheduler.serve.AGAIN_SECONDS", 0.0)
     engine = FullEngine(state=tmp_path / "state")
     monkeypatch.setattr(ENGINES, "get", lambda name: lambda pool: engine)
     store = Store.create(engine.state)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.mechanisms.cluster.layout import Layout
-from hetflow.mechanisms.easyscale import Elastic, Variant
-from hetflow.protocol.lower import lower
-from hetflow.scheduler import view
-from hetflow.scheduler.leases import PLAN
-from hetflow.scheduler.plans import may_mix, plan_on
-from hetflow.scheduler.submission import Submission
-from hetflow.scheduler.wishes import rates_and_wish
+from hetflow.clusters.mechanisms.cluster.layout import Layout
+from hetflow.clusters.mechanisms.easyscale import Elastic, Variant
+from hetflow.clusters.scheduler import view
+from hetflow.clusters.scheduler.leases import PLAN
+from hetflow.clusters.scheduler.plans import may_mix, plan_on
+from hetflow.clusters.scheduler.submission import Submission
+from hetflow.clusters.scheduler.wishes import rates_and_wish
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.files import read_plan
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.engines.protocol import EngineDevice
-from hetflow.scheduler import view
-from hetflow.scheduler.loop import Scheduler
-from hetflow.scheduler.plans import rates_of
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.submission import Submission, submission
+from hetflow.clusters.engines.protocol import EngineDevice
+from hetflow.clusters.scheduler import view
+from hetflow.clusters.scheduler.loop import Scheduler
+from hetflow.clusters.scheduler.plans import rates_of
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.submission import Submission, submission
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
 
 from .conftest import FakeEngine

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.scheduler import view
-from hetflow.scheduler.store import Store
+from hetflow.clusters.scheduler import view
+from hetflow.clusters.scheduler.store import Store
 from hetflow.tests.engines import ray_nodes, slurm_daemons
 
 from .conftest import write_workplace

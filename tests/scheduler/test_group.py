@@ -22,16 +22,16 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.engines.accounts import Account, account
-from hetflow.engines.lease_folder import progress
-from hetflow.engines.local import LocalEngine
-from hetflow.engines.protocol import OUTPUT, Fate, Work
-from hetflow.scheduler import group, leases, requests
-from hetflow.scheduler.group import MOST_OF_USER, SOCKET, Group
-from hetflow.scheduler.leases import CHECKPOINT, PLAN
-from hetflow.scheduler.requests import answer_member
-from hetflow.scheduler.store import FILE, RUN
-from hetflow.scheduler.usage import usage
+from hetflow.clusters.engines.accounts import Account, account
+from hetflow.clusters.engines.lease_folder import progress
+from hetflow.clusters.engines.local import LocalEngine
+from hetflow.clusters.engines.protocol import OUTPUT, Fate, Work
+from hetflow.clusters.scheduler import group, leases, requests
+from hetflow.clusters.scheduler.group import MOST_OF_USER, SOCKET, Group
+from hetflow.clusters.scheduler.leases import CHECKPOINT, PLAN
+from hetflow.clusters.scheduler.requests import answer_member
+from hetflow.clusters.scheduler.store import FILE, RUN
+from hetflow.clusters.scheduler.usage import usage
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import HetflowError, ProblemError
 from hetflow.schema.files import read_plan, to_json, write
@@ -275,7 +275,7 @@ def test_a_group_reads_and_changes_nothing_in_the_folder(
         return 0
 
     with served(host, cluster):
-        from hetflow.scheduler.store import lock
+        from hetflow.clusters.scheduler.store import lock
 
         with lock(state):
             for user in (host.ann, host.eve):

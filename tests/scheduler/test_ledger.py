@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.protocol import EngineDevice
-from hetflow.mechanisms.rounds.state import RoundState
-from hetflow.scheduler.known_jobs import KnownJobs
-from hetflow.scheduler.leases import open_leases, plan_lease
-from hetflow.scheduler.ledger import Ledger
-from hetflow.scheduler.places import Places
-from hetflow.scheduler.plans import as_job, rates_of
-from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import Submission, submit
+from hetflow.clusters.engines.protocol import EngineDevice
+from hetflow.clusters.mechanisms.rounds.state import RoundState
+from hetflow.clusters.scheduler.known_jobs import KnownJobs
+from hetflow.clusters.scheduler.leases import open_leases, plan_lease
+from hetflow.clusters.scheduler.ledger import Ledger
+from hetflow.clusters.scheduler.places import Places
+from hetflow.clusters.scheduler.plans import as_job, rates_of
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.submission import Submission, submit
 
 PLACES = Places(EngineDevice(f"f{i}", "cpu:fast", "here", True) for i in range(2))
 

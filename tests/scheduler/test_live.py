@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.local import LocalEngine
-from hetflow.engines.protocol import OUTPUT
-from hetflow.mechanisms.cluster.seats import Seat
-from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler import leases, loop, sharing, view
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import submission, submit
+from hetflow.clusters.engines.local import LocalEngine
+from hetflow.clusters.engines.protocol import OUTPUT
+from hetflow.clusters.mechanisms.cluster.seats import Seat
+from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.scheduler import leases, loop, sharing, view
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.submission import submission, submit
 from hetflow.schema.cluster import Cluster
 from hetflow.tests import programs
 

@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetflow.cli.main import run
-from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.scheduler import leases, plans, sharing
-from hetflow.scheduler.leases import PLAN, RUN
-from hetflow.scheduler.loop import MOST_FAILURES, Scheduler
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import Submission, submit
-from hetflow.scheduler.view import Wish, ask, queue
+from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.scheduler import leases, plans, sharing
+from hetflow.clusters.scheduler.leases import PLAN, RUN
+from hetflow.clusters.scheduler.loop import MOST_FAILURES, Scheduler
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.submission import Submission, submit
+from hetflow.clusters.scheduler.view import Wish, ask, queue
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.files import read_plan, write
 from hetflow.schema.jobs import Entity

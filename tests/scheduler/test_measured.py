@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.scheduler.leases import PLAN, RUN
-from hetflow.scheduler.measured import MOST_RATIOS, corrected, note, ratio_on, ratios_of
-from hetflow.scheduler.store import Store
+from hetflow.clusters.scheduler.leases import PLAN, RUN
+from hetflow.clusters.scheduler.measured import MOST_RATIOS, corrected, note, ratio_on, ratios_of
+from hetflow.clusters.scheduler.store import Store
 from hetflow.schema.files import read_plan, write
 from hetflow.schema.jobs import MixThroughput, ModelThroughput
 from hetflow.schema.run import RunRecord

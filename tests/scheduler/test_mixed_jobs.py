@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.protocol.lower import lower
-from hetflow.scheduler.history import history
-from hetflow.scheduler.leases import PLAN
-from hetflow.scheduler.submission import Submission, submission
+from hetflow.clusters.scheduler.history import history
+from hetflow.clusters.scheduler.leases import PLAN
+from hetflow.clusters.scheduler.submission import Submission, submission
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.files import read_plan

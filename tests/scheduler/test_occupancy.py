@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from hetflow.engines.protocol import EngineDevice
-from hetflow.scheduler.leases import Lease
-from hetflow.scheduler.occupancy import Occupancy, occupancy
-from hetflow.scheduler.places import Places
+from hetflow.clusters.engines.protocol import EngineDevice
+from hetflow.clusters.scheduler.leases import Lease
+from hetflow.clusters.scheduler.occupancy import Occupancy, occupancy
+from hetflow.clusters.scheduler.places import Places
 
 # Two fast devices on each of two servers, and a slow one on the second.
 DEVICES = [

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.protocol.lower import lower
-from hetflow.scheduler.leases import PLAN
-from hetflow.scheduler.loop import Scheduler
-from hetflow.scheduler.plans import kind_of, plan_on, throughput_of
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import Submission, read_submission, submission, submit
+from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.scheduler.leases import PLAN
+from hetflow.clusters.scheduler.loop import Scheduler
+from hetflow.clusters.scheduler.plans import kind_of, plan_on, throughput_of
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.submission import Submission, read_submission, submission, submit
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
 from hetflow.schema.plan import Plan

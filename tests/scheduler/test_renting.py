@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.protocol import EngineDevice, Fate, Work
-from hetflow.scheduler.leases import CHECKPOINT
-from hetflow.scheduler.renting import (
+from hetflow.clusters.engines.protocol import EngineDevice, Fate, Work
+from hetflow.clusters.scheduler.leases import CHECKPOINT
+from hetflow.clusters.scheduler.renting import (
     LAUNCHES,
     Agent,
     Clock,
@@ -18,10 +18,10 @@ from hetflow.scheduler.renting import (
     Training,
     saved_steps,
 )
+from hetflow.clusters.simulator.market.advise import Adviser
+from hetflow.clusters.simulator.market.replay import replay
 from hetflow.schema.errors import LaunchError
 from hetflow.schema.market import RentRun
-from hetflow.simulator.market.advise import Adviser
-from hetflow.simulator.market.replay import replay
 from hetflow.solvers.market.deadline import DeadlineJob
 
 STEPS = 3600
@@ -125,7 +125,7 @@ RUN = """{"schema": "hetflow.run/1", "status": "done"}"""
 @pytest.fixture(autouse=True)
 def _records(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's record is long; here only its end and its digest count."""
-    from hetflow.scheduler import renting
+    from hetflow.clusters.scheduler import renting
 
     read = renting.files.read
 

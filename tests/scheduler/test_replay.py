@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.scheduler.history import history
+from hetflow.clusters.scheduler.history import history
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.files import to_json

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.dashboard.snapshot import snapshot
-from hetflow.mechanisms.cluster.seats import Seat
-from hetflow.protocol.control import FOLDER
-from hetflow.scheduler import resizes, sharing, view
-from hetflow.scheduler.leases import PLAN, RUN, open_leases
+from hetflow.clusters.dashboard.snapshot import snapshot
+from hetflow.clusters.mechanisms.cluster.seats import Seat
+from hetflow.clusters.scheduler import resizes, sharing, view
+from hetflow.clusters.scheduler.leases import PLAN, RUN, open_leases
+from hetflow.runtime.protocol.control import FOLDER
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.parallel_plans import parallel_plan
 

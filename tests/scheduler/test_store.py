@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.scheduler.serve import request_stop, serve
-from hetflow.scheduler.settings import Settings
-from hetflow.scheduler.store import FILE, FORMAT, Store
-from hetflow.scheduler.view import queue
+from hetflow.clusters.scheduler.serve import request_stop, serve
+from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.store import FILE, FORMAT, Store
+from hetflow.clusters.scheduler.view import queue
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import FileError, ProblemError
 
@@ -106,7 +106,9 @@ def test_a_state_that_cannot_be_begun_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a full disk an empty file stayed, which was no state: nothing could start there again."""
-    monkeypatch.setattr("hetflow.scheduler.store._TABLES", "CREATE TABLE meta (key);\nno SQL")
+    monkeypatch.setattr(
+        "hetflow.clusters.scheduler.store._TABLES", "CREATE TABLE meta (key);\nno SQL"
+    )
     with pytest.raises(FileError, match="syntax error"):
         Store.create(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []

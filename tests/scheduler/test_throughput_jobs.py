@@ -10,14 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.checks.batch_split import check
 from hetflow.cli.main import run
+from hetflow.clusters.scheduler.leases import PLAN, open_leases
+from hetflow.clusters.scheduler.plans import (
+    kind_of,
+    may_mix,
+    plan_on,
+    rate_on,
+    rates_of,
+    throughput_of,
+)
+from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.submission import Submission, read_submission
+from hetflow.planning.checks.batch_split import check
 from hetflow.planning.even_split import even_split
-from hetflow.protocol.lower import lower
-from hetflow.scheduler.leases import PLAN, open_leases
-from hetflow.scheduler.plans import kind_of, may_mix, plan_on, rate_on, rates_of, throughput_of
-from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import Submission, read_submission
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.files import from_json, read, read_plan, to_json, write
 from hetflow.schema.jobs import ModelThroughput

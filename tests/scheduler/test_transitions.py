@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.scheduler.leases import Lease
-from hetflow.scheduler.transitions import due
+from hetflow.clusters.scheduler.leases import Lease
+from hetflow.clusters.scheduler.transitions import due
 from hetflow.tests.profiles import examples
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.protocol import FIRST_STEP
-from hetflow.scheduler.leases import PLAN, RUN
-from hetflow.scheduler.serve import steady_time
-from hetflow.scheduler.view import drain, queue
+from hetflow.clusters.engines.protocol import FIRST_STEP
+from hetflow.clusters.scheduler.leases import PLAN, RUN
+from hetflow.clusters.scheduler.serve import steady_time
+from hetflow.clusters.scheduler.view import drain, queue
 from hetflow.schema.files import read_plan, write
 from hetflow.schema.run import RunRecord
 
@@ -261,7 +261,7 @@ def test_a_job_that_does_not_fit_what_is_idle_is_not_tried_again_and_again(
 def test_a_worker_makes_the_file_of_the_first_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hetflow.protocol import environment
+    from hetflow.runtime.protocol import environment
 
     path = tmp_path / FIRST_STEP
     path.parent.mkdir()

@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 
-from hetflow.checks.schedule import validate
-from hetflow.schedules.closed_forms import in_flight, interleaved_warmup
-from hetflow.schedules.counting import peak_in_flight, peak_weight_versions
-from hetflow.schedules.registry import generate
-from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.planning.checks.schedule import validate
+from hetflow.planning.schedules.closed_forms import in_flight, interleaved_warmup
+from hetflow.planning.schedules.counting import peak_in_flight, peak_weight_versions
+from hetflow.planning.schedules.registry import generate
+from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.operations import PASSES
 from hetflow.tests.schedules import bubbles
 

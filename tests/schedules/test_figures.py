@@ -5,8 +5,8 @@ A forward pass takes one cell, a backward pass two (``B1 B1``), as in every figu
 
 import pytest
 
-from hetflow.schedules.registry import generate
-from hetflow.schedules.timing import StageTimes, Timing, time_schedule
+from hetflow.planning.schedules.registry import generate
+from hetflow.planning.schedules.timing import StageTimes, Timing, time_schedule
 from hetflow.schema.operations import PASSES, Kind, Schedule
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.checks.schedule import validate
-from hetflow.schedules.of_plan import schedule_of, timed
+from hetflow.planning.checks.schedule import validate
+from hetflow.planning.schedules.of_plan import schedule_of, timed
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.schema.plan import Plan

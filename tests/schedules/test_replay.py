@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.schedules.registry import generate
-from hetflow.schedules.replay import StepStage, flush_step_seconds
-from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.planning.schedules.registry import generate
+from hetflow.planning.schedules.replay import StepStage, flush_step_seconds
+from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.tests.profiles import examples
 
 FEW = settings(max_examples=examples(50))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hetflow.schedules.terms import step_terms
+from hetflow.planning.schedules.terms import step_terms
 from hetflow.schema.plan import Plan, Prediction, Proof, Stage
 from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
 

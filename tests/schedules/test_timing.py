@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.schedules.counting import peak_weight_versions
-from hetflow.schedules.registry import generate
-from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.planning.schedules.counting import peak_weight_versions
+from hetflow.planning.schedules.registry import generate
+from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.operations import PASSES, SENDS, Kind, Operation, Schedule, repeat
 

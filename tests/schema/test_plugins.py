@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hetflow import plugins
-from hetflow.checks.judges import JUDGES
 from hetflow.cli.main import run
-from hetflow.schedules.registry import generate, schedule
+from hetflow.planning.checks.judges import JUDGES
+from hetflow.planning.schedules.registry import generate, schedule
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.plugins import Registry
 from hetflow.schema.schedule_traits import SCHEDULES

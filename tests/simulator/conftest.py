@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.importers.gavel import read_gavel_throughputs
+from hetflow.clusters.simulator import Pool
+from hetflow.formats.importers.gavel import read_gavel_throughputs
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
-from hetflow.simulator import Pool
 from hetflow.tests.data import reference
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.importers.gavel import read_gavel_trace
+from hetflow.clusters.simulator import Case, report, run_case
+from hetflow.formats.importers.gavel import read_gavel_trace
 from hetflow.schema.jobs import Throughputs
-from hetflow.simulator import Case, report, run_case
 
 POLICIES = {
     "max_min_fairness": ("las", True),

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetflow
+from hetflow.clusters.simulator.market.replay import replay
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs
 from hetflow.schema.market import Availability, InstanceType, Market, PriceHistory, utc_text
 from hetflow.schema.simulation import JobOutcome, SimulationRun
-from hetflow.simulator.market.replay import replay
 from hetflow.solvers.market.deadline import DeadlineJob
 from hetflow.solvers.market.named import PLAIN
 from hetflow.tests.profiles import examples

@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.schema.errors import HetflowError
-from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
-from hetflow.schema.problem import DeviceOption
-from hetflow.schema.profile import BatchPoint
-from hetflow.simulator import (
+from hetflow.clusters.simulator import (
     Case,
     Pool,
     RoundOptions,
@@ -21,6 +17,10 @@ from hetflow.simulator import (
     simulate_rounds,
     split_throughput,
 )
+from hetflow.schema.errors import HetflowError
+from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
+from hetflow.schema.problem import DeviceOption
+from hetflow.schema.profile import BatchPoint
 from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
@@ -110,7 +110,7 @@ def test_leftovers_extend_what_a_job_holds(mixed_table: Throughputs, job: MakeJo
         name, agnostic, shares_space = "fast_only", False, False
 
         def allocate(self, active: object, now_seconds: float) -> object:
-            from hetflow.simulator import Shares
+            from hetflow.clusters.simulator import Shares
 
             share = 0.0 * active.rate  # type: ignore[attr-defined]
             share[0] = 1.0

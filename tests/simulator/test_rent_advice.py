@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.clusters.simulator.market.advise import Adviser
+from hetflow.clusters.simulator.market.compare import chain_for
+from hetflow.clusters.simulator.market.replay import replay
 from hetflow.schema.market import RentState
-from hetflow.simulator.market.advise import Adviser
-from hetflow.simulator.market.compare import chain_for
-from hetflow.simulator.market.replay import replay
 from hetflow.solvers.market.deadline import DeadlineJob, Held, Moment
 from hetflow.solvers.market.named import NAMES, policy_of
 from hetflow.solvers.market.windows import Traces

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import hetflow
-from hetflow.importers.availability import read_availability
+from hetflow.formats.importers.availability import read_availability
 from hetflow.schema.market import Availability, RentReport
 from hetflow.solvers.market.windows import joined
 from hetflow.tests.data import reference

@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 from hypothesis import strategies as st
 
-from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
-from hetflow.importers.pipedream import read_graph, without_placeholders
-from hetflow.protocol.lower import lower
+from hetflow.formats.importers.pipedream import read_graph, without_placeholders
+from hetflow.planning.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hetflow import testing
-from hetflow.costs.comm import Wire, collective_seconds
-from hetflow.costs.device_table import spec_of
-from hetflow.costs.efficiency import FITTED
-from hetflow.costs.estimate import LINK_LATENCY_SECONDS
-from hetflow.costs.roofline import operator_seconds
+from hetflow.planning.costs.comm import Wire, collective_seconds
+from hetflow.planning.costs.device_table import spec_of
+from hetflow.planning.costs.efficiency import FITTED
+from hetflow.planning.costs.estimate import LINK_LATENCY_SECONDS
+from hetflow.planning.costs.roofline import operator_seconds
 from hetflow.schema.operator_counts import Operator
 from hetflow.testing.fakecuda.build import CannotBuild
 from hetflow.tests.testing.hosts import real_types

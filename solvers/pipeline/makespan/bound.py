@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....costs.comm import Wire, collective_seconds
-from ....schedules.replay import StepStage, flush_step_seconds
+from ....planning.costs.comm import Wire, collective_seconds
+from ....planning.schedules.replay import StepStage, flush_step_seconds
 from ....schema.pipeline import PipelineProblem
 from ..cuts import Floats, Mask
 from ..placements import PlacedStage

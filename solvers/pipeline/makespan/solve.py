@@ -17,7 +17,7 @@ from math import ceil
 
 import numpy as np
 
-from ....costs.pipeline import overheads
+from ....planning.costs.pipeline import overheads
 from ....schema.pipeline import PipelineProblem
 from ...effort import Effort, OutOfTimeError
 from ..bottleneck.line import objective

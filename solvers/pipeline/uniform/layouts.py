@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from typing import NamedTuple
 
-from ....costs.pipeline import shared_level, slowest_links
+from ....planning.costs.pipeline import shared_level, slowest_links
 from ....schema.pipeline import PipelineProblem
 from ..anywhere import has_one_order, relaxed
 from ..packing import NoSeatsError, seat

@@ -5,8 +5,8 @@ from math import ceil
 
 import numpy as np
 
-from ....schedules.of_plan import times_of
-from ....schedules.timing import time_schedule
+from ....planning.schedules.of_plan import times_of
+from ....planning.schedules.timing import time_schedule
 from ....schema.operations import Schedule
 from ....schema.pipeline import PipelineProblem
 from ....schema.plan import Stage

@@ -15,8 +15,8 @@ from math import comb
 
 import numpy as np
 
-from ....schedules.counting import held_by_stage
-from ....schedules.registry import generate
+from ....planning.schedules.counting import held_by_stage
+from ....planning.schedules.registry import generate
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.operations import Schedule
 from ....schema.pipeline import PipelineProblem

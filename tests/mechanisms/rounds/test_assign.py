@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.mechanisms.allocators.named import allocator_named
-from hetflow.mechanisms.allocators.shares import Allocator
-from hetflow.mechanisms.cluster.pool import Pool
-from hetflow.mechanisms.cluster.seats import Device, Seat
-from hetflow.mechanisms.rounds.assign import next_round
-from hetflow.mechanisms.rounds.decide import receive
-from hetflow.mechanisms.rounds.rules import RoundRules
-from hetflow.mechanisms.rounds.state import RoundState
-from hetflow.mechanisms.rounds.stored import resumed, stored
+from hetflow.clusters.mechanisms.allocators.named import allocator_named
+from hetflow.clusters.mechanisms.allocators.shares import Allocator
+from hetflow.clusters.mechanisms.cluster.pool import Pool
+from hetflow.clusters.mechanisms.cluster.seats import Device, Seat
+from hetflow.clusters.mechanisms.rounds.assign import next_round
+from hetflow.clusters.mechanisms.rounds.decide import receive
+from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.mechanisms.rounds.state import RoundState
+from hetflow.clusters.mechanisms.rounds.stored import resumed, stored
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.mechanisms.arrays import NOWHERE
-from hetflow.mechanisms.rounds.decide import (
+from hetflow.clusters.mechanisms.arrays import NOWHERE
+from hetflow.clusters.mechanisms.rounds.decide import (
     NEVER_RAN,
     choose,
     choose_by_type,

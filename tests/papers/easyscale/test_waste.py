@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.checks.batch_split import check
 from hetflow.papers.easyscale.waste import solve
+from hetflow.planning.checks.batch_split import check
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.plan import ReplicaGroup
 from hetflow.schema.problem import DeviceOption, SplitProblem

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.checks.pipeline import check
 from hetflow.papers.pipedream_2bw import repetitive as pipeline_repetitive
 from hetflow.papers.pipedream_2bw.repetitive import Repetition, Repetitive, repetition
+from hetflow.planning.checks.pipeline import check
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineLayer, PipelineProblem
 from hetflow.solvers.pipeline import solve as pipeline

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.costs.parallel_stage import (
+from hetflow.papers.ptdp import closed_forms as parallel
+from hetflow.planning.costs.parallel_stage import (
     bubble_fraction,
     bucketed_ring_seconds,
     interleaved_step_seconds,
     step_seconds,
     transfer_seconds,
 )
-from hetflow.papers.ptdp import closed_forms as parallel
-from hetflow.schedules.registry import generate
-from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.planning.schedules.registry import generate
+from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import LinkCurve, Recompute
 from hetflow.tests.profiles import examples

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hetflow.checks.parallel import check, counted_step
 from hetflow.papers.sailor.read import read_problem
+from hetflow.planning.checks.parallel import check, counted_step
 from hetflow.schema.errors import FileError
 from hetflow.schema.plan import Plan
 from hetflow.solvers.parallel.solve import solve

@@ -11,12 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
-from hetflow.mechanisms.cluster.active import Active
-from hetflow.papers.gavel.baselines import AlloX, Gandiva
-from hetflow.schema.errors import HetflowError
-from hetflow.schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
-from hetflow.simulator import (
+from hetflow.clusters.mechanisms.cluster.active import Active
+from hetflow.clusters.simulator import (
     Case,
     Pool,
     RoundOptions,
@@ -25,6 +21,10 @@ from hetflow.simulator import (
     run_case,
     simulate_rounds,
 )
+from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
+from hetflow.papers.gavel.baselines import AlloX, Gandiva
+from hetflow.schema.errors import HetflowError
+from hetflow.schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
 from hetflow.solvers.lp import assign
 from hetflow.tests.profiles import examples
 

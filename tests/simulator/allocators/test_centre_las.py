@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from hetflow.mechanisms.cluster.active import Active
+from hetflow.clusters.mechanisms.cluster.active import Active
+from hetflow.clusters.simulator import Pool, allocator_named
 from hetflow.schema.jobs import Job, Throughputs
-from hetflow.simulator import Pool, allocator_named
 
 
 def test_the_simulators_centre_forgets_what_was(table: Throughputs) -> None:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.mechanisms.allocators.named import PolicyAllocator
-from hetflow.mechanisms.cluster.active import Active
+from hetflow.clusters.mechanisms.allocators.named import PolicyAllocator
+from hetflow.clusters.mechanisms.cluster.active import Active
+from hetflow.clusters.simulator import Pool, allocator_named
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
-from hetflow.simulator import Pool, allocator_named
 from hetflow.solvers.allocation import policy_named
 from hetflow.tests.profiles import examples
 

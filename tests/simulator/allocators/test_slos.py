@@ -6,10 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetflow.mechanisms.allocators.slos import solve_what_can_be_met
+from hetflow.clusters.mechanisms.allocators.slos import solve_what_can_be_met
+from hetflow.clusters.simulator import (
+    Pool,
+    RoundOptions,
+    allocator_named,
+    simulate_rounds,
+    summarise,
+)
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.jobs import Job, Throughputs
-from hetflow.simulator import Pool, RoundOptions, allocator_named, simulate_rounds, summarise
 from hetflow.solvers.allocation import Instance, make_instance, policy_named
 
 MakeJob = Callable[..., Job]

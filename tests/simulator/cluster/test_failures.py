@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from hetflow.mechanisms.allocators.shares import Allocator, Shares
-from hetflow.mechanisms.cluster.active import Active
-from hetflow.schema.cluster import Cluster
-from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
-from hetflow.schema.jobs import Job, MixThroughput, PairThroughput, Throughputs
-from hetflow.simulator import (
+from hetflow.clusters.mechanisms.allocators.shares import Allocator, Shares
+from hetflow.clusters.mechanisms.cluster.active import Active
+from hetflow.clusters.simulator import (
     SCHEDULERS,
     Case,
     FailureOptions,
@@ -26,7 +23,10 @@ from hetflow.simulator import (
     run_case,
     simulate_rounds,
 )
-from hetflow.simulator.cluster.failures import FailureEvents, Failures
+from hetflow.clusters.simulator.cluster.failures import FailureEvents, Failures
+from hetflow.schema.cluster import Cluster
+from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
+from hetflow.schema.jobs import Job, MixThroughput, PairThroughput, Throughputs
 
 MakeJob = Callable[..., Job]
 HOUR = 3600.0

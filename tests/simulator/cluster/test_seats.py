@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.mechanisms.cluster.seats import Placement, devices_down, seat
+from hetflow.clusters.mechanisms.cluster.seats import Placement, devices_down, seat
+from hetflow.clusters.simulator import SCHEDULERS, Case, Layout, Simulation, run_case
+from hetflow.clusters.simulator.cluster.span_book import SpanBook
+from hetflow.clusters.simulator.rounds.base import Rounds
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
 from hetflow.schema.simulation import Span
-from hetflow.simulator import SCHEDULERS, Case, Layout, Simulation, run_case
-from hetflow.simulator.cluster.span_book import SpanBook
-from hetflow.simulator.rounds.base import Rounds
 from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.mechanisms.cluster.layout import Layout
-from hetflow.mechanisms.cluster.servers import Servers
+from hetflow.clusters.mechanisms.cluster.layout import Layout
+from hetflow.clusters.mechanisms.cluster.servers import Servers
+from hetflow.clusters.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, PairThroughput, Throughputs
-from hetflow.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
 from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]

@@ -8,14 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.mechanisms.cluster.layout import Layout
-from hetflow.mechanisms.easyscale import Variant
-from hetflow.mechanisms.fair_share import fair_shares
-from hetflow.papers.easyscale.schedulers import simulate_yarn
-from hetflow.papers.easyscale.taking import take
-from hetflow.schema.errors import HetflowError, InfeasibleError
-from hetflow.schema.jobs import Job, Throughputs
-from hetflow.simulator import (
+from hetflow.clusters.mechanisms.cluster.layout import Layout
+from hetflow.clusters.mechanisms.easyscale import Variant
+from hetflow.clusters.mechanisms.fair_share import fair_shares
+from hetflow.clusters.simulator import (
     SCHEDULERS,
     Case,
     FailureOptions,
@@ -26,8 +22,12 @@ from hetflow.simulator import (
     simulate_fair_share,
     simulate_proposals,
 )
-from hetflow.simulator.cluster.failures import FailureEvents
-from hetflow.simulator.events.proposals import est_rate
+from hetflow.clusters.simulator.cluster.failures import FailureEvents
+from hetflow.clusters.simulator.events.proposals import est_rate
+from hetflow.papers.easyscale.schedulers import simulate_yarn
+from hetflow.papers.easyscale.taking import take
+from hetflow.schema.errors import HetflowError, InfeasibleError
+from hetflow.schema.jobs import Job, Throughputs
 from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
@@ -264,7 +264,7 @@ def test_devices_fail_at_their_own_rate() -> None:
 def test_failures_that_let_nothing_end_are_refused(
     single: Pool, job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetflow.simulator.events.events._MOST_FAILURES", 1000)
+    monkeypatch.setattr("hetflow.clusters.simulator.events.events._MOST_FAILURES", 1000)
     often = FailureOptions(mean_seconds=1e-9, repair_seconds=1.0)
     with pytest.raises(InfeasibleError, match="1e-07 % of the time .* make failures rarer"):
         simulate_fair_share([job(0)], single, FairShareOptions(failures=often))

@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.schema.errors import HetflowError
-from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
-from hetflow.schema.simulation import Span
-from hetflow.simulator import (
+from hetflow.clusters.simulator import (
     Case,
     FailureOptions,
     Pool,
@@ -22,6 +19,9 @@ from hetflow.simulator import (
     simulate_rounds,
     summarise,
 )
+from hetflow.schema.errors import HetflowError
+from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
+from hetflow.schema.simulation import Span
 from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]

@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
-from hetflow.mechanisms.cluster.active import Active
-from hetflow.schema.errors import HetflowError
-from hetflow.schema.jobs import Job, PairThroughput, Throughputs
-from hetflow.schema.simulation import Span
-from hetflow.simulator import (
+from hetflow.clusters.mechanisms.cluster.active import Active
+from hetflow.clusters.simulator import (
     Case,
     Pool,
     RoundOptions,
@@ -24,6 +20,10 @@ from hetflow.simulator import (
     run_case,
     simulate_rounds,
 )
+from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
+from hetflow.schema.errors import HetflowError
+from hetflow.schema.jobs import Job, PairThroughput, Throughputs
+from hetflow.schema.simulation import Span
 from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]

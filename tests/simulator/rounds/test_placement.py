@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from hetflow.clusters.simulator import Case, run_case
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs, consolidated_devices
-from hetflow.simulator import Case, run_case
 
 MakeJob = Callable[..., Job]
 TABLE = Throughputs(

@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.clusters.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
+from hetflow.clusters.simulator.outcomes import Simulation
+from hetflow.clusters.simulator.rounds.base import Rounds
+from hetflow.clusters.simulator.traces.arrivals import Queue
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, Throughputs
-from hetflow.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
-from hetflow.simulator.outcomes import Simulation
-from hetflow.simulator.rounds.base import Rounds
-from hetflow.simulator.traces.arrivals import Queue
 from hetflow.tests.profiles import examples
 
-compiled = pytest.importorskip("hetflow.simulator.rounds.quick", reason="numba is not installed")
+compiled = pytest.importorskip(
+    "hetflow.clusters.simulator.rounds.quick", reason="numba is not installed"
+)
 
 POLICIES = [
     ("las", False), ("las", True), ("fifo_greedy", False), ("fifo_any_type", False),

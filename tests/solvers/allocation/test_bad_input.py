@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.checks.allocation import check
+from hetflow.planning.checks.allocation import check
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, InfeasibleError, ProblemError
 from hetflow.schema.jobs import (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import hetflow
-from hetflow.checks.allocation import check
 from hetflow.planning.allocate import allocation_problem
+from hetflow.planning.checks.allocation import check
 from hetflow.planning.inputs import pool_of
 from hetflow.schema.errors import TooLittleTimeError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs

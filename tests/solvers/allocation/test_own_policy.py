@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.checks.allocation import check
-from hetflow.checks.judges import JUDGES, judge_of
+from hetflow.planning.checks.allocation import check
+from hetflow.planning.checks.judges import JUDGES, judge_of
 from hetflow.schema.errors import ProblemError
 from hetflow.solvers.allocation import Policy, allocate, instance_of, policy_named, solve
 from hetflow.solvers.allocation.policy import POLICIES

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.checks.allocation import check
+from hetflow.planning.checks.allocation import check
 from hetflow.schema import files
 from hetflow.schema.jobs import (
     Allocation,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hetflow.checks.allocation import check
+from hetflow.planning.checks.allocation import check
 from hetflow.schema.errors import InfeasibleError
 from hetflow.solvers.allocation import allocate, instance_of, policy_named, solve
 

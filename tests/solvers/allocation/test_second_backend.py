@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from hetflow.checks.allocation import check
+from hetflow.planning.checks.allocation import check
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.jobs import Throughputs
 from hetflow.solvers.allocation import all_policies, allocate, instance_of

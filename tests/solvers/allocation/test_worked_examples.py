@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hetflow.checks.allocation import check, effective_throughputs
-from hetflow.checks.allocation_policies import Pool
+from hetflow.planning.checks.allocation import check, effective_throughputs
+from hetflow.planning.checks.allocation_policies import Pool
 from hetflow.schema.jobs import (
     Allocation,
     AllocationProblem,

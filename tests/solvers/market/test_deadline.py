@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.importers.availability import read_availability
+from hetflow.clusters.simulator.market.compare import compare
+from hetflow.clusters.simulator.market.replay import replay
+from hetflow.formats.importers.availability import read_availability
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability
-from hetflow.simulator.market.compare import compare
-from hetflow.simulator.market.replay import replay
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import Chain, chain_of
 from hetflow.solvers.market.deadline import DeadlineJob, Held, Policy

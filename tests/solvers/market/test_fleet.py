@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.api.rent import fleet as rent_fleet
-from hetflow.importers.capacity import read_bamboo_trace, read_parcae_trace
-from hetflow.importers.registry import TraceOptions
+from hetflow.clusters.simulator.market.replay import replay
+from hetflow.formats.importers.capacity import read_bamboo_trace, read_parcae_trace
+from hetflow.formats.importers.registry import TraceOptions
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Capacity
-from hetflow.simulator.market.replay import replay
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
 from hetflow.solvers.market.deadline import DeadlineJob, Held, Moment, Policy, guarded

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetflow.clusters.simulator.market.prices import compare, compare_from, replay
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
-from hetflow.simulator.market.prices import compare, compare_from, replay
 from hetflow.solvers.market.offers import MovingJob, Prices, history_of, prices_of
 from hetflow.solvers.market.price_bound import least_dollars
 from hetflow.solvers.market.price_strategies import strategies

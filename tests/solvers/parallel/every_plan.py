@@ -5,7 +5,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from hetflow.checks.parallel import counted_memory, counted_step
+from hetflow.planning.checks.parallel import counted_memory, counted_step
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.parallel import (
     CostRule,

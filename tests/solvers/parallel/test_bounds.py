@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hetflow.checks.parallel import counted_step
+from hetflow.planning.checks.parallel import counted_step
 from hetflow.schema.parallel import ParallelProblem
 from hetflow.solvers.parallel.gradients import Rings, replica_counts
 from hetflow.solvers.parallel.search import Search

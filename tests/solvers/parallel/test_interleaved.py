@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.checks.parallel import check, counted_step
-from hetflow.schedules.closed_forms import interleaved_in_flight
-from hetflow.schedules.registry import generate
+from hetflow.planning.checks.parallel import check, counted_step
+from hetflow.planning.schedules.closed_forms import interleaved_in_flight
+from hetflow.planning.schedules.registry import generate
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.operations import Kind
 from hetflow.schema.parallel import (

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.checks.parallel import check
-from hetflow.schedules.closed_forms import interleaved_in_flight
+from hetflow.planning.checks.parallel import check
+from hetflow.planning.schedules.closed_forms import interleaved_in_flight
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.parallel import (
     DegreeLink,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from hetflow.checks.parallel import check
+from hetflow.planning.checks.parallel import check
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.parallel import (
     DegreeLink,

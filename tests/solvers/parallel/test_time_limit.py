@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.checks.parallel import check
+from hetflow.planning.checks.parallel import check
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.solvers.parallel.every_plan import two_types

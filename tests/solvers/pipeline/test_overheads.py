@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_cases import best_flat, chain, flat_problems, levels, objective, same
 
-from hetflow.checks.pipeline import check
-from hetflow.schedules.terms import step_terms
+from hetflow.planning.checks.pipeline import check
+from hetflow.planning.schedules.terms import step_terms
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort

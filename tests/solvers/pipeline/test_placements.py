@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_cases import best_flat, chain, flat_problems, levels, runs, same
 
-from hetflow.checks.pipeline import check
-from hetflow.protocol.lower import lower
+from hetflow.planning.checks.pipeline import check
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort

@@ -16,8 +16,8 @@ from partition_cases import (
     same,
 )
 
-from hetflow.checks.pipeline import check
-from hetflow.protocol.lower import lower
+from hetflow.planning.checks.pipeline import check
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.schema.schedule_traits import planned_schedules, traits

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_cases import best_flat, chain, flat_problems, levels, objective, plan_of, same
 
-from hetflow.checks.pipeline import check, stage_memory
+from hetflow.planning.checks.pipeline import check, stage_memory
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.schema.schedule_traits import traits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from partition_cases import chain, levels
 
-from hetflow.checks.pipeline import check
+from hetflow.planning.checks.pipeline import check
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline.placements import build

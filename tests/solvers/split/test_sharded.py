@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from hetflow.checks.sharded_split import check
+from hetflow.planning.checks.sharded_split import check
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, SharesCertificate

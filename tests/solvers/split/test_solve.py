@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from hetflow.checks.batch_split import check
+from hetflow.planning.checks.batch_split import check
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.plan import Plan
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetflow.checks.allocation import check
+from hetflow.planning.checks.allocation import check
 from hetflow.schema.jobs import (
     AllocationProblem,
     Job,

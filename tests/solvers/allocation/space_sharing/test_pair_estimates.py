@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hetflow.checks.allocation import check
-from hetflow.importers.gavel import read_gavel_throughputs
+from hetflow.formats.importers.gavel import read_gavel_throughputs
+from hetflow.planning.checks.allocation import check
 from hetflow.schema.jobs import (
     AllocationProblem,
     Job,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.checks.allocation import check
+from hetflow.planning.checks.allocation import check
 from hetflow.schema.errors import BackendError
 from hetflow.schema.jobs import Entity
 from hetflow.solvers.allocation import allocate, instance_of

@@ -17,9 +17,9 @@ from partition_cases import (
     same,
 )
 
-from hetflow.checks.chain_bound import is_proved
-from hetflow.checks.pipeline import check
-from hetflow.schedules.of_plan import timed
+from hetflow.planning.checks.chain_bound import is_proved
+from hetflow.planning.checks.pipeline import check
+from hetflow.planning.schedules.of_plan import timed
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.schema.restrictions import Restrictions

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 from partition_cases import published_cases, published_graph
 
-from hetflow.checks.pipeline import check, stage_memory
+from hetflow.planning.checks.pipeline import check, stage_memory
 from hetflow.planning.pipeline_problem import layers_of_graph
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import OptimizerState

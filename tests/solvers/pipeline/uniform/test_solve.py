@@ -17,9 +17,9 @@ from partition_cases import (
     same,
 )
 
-from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
-from hetflow.schedules.of_plan import schedule_of, times_of
-from hetflow.schedules.timing import time_schedule
+from hetflow.planning.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
+from hetflow.planning.schedules.of_plan import schedule_of, times_of
+from hetflow.planning.schedules.timing import time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.schema.plan import Plan

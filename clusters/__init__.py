@@ -1,0 +1,1 @@
+"""Many jobs on many devices: who runs where next, simulated and live."""

@@ -1,0 +1,129 @@
+"""Leases as processes on this host, on real or emulated devices."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...devices.backend import DEVICES
+from ...devices.cpu import DEVICE_TYPE
+from ...devices.emulated import GRAMMAR, is_emulated
+from ...schema.cluster import Cluster
+from ...schema.errors import ProblemError
+from ...schema.options import option
+from .keeper import stopped_with_parent
+from .lease_folder import document_of
+from .processes import HostLeases
+from .protocol import EngineDevice, Fate, Work
+from .registry import engine
+
+
+class LocalEngine:
+    """Processes of this host; they outlive the scheduler, if they are not ``bound`` to it."""
+
+    name = "local"
+
+    def __init__(self, pool: Cluster, *, bound: bool = False) -> None:
+        """Offer devices.
+
+        Args:
+            pool: The devices; those beside the CPU and emulated ones are this host's accelerators.
+            bound: Whether launches are asked to save and end when this process ends.
+
+        Raises:
+            ProblemError: The pool names more than one server.
+        """
+        if pool.num_servers > 1:
+            raise ProblemError(
+                f"the engine local is this host, and the pool has {pool.num_servers} servers",
+                hint=f"give its devices, such as {option('pool', '2xV100,2xP100')}",
+            )
+        self._devices = tuple(
+            EngineDevice(f"{name}:{number}", name, "localhost")
+            for name, count in pool.num_devices.items()
+            for number in range(count)
+        )
+        self._leases = HostLeases(stopped_with_parent() if bound else None)
+        self._accelerators = _accelerators(pool)
+
+    def devices(self) -> tuple[EngineDevice, ...]:
+        """All devices; those of this host are up."""
+        return self._devices
+
+    def start(self, work: Work) -> None:
+        """Start a keeper, which starts the launch.
+
+        Raises:
+            FileError: The lease's folder cannot be written.
+        """
+        self._leases.start(work.folder, self._document(work))
+
+    def can_resize(self, held: Sequence[EngineDevice], wanted: Sequence[EngineDevice]) -> bool:
+        """Whether no accelerator is among them: a launch sees only those that it was started on."""
+        return not any(device.name in self._accelerators for device in (*held, *wanted))
+
+    def may_run_as(self, uid: int) -> bool:
+        """Whether it is this process's user, or this process is root's."""
+        return os.geteuid() in (0, uid)
+
+    def _document(self, work: Work) -> dict[str, object]:
+        held = [self._accelerators[device.name] for device in work.devices
+                if device.name in self._accelerators]  # fmt: skip
+        environment = dict(work.environment)
+        for kind in {kind for kind, _ in self._accelerators.values()}:
+            # Also where a lease holds none of a kind: it must not see those of others.
+            own = [name for one, name in held if one == kind]
+            environment |= DEVICES.get(kind).visibility(own)
+        return {**document_of(work), "environment": environment}
+
+    def stop(self, folder: Path) -> None:
+        """Send the launch SIGTERM, once."""
+        self._leases.stop(folder)
+
+    def kill(self, folder: Path) -> None:
+        """Send the launch SIGKILL; its workers die with it."""
+        self._leases.kill(folder)
+
+    def fate(self, folder: Path) -> Fate:
+        """What became of a lease."""
+        return self._leases.fate(folder)
+
+
+def _accelerators(pool: Cluster) -> Mapping[str, tuple[str, str]]:
+    """The kind, and torch's name, of the pool's devices that are not this host's processors.
+
+    Asked of a process of its own: a scheduler that runs for weeks holds no device.
+
+    Raises:
+        ProblemError: This host has fewer of a type.
+    """
+    wanted = {
+        name: count
+        for name, count in pool.num_devices.items()
+        if name != DEVICE_TYPE and not is_emulated(name)
+    }
+    if not wanted:
+        return {}
+    answer = subprocess.run(
+        [sys.executable, "-m", "hetflow", "devices", "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    rows = json.loads(answer.stdout)["devices"] if answer.returncode == 0 else []
+    have = {row["device_type"]: (row["kind"], row["torch_devices"]) for row in rows}
+    for name, count in wanted.items():
+        here = len(have[name][1]) if name in have else 0
+        if here < count:
+            raise ProblemError(
+                f"the pool has {count} x {name}, this host has {here}",
+                hint=f"`hetflow devices` lists what it has; emulated types are {GRAMMAR}",
+            )
+    return {
+        f"{name}:{number}": (have[name][0], torch_name)
+        for name, count in wanted.items()
+        for number, torch_name in enumerate(have[name][1][:count])
+    }
+
+
+engine("local")(LocalEngine)

@@ -1,0 +1,152 @@
+"""Heterogeneity-agnostic LAS: a flat throughput matrix leaves few classes of jobs."""
+
+from collections import Counter
+
+import numpy as np
+
+from ....schema.errors import ProblemError
+from ....solvers.allocation.engine import solve_alone
+from ....solvers.allocation.las.flat import centre
+from ....solvers.allocation.program import Program
+from ..arrays import Floats, Ints
+from ..cluster.active import Active
+from .shares import Shares
+
+Key = tuple[float, int, tuple[bool, ...]]
+
+
+class FlatLas:
+    """LAS that ignores device types, over classes of jobs that are then equal.
+
+    With one rate on every type a job's row is ``sum_j X_mj >= z w_m / s_m``, so jobs of one weight,
+    scale factor and set of types are alike whatever their models. Of several optima: the analytic
+    centre of the optimal face, which depends on how many jobs each class has and on nothing else.
+    Where the jobs that run anywhere fill the pool it is known: every job gets the same part
+    of each type, X_mj = C_j / (N s_m). Elsewhere Newton's method finds it, once for each tuple of
+    counts.
+    """
+
+    agnostic = True
+    shares_space = False
+    leaves_idle = False
+
+    def __init__(self, *, weighted: bool = False, blind: bool = False) -> None:
+        """Start with nothing solved.
+
+        Args:
+            weighted: Whether priority weights count.
+            blind: Whether types that cannot run a job count as if they did, where it fits.
+        """
+        self.name = "las_weighted" if weighted else "las"
+        self.weighted, self.blind = weighted, blind
+        self._start(None)
+
+    def _start(self, capacity: Ints | None) -> None:
+        """Begin again with nothing solved, where other devices are up than before [types]."""
+        self._capacity = capacity
+        self._solved: dict[tuple[tuple[Key, int], ...], dict[Key, list[float]]] = {}
+        self._last: dict[Key, list[float]] = {}
+        self._numbers: dict[tuple[int, float], int] = {}
+        self._keys: list[Key] = []
+
+    def allocate(self, active: Active, now_seconds: float) -> Shares:
+        """Count the classes present and give each job its class's share; O(jobs).
+
+        Raises:
+            ProblemError: The pool has mixes of device types.
+        """
+        if active.pool.uses_mixes:
+            raise ProblemError("agnostic LAS knows device types only; mixes need columns=True")
+        capacity, number = active.capacity, len(active)
+        if capacity is not self._capacity:
+            self._start(capacity)
+        if not self.weighted and number * active.scale.min() >= capacity.sum():
+            runs = active.scale <= capacity[:, None]
+            runs = runs if self.blind else runs & (active.rate > 0)
+            if runs.all():
+                return Shares(capacity[:, None] / (number * active.scale))
+        group = self._groups(active)
+        present = np.bincount(group, minlength=len(self._keys)).tolist()
+        counts: Counter[Key] = Counter()
+        for key, jobs in zip(self._keys, present, strict=True):
+            if jobs:
+                counts[key] += jobs
+        state = tuple(sorted(counts.items()))
+        if state not in self._solved:
+            self._solved[state] = self._centre(state, capacity.astype(float))
+        found = self._last = self._solved[state]
+        table = np.zeros((len(capacity), len(present)))
+        for place, (key, jobs) in enumerate(zip(self._keys, present, strict=True)):
+            if jobs:
+                table[:, place] = found[key]
+        return Shares(table[:, group])
+
+    def _groups(self, active: Active) -> Ints:
+        """A number for each job, the same for jobs of one kind and weight [jobs]."""
+        scales = [scale for _, scale in active.kinds]
+        if not self.weighted:
+            for kind in range(len(self._keys), len(scales)):
+                self._keys.append(self._key(active, kind, 1.0, scales[kind]))
+            return active.kind
+        group = []
+        for pair in zip(active.kind.tolist(), active.weight.tolist(), strict=True):
+            number = self._numbers.setdefault(pair, len(self._numbers))
+            if number == len(self._keys):
+                self._keys.append(self._key(active, *pair, scales[pair[0]]))
+            group.append(number)
+        return np.array(group)
+
+    def _key(self, active: Active, kind: int, weight: float, scale: int) -> Key:
+        rate = active.fresh(kind)[0]
+        fits = scale <= active.capacity
+        runs = fits if self.blind else fits & (rate > 0)
+        return weight, scale, tuple(runs.tolist())
+
+    def _centre(
+        self, state: tuple[tuple[Key, int], ...], capacity: Floats
+    ) -> dict[Key, list[float]]:
+        """Time fractions [types] of a job of each class."""
+        keys = [key for key, _ in state]
+        counts = [float(number) for _, number in state]
+        scale = [float(s) for _, s, _ in keys]
+        runs = [mask for *_, mask in keys]
+        level = [w / s for w, s, _ in keys]
+        if self.blind:  # throughput(m, X^equal) at rate 1 is the part of the pool that fits
+            part = [float(capacity[list(mask)].sum() / capacity.sum()) for mask in runs]
+            level = [one * fits for one, fits in zip(level, part, strict=True)]
+        # A type without a device up runs nobody; a limit of 0 would leave no centre.
+        capacity = np.where(capacity > 0, capacity, 1.0)
+        start = [self._last.get(key) for key in keys]
+        found = centre(counts, scale, runs, level, capacity.tolist(), start)
+        if found is None:
+            found = _near_centre(counts, scale, runs, level, capacity)
+        return dict(zip(keys, found, strict=True))
+
+
+def _near_centre(
+    counts: list[float],
+    scale: list[float],
+    runs: list[tuple[bool, ...]],
+    level: list[float],
+    capacity: Floats,
+) -> list[list[float]]:
+    """By the interior point method, which ends before the centre but never fails."""
+    rate = np.array(runs, dtype=float)
+    zero = np.zeros(len(scale))
+    found = solve_alone(
+        Program(
+            count=np.array(counts),
+            rate=rate,
+            usage=np.repeat(np.array(scale)[:, None], len(capacity), axis=1),
+            gain=np.zeros_like(rate),
+            resources=np.eye(len(capacity)),
+            capacity=capacity,
+            level=np.array(level),
+            floor=zero,
+            demands=np.ones(len(scale), dtype=bool),
+            level_weight=1.0,
+            level_capacity=np.zeros_like(capacity),
+        )
+    )
+    answer: list[list[float]] = found.x.tolist()
+    return answer

@@ -1,0 +1,134 @@
+"""What a scheduler knows of the jobs present: what they asked for, and how fast they are.
+
+Rates are planned from profiles when a job comes, and stored with it. What leases measure corrects
+them (``measured``), from the next decision on.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+from ...schema.files import from_json
+from ..mechanisms.cluster.pool import Pool
+from ..mechanisms.easyscale import Wish
+from .leases import Ended
+from .measured import Ratios, corrected, note, ratio_on, ratios_of
+from .plans import Rate, kind_of, pool_from, rates_from
+from .store import Store
+from .submission import Submission
+from .wishes import wish_of
+
+
+class KnownJobs:
+    """Submissions and rates; each is read from the state, or made, when it is first asked for."""
+
+    def __init__(
+        self, store: Store, num_devices: Mapping[str, int], dollars_per_hour: Mapping[str, float]
+    ) -> None:
+        """Know the jobs that the state says are present.
+
+        Args:
+            store: The state.
+            num_devices: The cluster's devices by type.
+            dollars_per_hour: The price of a device by type.
+        """
+        self._store = store
+        self._num_devices, self._dollars_per_hour = dict(num_devices), dict(dollars_per_hour)
+        self._submissions: dict[int, Submission] = {}
+        self._rates: dict[tuple[str, int], Rate] = {}
+        self._numbers: dict[str, tuple[int, ...]] = {}
+        self._wishes: dict[str, Wish] = {}
+        self._ratios: dict[str, Ratios] = {}  # of kinds of jobs, as they are asked for
+        self._has_measured = False  # what no decision has seen
+        self.read_present()
+
+    def read_present(self) -> None:
+        """Take up the rates of the jobs that the state says are present."""
+        for row in self._store.rows(
+            "SELECT number, throughput FROM jobs WHERE state IN ('queued', 'running')"
+        ):
+            rates = rates_from(row["throughput"])
+            self._rates |= _by_key(rates)
+            self._numbers[str(row["number"])] = _numbers_of(rates)
+
+    @property
+    def numbers(self) -> Mapping[str, tuple[int, ...]]:
+        """Numbers of devices that each job can hold, the fewest first."""
+        return self._numbers
+
+    def submission(self, job: int) -> Submission:
+        """What a job asked for."""
+        if job not in self._submissions:
+            [row] = self._store.rows("SELECT submission FROM jobs WHERE number = ?", job)
+            self._submissions[job] = from_json(row["submission"], Submission, name=f"job {job}")
+        return self._submissions[job]
+
+    def wish(self, job: str) -> Wish:
+        """What a job can run on, as EasyScale's schedulers ask for it."""
+        if job not in self._wishes:
+            asked = self.submission(int(job))
+            ratios = self._ratios_of(kind_of(asked))
+            rates = [corrected(one, ratios) for key in self._numbers[job]
+                     if (one := self._rates.get((kind_of(asked), key)))]  # fmt: skip
+            self._wishes[job] = wish_of(
+                asked, rates, list(self._num_devices), partial(ratio_on, ratios)
+            )
+        return self._wishes[job]
+
+    def pool(self) -> Pool:
+        """The cluster's devices, and how fast jobs are there by what is known now."""
+        rates = (corrected(rate, self._ratios_of(rate.model)) for rate in self._rates.values())
+        return pool_from(rates, self._num_devices, self._dollars_per_hour)
+
+    def admit(self, jobs: Mapping[int, Sequence[Rate]], models: Collection[str]) -> bool:
+        """Know jobs that come in; whether ``pool`` is another one now.
+
+        Args:
+            jobs: The rates of each.
+            models: Of the jobs that are present. The rates of others are forgotten.
+        """
+        self._numbers |= {str(job): _numbers_of(rates) for job, rates in jobs.items()}
+        new = _by_key(rate for rates in jobs.values() for rate in rates)
+        if new.items() <= self._rates.items():
+            return False
+        self._rates = {key: one for key, one in self._rates.items() if key[0] in models} | new
+        return True
+
+    def leave(self, job: int) -> None:
+        """Forget a job; its rates may be those of others."""
+        self._submissions.pop(job, None)
+        self._numbers.pop(str(job), None)
+        self._wishes.pop(str(job), None)
+
+    def learn(self, ended: Ended, types: Iterable[str]) -> None:
+        """Record how fast a job was, in a transaction, for the next ``use_measured``.
+
+        Args:
+            ended: The lease that measured it.
+            types: Of its devices.
+        """
+        kind = kind_of(self.submission(ended.lease.job))
+        predicted = ended.lease.predicted_steps_per_second
+        if note(self._store, kind, types, predicted, ended.measured_steps_per_second):
+            self._has_measured = True
+
+    def use_measured(self) -> bool:
+        """Correct rates by what was measured from now on; whether ``pool`` is another one now."""
+        if not self._has_measured:
+            return False
+        self._has_measured = False
+        self._ratios.clear()
+        self._wishes.clear()
+        return True
+
+    def _ratios_of(self, kind: str) -> Ratios:
+        if kind not in self._ratios:
+            self._ratios[kind] = ratios_of(self._store, kind)
+        return self._ratios[kind]
+
+
+def _by_key(rates: Iterable[Rate]) -> dict[tuple[str, int], Rate]:
+    return {(rate.model, rate.scale_factor): rate for rate in rates}
+
+
+def _numbers_of(rates: Iterable[Rate]) -> tuple[int, ...]:
+    return tuple(rate.scale_factor for rate in rates)

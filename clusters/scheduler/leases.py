@@ -1,0 +1,441 @@
+"""Leases of a live cluster: planned, running and ended launches of jobs, and how they change.
+
+Each transition is written to the state file before the engine is asked to act, and the engine acts
+at most once for a lease. So a scheduler that was killed at any point continues from the state file.
+"""
+
+import json
+import os
+import sqlite3
+import stat
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...runtime.protocol import environment
+from ...runtime.protocol.ended import have_all_left
+from ...schema import files
+from ...schema.errors import FileError, HetflowError, ProblemError
+from ...schema.options import option
+from ...schema.run import RunRecord
+from ..engines.accounts import Account, account, give
+from ..engines.protocol import FIRST_STEP, OUTPUT, Engine, EngineDevice, EngineForUsers, Work
+from .plans import plan_on
+from .store import RUN, Store
+from .submission import Submission
+
+PLAN = "plan.json"
+ARRAY_INDEX = "HETFLOW_ARRAY_INDEX"
+"""The variable that a job of an array knows its index by."""
+CHECKPOINT = "checkpoint"
+KILL_AFTER_SECONDS = 10.0
+"""After the grace time of a launch has passed: then its workers have not obeyed it."""
+FEWEST_STEPS = 10
+"""Full steps after the warm-up by which a lease is measured; the first ones are slower."""
+_LONGEST_REASON = 300
+_MOST_OF_RECORD = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """An open lease: a job on devices. ``state`` is that of the file.
+
+    ``launch`` is the number of the lease that started its launch: its own, or an earlier one's that
+    was resized. ``resizing_to`` are the devices that its launch was asked to go over to, at
+    ``resize_asked``; empty where it was not. It was given to the engine at ``started``, its launch
+    began at ``began``, and completed its first step at ``trained``; None before.
+    """
+
+    job: int
+    number: int
+    devices: tuple[str, ...]
+    state: str
+    started: float | None
+    stop_asked: float | None
+    credited: float | None
+    launch: int
+    resizing_to: tuple[str, ...] = ()
+    resize_asked: float | None = None
+    predicted_steps_per_second: float | None = None
+    began: float | None = None
+    trained: float | None = None
+
+    @property
+    def holds_devices(self) -> bool:
+        """Whether its launch may be on its devices."""
+        return self.state != "planned"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its launch starts or runs, and was not asked to stop."""
+        return self.state in ("starting", "running")
+
+    @property
+    def after_resize(self) -> tuple[str, ...]:
+        """Its devices once its launch has gone over to others, where it was asked to."""
+        return self.resizing_to or self.devices
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The devices that its launch may be on; in a resize those before and those after."""
+        if not self.holds_devices:
+            return ()
+        return (*self.devices, *(name for name in self.resizing_to if name not in self.devices))
+
+    @property
+    def is_young(self) -> bool:
+        """Whether it goes on, and has not made its first step: it is not moved before."""
+        return self.goes_on and self.trained is None
+
+    def trained_seconds(self, until: float) -> float:
+        """For how long it has trained: what it is charged, and what counts of its turn."""
+        return 0.0 if self.trained is None else max(0.0, until - self.trained)
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether its launch can be asked for other devices: it runs, and was not asked before."""
+        return self.state == "running" and not self.resizing_to
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A lease that is over, and with which exit code (None: nobody saw it).
+
+    ``measured_steps_per_second`` is None where it was too short to measure. ``has_begun`` is False
+    where its launch never ran.
+    """
+
+    lease: Lease
+    exit_code: int | None
+    reason: str | None
+    digest: str | None
+    measured_steps_per_second: float | None = None
+    has_begun: bool = True
+
+
+def open_leases(store: Store) -> list[Lease]:
+    """All leases that are not over, in order of their jobs."""
+    rows = store.rows("SELECT * FROM leases WHERE state != 'over' ORDER BY job, number")
+    return [_lease(row) for row in rows]
+
+
+def _lease(row: sqlite3.Row) -> Lease:
+    return Lease(
+        row["job"], row["number"], tuple(json.loads(row["devices"])), row["state"],
+        row["started"], row["stop_asked"], row["credited"], row["launch"] or row["number"],
+        tuple(json.loads(row["resizing_to"] or "[]")), row["resize_asked"],
+        row["predicted_steps_per_second"], row["began"], row["trained"],
+    )  # fmt: skip
+
+
+def folder_of(store: Store, lease: Lease) -> Path:
+    """Where the plan, output and run record of a lease's launch are."""
+    return store.lease_folder(lease.job, lease.launch)
+
+
+def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> None:
+    """Plan a lease: it starts as soon as its devices and its job are free."""
+    [row] = store.rows("SELECT leases FROM jobs WHERE number = ?", job)
+    number = row["leases"] + 1
+    store.run("UPDATE jobs SET leases = ? WHERE number = ?", number, job)
+    store.run(
+        "INSERT INTO leases (job, number, devices, state, planned) VALUES (?, ?, ?, 'planned', ?)",
+        job, number, json.dumps(list(devices)), now,
+    )  # fmt: skip
+
+
+def planned_devices(store: Store, job: int) -> tuple[str, ...]:
+    """The devices of a job's lease that is planned; empty where none is."""
+    rows = store.rows("SELECT devices FROM leases WHERE job = ? AND state = 'planned'", job)
+    return tuple(json.loads(rows[0]["devices"])) if rows else ()
+
+
+def ask_to_resize(store: Store, lease: Lease, devices: Sequence[str], now: float) -> None:
+    """Record that a lease's launch is asked for other devices: it may be on these, too, now."""
+    store.run(
+        "UPDATE leases SET resizing_to = ?, resize_asked = ? WHERE job = ? AND number = ? "
+        "AND state = 'running'", json.dumps(list(devices)), now, lease.job, lease.number,
+    )  # fmt: skip
+
+
+def stay(store: Store, lease: Lease) -> None:
+    """Record that a launch has not taken up the devices that it was asked for."""
+    store.run(
+        "UPDATE leases SET resizing_to = NULL, resize_asked = NULL WHERE job = ? AND number = ?",
+        lease.job, lease.number,
+    )  # fmt: skip
+
+
+def move(store: Store, lease: Lease, now: float, steps_per_second: float | None) -> None:
+    """Record that a launch has gone over: its lease ends, the next one begins on the new devices.
+
+    Args:
+        store: The state, in a transaction.
+        lease: The one that was asked.
+        now: Seconds since the epoch.
+        steps_per_second: What is predicted on the new devices.
+    """
+    end(store, lease, now)
+    if planned_devices(store, lease.job) != lease.resizing_to:  # it is to go on from there
+        plan_lease(store, lease.job, lease.resizing_to, now)
+    store.run(
+        "UPDATE leases SET state = 'running', started = ?, began = ?, trained = ?, launch = ?, "
+        "predicted_steps_per_second = ? WHERE job = ? AND state = 'planned' AND devices = ?",
+        now, now, now, lease.launch, steps_per_second, lease.job,
+        json.dumps(list(lease.resizing_to)),
+    )  # fmt: skip
+    store.run("UPDATE jobs SET resizes = resizes + 1 WHERE number = ?", lease.job)
+
+
+def drop_planned(store: Store, job: int, now: float) -> None:
+    """Drop a job's lease that never started."""
+    store.run(
+        "UPDATE leases SET state = 'over', ended = ? WHERE job = ? AND state = 'planned'", now, job
+    )
+
+
+def ask_to_stop(store: Store, lease: Lease, now: float) -> None:
+    """Record that a lease has to end; ``pursue`` then asks the engine."""
+    store.run(
+        "UPDATE leases SET state = 'stopping', stop_asked = ? WHERE job = ? AND number = ? "
+        "AND state IN ('starting', 'running')", now, lease.job, lease.number,
+    )  # fmt: skip
+
+
+def credit(store: Store, lease: Lease, now: float) -> None:
+    """Record until when a lease's time has been counted."""
+    store.run(
+        "UPDATE leases SET credited = ? WHERE job = ? AND number = ?", now, lease.job, lease.number
+    )
+
+
+def begin(store: Store, lease: Lease, now: float) -> None:
+    """Mark a planned lease as starting: from here on its launch may be there."""
+    with store.transaction():
+        _set(store, lease, "starting", started=now)
+        store.run(
+            "UPDATE jobs SET state = 'running', reason = NULL, started = coalesce(started, ?) "
+            "WHERE number = ?", now, lease.job,
+        )  # fmt: skip
+
+
+def forget_future(store: Store, now: float) -> None:
+    """Take what open leases say of later times for now: a clock was set back.
+
+    Not of resizes: the names of their requests are made of these times.
+    """
+    columns = ("planned", "started", "began", "trained", "credited", "stop_asked")
+    for column in columns:
+        store.run(
+            f"UPDATE leases SET {column} = ? WHERE state != 'over' AND {column} > ?",  # noqa: S608
+            now, now,
+        )  # fmt: skip
+
+
+def note_progress(store: Store, engine: Engine, lease: Lease, now: float) -> Lease:
+    """Record that a lease's launch has begun, or trains; the lease as it is then."""
+    fate = engine.fate(folder_of(store, lease))
+    seen = fate.state in ("running", "training")
+    began = now if seen and lease.began is None else lease.began
+    trained = now if fate.state == "training" else None
+    if (began, trained) == (lease.began, lease.trained):
+        return lease
+    with store.transaction():
+        store.run(
+            "UPDATE leases SET began = ?, trained = ? WHERE job = ? AND number = ?",
+            began, trained, lease.job, lease.number,
+        )  # fmt: skip
+    return replace(lease, began=began, trained=trained)
+
+
+def start(
+    store: Store,
+    engine: Engine,
+    devices: Mapping[str, EngineDevice],
+    lease: Lease,
+    asked: Submission,
+    grace_seconds: int,
+) -> None:
+    """Start a lease's launch; what was started already is left as it is.
+
+    Raises:
+        FileError: Its folder cannot be written.
+        HetflowError: There is no plan, or the engine cannot start it.
+    """
+    folder, job_folder = store.lease_folder(lease.job, lease.number), store.job_folder(lease.job)
+    held = tuple(devices[name] for name in lease.devices)
+    uid = user_of(store, lease.job)
+    user = None if uid is None else _checked(engine, uid)
+    try:
+        plan = plan_on(asked, Counter(device.device_type for device in held))
+    except FileError as error:  # not that of the state: its profiles are gone
+        raise ProblemError(error.message, hint=error.hint) from None
+    try:
+        for made in (job_folder.parent, job_folder, folder.parent, folder):
+            made.mkdir(mode=0o700, exist_ok=True)
+            if user is not None:
+                made.chmod(0o711)
+        if user is not None:
+            for used in (folder / RUN, job_folder / CHECKPOINT):
+                used.mkdir(mode=0o700, exist_ok=True)
+                give(used, user)
+    except OSError as error:
+        raise FileError(f"{error.filename}: {error.strerror}") from None
+    files.write(folder / PLAN, plan, force=True)
+    if user is not None:
+        give(folder / PLAN, user)
+    command = [
+        sys.executable, "-m", "hetflow", "launch", "--output", str(folder / RUN), "--force",
+        "--checkpoint", str(job_folder / CHECKPOINT),
+        "--checkpoint-every", str(asked.checkpoint_every),
+        "--determinism", asked.level, "--grace", str(grace_seconds),
+        str(folder / PLAN), asked.script, *asked.arguments,
+    ]  # fmt: skip
+    before = _launches_before(store, lease)
+    engine.start(
+        Work(
+            folder=folder, command=tuple(command), directory=Path(asked.directory), devices=held,
+            environment=_environment(asked, folder), after=tuple(before), user=uid,
+        )
+    )  # fmt: skip
+    with store.transaction():
+        store.run(
+            "UPDATE leases SET state = 'running', predicted_steps_per_second = ? "
+            "WHERE job = ? AND number = ? AND state = 'starting'",
+            1.0 / plan.predicted.step_seconds, lease.job, lease.number,
+        )  # fmt: skip
+
+
+def user_of(store: Store, job: int) -> int | None:
+    """The number of the user whom a job runs as; None: the scheduler's."""
+    [row] = store.rows("SELECT uid FROM jobs WHERE number = ?", job)
+    return None if row["uid"] is None else int(row["uid"])
+
+
+def _checked(engine: Engine, uid: int) -> Account:
+    if not (isinstance(engine, EngineForUsers) and engine.may_run_as(uid)):
+        raise ProblemError(
+            f"it is the job of user {uid}, and this scheduler cannot run it as that user",
+            hint=f"start the cluster as root with {option('engine', 'local')}, and release the job",
+        )
+    return account(uid)
+
+
+def _environment(asked: Submission, folder: Path) -> dict[str, str]:
+    own = {} if asked.array_index is None else {ARRAY_INDEX: str(asked.array_index)}
+    return {**asked.environment, **own, environment.FIRST_STEP: str(folder / FIRST_STEP)}
+
+
+def held_seconds(store: Store, job: int, now: float) -> float:
+    """For how long a job's launches have held devices since it was released last."""
+    [row] = store.rows(
+        "SELECT total(coalesce(leases.ended, ?) - leases.began) AS seconds FROM leases JOIN jobs "
+        "ON jobs.number = job WHERE job = ? AND began >= coalesce(released, began)", now, job,
+    )  # fmt: skip
+    return float(row["seconds"])
+
+
+def _launches_before(store: Store, lease: Lease) -> list[Path]:
+    """The folder of the launch that the job had last, if it had one."""
+    rows = store.rows(
+        "SELECT coalesce(launch, number) AS launch FROM leases WHERE job = ? AND number != ? "
+        "AND started IS NOT NULL ORDER BY started DESC, number DESC LIMIT 1",
+        lease.job, lease.number,
+    )  # fmt: skip
+    return [store.lease_folder(lease.job, row["launch"]) for row in rows]
+
+
+def pursue(store: Store, engine: Engine, lease: Lease, grace_seconds: float, now: float) -> None:
+    """Ask a lease to stop, and kill it if it has not ended within its grace time."""
+    folder = folder_of(store, lease)
+    if lease.stop_asked is not None and (
+        now - lease.stop_asked > grace_seconds + KILL_AFTER_SECONDS
+    ):
+        engine.kill(folder)
+    else:
+        engine.stop(folder)
+
+
+def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
+    """How a lease that was started ended; None while it runs."""
+    folder = folder_of(store, lease)
+    fate = engine.fate(folder)
+    if fate.is_open:
+        return None
+    digest, step_seconds, has_finished = None, None, have_all_left(folder / RUN / "logs")
+    with suppress(HetflowError, OSError):
+        record = _record(folder / RUN / "run.json")
+        has_finished |= record.status == "done"
+        digest, step_seconds = record.parameters_digest, record.measured_step_seconds
+        terms = [device.terms for device in record.devices if device.terms is not None]
+        if record.generations:  # of several sets of devices
+            step_seconds = None
+        if any(one.num_steps < FEWEST_STEPS for one in terms):
+            step_seconds = None
+    # A script that has ended has ended, whatever became of its launch or its keeper after that.
+    code = 0 if has_finished else fate.exit_code
+    reason = None if code == 0 else last_words(folder / OUTPUT, code)
+    has_begun = fate.has_begun and fate.state != "absent"
+    measured = 1.0 / step_seconds if step_seconds else None
+    return Ended(lease, code, reason, digest, measured, has_begun)
+
+
+def _record(path: Path) -> RunRecord:
+    """Read a run's record, which its user may have put anything in the place of.
+
+    Raises:
+        HetflowError: It is no record.
+        OSError: It is not there, or a link.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as stream:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            raise ProblemError(f"{path}: is no regular file")
+        text = stream.read(_MOST_OF_RECORD + 1)
+    if len(text) > _MOST_OF_RECORD:
+        raise ProblemError(f"{path}: has more than {_MOST_OF_RECORD} bytes")
+    return files.from_json(text.decode(errors="replace"), RunRecord, name=str(path))
+
+
+def end(
+    store: Store,
+    lease: Lease,
+    now: float,
+    exit_code: int | None = None,
+    measured_steps_per_second: float | None = None,
+) -> None:
+    """Mark a lease as ended, with what was measured, and count the time that it trained."""
+    store.run(
+        "UPDATE leases SET state = 'over', ended = ?, exit_code = ?, "
+        "measured_steps_per_second = ? WHERE job = ? AND number = ?",
+        now, exit_code, measured_steps_per_second, lease.job, lease.number,
+    )  # fmt: skip
+    store.run(
+        "UPDATE jobs SET device_seconds = device_seconds + ? WHERE number = ?",
+        lease.trained_seconds(now) * len(lease.devices), lease.job,
+    )  # fmt: skip
+
+
+def last_words(output: Path, exit_code: int | None) -> str:
+    """The error that a launch wrote, else the last line of its output."""
+    ended = "nobody saw how it ended" if exit_code is None else f"exit code {exit_code}"
+    try:
+        with output.open("rb") as stream:
+            stream.seek(max(0, output.stat().st_size - 65536))
+            lines = stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ended
+    errors = [line for line in lines if line.startswith("hetflow: ") and "warning:" not in line]
+    said = errors or [line for line in lines if line.strip()]
+    return f"{ended}: {said[-1].strip()[:_LONGEST_REASON]}" if said else ended
+
+
+def _set(store: Store, lease: Lease, state: str, *, started: float) -> None:
+    store.run(
+        "UPDATE leases SET state = ?, started = ? WHERE job = ? AND number = ?",
+        state, started, lease.job, lease.number,
+    )  # fmt: skip

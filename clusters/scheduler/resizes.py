@@ -1,0 +1,101 @@
+"""Resizes of running leases: a launch is asked for other devices, and nobody waits for its answer.
+
+The request's name follows from the lease's record, so a scheduler that goes on after a crash asks
+for the same thing once more, or finds the answer. The answer stays until the record tells of it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ...runtime.protocol import control
+from ...runtime.protocol.lower import lower
+from ...schema.errors import HetflowError, ProblemError
+from ...schema.launch import LaunchConfig
+from ...schema.plan import Plan
+from .leases import Lease, folder_of
+from .store import RUN, Store
+
+LONGEST_SECONDS = 600.0
+"""A launch that has not answered for so long is asked to stop instead.
+
+Joining workers first run the script up to its first batch, so a resize may take as long as a start.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a resize.
+
+    ``moved``: the launch is on the new devices alone. ``stayed``: it holds those before alone.
+    ``unknown``: it may hold both.
+    """
+
+    state: Literal["moved", "stayed", "unknown"]
+    detail: str
+
+
+def mapping(store: Store, lease: Lease, plan: Plan) -> LaunchConfig:
+    """What a lease's launch is asked for: a plan, at the seed and level that it runs with.
+
+    Raises:
+        HetflowError: The launch has not begun to train, is over, or takes no requests; or plans of
+            this kind cannot be changed while they run, as for ``hetflow resize``.
+    """
+    if plan.kind == "parallel":
+        raise ProblemError(f"a {plan.kind} plan is not changed while it runs")
+    now = control.current(_run(store, lease))
+    return lower(plan, now.seed, now.determinism)
+
+
+def ask(store: Store, lease: Lease, config: LaunchConfig) -> None:
+    """Ask a lease's launch to go over, unless it was asked before.
+
+    Raises:
+        FileError: The request cannot be written.
+    """
+    control.ask(_run(store, lease), config, name=_name(lease))
+
+
+def is_asked(store: Store, lease: Lease) -> bool:
+    """Whether the request is there: a scheduler may have been killed before it had written it."""
+    return _request(store, lease).exists()
+
+
+def outcome(store: Store, lease: Lease, now: float) -> Outcome | None:
+    """What became of a resize that was asked for; None while that is open.
+
+    Args:
+        store: The state.
+        lease: It has ``resizing_to`` and ``resize_asked``.
+        now: Seconds since the epoch.
+    """
+    try:
+        answer = control.answered(_request(store, lease))
+    except HetflowError as error:
+        return Outcome("unknown", error.message)
+    if answer is not None:
+        return Outcome("moved" if answer.status == "done" else "stayed", answer.detail)
+    assert lease.resize_asked is not None
+    if now - lease.resize_asked <= LONGEST_SECONDS:
+        return None
+    return Outcome("unknown", f"its launch did not answer for {LONGEST_SECONDS:.0f} s")
+
+
+def forget(store: Store, lease: Lease) -> None:
+    """Take the request and its answer away, once the record tells of it."""
+    control.take_away(_run(store, lease), _request(store, lease))
+
+
+def _run(store: Store, lease: Lease) -> Path:
+    return folder_of(store, lease) / RUN
+
+
+def _request(store: Store, lease: Lease) -> Path:
+    return control.request_named(_run(store, lease), _name(lease))
+
+
+def _name(lease: Lease) -> str:
+    """Of the time that it was asked at; it sorts as the names of others do."""
+    assert lease.resize_asked is not None
+    return f"{int(lease.resize_asked * 1e9):020d}-lease-{lease.number}"

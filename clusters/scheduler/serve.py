@@ -1,0 +1,227 @@
+"""A scheduler in the foreground, and how it is stopped."""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+from ...schema.cluster import Cluster
+from ...schema.errors import FileError, ProblemError
+from ...schema.files import from_json, to_json, to_plain
+from ..engines.protocol import Engine, EngineForUsers
+from ..engines.registry import ENGINES
+from ..mechanisms.rounds.rules import RoundRules
+from .copies import Copies
+from .group import Group
+from .history import entities_of
+from .loop import Scheduler
+from .notices import Notices, words_of
+from .requests import answer_member
+from .settings import Settings
+from .sharing import check_settings
+from .store import Store, lock
+
+POLL_SECONDS = 0.1
+_BEGAN = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Seconds since the epoch by the monotonic clock: a clock that is set moves no round's end."""
+    return _BEGAN + time.monotonic()
+
+
+AGAIN_SECONDS = 5.0
+"""Between two tries to write the state."""
+_T = TypeVar("_T")
+_log = logging.getLogger("hetflow")
+_STOP, _STARTED_WITH = "stop", "started_with"
+
+
+def serve(
+    folder: Path,
+    pool: Cluster,
+    engine: str,
+    settings: Settings,
+    say: Callable[[str], None],
+) -> None:
+    """Schedule until a user asks to stop.
+
+    After ``request_stop`` all jobs save and end, and stay queued. After SIGTERM or ctrl-C jobs go
+    on without a scheduler; the next one adopts them.
+
+    Args:
+        folder: Where the state is, or will be.
+        pool: The devices.
+        engine: The engine's name.
+        settings: Policy, rounds and grace time.
+        say: Called with what a person should know.
+
+    Raises:
+        HetflowError: Another scheduler is there, or the state cannot be read or written.
+    """
+    made = ENGINES.get(engine)(pool)
+    if settings.on_change is not None:
+        words_of(settings.on_change)
+    members = None if settings.group is None else _group(folder, settings.group, made)
+    check_settings(settings, made.devices())  # else a new folder would hold the state of no cluster
+    store = Store.create(folder)
+    with lock(folder):
+        steady = _Steady(partial(Scheduler, store, made, settings), say)  # before, it may refuse
+        with store.transaction():
+            store.set(_STARTED_WITH, _described(pool, engine, settings))
+            store.set(_STOP, None)
+        say(f"{len(made.devices())} devices on {engine}, policy {settings.policy}, state {folder}")
+        beside = nullcontext() if members is None else members.serving(store)
+        copies, notices = Copies(store, say), None
+        if settings.on_change is not None:
+            notices = Notices(store, settings.on_change, say)
+        with beside, _interrupts() as interrupted:
+            while not interrupted.is_set():
+                goes_on = steady.do(partial(_tick, store))
+                if goes_on is False:
+                    _drain_out(steady)
+                    say("all jobs have saved and ended; those not done stay queued")
+                    return
+                if goes_on:
+                    copies.keep(time.monotonic())
+                if notices is not None and goes_on:
+                    notices.look(time.time())
+                interrupted.wait(POLL_SECONDS if goes_on else AGAIN_SECONDS)
+        say("jobs that run go on; start the cluster again to schedule them")
+
+
+def _group(folder: Path, name: str, engine: Engine) -> Group:
+    def may_run_as(uid: int) -> bool:
+        return isinstance(engine, EngineForUsers) and engine.may_run_as(uid)
+
+    return Group(folder, name, may_run_as, answer_member)
+
+
+def request_stop(folder: Path) -> None:
+    """Let all jobs save and end, then the scheduler; wait until it has ended.
+
+    Where no scheduler runs, this process asks the jobs itself.
+
+    Raises:
+        HetflowError: No cluster was started there.
+    """
+    store = Store.open(folder)
+    if store.get(_STARTED_WITH) is None:  # whoever made the state died, or was refused
+        raise ProblemError(
+            f"{folder}: no scheduler has run on this state yet",
+            hint="start one with `hetflow cluster start`",
+        )
+    with store.transaction():
+        store.set(_STOP, True)
+    while True:
+        try:
+            held = lock(folder)
+        except ProblemError:
+            time.sleep(POLL_SECONDS)
+            continue
+        with held:
+            if store.get(_STOP):
+                with store.transaction():
+                    store.set(_STOP, None)
+                make = partial(Scheduler, store, *_as_started(store))
+                _drain_out(_Steady(make, _log.warning))
+        return
+
+
+class _Steady:
+    """A scheduler that waits while its state cannot be written (the disk is full), and goes on.
+
+    Jobs run meanwhile. One that could not write remembers more than its state, so it begins anew.
+    """
+
+    def __init__(self, make: Callable[[], Scheduler], say: Callable[[str], None]) -> None:
+        """Begin.
+
+        Args:
+            make: Begins with the state as it is.
+            say: Called with what a person should know.
+
+        Raises:
+            HetflowError: As ``make``.
+        """
+        self._make, self._say = make, say
+        self._scheduler: Scheduler | None = make()
+        self._said = ""
+
+    def do(self, act: Callable[[Scheduler], _T]) -> _T | None:
+        """Do something with it; None where it could not."""
+        try:
+            if self._scheduler is None:
+                self._scheduler = self._make()
+            done = act(self._scheduler)
+        except (FileError, OSError) as error:
+            self._scheduler = None
+            if str(error) != self._said:
+                self._said = str(error)
+                self._say(f"{error}; jobs that run go on, trying again every {AGAIN_SECONDS:.0f} s")
+            return None
+        if self._said:
+            self._said = ""
+            self._say("the state can be written again")
+        return done
+
+
+def _tick(store: Store, scheduler: Scheduler) -> bool:
+    """Do what is due; False, and nothing, where somebody asked to stop."""
+    if store.get(_STOP):
+        return False
+    scheduler.tick(steady_time())
+    return True
+
+
+def _drain_out(steady: _Steady) -> None:
+    while not steady.do(lambda scheduler: scheduler.stop(steady_time())):
+        time.sleep(POLL_SECONDS)
+
+
+def _described(pool: Cluster, engine: str, settings: Settings) -> dict[str, object]:
+    rules = settings.rules
+    return {
+        "pool": to_json(pool),
+        "engine": engine,
+        "policy": settings.policy,
+        "round_seconds": rules.round_seconds,
+        "grace_seconds": settings.grace_seconds,
+        "entities": [to_plain(entity) for entity in settings.entities],
+    }
+
+
+def _as_started(store: Store) -> tuple[Engine, Settings]:
+    known = store.get(_STARTED_WITH)
+    pool = from_json(known["pool"], Cluster, name="the cluster's state")
+    settings = Settings(
+        policy=known["policy"],
+        rules=RoundRules(round_seconds=known["round_seconds"], reset_seconds=0.0),
+        grace_seconds=known["grace_seconds"],
+        entities=entities_of(known),
+        dollars_per_hour=pool.dollars_per_hour,
+    )
+    return ENGINES.get(known["engine"])(pool), settings
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Set when SIGINT or SIGTERM comes, so that a tick is never cut in two."""
+    event = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        event.set()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            with suppress(TypeError):  # one that Python did not set
+                signal.signal(number, handler)

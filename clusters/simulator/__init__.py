@@ -1,0 +1,69 @@
+"""A cluster in virtual time: traces, scheduling mechanisms, metrics.
+
+Pure and deterministic: the same jobs, seed and options give the same result to the last digit.
+Mechanisms (``rounds``, ``fair_share``, ``proposals``) are separate from policies.
+"""
+
+from typing import TYPE_CHECKING
+
+from ...schema.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from ..mechanisms.allocators.named import allocator_named
+    from ..mechanisms.allocators.shares import Allocator, Shares
+    from ..mechanisms.cluster.layout import Layout
+    from ..mechanisms.cluster.pool import Pool
+    from .cases import SCHEDULERS, Case, report, run_case, sweep
+    from .cluster.failures import FailureOptions
+    from .events.fair_share import FairShareOptions, simulate_fair_share
+    from .events.proposals import ProposalOptions, simulate_proposals
+    from .metrics import summarise
+    from .mixes import split_throughput
+    from .outcomes import Simulation
+    from .rounds.options import RoundOptions
+    from .rounds.simulate import simulate_rounds
+    from .traces.draws import TraceOptions, draw_jobs
+
+_NAMES = {
+    "..mechanisms.allocators.named": "allocator_named",
+    "..mechanisms.allocators.shares": "Allocator Shares",
+    "..mechanisms.cluster.layout": "Layout",
+    "..mechanisms.cluster.pool": "Pool",
+    ".cases": "SCHEDULERS Case report run_case sweep",
+    ".cluster.failures": "FailureOptions",
+    ".events.fair_share": "FairShareOptions simulate_fair_share",
+    ".events.proposals": "ProposalOptions simulate_proposals",
+    ".metrics": "summarise",
+    ".mixes": "split_throughput",
+    ".outcomes": "Simulation",
+    ".rounds.options": "RoundOptions",
+    ".rounds.simulate": "simulate_rounds",
+    ".traces.draws": "TraceOptions draw_jobs",
+}
+
+__all__ = [
+    "SCHEDULERS",
+    "Allocator",
+    "Case",
+    "FailureOptions",
+    "FairShareOptions",
+    "Layout",
+    "Pool",
+    "ProposalOptions",
+    "RoundOptions",
+    "Shares",
+    "Simulation",
+    "TraceOptions",
+    "allocator_named",
+    "draw_jobs",
+    "report",
+    "run_case",
+    "simulate_fair_share",
+    "simulate_proposals",
+    "simulate_rounds",
+    "split_throughput",
+    "summarise",
+    "sweep",
+]
+
+__getattr__, __dir__ = lazy_names(globals(), _NAMES)

@@ -1,0 +1,136 @@
+"""What a running job should hold now: a policy of the replays, asked for one decision."""
+
+from collections.abc import Mapping, Sequence
+from math import floor
+
+from ....schema.errors import ProblemError
+from ....schema.market import RentAdvice, RentState
+from ....schema.spelling import nearest
+from ....solvers.market import named
+from ....solvers.market.deadline import DeadlineJob, Held, Moment
+from ....solvers.market.windows import Traces
+from .compare import chain_for
+
+
+class Adviser:
+    """Policies that are asked for one decision at a time."""
+
+    def __init__(
+        self,
+        job: DeadlineJob,
+        zones: Sequence[str],
+        *,
+        history: Sequence[Traces] = (),
+        policies: Sequence[str] | None = None,
+    ) -> None:
+        """Make the policies.
+
+        Args:
+            job: The job.
+            zones: Names of its zones, in order.
+            history: What ``dynamic_program`` learns from.
+            policies: Names, of which the first decides; None for all, ``dynamic_program`` first
+                where there is a history, else ``uniform_progress``.
+
+        Raises:
+            ProblemError: The history is of other zones, or there is no policy of that name.
+        """
+        self._job, self._zones = job, tuple(zones)
+        learned = [one.of_zones(zones, job.num_machines) for one in history]
+        chain = chain_for(job, [one.ticks for one in learned]) if learned else None
+        names = policies or (named.NAMES if chain else tuple(named.PLAIN))[::-1]
+        self.policies = {name: named.policy_of(name, job, chain) for name in names}
+
+    def __call__(self, state: RentState) -> RentAdvice:
+        """Ask the first policy, and the others beside it.
+
+        Raises:
+            ProblemError: The state is of other zones, holds more than there is or than the job can
+                use, or is at or after the deadline.
+        """
+        zones, job = self._zones, self._job
+        now = _moment(job, zones, state)
+        prices = zip(zones, job.spot_dollars_per_hour, strict=True)
+        job = job.at([state.spot_dollars_per_hour.get(name, price) for name, price in prices])
+        asked = {name: policy(job, now) for name, policy in self.policies.items()}
+        choice, held = next(iter(asked.items()))
+        left = job.num_ticks - now.tick - job.ticks_for(now.work_left_seconds)
+        spare = left * job.tick_seconds
+        return RentAdvice(
+            choice=choice,
+            num_spot=held.num_spot,
+            num_on_demand=held.num_on_demand,
+            zone=zones[held.zone] if held.num_machines else None,
+            is_change=held != now.held,
+            dollars_per_hour=job.tick_dollars(held) / job.tick_seconds * 3600,
+            spare_seconds=spare,
+            decide_again_seconds=job.tick_seconds,
+            reason=_reason(job, now, held, spare),
+            others={name: _text(one, zones) for name, one in asked.items() if name != choice},
+        )
+
+
+def _moment(job: DeadlineJob, zones: Sequence[str], state: RentState) -> Moment:
+    seen = (*state.available, *state.spot_dollars_per_hour)
+    for name in (*seen, *([state.zone] if state.zone else [])):
+        if name not in zones:
+            guess = nearest(name, list(zones))
+            raise ProblemError(
+                f"the state is of zone {name!r}; the offers are of {', '.join(zones)}",
+                hint=f"did you mean {guess!r}?" if guess else None,
+            )
+    there = tuple(min(state.available.get(name, 0), job.num_machines) for name in zones)
+    place = None if state.zone is None else zones.index(state.zone)
+    held = Held(state.num_spot, state.num_on_demand, place or 0)
+    if held.num_machines and (place is None or held.num_machines > job.num_machines):
+        raise ProblemError(
+            f"the state holds {held.num_machines} machines in zone {state.zone}; the job can use "
+            f"{job.num_machines}",
+            hint="give the zone of what is held, and as many machines as the job can use",
+        )
+    tick = floor(state.elapsed_seconds / job.tick_seconds + 1e-9)
+    if tick >= job.num_ticks:
+        raise ProblemError(
+            f"the state is {state.elapsed_seconds:g} s after the start, the deadline "
+            f"{job.deadline_seconds:g} s",
+            hint="ask while there is a tick left",
+        )
+    pending, lost = state.pending_seconds, held.num_spot > there[held.zone]
+    if lost:
+        held = held._replace(num_spot=there[held.zone])
+        pending = job.restart_seconds
+    return Moment(
+        tick=tick,
+        work_left_seconds=state.work_left_seconds,
+        held=held,
+        zone=place,
+        pending_seconds=pending,
+        available=there,
+        run_lengths=tuple(_ticks_so(state.unchanged_seconds, name, job) for name in zones),
+    )
+
+
+def _ticks_so(seconds: Mapping[str, float], name: str, job: DeadlineJob) -> int:
+    return 1 + floor(seconds.get(name, 0.0) / job.tick_seconds + 1e-9)
+
+
+def _reason(job: DeadlineJob, now: Moment, held: Held, spare_seconds: float) -> str:
+    line = job.work_seconds * (now.tick * job.tick_seconds / job.deadline_seconds)
+    ahead = job.work_seconds - now.work_left_seconds - line
+    rest = f"the work is {abs(ahead) / 3600:.3g} h {'ahead of' if ahead >= 0 else 'behind'} a "
+    rest += "straight line to the deadline"
+    if spare_seconds < job.tick_seconds:
+        first = "there is no time left to wait for spot machines"
+    elif held.num_on_demand:
+        first = "waiting or spot machines alone would cost more later"
+    elif held.num_spot:
+        first = "spot machines are there"
+    else:
+        first = "no spot machine is there that is worth its restart, and there is time to wait"
+    return f"{first}; {rest}"
+
+
+def _text(held: Held, zones: Sequence[str]) -> str:
+    kinds = ((held.num_spot, "spot"), (held.num_on_demand, "on demand"))
+    words = [f"{number} {kind}" for number, kind in kinds if number]
+    return f"{' and '.join(words)} in {zones[held.zone]}" if words else "nothing"

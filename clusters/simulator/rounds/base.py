@@ -1,0 +1,382 @@
+"""Rounds in virtual time: carries out what ``mechanisms.rounds`` decides (thesis 5.5).
+
+Two conventions. ``text`` is the thesis: rounds of equal length. ``published`` is what Gavel's
+simulator does: whole steps, a round that ends with its last job.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ....schema.errors import InfeasibleError, ProblemError
+from ....schema.jobs import consolidated_devices
+from ....schema.simulation import JobOutcome
+from ...mechanisms.allocators.shares import Allocator
+from ...mechanisms.arrays import NOWHERE, Bools, Floats, Ints
+from ...mechanisms.cluster.active import Active
+from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.cluster.seats import Placement
+from ...mechanisms.cluster.servers import Held
+from ...mechanisms.rounds.decide import (
+    choose_alone,
+    is_due,
+    receive,
+    round_end,
+    seat_on_servers,
+    share_anew,
+)
+from ...mechanisms.rounds.state import RoundState
+from ..cluster.failures import Failures, Fleet, Seats
+from ..cluster.span_book import SpanBook
+from ..outcomes import Simulation
+from ..traces.arrivals import Queue
+from .options import STEPS_LEFT, RoundOptions
+
+_NOBODY: Ints = np.zeros(0, dtype=np.int64)
+
+
+class Outages:
+    """The devices that are up in each round; refuses runs in which no job ends any more."""
+
+    def __init__(self, options: RoundOptions, pool: Pool) -> None:
+        """Everything is up.
+
+        Args:
+            options: Of the rounds.
+            pool: The devices.
+
+        Raises:
+            ProblemError: The failures are those of other servers than jobs are placed on.
+            InfeasibleError: Failures are so frequent that devices would do hardly any useful work.
+        """
+        assert options.failures is not None
+        options.failures.refuse_hopeless(options.round_seconds)
+        seats = [[number] for number in pool.capacity.tolist()]
+        placed = Layout.apart(seats if options.servers is None else options.servers)
+        layout = options.failures.layout or placed
+        if layout.sizes != placed.sizes:
+            raise ProblemError(
+                "servers fail where these rounds place no jobs; give the rounds the same servers"
+            )
+        self.failures = Failures(options.failures, layout)
+        self.standing = self.fleet.standing()
+        self._done, self._since = -1, 0.0
+
+    @property
+    def fleet(self) -> Fleet:
+        """Which devices are down."""
+        return self.failures.fleet
+
+    def up(self, now_seconds: float) -> Ints:
+        """Devices of each type that work now [types]; ``standing`` says on which servers."""
+        self.standing = self.failures.standing(now_seconds)
+        return np.array([sum(row) for row in self.standing], dtype=np.int64)
+
+    def consolidated(self, pool: Pool) -> tuple[int, ...] | None:
+        """How many devices of each type jobs can hold consolidated on what is up [types]."""
+        if pool.consolidated is None:
+            return None
+        return consolidated_devices(pool.throughputs, self.standing)
+
+    def refuse_to_stall(self, active: Active, now_seconds: float, num_done: int) -> None:
+        """Watch whether jobs end.
+
+        Args:
+            active: The jobs present.
+            now_seconds: Start of the round.
+            num_done: Jobs that ended so far.
+
+        Raises:
+            InfeasibleError: None has for very much longer than it takes without failures.
+        """
+        if num_done > self._done:
+            self._done, self._since = num_done, now_seconds
+        options = self.failures.options
+        means = [m for m in (options.mean_seconds, options.server_mean_seconds) if m is not None]
+        patience = STALLED_REPAIRS * (max(means) + options.repair_seconds)
+        waited = now_seconds - self._since
+        if waited <= patience:
+            return
+        alone = active.left / active.rate.max(axis=0)
+        needed = float(alone.max() + (alone * active.scale).sum() / active.pool.capacity.sum())
+        if waited <= patience + STALLED_TIMES * needed:
+            return
+        largest = active.jobs[int(active.scale.argmax())]
+        raise InfeasibleError(
+            f"no job has ended for {waited / _HOUR:.4g} h, and the {len(active)} jobs present need "
+            f"{needed / _HOUR:.4g} h without failures (the limit is {STALLED_TIMES:g} times that, "
+            f"and {STALLED_REPAIRS:g} failures and repairs); job {largest.id!r} needs "
+            f"{largest.scale_factor} devices up at once",
+            hint="make failures rarer, repairs shorter, or the pool larger",
+        )
+
+
+class Rounds:
+    """The state between two rounds."""
+
+    def __init__(
+        self, queue: Queue, pool: Pool, allocator: Allocator, options: RoundOptions
+    ) -> None:
+        self.queue, self.pool, self.allocator, self.options = queue, pool, allocator, options
+        self.state = RoundState.empty(pool, options.servers, options.seed)
+        self.now = 0.0
+        self.busy = np.zeros(len(pool.types))
+        self.hourly = pool.hourly()
+        self.outcomes: list[JobOutcome] = []
+        self.book: SpanBook | None = None
+        if options.records_spans:
+            layout = options.layout
+            if layout is None and options.servers is not None:
+                layout = Layout.apart(options.servers)
+            self.book = SpanBook(pool.types, pool.capacity.tolist(), layout)
+        self.num_rounds = self.num_allocations = 0
+        self.outages = None if options.failures is None else Outages(options, pool)
+        self.num_done = 0
+        self.held_before: Mapping[str, Held] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Set up the further state of a kind of rounds."""
+
+    @property
+    def active(self) -> Active:
+        """The jobs present."""
+        return self.state.active
+
+    def step(self) -> bool:
+        """One round; False when all jobs are done."""
+        if not self.active.present:
+            if self.queue.next is None:
+                return False
+            self.now = max(self.now, self.queue.next_seconds)
+        arrived = self.queue.until(self.now)
+        if arrived:
+            self.state.admit(arrived, self.options.head_start_seconds)
+        if self.outages is not None:
+            self._look_at(self.outages)
+        if is_due(self.state, self.now, self.options):
+            self.settle()
+            share_anew(self.state, self.allocator, self.now, self.options)
+            self.num_allocations += 1
+        if self.num_rounds >= self.options.max_rounds:
+            raise ProblemError(f"not done after {self.options.max_rounds} rounds; check the load")
+        self.num_rounds += 1
+        self.run_round()
+        return True
+
+    def _look_at(self, outages: Outages) -> None:
+        """Read which devices are up."""
+        outages.refuse_to_stall(self.active, self.now, self.num_done)
+        if self.state.see(outages.up(self.now)):
+            self.active.consolidated = outages.consolidated(self.pool)
+
+    def settle(self) -> None:
+        """Complete all records, where a kind of rounds postpones that."""
+
+    def run_round(self) -> None:
+        """Choose the jobs that run, and let them work for a round."""
+        chosen = choose_alone(self.state, self.allocator, self.options)
+        active = self.active
+        runs = (chosen != NOWHERE).nonzero()[0]
+        kind = chosen[runs]
+        rate = active.rate[kind, runs]
+        moved = active.last_type[runs] != kind
+        if self.state.servers is not None:
+            ids = [(active.jobs[i].id,) for i in runs.tolist()]
+            close, relocated = self.seat(ids, kind, active.scale[runs])
+            rate, moved = rate * self.spread_rate(runs, kind, close), moved | relocated
+        lost = self.lost(runs, moved)
+        seconds, steps = self.work(rate, active.left[runs], lost)
+        scale = active.scale[runs]
+        struck = _NOBODY
+        if self.outages is not None:
+            usage = np.where(np.arange(len(self.state.up))[:, None] == kind, scale, 0)
+            ids = [(active.jobs[i].id,) for i in runs.tolist()]
+            struck = self.strike(ids, usage, self.outages)
+        steps[struck] = 0.0
+        left = active.left[runs] - steps
+        done = left <= STEPS_LEFT
+        active.left[runs] = left
+        active.held[kind, runs] += seconds
+        spent = seconds * scale
+        receive(self.state, kind, runs, seconds)
+        self.busy += np.bincount(kind, weights=spent, minlength=len(self.busy))
+        self.note(runs, moved)
+        if self.book is not None:
+            ids = [(active.jobs[i].id,) for i in runs.tolist()]
+            self.hold(self.book, ids, kind, scale, seconds[:, None].tolist(), struck)
+        chosen[runs[struck]] = NOWHERE  # it restarts
+        active.last_type[:] = chosen
+        start = self.now
+        self.now = self.end(seconds, done)
+        if done.any():
+            gone = active.remove(runs[done], start + seconds[done], self.hourly)
+            self.outcomes.extend(gone)
+            self.num_done += len(gone)
+            self.state.lost_jobs()
+
+    def seat(
+        self,
+        ids: Sequence[tuple[str, ...]],
+        kind: Ints,
+        scale: Ints,
+        apart: Sequence[bool] = (),
+    ) -> tuple[Bools, Bools]:
+        """Place jobs on servers; which are consolidated, and which moved."""
+        assert self.state.servers is not None
+        self.held_before = self.state.servers.held
+        standing = None if self.outages is None else self.outages.standing
+        return seat_on_servers(self.state, ids, kind, scale, standing, apart)
+
+    def spread_rate(self, runs: Ints, kind: Ints, close: Bools) -> Floats:
+        """The part of their rate that jobs keep, 1 where they are consolidated [jobs]."""
+        kept = np.ones(len(runs))
+        for place in (~close).nonzero()[0].tolist():
+            job, type_ = int(runs[place]), int(kind[place])
+            apart = self.pool.apart_rate(self.active.jobs[job])[type_]
+            kept[place] = apart / self.active.rate[type_, job]
+        return kept
+
+    def strike(self, ids: Sequence[tuple[str, ...]], usage: Ints, outages: Outages) -> Ints:
+        """Let devices fail in this round; which holders they hit.
+
+        Args:
+            ids: The jobs of each holder [holders].
+            usage: Devices that each holds of each type [types, holders].
+            outages: What fails.
+        """
+        seats: list[Seats] = [
+            [(kind, 0, number) for kind, number in enumerate(column) if number]
+            for column in usage.T.tolist()
+        ]
+        servers = self.state.servers
+        if servers is not None:
+            held = [servers.held[names[0]] for names in ids]
+            seats = [[(kind, *seat) for seat in at.items()] for kind, at in held]
+        return outages.failures.strike(seats, self.now, self.options.round_seconds)
+
+    def work(self, rate: Floats, left: Floats, lost: Floats) -> tuple[Floats, Floats]:
+        """Seconds each job works in a round, restart included, and the steps it makes."""
+        possible = rate * (self.options.round_seconds - lost)
+        if self.options.convention == "published":
+            possible = np.maximum(np.floor(possible), 1.0)
+        steps = np.minimum(possible, left)
+        return steps / rate + lost, steps
+
+    def lost(self, jobs: Ints, moved: Bools) -> Floats:
+        """Seconds that jobs lose at the round's begin: those that start, move or are resized.
+
+        Args:
+            jobs: Places of jobs.
+            moved: Whether each has other devices than in the last round, or some at last.
+        """
+        options = self.options
+        lost: Floats = np.where(moved, options.restart_seconds, 0.0)
+        if options.resize_seconds is not None:
+            resized = moved & (self.active.last_type[jobs] != NOWHERE) & self._on_one_server(jobs)
+            lost[resized] = options.resize_seconds
+        return lost
+
+    def _on_one_server(self, jobs: Ints) -> Bools:
+        """Whether each job's devices, in the last round and in this one, are all of one server."""
+        servers = self.state.servers
+        if servers is None:
+            return np.ones(len(jobs), dtype=bool)
+        layout = self.options.layout or Layout.apart(servers.sizes)
+
+        def on(held: Mapping[str, Held], name: str) -> set[int]:
+            kind, places = held.get(name, (0, {}))
+            return {layout.servers[kind][place] for place in places}
+
+        names = [self.active.jobs[place].id for place in jobs.tolist()]
+        used = [on(self.held_before, name) | on(servers.held, name) for name in names]
+        return np.array([len(each) == 1 for each in used], dtype=bool)
+
+    def end(self, seconds: Floats, done: Bools) -> float:
+        """When the round ends: with its last job by the published convention, else in time.
+
+        Args:
+            seconds: How long each job works [jobs that run].
+            done: Whether it then ends.
+        """
+        last = self.now + float(seconds.max(initial=0.0))
+        if self.options.convention == "published" and len(seconds):
+            return last
+        ends = self.now + self.options.round_seconds
+        if not self.options.ends_early:
+            return ends
+        return round_end(
+            ends,
+            free_seconds=last if done.all() else math.inf,
+            news_seconds=last if len(seconds) else self.queue.next_seconds,
+        )
+
+    def note(self, runs: Ints, moved: Bools) -> None:
+        """Record starts and restarts."""
+        active = self.active
+        movers = runs[moved]
+        if len(movers):
+            had = active.started[movers]
+            active.started[movers] = np.where(had < 0, self.now, had)
+            active.restarts[movers] += had >= 0
+
+    def hold(
+        self,
+        book: SpanBook,
+        ids: Sequence[tuple[str, ...]],
+        column: Ints,
+        often: Ints,
+        seconds: Sequence[Sequence[float]],
+        struck: Ints,
+    ) -> None:
+        """Record which job holds which devices in this round.
+
+        Args:
+            book: What to keep it in.
+            ids: The jobs of each placement [placements].
+            column: Where each is.
+            often: How many times the devices of its column each holds.
+            seconds: How long each job works [placements][jobs].
+            struck: Placements that a failure hits in this round.
+        """
+        servers = self.state.servers
+        held = (self.pool.resources[:, column] * often).T.tolist()
+        placements = [
+            Placement(
+                names,
+                tuple((kind, int(number)) for kind, number in enumerate(counts) if number),
+                None if servers is None else servers.held[names[0]][1],
+            )
+            for names, counts in zip(ids, held, strict=True)
+        ]
+        ends = [[self.now + time for time in each] for each in seconds]
+        standing = None if self.outages is None else self.outages.standing
+        book.hold(placements, self.now, ends, standing)
+        book.strike(name for place in struck.tolist() for name in ids[place])
+
+    def result(self) -> Simulation:
+        """The simulation's result; its end is that of the last job."""
+        end = max((job.finish_seconds for job in self.outcomes), default=0.0)
+        return Simulation(
+            jobs=tuple(self.outcomes),
+            num_devices=dict(self.pool.num_devices),
+            busy_seconds=dict(zip(self.pool.types, self.busy.tolist(), strict=True)),
+            end_seconds=end,
+            num_rounds=self.num_rounds,
+            num_allocations=self.num_allocations,
+            num_failures=0 if self.outages is None else self.outages.fleet.num_devices_failed,
+            num_server_failures=(
+                0 if self.outages is None else self.outages.fleet.num_servers_failed
+            ),
+            left_out=dict(self.queue.left_out),
+            spans=() if self.book is None else self.book.spans(),
+        )
+
+
+# A run is given up when no job has ended for so many times what all jobs present need without
+# failures, and for so many failures and repairs.
+STALLED_TIMES = 100.0
+STALLED_REPAIRS = 10.0
+_HOUR = 3600.0

@@ -1,0 +1,254 @@
+"""Draw a timed pipeline schedule: for the terminal, as SVG, or as one HTML file.
+
+There is one row per rank, and time goes to the right, as in the papers' figures. Forward passes,
+backward passes and weight gradients differ in fill and colour. The number in a bar is the
+microbatch (from 0); a letter after it is the model chunk, where a rank holds several.
+"""
+
+from collections.abc import Iterator
+from html import escape
+from math import floor, log10
+
+from ...planning.schedules.counting import peak_weight_versions
+from ...planning.schedules.timing import Span, Timing
+from ...schema.operations import Kind, Operation
+from .grid import most_characters
+
+_FILLS = {
+    Kind.FORWARD: "-",
+    Kind.BACKWARD: "=",
+    Kind.BACKWARD_INPUT: "=",
+    Kind.BACKWARD_WEIGHT: "~",
+    Kind.UPDATE: "#",
+}
+_ANSI = {
+    Kind.FORWARD: "\x1b[44;97m",
+    Kind.BACKWARD: "\x1b[42;30m",
+    Kind.BACKWARD_INPUT: "\x1b[42;30m",
+    Kind.BACKWARD_WEIGHT: "\x1b[43;30m",
+    Kind.UPDATE: "\x1b[45;97m",
+}
+_COLOURS = {
+    Kind.FORWARD: "#9ec5fe",
+    Kind.BACKWARD: "#a3cfbb",
+    Kind.BACKWARD_INPUT: "#a3cfbb",
+    Kind.BACKWARD_WEIGHT: "#ffe69c",
+    Kind.UPDATE: "#e2a6d0",
+}
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "gradient of the input",
+    Kind.BACKWARD_WEIGHT: "gradient of the weights",
+    Kind.UPDATE: "update",
+}
+_IDLE = "#eeeeee"
+_LEGEND = "- forward  = backward  ~ weight gradient  # update  . idle"
+_ROW, _BAR, _LEFT, _TOP = 28, 22, 90, 58
+_MOST_NUMBERS = 12
+
+Bar = tuple[Operation, Span]
+
+
+def terminal_timeline(timing: Timing, *, width: int | None = None, colour: bool = False) -> str:
+    """Draw a schedule in plain characters.
+
+    Args:
+        timing: The timed schedule.
+        width: Largest number of characters for the time axis; None fits lines to the terminal, as
+            tables are, or takes 120. A number that does not fit into its bar is left out.
+        colour: Whether to colour the bars by ANSI escapes.
+    """
+    heads = [f"rank {rank}" for rank in range(timing.schedule.num_ranks)]
+    most = most_characters()
+    if width is None:
+        width = 120 if most is None else max(20, most - len(heads[-1]) - len(" || 100%"))
+    scale = _characters_per_second(timing, width)
+    rows = [
+        f"{head:>{len(heads[-1])}} |{_row(timing, rank, scale, colour)}| "
+        f"{timing.utilisation[rank]:4.0%}"
+        for rank, head in enumerate(heads)
+    ]
+    return "\n".join([*rows, _LEGEND, summary(timing)])
+
+
+def summary(timing: Timing) -> str:
+    """The schedule's figures in one line."""
+    return (
+        f"{timing.schedule.name}: {timing.schedule.num_microbatches} microbatches in "
+        f"{timing.makespan_seconds:.6g} s, bubble {timing.bubble_fraction:.1%} of ideal time, "
+        f"activations held {_of_ranks(timing.peak_in_flight)}, weight versions "
+        f"{_of_ranks(peak_weight_versions(timing.schedule))}"
+    )
+
+
+def svg_timeline(timing: Timing, *, width: int = 1200) -> str:
+    """Draw a schedule as a complete SVG document, ``width`` pixels wide."""
+    scale = (width - _LEFT - 20) / (timing.makespan_seconds or 1)
+    height = _TOP + _ROW * timing.schedule.num_ranks + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="8" y="18" font-size="13">{escape(summary(timing))}</text>',
+        *_svg_legend(timing),
+    ]
+    for rank in range(timing.schedule.num_ranks):
+        top = _TOP + rank * _ROW
+        parts.append(f'<text x="8" y="{top + 15}">rank {rank}</text>')
+        parts.append(
+            f'<rect x="{_LEFT}" y="{top}" width="{timing.makespan_seconds * scale:.2f}" '
+            f'height="{_BAR}" fill="{_IDLE}"/>'
+        )
+        parts += [_svg_bar(timing, rank, bar, scale, top) for bar in _bars(timing, rank)]
+    parts += _svg_axis(timing, scale, height)
+    return "\n".join([*parts, "</svg>"])
+
+
+def html_timeline(timing: Timing, *, title: str | None = None) -> str:
+    """Draw a schedule as one HTML file that needs no other files.
+
+    Args:
+        timing: The timed schedule.
+        title: The heading; None is the schedule's name.
+    """
+    name = escape(title or timing.schedule.name)
+    rows = "\n".join(_html_row(timing, rank) for rank in range(timing.schedule.num_ranks))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{name}</title>
+<style>
+body {{ font-family: sans-serif; margin: 2em; }}
+td, th {{ padding: 0.2em 1em; text-align: right; }}
+.timeline svg {{ max-width: 100%; height: auto; }}
+</style>
+</head>
+<body>
+<h1>{name}</h1>
+<div class="timeline">
+{svg_timeline(timing)}
+</div>
+<table>
+<tr><th>rank</th><th>stages</th><th>busy (s)</th><th>idle (s)</th><th>utilisation</th>
+<th>bubble on own span</th><th>activations held</th></tr>
+{rows}
+</table>
+</body>
+</html>
+"""
+
+
+def bar_label(timing: Timing, rank: int, operation: Operation) -> str:
+    """The label of a bar: the microbatch, and the chunk where the rank holds several."""
+    stages = timing.schedule.stages_of_rank[rank]
+    chunk = chr(ord("a") + stages.index(operation.stage) % 26) if len(stages) > 1 else ""
+    return "" if operation.kind is Kind.UPDATE else f"{operation.microbatch}{chunk}"
+
+
+def _bars(timing: Timing, rank: int) -> Iterator[Bar]:
+    operations, spans = timing.schedule.ranks[rank], timing.spans[rank]
+    for operation, (start, end) in zip(operations, spans, strict=True):
+        if operation.kind in _FILLS and end > start:
+            yield operation, (start, end)
+
+
+def _characters_per_second(timing: Timing, width: int) -> float:
+    """Characters per second: a whole number of characters for the shortest pass and its label."""
+    bars = [(r, bar) for r in range(timing.schedule.num_ranks) for bar in _bars(timing, r)]
+    if not bars:
+        return 1.0
+    shortest = min(end - start for _, (_, (start, end)) in bars)
+    label = max(len(bar_label(timing, rank, operation)) for rank, (operation, _) in bars)
+    fitting = width * shortest / timing.makespan_seconds
+    return min(label + 1, int(fitting) or fitting) / shortest
+
+
+def _row(timing: Timing, rank: int, scale: float, colour: bool) -> str:
+    text, at = "", 0
+    for operation, (start, end) in _bars(timing, rank):
+        first, last = round(start * scale), round(end * scale)
+        label = bar_label(timing, rank, operation)
+        if len(label) > last - first:
+            label = ""
+        bar = label.ljust(last - first, _FILLS[operation.kind])
+        coloured = f"{_ANSI[operation.kind]}{bar}\x1b[0m" if colour and bar else bar
+        text += "." * (first - at) + coloured
+        at = last
+    return text + "." * (round(timing.makespan_seconds * scale) - at)
+
+
+def _svg_bar(timing: Timing, rank: int, bar: Bar, scale: float, top: int) -> str:
+    operation, (start, end) = bar
+    left, long = _LEFT + start * scale, (end - start) * scale
+    label = bar_label(timing, rank, operation)
+    shown = label if long > 7 * len(label) + 2 else ""
+    version = "writes" if operation.kind is Kind.UPDATE else "reads"
+    tip = (
+        f"{operation.kind} of stage {operation.stage}, microbatch {operation.microbatch}; "
+        f"{start:.6g} to {end:.6g} s; {version} weight version {operation.weight_version}"
+    )
+    return (
+        f'<g><title>{escape(tip)}</title><rect x="{left:.2f}" y="{top}" width="{long:.2f}" '
+        f'height="{_BAR}" fill="{_COLOURS[operation.kind]}" stroke="#666666" '
+        f'stroke-width="0.5"/><text x="{left + long / 2:.2f}" y="{top + 15}" '
+        f'text-anchor="middle">{escape(shown)}</text></g>'
+    )
+
+
+def _svg_legend(timing: Timing) -> Iterator[str]:
+    """A square of each colour that the picture has, with its name."""
+    ranks = range(timing.schedule.num_ranks)
+    drawn = {operation.kind for rank in ranks for operation, _ in _bars(timing, rank)}
+    shown = [(_COLOURS[kind], _NAMES[kind]) for kind in _COLOURS if kind in drawn]
+    x = _LEFT
+    for colour, name in [*shown, (_IDLE, "idle")]:
+        yield (
+            f'<rect x="{x}" y="30" width="12" height="12" fill="{colour}" stroke="#666666" '
+            f'stroke-width="0.5"/><text x="{x + 17}" y="40">{name}</text>'
+        )
+        x += 40 + 6 * len(name)
+
+
+def _round_ticks(seconds: float) -> Iterator[float]:
+    """Times at multiples of 1, 2 or 5 times a power of ten: at most ten of them."""
+    least = seconds / 8 or 1.0
+    power = 10.0 ** floor(log10(least))
+    apart = next(power * n for n in (1, 2, 5, 10) if power * n >= least)
+    yield from (number * apart for number in range(int(seconds / apart * (1 + 1e-9)) + 1))
+
+
+def _svg_axis(timing: Timing, scale: float, height: int) -> Iterator[str]:
+    for seconds in _round_ticks(timing.makespan_seconds):
+        x = _LEFT + seconds * scale
+        yield (
+            f'<line x1="{x:.2f}" y1="{_TOP - 4}" x2="{x:.2f}" y2="{height - 30}" '
+            f'stroke="#cccccc" stroke-width="0.5"/>'
+            f'<text x="{x:.2f}" y="{height - 14}" text-anchor="middle">{seconds:.4g} s</text>'
+        )
+
+
+def _html_row(timing: Timing, rank: int) -> str:
+    cells = (
+        rank,
+        _numbers(timing.schedule.stages_of_rank[rank]),
+        f"{timing.busy_seconds[rank]:.6g}",
+        f"{timing.idle_seconds[rank]:.6g}",
+        f"{timing.utilisation[rank]:.1%}",
+        f"{timing.span_bubble_fractions[rank]:.1%}",
+        timing.peak_in_flight[rank],
+    )
+    return "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>"
+
+
+def _of_ranks(values: tuple[int, ...]) -> str:
+    """A number of each rank, or the least and the most of many ranks."""
+    if len(values) <= _MOST_NUMBERS:
+        return _numbers(values)
+    least, most = min(values), max(values)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return "-".join(map(str, values))

@@ -1,0 +1,517 @@
+"""Check a plan with pipeline, tensor and data parallelism against the definitions.
+
+Nothing is shared with the solver or with costs. Every stage is summed layer by layer, every
+message and all-reduce is recomputed, and the step follows from them (docs/parallel.md).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
+
+from ...schema.errors import ProblemError
+from ...schema.parallel import (
+    LinkCurve,
+    ParallelPool,
+    ParallelProblem,
+    ShardTimes,
+    parallel_schedule,
+)
+from ...schema.pipeline_shape import PipelineShape
+from ...schema.plan import Plan, ReplicaGroup, Stage
+from . import definitions
+from .plan import (
+    device_faults,
+    dollar_faults,
+    number_faults,
+    question_faults,
+    rate_faults,
+    step_faults,
+)
+from .schedule_lists import own_passes
+
+_NEAR = 1e-9
+
+
+def check(plan: Plan, problem: ParallelProblem) -> list[str]:
+    """List every fault of a plan; an empty list means that it is valid.
+
+    Args:
+        plan: The plan to check.
+        problem: The problem that the plan claims to answer.
+
+    Returns:
+        One sentence per fault.
+    """
+    faults = _plan_faults(plan, problem)
+    if faults:
+        return faults
+    return [*_proof_faults(plan), *_alternative_faults(plan, problem)]
+
+
+def _plan_faults(plan: Plan, problem: ParallelProblem) -> list[str]:
+    """List the faults of a plan, or of an alternative written as one, without its proof."""
+    faults = [*_shape_faults(plan, problem), *_device_faults(plan, problem)]
+    if faults:
+        return faults  # costs need layers and degrees that were timed
+    counted = _counted(plan, problem)
+    return [*_memory_faults(plan, counted, problem), *number_faults(plan, counted, _NEAR, 0.0)]
+
+
+def counted_step(plan: Plan, problem: ParallelProblem) -> float:
+    """Seconds of a step of 1F1B, counted from the problem.
+
+    All stages once, the slowest stage m - 1 times more, then the slowest update and all-reduce.
+    Interleaved 1F1B with v chunks on each of p positions: v m + p - 1 passes of the slowest chunk,
+    then the slowest update and all-reduce of a position's chunks together.
+    """
+    stages = [
+        _compute(plan, problem, number) + _transfer(plan, problem, number)
+        for number in range(len(plan.stages))
+    ]
+    held = [_held_with(plan, number) for number in range(plan.num_positions)]
+    update = max(sum(_update(plan, problem, number) for number in own) for own in held)
+    reduce = max(sum(_reduce(plan, problem, number) for number in own) for own in held)
+    if plan.num_model_chunks > 1:
+        passes = plan.num_model_chunks * plan.num_rounds + plan.num_positions - 1
+        return passes * max(stages) + update + reduce
+    again = max(stages) * (plan.num_rounds - 1)
+    return sum(stages) + again + update + reduce
+
+
+def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[float]:
+    """Bytes on one device of each replica group of a stage, in the groups' order.
+
+    A stage holds at most as many microbatches in flight as there are stages from it on. Devices of
+    interleaved plans hold several stages, which are counted together, pass by pass. The state of a
+    sharded optimizer is shared out layer by layer: no replica has more than an equal share of all
+    layers but the largest, and the largest.
+
+    Args:
+        plan: The plan to check.
+        problem: Gives the bytes of each layer.
+        number: The stage, from 0.
+    """
+    own, size = _held_with(plan, number), plan.microbatch_size
+    counted = []
+    for group in plan.stages[number].replicas:
+        sizes = next(
+            s for s in problem.sizes if s.tensor_parallel_size == group.tensor_parallel_size
+        )
+        alone, kept = 0.0, {}
+        weights = [
+            weight
+            for each in own
+            for weight in _of(plan.stages[each], sizes.weight_bytes, _start(plan, each))
+        ]
+        held = problem.bytes_per_weight_byte * sum(weights)
+        if problem.shard_optimizer and problem.optimizer is not None:
+            largest, replicas = max(weights), plan.stages[number].num_replicas
+            share = (sum(weights) - largest) / replicas + largest
+            held -= problem.optimizer.state_bytes_per_weight_byte * (sum(weights) - share)
+        for each in own:
+            stage, start = plan.stages[each], _start(plan, each)
+            kept[each] = size * sum(_of(stage, sizes.stashed_bytes, start))
+            if stage.recompute == "selective":
+                kept[each] = size * sum(_of(stage, sizes.selective_bytes, start))
+                alone = max(alone, size * max(_of(stage, sizes.core_bytes, start)))
+            if stage.recompute == "full":
+                alone = max(alone, kept[each])
+                kept[each] = float(problem.output_bytes[start - 1] * size if start else 0)
+        counted.append(problem.reserved_bytes + held + alone + _most_in_flight(plan, kept))
+    return counted
+
+
+def _held_with(plan: Plan, number: int) -> list[int]:
+    """The stages on the devices of a stage, itself included."""
+    return list(range(number % plan.num_positions, len(plan.stages), plan.num_positions))
+
+
+def _most_in_flight(plan: Plan, kept: dict[int, float]) -> float:
+    """The most bytes of microbatches in flight that a device holds at once.
+
+    Args:
+        plan: Gives the schedule.
+        kept: Stage on the device -> bytes that it keeps for each microbatch.
+    """
+    p = plan.num_positions
+    if plan.num_model_chunks == 1:
+        ((number, each),) = kept.items()
+        return min(p - number, plan.num_rounds) * each
+    # The order repeats from one group of p microbatches to the next.
+    shape = PipelineShape(
+        pipeline_parallel_size=p,
+        num_microbatches=min(plan.num_rounds, 4 * p),
+        num_model_chunks=plan.num_model_chunks,
+    )
+    most = now = 0.0
+    for kind, stage, _ in (own_passes(plan.schedule, shape) or ())[min(kept)]:
+        now += kept[stage] if kind == "forward" else -kept[stage]
+        most = max(most, now)
+    return most
+
+
+def _of(stage: Stage, table: tuple[float, ...] | tuple[int, ...], start: int) -> tuple[float, ...]:
+    return tuple(table[start : start + len(stage.layers)])
+
+
+def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
+    yield from question_faults(plan, problem)
+    names = [name for stage in plan.stages for name in stage.layers]
+    if names != list(problem.layers):
+        yield "the stages do not hold all layers once, in the model's order"
+    chunks, most = plan.num_model_chunks, problem.most_stages
+    if most is not None and len(plan.stages) > most:
+        yield f"{len(plan.stages)} stages, at most {most} are asked for"
+    if plan.schedule != parallel_schedule(is_chunked=chunks > 1):
+        plain, chunked = (parallel_schedule(is_chunked=more) for more in (False, True))
+        yield (
+            f"schedule {plan.schedule} with {chunks} chunks is not judged: parallel plans are "
+            f"{plain} with 1, or {chunked} with more"
+        )
+    if chunks not in problem.num_model_chunks:
+        yield f"{chunks} chunks a device were not asked for"
+    replicas = {stage.num_replicas for stage in plan.stages}
+    if len(replicas) > 1:
+        yield f"stages have {sorted(replicas)} replicas; all must have equally many"
+        return
+    rounds = ceil(plan.global_batch_size / (plan.microbatch_size * min(replicas)))
+    passes = {(g.virtual_nodes, g.virtual_node_batch_size) for s in plan.stages for g in s.replicas}
+    if passes != {(rounds, plan.microbatch_size)}:
+        yield (
+            f"virtual nodes (number, size) are {sorted(passes)}; {min(replicas)} replicas with "
+            f"microbatches of {plan.microbatch_size} need {rounds}"
+        )
+    if chunks > 1:
+        yield from _interleaving_faults(plan, problem, min(replicas))
+    if bool(plan.shard_optimizer) != problem.shard_optimizer:
+        said = "shards" if plan.shard_optimizer else "does not shard"
+        yield f"the plan {said} the optimizer's state, the problem asks for the opposite"
+    for number, stage in enumerate(plan.stages):
+        degrees = sorted({group.tensor_parallel_size for group in stage.replicas})
+        if problem.shard_optimizer and len(degrees) > 1:
+            yield f"stage {number}: replicas of degrees {degrees} share no optimizer state"
+        if stage.recompute not in problem.recompute:
+            yield f"stage {number} recomputes ({stage.recompute}), which was not asked for"
+
+
+def _interleaving_faults(plan: Plan, problem: ParallelProblem, replicas: int) -> Iterator[str]:
+    number, p = ceil(plan.global_batch_size / plan.microbatch_size), plan.num_positions
+    if p < 2 or number % (replicas * p):
+        yield (
+            f"{number} microbatches do not interleave over {replicas} replicas of {p} positions; "
+            "they must divide, and there must be 2 positions"
+        )
+    if problem.cost_rule != "hetflow":
+        yield f"the cost rule {problem.cost_rule} does not count interleaved plans"
+
+
+def _device_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
+    pools = {pool.device_type: pool for pool in problem.pools}
+    for number, stage in enumerate(plan.stages):
+        for group in stage.replicas:
+            pool = pools.get(group.device_type)
+            if pool is None:
+                yield f"stage {number}: the pool has no {group.device_type}"
+                continue
+            yield from _group_faults(plan, problem, number, group, pool)
+    for pool in problem.pools:
+        if pool.inside is not None and not _has_places(plan, problem, pool):
+            yield f"servers of {pool.device_type} do not hold the stages counted inside one"
+    yield from device_faults(plan, {name: pool.num_devices for name, pool in pools.items()})
+
+
+def _has_places(plan: Plan, problem: ParallelProblem, pool: ParallelPool) -> bool:
+    """Whether each stage inside a server, and each group of others, finds one with room."""
+    wanted: list[int] = []
+    for stage in plan.stages[: plan.num_positions]:
+        for group in stage.replicas:
+            if group.device_type == pool.device_type:
+                together = group.num_replicas * group.tensor_parallel_size
+                whole = _lies_in_a_server(problem, stage)
+                wanted += [together] if whole else [group.tensor_parallel_size] * group.num_replicas
+    full, rest = divmod(pool.num_devices, pool.devices_per_server)
+    room = [pool.devices_per_server] * full + [rest]
+    for size in sorted(wanted, reverse=True):
+        place = next((n for n, left in enumerate(room) if left >= size), None)
+        if place is None:
+            return False
+        room[place] -= size
+    return True
+
+
+def _group_faults(
+    plan: Plan,
+    problem: ParallelProblem,
+    number: int,
+    group: ReplicaGroup,
+    pool: ParallelPool,
+) -> Iterator[str]:
+    degree, where = group.tensor_parallel_size, f"stage {number}: {group.device_type}"
+    if pool.devices_per_server % degree:
+        yield (
+            f"{where} has servers of {pool.devices_per_server}, which groups of {degree} do not "
+            "fill"
+        )
+    if all(sizes.tensor_parallel_size != degree for sizes in problem.sizes) or all(
+        (t.tensor_parallel_size, t.microbatch_size) != (degree, plan.microbatch_size)
+        for t in pool.times
+    ):
+        yield f"{where} was not timed at degree {degree}, microbatch {plan.microbatch_size}"
+
+
+def _memory_faults(plan: Plan, counted: Plan, problem: ParallelProblem) -> Iterator[str]:
+    room = {pool.device_type: pool.memory_bytes for pool in problem.pools}
+    for number, (stage, own) in enumerate(zip(plan.stages, counted.stages, strict=True)):
+        for group, other in zip(stage.replicas, own.replicas, strict=True):
+            memory, needed = room[group.device_type], other.memory_bytes or 0
+            if memory is not None and needed > memory * (1 + _NEAR):
+                yield (
+                    f"stage {number} needs {needed / 2**20:.1f} MiB on a {group.device_type}, "
+                    f"which has {memory / 2**20:.1f} MiB"
+                )
+            if group.memory_bytes is None:
+                yield f"stage {number}: memory_bytes is missing, counted {needed:.0f}"
+
+
+def _counted(plan: Plan, problem: ParallelProblem) -> Plan:
+    """The plan with every number counted again."""
+    stages = tuple(
+        replace(
+            stage,
+            compute_seconds=_compute(plan, problem, number),
+            transfer_seconds=_transfer(plan, problem, number),
+            reduce_seconds=_reduce(plan, problem, number),
+            update_seconds=_update(plan, problem, number),
+            replicas=tuple(
+                replace(group, memory_bytes=round(needed))
+                for group, needed in zip(
+                    stage.replicas, counted_memory(plan, problem, number), strict=True
+                )
+            ),
+        )
+        for number, stage in enumerate(plan.stages)
+    )
+    held = [_held_with(plan, number) for number in range(plan.num_positions)]
+    predicted = replace(
+        plan.predicted,
+        step_seconds=counted_step(plan, problem),
+        sync_seconds=max(sum(_reduce(plan, problem, number) for number in own) for own in held),
+        update_seconds=max(sum(_update(plan, problem, number) for number in own) for own in held),
+        bubble_fraction=_bubble(plan, problem),
+    )
+    return replace(plan, stages=stages, predicted=predicted)
+
+
+def _bubble(plan: Plan, problem: ParallelProblem) -> float:
+    """Time to fill and drain the pipeline, over the time of the slowest stage's passes.
+
+    With equal chunks this is (p - 1) / (v m) (4.2.2), which interleaved plans state.
+    """
+    if plan.num_model_chunks > 1:
+        return (plan.num_positions - 1) / (plan.num_model_chunks * plan.num_rounds)
+    stages = [
+        _compute(plan, problem, number) + _transfer(plan, problem, number)
+        for number in range(len(plan.stages))
+    ]
+    slowest = max(stages)
+    filling = sum(stages) - slowest
+    return filling / (plan.num_rounds * slowest) if slowest else 0.0
+
+
+def _proof_faults(plan: Plan) -> Iterator[str]:
+    if plan.proof.lower_bound is None:
+        yield "proof: no lower_bound"
+    if plan.proof.tolerance is not None:
+        yield f"proof: tolerance {plan.proof.tolerance}, but nothing tells how accurate a step is"
+    yield from step_faults(plan, _NEAR)
+
+
+def _alternative_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
+    """Judge each alternative as a plan, and that no other is better in every figure at once."""
+    foretold = [other.predicted for other in plan.alternatives]
+    steps = [0.0 if one is None else one.step_seconds for one in foretold]
+    if None in foretold or steps != sorted(steps):
+        yield "alternatives: the fastest must come first"
+    figures = [_figures(plan)]
+    for number, other in enumerate(plan.alternatives):
+        try:
+            as_plan = replace(
+                plan,
+                stages=other.stages,
+                microbatch_size=other.microbatch_size,
+                num_microbatches=other.num_microbatches,
+                num_model_chunks=other.num_model_chunks,
+                schedule=parallel_schedule(is_chunked=other.num_model_chunks > 1),
+                predicted=other.predicted or plan.predicted,
+                alternatives=(),
+            )
+        except ProblemError as error:
+            yield f"alternatives[{number}]: {error.message}"
+            continue
+        faults = [*_plan_faults(as_plan, problem), *rate_faults(as_plan, _NEAR)]
+        faults += dollar_faults(as_plan)
+        yield from (f"alternatives[{number}]: {fault}" for fault in faults)
+        mine = _figures(as_plan)
+        if any(all(a <= b for a, b in zip(known, mine, strict=True)) for known in figures):
+            yield f"alternatives[{number}]: another plan is as good in every figure"
+        figures.append(mine)
+
+
+def _figures(plan: Plan) -> tuple[float, ...]:
+    """Seconds, devices, bytes of the fullest device, and dollars an hour where they are known."""
+    got = plan.predicted
+    return (
+        got.step_seconds,
+        plan.num_devices,
+        max(stage.memory_bytes or 0 for stage in plan.stages),
+        got.dollars_per_hour or 0.0,
+    )
+
+
+def _pool(problem: ParallelProblem, group: ReplicaGroup) -> ParallelPool:
+    return next(pool for pool in problem.pools if pool.device_type == group.device_type)
+
+
+def _times(plan: Plan, problem: ParallelProblem, group: ReplicaGroup) -> ShardTimes:
+    wanted = (group.tensor_parallel_size, plan.microbatch_size)
+    return next(
+        times
+        for times in _pool(problem, group).times
+        if (times.tensor_parallel_size, times.microbatch_size) == wanted
+    )
+
+
+def _start(plan: Plan, number: int) -> int:
+    return sum(len(stage.layers) for stage in plan.stages[:number])
+
+
+def _compute(plan: Plan, problem: ParallelProblem, number: int) -> float:
+    stage, start = plan.stages[number], _start(plan, number)
+    slowest = 0.0
+    for group in stage.replicas:
+        times = _times(plan, problem, group)
+        forward = sum(_of(stage, times.forward_seconds, start))
+        backward = sum(_of(stage, times.backward_seconds, start))
+        if stage.recompute == "full":
+            backward += forward
+        if stage.recompute == "selective":
+            backward += sum(_of(stage, times.core_seconds, start))
+        slowest = max(slowest, forward + backward)
+    return slowest
+
+
+def _update(plan: Plan, problem: ParallelProblem, number: int) -> float:
+    stage, start = plan.stages[number], _start(plan, number)
+    tables = [_times(plan, problem, group).update_seconds for group in stage.replicas]
+    if problem.cost_rule == "sailor":
+        whole = max(table[start] for table in tables)
+    else:
+        whole = max(sum(_of(stage, table, start)) for table in tables)
+    if not problem.shard_optimizer:
+        return whole
+    # Each replica updates its share, which then goes round the ring of replicas once.
+    return whole / stage.num_replicas + _ring(plan, problem, number, rounds=1)
+
+
+def _transfer(plan: Plan, problem: ParallelProblem, number: int) -> float:
+    """Seconds of a microbatch's messages: output to the next stage, gradient to the previous one.
+
+    Sailor's rule counts some messages twice.
+    """
+    size, last = plan.microbatch_size, len(plan.stages) - 1
+    if last == 0:
+        return 0.0
+    output = gradient = 0.0
+    if number < last:
+        sent = problem.output_bytes[_start(plan, number + 1) - 1] * size
+        output = _message(plan, problem, (number, number + 1), sent)
+    if number > 0:
+        start = _start(plan, number)
+        own = start if problem.cost_rule == "sailor" else start - 1
+        gradient = _message(plan, problem, (number - 1, number), problem.output_bytes[own] * size)
+    if problem.cost_rule == "sailor":
+        if number == last:
+            return 2 * gradient
+        if number == 0 and last >= 3:
+            return 2 * output
+    return output + gradient
+
+
+def _message(plan: Plan, problem: ParallelProblem, stages: tuple[int, int], size: float) -> float:
+    """Seconds of a message between two stages, over the slowest link of and between their replicas.
+
+    Without scatter/gather, each device of a tensor-parallel group sends a full copy. If receiving
+    blocks, the message also costs the receiving stage the same time.
+    """
+    slowest = 0.0
+    for number in stages:
+        for group in plan.stages[number].replicas:
+            degree = group.tensor_parallel_size
+            sent = size if problem.boundary_rule == "scattered" else size * degree
+            for link in _pool(problem, group).links:
+                if link.tensor_parallel_size == degree:
+                    slowest = max(slowest, definitions.curve_seconds(link.curve, sent))
+    for one in plan.stages[stages[0]].replicas:
+        for other in plan.stages[stages[1]].replicas:
+            copies = max(one.tensor_parallel_size, other.tensor_parallel_size)
+            sent = size if problem.boundary_rule == "scattered" else size * copies
+            for curve in _curves_between(problem, {one.device_type, other.device_type}):
+                slowest = max(slowest, definitions.curve_seconds(curve, sent))
+    return slowest + slowest if problem.boundary_rule == "blocking" else slowest
+
+
+def _lies_in_a_server(problem: ParallelProblem, stage: Stage) -> bool:
+    """Whether all devices of a stage are of one kind, and equal parts of a server."""
+    if len(stage.replicas) > 1:
+        return False
+    group = stage.replicas[0]
+    width = _pool(problem, group).devices_per_server
+    return width in range(0, width + 1, group.num_replicas * group.tensor_parallel_size)
+
+
+def _curves_between(problem: ParallelProblem, types: set[str]) -> list[LinkCurve]:
+    """The links between unlike types of a set, where the problem states any."""
+    return [
+        link.curve
+        for link in problem.between
+        if set(link.device_types) <= types and len(set(link.device_types)) == 2
+    ]
+
+
+def _reduce(plan: Plan, problem: ParallelProblem, number: int) -> float:
+    """Seconds of a stage's ring all-reduce: every byte goes round twice."""
+    return _ring(plan, problem, number, rounds=2)
+
+
+def _ring(plan: Plan, problem: ParallelProblem, number: int, *, rounds: int) -> float:
+    """Seconds in which the largest shard of any replica goes round the ring, in buckets."""
+    stage, start = plan.stages[number], _start(plan, number)
+    replicas = sum(group.num_replicas for group in stage.replicas)
+    if replicas == 1:
+        return 0.0
+    degree = min(group.tensor_parallel_size for group in stage.replicas)
+    wanted = 1 if problem.cost_rule == "sailor" else degree
+    sizes = next(s for s in problem.sizes if s.tensor_parallel_size == wanted)
+    left = float(sum(_of(stage, sizes.weight_bytes, start)))
+    if problem.cost_rule == "sailor":
+        left /= min(degree, 4)
+    buckets = []
+    while problem.bucket_bytes is not None and left > problem.bucket_bytes:
+        buckets.append(float(problem.bucket_bytes))
+        left -= problem.bucket_bytes
+    buckets.append(left)
+    curves = [
+        next(x.curve for x in _pool(problem, group).links if x.tensor_parallel_size == 1)
+        for group in stage.replicas
+    ]
+    near = _pool(problem, stage.replicas[0]).inside
+    if near is not None and _lies_in_a_server(problem, stage):
+        curves = [near]
+    curves += _curves_between(problem, {group.device_type for group in stage.replicas})
+    return max(
+        sum(
+            rounds * (replicas - 1) * definitions.curve_seconds(curve, bucket / replicas)
+            for bucket in buckets
+        )
+        for curve in curves
+    )

@@ -1,0 +1,267 @@
+"""Check a split whose devices share a model's states, from the definition (docs/sharding.md).
+
+The code is slow and simple on purpose, and shares nothing with the solver or its costs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil, floor
+
+from ...schema.choices import Shard
+from ...schema.plan import Plan, RefutedShares, SharesCertificate
+from ...schema.problem import ShardedDevices, ShardedProblem
+from ...schema.profile import BatchPoint
+from .batch_split import own_faults
+from .plan import TOLERANCE, device_faults, differ, question_faults, unlike
+from .proofs import Verdict
+
+MOST_STEPS = 3e6
+"""Sums of samples that a judge takes to replay a certificate; then the bound is only stated."""
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """What sharing changes: states in bytes per byte of weights, and the seconds of transfers.
+
+    ``gathered`` are the bytes that are whole while their layers run. ``hidden`` are the
+    seconds of a round's transfers beside passes, ``bare`` those before and after them, ``once``
+    those of a step's end.
+    """
+
+    states: Fraction
+    gathered: int
+    is_in_rounds: bool
+    hidden: float
+    bare: float
+    once: float
+
+    def step(self, problem: ShardedProblem, rounds: int, compute: float) -> float:
+        closing = max(kind.update_seconds + kind.fixed_seconds for kind in problem.devices)
+        round_seconds = self.bare + (compute if compute > self.hidden else self.hidden)
+        return rounds * round_seconds + self.once + closing
+
+    def held(self, problem: ShardedProblem, point: BatchPoint, share: int) -> Fraction:
+        """Bytes on a device with the states of ``share`` bytes of weights."""
+        rest = problem.weight_bytes - share
+        return point.peak_memory_bytes - self.states * rest + self.gathered
+
+
+def _sharing(problem: ShardedProblem, shard: Shard | None) -> _Sharing:
+    state = Fraction(problem.optimizer.state_bytes_per_weight_byte)
+    rate, late = problem.bytes_per_second, problem.latency_seconds * problem.num_devices
+    trained = problem.weight_bytes - problem.frozen_bytes
+    part = Fraction(trained, problem.weight_bytes)
+    whole = edge = back = last = 0.0
+    if rate is not None:
+        whole = problem.num_units * late + problem.weight_bytes / rate
+        back = problem.num_units * late + trained / rate
+        edge = late + problem.edge_bytes / rate
+        last = late + min(problem.edge_bytes, trained) / rate
+    weights = min(problem.weight_bytes, problem.gathered_bytes)
+    gradients = problem.gathered_trained_bytes
+    gradients = min(trained, problem.gathered_bytes if gradients is None else gradients)
+    if shard == "all":  # weights come in both passes, gradients go
+        bytes_ = weights + gradients
+        return _Sharing(1 + part * (1 + state), bytes_, True, whole + whole + back, edge + last, 0)
+    if shard == "gradients":
+        return _Sharing(part * (1 + state), gradients, True, back, last, whole)
+    return _Sharing(part * state, 0, False, back, last, whole)
+
+
+def check(plan: Plan, problem: ShardedProblem | None) -> Verdict:
+    """List every fault of a plan that shares states; an empty list means that it is valid.
+
+    Args:
+        plan: The plan to check.
+        problem: The problem that the plan claims to answer. None checks only whether the plan's
+            own values agree with each other.
+
+    Returns:
+        One sentence per fault, and how the bound is known.
+    """
+    faults = [*own_faults(plan), *_share_faults(plan)]
+    if problem is None:
+        return Verdict(faults)
+    faults += question_faults(plan, problem)
+    faults += _group_faults(plan, problem)
+    if plan.shard not in problem.shards:
+        faults.append(f"the plan shares {plan.shard}, the problem asks for {problem.shards}")
+    if not faults:
+        faults += _prediction_faults(plan, problem)
+    bound, stated = plan.proof.lower_bound, plan.proof.certificate
+    if faults or bound is None:
+        return Verdict(faults)
+    if not isinstance(stated, SharesCertificate):
+        return Verdict(["proof.certificate: is not of plans that share states"] if stated else ())
+    return _replayed(problem, bound, stated)
+
+
+def _share_faults(plan: Plan) -> Iterator[str]:
+    for index, group in enumerate(plan.groups):
+        if None in (group.state_share_bytes, group.memory_bytes, group.pass_seconds):
+            yield f"groups[{index}]: replicas that share states say share, memory and pass_seconds"
+    passes = {group.virtual_nodes for group in plan.groups}
+    if plan.shard in ("gradients", "all") and len(passes) > 1:
+        yield f"groups: {sorted(passes)} passes, and devices that share {plan.shard} meet in each"
+    if plan.objective != "step_seconds":
+        yield f"objective is {plan.objective}, plans that share states minimise step_seconds"
+    if plan.est is not None or plan.alternatives or plan.sync_bounds:
+        yield "est, alternatives, sync_bounds: plans that share states have none"
+    if any(group.exposed_seconds is not None for group in plan.groups):
+        yield "groups: exposed_seconds is of splits that share no states"
+
+
+def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
+    kinds = {kind.device_type: kind for kind in problem.devices}
+    sharing = _sharing(problem, plan.shard)
+    for index, group in enumerate(plan.groups):
+        where, kind = f"groups[{index}]", kinds.get(group.device_type)
+        if kind is None:
+            yield f"{where}: device type {group.device_type!r} is not in the pool"
+            continue
+        size = group.virtual_node_batch_size
+        point = next((p for p in kind.batch_curve if p.batch_size == size), None)
+        if point is None:
+            yield f"{where}: a pass of {size} samples on {group.device_type} is not profiled"
+            continue
+        share = group.state_share_bytes or 0
+        held = max(0, ceil(sharing.held(problem, point, share)))
+        counted = replace(
+            group,
+            pass_seconds=point.step_seconds,
+            interpolated=size in kind.interpolated_sizes,
+            measured_busy=kind.measured_busy,
+        )
+        yield from unlike(group, counted, f"{where}: ", TOLERANCE)
+        if group.memory_bytes not in (None, held):
+            yield f"{where}: memory_bytes is {group.memory_bytes}, its share makes it {held}"
+        if held > kind.memory_bytes:
+            yield (
+                f"{where}: a pass of {size} samples and a share of {share} bytes need {held} "
+                f"bytes on a {group.device_type} of {kind.memory_bytes}"
+            )
+    yield from device_faults(plan, {name: kind.num_devices for name, kind in kinds.items()})
+    shares = sum(group.num_devices * (group.state_share_bytes or 0) for group in plan.groups)
+    if shares < problem.weight_bytes:
+        yield f"groups: the shares hold the states of {shares} of {problem.weight_bytes} bytes"
+
+
+def _prediction_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
+    sharing, found = _sharing(problem, plan.shard), plan.predicted
+    compute = max(group.virtual_nodes * (group.pass_seconds or 0.0) for group in plan.groups)
+    rounds = plan.groups[0].virtual_nodes if sharing.is_in_rounds else 1
+    step = sharing.step(problem, rounds, compute / rounds)
+    ends = [(kind.update_seconds, kind.fixed_seconds) for kind in problem.devices]
+    longest = [end for end in ends if not differ(sum(end), max(map(sum, ends)))]
+    told = (found.update_seconds or 0.0, found.fixed_seconds or 0.0)
+    update, fixed = told if told in longest else longest[0]
+    counted = replace(
+        found,
+        step_seconds=step,
+        compute_seconds=compute,
+        update_seconds=update,
+        fixed_seconds=fixed,
+        load_seconds=None,
+        virtual_node_seconds=None,
+        step_seconds_low=None,
+        step_seconds_high=None,
+    )
+    yield from unlike(found, counted, "predicted.", TOLERANCE, 1e-14 * step)
+
+
+def _replayed(problem: ShardedProblem, bound: float, stated: SharesCertificate) -> Verdict:
+    """Replay a certificate: it names every way to share, and none takes less than the bound."""
+    batch, left = problem.global_batch_size, MOST_STEPS
+    named = {(one.shard, one.rounds): one for one in stated.refuted}
+    for shard in problem.shards:
+        sharing = _sharing(problem, shard)
+        divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+        for rounds in divisors if sharing.is_in_rounds else [None]:
+            one = named.get((shard, rounds))
+            if one is None:
+                return Verdict([f"proof.certificate: leaves out {shard} in {rounds} rounds"])
+            options = [
+                _options(problem, kind, sharing, rounds, bound * (1 - TOLERANCE))
+                for kind in problem.devices
+            ]
+            if one.bytes_per_sample is None:
+                done, steps = _reaches(problem, options, batch // (rounds or 1), left)
+                left -= steps
+                if left < 0:
+                    return Verdict()
+            else:
+                done = not _is_refuted(problem, options, batch // (rounds or 1), one)
+            if done:
+                said = f"{shard} in {rounds or 'any'} rounds is not refuted"
+                return Verdict([f"proof.certificate: {said}"])
+    return Verdict((), "replayed")
+
+
+Options = list[tuple[int, int, int]]
+"""Samples of a pass, most passes, and the bytes of weights whose states fit beside them."""
+
+
+def _options(
+    problem: ShardedProblem,
+    kind: ShardedDevices,
+    sharing: _Sharing,
+    rounds: int | None,
+    limit: float,
+) -> Options:
+    """What one device can do in a step that ends within a limit."""
+    found = []
+    batch = problem.global_batch_size
+    only = problem.virtual_nodes and batch // problem.virtual_nodes
+    for point in kind.batch_curve:
+        size = point.batch_size
+        if size > batch // (rounds or 1) or only not in (None, size):
+            continue
+        most = 0
+        if sharing.step(problem, rounds or 1, point.step_seconds) <= limit:
+            most = 1
+            low, high = 1, batch // size if rounds is None else 1
+            while low < high:
+                middle = (low + high + 1) // 2
+                fits = sharing.step(problem, 1, middle * point.step_seconds) <= limit
+                low, high = (middle, high) if fits else (low, middle - 1)
+            most = low
+        room = kind.memory_bytes - sharing.held(problem, point, 0)
+        if most and room >= 0:
+            share = floor(room / sharing.states) if sharing.states else problem.weight_bytes
+            found.append((size, most, min(problem.weight_bytes, share)))
+    return found
+
+
+def _is_refuted(
+    problem: ShardedProblem, options: list[Options], target: int, one: RefutedShares
+) -> bool:
+    """Whether, at a price of samples, all devices are worth less than the batch and all weights."""
+    price, worth = one.bytes_per_sample or 0.0, 0.0
+    for kind, own in zip(problem.devices, options, strict=True):
+        best = max(
+            (share + price * size * n for size, most, share in own for n in (1, most)), default=0.0
+        )
+        worth += kind.num_devices * max(0.0, best)
+    return worth < problem.weight_bytes + price * target
+
+
+def _reaches(
+    problem: ShardedProblem, options: list[Options], target: int, most_steps: float
+) -> tuple[bool, float]:
+    """Whether devices do exactly so many samples with room for all states; and the work."""
+    steps, room = 0.0, {0: 0}  # samples of the devices so far -> most room
+    for kind, own in zip(problem.devices, options, strict=True):
+        for _ in range(kind.num_devices):
+            reached = dict(room)
+            for size, most, share in own:
+                steps += len(room) * most
+                if steps > most_steps:
+                    return False, steps
+                for samples, held in room.items():
+                    for passes in range(1, min(most, (target - samples) // size) + 1):
+                        at = samples + passes * size
+                        if held + share > reached.get(at, -1):
+                            reached[at] = held + share
+            room = reached
+    return room.get(target, -1) >= problem.weight_bytes, steps

@@ -1,0 +1,80 @@
+"""Computation: the time of one forward + backward pass, t_i(b) of VirtualFlow 5.1.2."""
+
+from collections.abc import Sequence
+
+from ...schema.errors import ProblemError
+from ...schema.profile import BatchPoint
+
+
+def point_at(batch_curve: Sequence[BatchPoint], batch_size: int) -> BatchPoint:
+    """A profiled point, or one on the straight line between its two neighbours.
+
+    Time, its parts and memory are taken as linear between profiled sizes, and the spread is the
+    wider of the two. Nothing is assumed outside the profiled range.
+
+    Args:
+        batch_curve: Points in ascending order of batch size.
+        batch_size: Samples per pass.
+
+    Raises:
+        ProblemError: ``batch_size`` lies outside the profiled range.
+    """
+    for low, high in zip(batch_curve, batch_curve[1:], strict=False):
+        if low.batch_size < batch_size < high.batch_size:
+            return _between(low, high, batch_size)
+    for point in batch_curve:
+        if point.batch_size == batch_size:
+            return point
+    sizes = [point.batch_size for point in batch_curve]
+    raise ProblemError(
+        f"batch size {batch_size} lies outside the profiled sizes {sizes[0]} to {sizes[-1]}"
+    )
+
+
+def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
+    share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
+    seconds = low.step_seconds + share * (high.step_seconds - low.step_seconds)
+    memory = low.peak_memory_bytes + share * (high.peak_memory_bytes - low.peak_memory_bytes)
+    load = _part_between(low.load_seconds, high.load_seconds, share, seconds)
+    rest = seconds - (load or 0.0)
+    return BatchPoint(
+        batch_size=batch_size,
+        step_seconds=seconds,
+        peak_memory_bytes=-int(-memory // 1),
+        load_seconds=load,
+        virtual_node_seconds=_part_between(
+            low.virtual_node_seconds, high.virtual_node_seconds, share, rest
+        ),
+        step_seconds_error=_wider(low.step_seconds_error, high.step_seconds_error),
+    )
+
+
+def _part_between(low: float | None, high: float | None, share: float, most: float) -> float | None:
+    """A part of the time, which rounding must not lift above the whole; None where unknown."""
+    if low is None or high is None:
+        return None
+    return max(0.0, min(low + share * (high - low), most))
+
+
+def _wider(low: float | None, high: float | None) -> float | None:
+    return None if low is None or high is None else max(low, high)
+
+
+def busy_ratio(alone: Sequence[BatchPoint], busy: Sequence[BatchPoint], batch_size: int) -> float:
+    """How many times as long the model's own passes take while the host's other devices work.
+
+    Linear between sizes that both curves hold, as at the nearest outside of them; 1 where they
+    share none.
+    """
+    known = {point.batch_size: point.pass_seconds for point in alone}
+    ratios = [
+        (point.batch_size, point.pass_seconds / known[point.batch_size])
+        for point in busy
+        if known.get(point.batch_size, 0.0) > 0
+    ]
+    if not ratios:
+        return 1.0
+    for (low, first), (high, second) in zip(ratios, ratios[1:], strict=False):
+        if low <= batch_size <= high:
+            return first + (second - first) * (batch_size - low) / (high - low)
+    return ratios[0][1] if batch_size < ratios[0][0] else ratios[-1][1]

@@ -1,0 +1,103 @@
+"""Memory: which profiled batch sizes fit a device, and what is left free of tensors."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...schema.device_memory import MemoryReserve
+from ...schema.profile import BatchPoint, Profile
+
+
+def fitting_points(batch_curve: Sequence[BatchPoint], memory_bytes: int) -> tuple[BatchPoint, ...]:
+    """The points of a curve whose peak memory is at most ``memory_bytes``.
+
+    The number of virtual nodes does not enter: VirtualFlow (6.6) keeps one gradient buffer
+    whatever their number, and the profile's peak is that of a whole training step.
+
+    Args:
+        batch_curve: Of one model on one device type.
+        memory_bytes: Memory of the device to plan for.
+    """
+    return tuple(p for p in batch_curve if p.peak_memory_bytes <= memory_bytes)
+
+
+def reserve_of(
+    profile: Profile, asked_bytes: int, *, num_devices: int, channels_per_peer: int = 0
+) -> MemoryReserve:
+    """What a worker takes beside tensors in the worst of all plans for a pool.
+
+    The papers count tensors only. A worker among others has one communicator of all its replicas.
+    A pipeline's worker has a channel or more to each worker of the stages before and after its own:
+    at most all others. Fragmentation is the most over all profiled sizes.
+
+    Args:
+        profile: Of the worker's device type.
+        asked_bytes: What the user asked to leave free besides.
+        num_devices: Of the whole pool.
+        channels_per_peer: Of a pipeline: most channels between two workers.
+    """
+    beside, peers = profile.beside_tensors, num_devices - 1
+    parts = [] if beside is None or not peers else [beside.group_bytes]
+    if beside is not None and peers and channels_per_peer:
+        parts.append(_times(_channel_bytes(profile), channels_per_peer * peers))
+    known = [part for part in parts if part is not None]
+    fragments = [p.fragmentation_bytes for p in profile.batch_curve]
+    return MemoryReserve(
+        device_type=profile.device_type,
+        context_bytes=None if beside is None else beside.context_bytes,
+        communicator_bytes=sum(known) if known else None,
+        fragmentation_bytes=max((f for f in fragments if f is not None), default=None),
+        asked_bytes=asked_bytes,
+    )
+
+
+def exchange_bytes(profile: Profile) -> int:
+    """What a worker of a pipeline or parallel plan takes beside its stages and their passes.
+
+    Both measurements hold what the allocator keeps in fragments: a split's worker beside its
+    messages, and a rehearsed pipeline's. So the larger counts.
+    """
+    fragments = None if profile.pipeline is None else profile.pipeline.fragmentation_bytes
+    return max(profile.group_workspace_bytes or 0, fragments or 0)
+
+
+def _channel_bytes(profile: Profile) -> int | None:
+    """Of a channel to another worker, of the type's own or another: the most that was measured."""
+    links = [profile.links, *(link.links for link in profile.links_to)]
+    known = [link.channel_bytes for link in links if link is not None]
+    return max((found for found in known if found is not None), default=None)
+
+
+def _times(part: int | None, number: int) -> int | None:
+    return None if part is None else part * number
+
+
+def with_reserve(profile: Profile, reserve: MemoryReserve) -> Profile:
+    """Return a profile whose peaks, and whose base memory, hold a reserve too.
+
+    Of a batch curve each size has its own fragmentation. On one device alone there are no
+    communicators: if devices that train together were measured apart, only their peaks hold them.
+    """
+    if not reserve.total_bytes:
+        return profile
+    apart = (reserve.context_bytes or 0) + reserve.asked_bytes
+    among = apart + (reserve.communicator_bytes or 0)
+    alone = among if profile.busy is None else apart
+    return replace(
+        profile,
+        batch_curve=_raised(profile.batch_curve, alone),
+        busy=profile.busy
+        and replace(profile.busy, batch_curve=_raised(profile.busy.batch_curve, among)),
+        base_memory_bytes=(profile.base_memory_bytes or 0) + reserve.total_bytes,
+    )
+
+
+def _raised(curve: tuple[BatchPoint, ...], more_bytes: int) -> tuple[BatchPoint, ...]:
+    return tuple(
+        replace(
+            point,
+            peak_memory_bytes=point.peak_memory_bytes
+            + more_bytes
+            + (point.fragmentation_bytes or 0),
+        )
+        for point in curve
+    )

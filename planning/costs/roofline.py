@@ -1,0 +1,122 @@
+"""The time of an operator on a device from its counts: a roofline with fitted efficiencies.
+
+An operator takes its launch and the longer of computing and moving (Williams et al., Roofline,
+2009): ``launch + max(flops / (peak * compute), bytes / (bandwidth * memory))``. Operators of a
+pass run one after another, so their times add up.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ...schema.operator_counts import Operator
+from ...schema.precision import Precision
+from .device_table import DeviceSpec
+
+Unit = Literal["vector", "tf32", "half"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """What share of a peak rate training reaches. Fractions but for the last.
+
+    Args:
+        vector: Of 32-bit products on vector units.
+        tf32: Of 32-bit products on matrix units.
+        half: Of 16-bit products on matrix units.
+        convolution_vector: Of convolutions on vector units. May be above 1: cuDNN's algorithms take
+            fewer operations than are counted.
+        convolution_tf32: Of convolutions of 32 bits on matrix units.
+        convolution_half: Of convolutions of 16 bits on matrix units.
+        memory: Of the memory's bandwidth.
+        link: Of a link's bandwidth, in an all-reduce of large messages.
+        launch_seconds: Of each operator, whatever its size.
+    """
+
+    vector: float
+    tf32: float
+    half: float
+    convolution_vector: float
+    convolution_tf32: float
+    convolution_half: float
+    memory: float
+    link: float
+    launch_seconds: float
+
+    def of(self, unit: Unit, operator: Operator) -> float:
+        """That of an operator on a unit."""
+        if operator.is_convolution:
+            return {
+                "vector": self.convolution_vector,
+                "tf32": self.convolution_tf32,
+                "half": self.convolution_half,
+            }[unit]
+        return {"vector": self.vector, "tf32": self.tf32, "half": self.half}[unit]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutError:
+    """Nine in ten held-out estimates were within this fraction of the measured time.
+
+    Args:
+        products: Of models whose work is products of matrices.
+        convolutions: Of models most of whose work is convolutions.
+    """
+
+    products: float
+    convolutions: float
+
+    def of(self, operators: Iterable[Operator]) -> float:
+        """Of a model, by which of the two most of its floating-point operations are."""
+        work = {True: 0.0, False: 0.0}
+        for operator in operators:
+            work[operator.is_convolution] += operator.flops * operator.count
+        return self.convolutions if work[True] > work[False] else self.products
+
+
+def unit_of(
+    operator: Operator, spec: DeviceSpec, precision: Precision | None = None
+) -> tuple[Unit, float]:
+    """Which unit of a device computes an operator's products, and its peak rate.
+
+    Args:
+        operator: What is computed.
+        spec: The device.
+        precision: How products of 32-bit tensors are computed; None as torch does by default: on
+            matrix units for convolutions where they take TF32, on vector units for all others.
+    """
+    kind = operator.dtype
+    if kind == "float32":
+        kind = precision or ("tf32" if operator.is_convolution else "float32")
+    half = spec.half_flops_per_second
+    if half is not None and (kind == "float16" or (kind == "bfloat16" and spec.has_bfloat16)):
+        return "half", half
+    if kind == "tf32" and spec.tf32_flops_per_second is not None:
+        return "tf32", spec.tf32_flops_per_second
+    return "vector", spec.float32_flops_per_second
+
+
+def operator_seconds(
+    operator: Operator,
+    spec: DeviceSpec,
+    efficiency: Efficiency,
+    precision: Precision | None = None,
+) -> float:
+    """The time of one call."""
+    unit, peak = unit_of(operator, spec, precision)
+    compute = operator.flops / (peak * efficiency.of(unit, operator))
+    move = operator.num_bytes / (spec.memory_bytes_per_second * efficiency.memory)
+    return efficiency.launch_seconds + max(compute, move)
+
+
+def seconds_of(
+    operators: Iterable[Operator],
+    spec: DeviceSpec,
+    efficiency: Efficiency,
+    precision: Precision | None = None,
+) -> float:
+    """The time of operators that run one after another."""
+    return sum(
+        operator.count * operator_seconds(operator, spec, efficiency, precision)
+        for operator in operators
+    )

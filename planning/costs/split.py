@@ -1,0 +1,121 @@
+"""The step time of a batch split, straight from its definition (VirtualFlow 5.1.2)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...schema.errors import ProblemError
+from ...schema.plan import Prediction, ReplicaGroup
+from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ...schema.profile import BatchPoint
+from .comm import exposed_seconds, sync_seconds
+from .compute import point_at
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a group does: its passes, the point of the curve that they are of, its own sync."""
+
+    count: int
+    point: BatchPoint
+    exposed_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.count * self.point.step_seconds + self.exposed_seconds
+
+    @property
+    def latest_seconds(self) -> float | None:
+        """The most that the point's spread allows."""
+        error = self.point.step_seconds_error
+        if error is None:
+            return None
+        return self.count * self.point.step_seconds * (1 + error) + self.exposed_seconds
+
+
+def closing_seconds(costs: DeviceOption | AloneDevice) -> float:
+    """What a step costs on a device beside its passes and synchronisation."""
+    return costs.update_seconds + costs.fixed_seconds
+
+
+def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction:
+    """Predict a step: the slowest device, plus synchronisation, plus what closes the step.
+
+    ``max_i (v_i t_i(b_i / v_i) + e_i(b_i / v_i)) + sync(n) + max (update + fixed)``, the last two
+    over the device types in use; nothing is synchronised on a single device. ``e_i`` is what more
+    of the synchronisation is exposed at that size than at the best (``exposed_seconds``, in
+    ``sync_seconds`` of the prediction). Curves, updates and fixed costs are
+    those of a device alone where the plan has one in all, else those of a busy host. The slowest
+    device's time is told in parts where its profile tells them.
+
+    Args:
+        problem: Profiles of the device types.
+        groups: What each device does; sizes between profiled ones are interpolated.
+
+    Raises:
+        ProblemError: A group names a type or a size that the problem does not have.
+    """
+    used = tuple(groups)
+    num_devices = sum(group.num_devices for group in used)
+    options = [_option(problem, group) for group in used]
+    costs = [option.measured_with(num_devices) for option in options]
+    work = [
+        _Work(
+            group.virtual_nodes,
+            point_at(cost.batch_curve, group.virtual_node_batch_size),
+            (exposed_seconds(option.sync, group.virtual_node_batch_size) or 0.0)
+            if num_devices > 1
+            else 0.0,
+        )
+        for group, option, cost in zip(used, options, costs, strict=True)
+    ]
+    slowest = max(work, key=lambda one: one.seconds)
+    sync = max(sync_seconds(option, num_devices) for option in options)
+    last = max(costs, key=closing_seconds)
+    step = slowest.seconds + sync + closing_seconds(last)
+    samples = sum(group.num_devices * group.device_batch_size for group in used)
+    half = _half_width_seconds(step, work, [option.step_error for option in options])
+    return Prediction(
+        step_seconds=step,
+        samples_per_second=samples / step,
+        compute_seconds=slowest.count * slowest.point.pass_seconds,
+        load_seconds=_times(slowest.count, slowest.point.load_seconds),
+        virtual_node_seconds=_times(slowest.count, slowest.point.virtual_node_seconds),
+        fixed_seconds=last.fixed_seconds or None,
+        sync_seconds=sync + slowest.exposed_seconds,
+        update_seconds=last.update_seconds,
+        step_seconds_low=None if half is None else max(0.0, step - half),
+        step_seconds_high=None if half is None else step + half,
+    )
+
+
+def _half_width_seconds(
+    step_seconds: float, work: Sequence[_Work], step_errors: Sequence[float | None]
+) -> float | None:
+    """Half the width of what the measurements allow; None where their spread is unknown.
+
+    The larger of two: how much later the last device is where each pass takes as long as its
+    spread allows, and how far steps put together from such terms were from measured ones. Both
+    hold the spread of the passes, so they are not added. One that a type in use does not tell is
+    left out.
+    """
+    latest = [one.latest_seconds for one in work]
+    known = [seconds for seconds in latest if seconds is not None]
+    errors = [error for error in step_errors if error is not None]
+    halves = []
+    if len(known) == len(latest):
+        halves.append(max(known) - max(one.seconds for one in work))
+    if len(errors) == len(step_errors):
+        halves.append(max(errors) * step_seconds)
+    return max(halves, default=None)
+
+
+def _times(count: int, seconds: float | None) -> float | None:
+    return None if seconds is None else count * seconds
+
+
+def _option(problem: SplitProblem, group: ReplicaGroup) -> DeviceOption:
+    for option in problem.devices:
+        if option.device_type == group.device_type:
+            return option
+    known = ", ".join(option.device_type for option in problem.devices)
+    raise ProblemError(f"no device of type {group.device_type!r}; the problem has {known}")

@@ -1,0 +1,213 @@
+"""Complete an order of passes into a schedule.
+
+A generator only states which passes each rank runs in which order. The rest is the same for all
+schedules and is added here: transfers directly before the pass that needs them and directly after
+the pass that makes them, weight versions, reductions and updates.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...schema.operations import (
+    DIFFERENTIATING,
+    FREEING,
+    Kind,
+    Operation,
+    Schedule,
+    WeightSemantics,
+)
+from ...schema.pipeline_shape import Placement
+
+Pass = tuple[Kind, int, int]
+"""(kind, stage, microbatch)."""
+Slot = tuple[Pass, ...]
+"""One pass, or two passes that overlap."""
+Turn = tuple[bool, int]
+"""(whether the pass is a backward pass, its microbatch)."""
+Version = Callable[[int, int], int]
+"""The weight version that (stage, microbatch) reads."""
+
+
+def alternating(microbatches: Sequence[int], ahead: int) -> list[Turn]:
+    """Order ``ahead`` forward passes, then one forward and one backward pass in turn.
+
+    With as many ahead as keep the pipeline full this is 1F1B-RR (thesis 2.4.2), with all GPipe.
+    """
+    turns: list[Turn] = [(False, microbatch) for microbatch in microbatches[:ahead]]
+    for number, microbatch in enumerate(microbatches):
+        if number + ahead < len(microbatches):
+            turns.append((False, microbatches[number + ahead]))
+        turns.append((True, microbatch))
+    return turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The passes of each rank, and how weights are updated.
+
+    Attributes:
+        placement: [stages] the ranks that hold each stage.
+        slots: [ranks] what each rank computes, in order.
+        num_microbatches: In the whole schedule.
+        microbatches_per_update: [stages] microbatches per weight version; None for a single update
+            at the end.
+        version: (stage, microbatch) -> the weight version that the passes read.
+    """
+
+    placement: Placement
+    slots: Sequence[Sequence[Slot]]
+    num_microbatches: int
+    microbatches_per_update: Sequence[int] | None = None
+    version: Version = lambda stage, microbatch: 0
+
+
+def assemble(
+    name: str,
+    order: Order,
+    *,
+    weight_semantics: WeightSemantics = "flush",
+    max_in_flight: Sequence[int] | None = None,
+    max_weight_versions: Sequence[int] | None = None,
+) -> Schedule:
+    """Complete an order of passes into a schedule.
+
+    Args:
+        name: The schedule's name.
+        order: The passes of each rank.
+        weight_semantics: Which weight version a pass reads (see ``ScheduleTraits``).
+        max_in_flight: [ranks] the promised bound on (stage, microbatch) pairs held; None for no
+            promise.
+        max_weight_versions: [ranks] the promised bound on weight versions held; None for no
+            promise.
+    """
+    holder = {
+        (stage, microbatch): rank
+        for rank, slots in enumerate(order.slots)
+        for slot in slots
+        for kind, stage, microbatch in slot
+        if kind is Kind.FORWARD
+    }
+    return Schedule(
+        name=name,
+        placement=order.placement,
+        num_microbatches=order.num_microbatches,
+        weight_semantics=weight_semantics,
+        ranks=tuple(
+            _Rank(rank, order, holder).operations(slots) for rank, slots in enumerate(order.slots)
+        ),
+        max_in_flight=None if max_in_flight is None else tuple(max_in_flight),
+        max_weight_versions=None if max_weight_versions is None else tuple(max_weight_versions),
+    )
+
+
+class _Rank:
+    """Builds the list of operations of one rank."""
+
+    def __init__(self, rank: int, order: Order, holder: dict[tuple[int, int], int]) -> None:
+        self.rank = rank
+        self.order = order
+        self.holder = holder
+        self.stages = [s for s, ranks in enumerate(order.placement) if rank in ranks]
+        self.left = {stage: self._passes_per_round(stage) for stage in self.stages}
+        self.takes_part = {stage: [n > 0 for n in counts] for stage, counts in self.left.items()}
+        self.next_round = dict.fromkeys(self.stages, 0)
+        self.written: list[Operation] = []
+
+    def operations(self, slots: Sequence[Slot]) -> tuple[Operation, ...]:
+        for slot in slots:
+            for one in slot:
+                self._receive(*one)
+            for kind, stage, microbatch in slot:
+                version = self.order.version(stage, microbatch)
+                self._add(kind, stage, microbatch, weight_version=version)
+            for one in slot:
+                self._send(*one)
+            for one in slot:
+                self._count(*one)
+        for stage in self.stages:
+            self._close_rounds(stage, at_end=True)
+        # All reductions come before the first update, so that workers can clip by the global norm.
+        if self.order.microbatches_per_update is None:
+            self.written.sort(key=lambda operation: operation.kind is Kind.UPDATE)
+        return tuple(self.written)
+
+    def _add(
+        self,
+        kind: Kind,
+        stage: int,
+        microbatch: int,
+        *,
+        weight_version: int | None = None,
+        peer: int | None = None,
+    ) -> None:
+        self.written.append(
+            Operation(
+                kind=kind,
+                stage=stage,
+                microbatch=microbatch,
+                weight_version=weight_version,
+                peer=peer,
+            )
+        )
+
+    def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
+        if kind is Kind.FORWARD:
+            self._transfer(Kind.RECEIVE_ACTIVATION, stage, microbatch, stage - 1)
+        elif kind in DIFFERENTIATING:
+            self._transfer(Kind.RECEIVE_GRADIENT, stage, microbatch, stage + 1)
+
+    def _send(self, kind: Kind, stage: int, microbatch: int) -> None:
+        if kind is Kind.FORWARD:
+            self._transfer(Kind.SEND_ACTIVATION, stage, microbatch, stage + 1)
+        elif kind in DIFFERENTIATING:
+            self._transfer(Kind.SEND_GRADIENT, stage, microbatch, stage - 1)
+
+    def _transfer(self, kind: Kind, stage: int, microbatch: int, other_stage: int) -> None:
+        peer = self.holder.get((other_stage, microbatch), self.rank)
+        if peer != self.rank:
+            self._add(kind, stage, microbatch, peer=peer)
+
+    def _round_length(self, stage: int) -> int:
+        per_update = self.order.microbatches_per_update
+        return self.order.num_microbatches if per_update is None else per_update[stage]
+
+    def _passes_per_round(self, stage: int) -> list[int]:
+        length = self._round_length(stage)
+        counts = [0] * -(-self.order.num_microbatches // length)
+        for slot in self.order.slots[self.rank]:
+            for kind, of_stage, microbatch in slot:
+                if kind in FREEING and of_stage == stage:
+                    counts[microbatch // length] += 1
+        return counts
+
+    def _count(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Count a completed microbatch; update if it was the last one of its round."""
+        if kind in FREEING:
+            self.left[stage][microbatch // self._round_length(stage)] -= 1
+            if self.order.microbatches_per_update is not None:
+                self._close_rounds(stage)
+
+    def _close_rounds(self, stage: int, *, at_end: bool = False) -> None:
+        """Reduce and update for each complete round.
+
+        A replica without a microbatch in the last, short round takes part at the end.
+        """
+        rounds, length = self.left[stage], self._round_length(stage)
+        while self.next_round[stage] < len(rounds):
+            number = self.next_round[stage]
+            if rounds[number] or not (at_end or self.takes_part[stage][number]):
+                return
+            first = number * length
+            covered = min(length, self.order.num_microbatches - first)
+            for kind in (Kind.REDUCE, Kind.UPDATE):
+                if kind is Kind.UPDATE or len(self.order.placement[stage]) > 1:
+                    self.written.append(
+                        Operation(
+                            kind=kind,
+                            stage=stage,
+                            microbatch=first,
+                            num_microbatches=covered,
+                            weight_version=number + 1 if kind is Kind.UPDATE else None,
+                        )
+                    )
+            self.next_round[stage] += 1

@@ -1,0 +1,389 @@
+"""One controller a host: starts the workers, watches them, and writes what happened."""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from ...schema import files
+from ...schema.errors import TargetError
+from ...schema.launch import WorkerSlot
+from ...schema.masking import mask
+from ...schema.run import Generation, RunEvent, RunRecord
+from ..preload import VARIABLE, Preload
+from ..protocol.environment import Channel
+from ..protocol.pins import pins
+from ..protocol.record import Status, WorkerReport, assemble
+from .devices import check_memory, imagined_seats, remarks, seat_workers
+from .failures import Failure, interruption, tail_of
+from .fence import Fence
+from .generations import Generations
+from .history import LastGeneration
+from .hosts import Alone, Hosts, Together, expected_slots
+from .inbox import Inbox
+from .output import Lines
+from .regroup import FirstFailure, Regroup
+from .repartition import Repartitions
+from .request import (
+    LaunchRequest,
+    check_checkpoints,
+    check_folder,
+    check_idle,
+    check_script,
+    make_folder,
+)
+from .spawn import Meeting, WorkerCommand
+from .starting import Starter, commands_of
+from .supervisor import Launched, Supervisor
+from .workers import Signals, Workers
+
+# Which way a launch is looked after: chosen once, from what was asked.
+
+
+Place = TypeVar("Place", bound=Hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision(Generic[Place]):
+    """A way to look after a launch.
+
+    ``channel`` is what workers and their controller tell each other; None where they have no
+    control channel. ``supervisor`` makes the supervisor when the workers were started.
+    """
+
+    hosts: Place
+    channel: Channel | None
+    supervisor: Callable[[Launched, Place], Supervisor]
+
+    def begin(self, launched: Launched) -> Supervisor:
+        """The supervisor of a launch whose workers were started."""
+        return self.supervisor(launched, self.hosts)
+
+
+def supervision_of(request: LaunchRequest) -> Supervision[Alone] | Supervision[Together]:
+    """The way that fits a launch.
+
+    Raises:
+        HetflowError: The store has no socket to listen on, or the token is none.
+    """
+    if request.rendezvous is not None:
+        together = Together(request, request.rendezvous)
+        if request.policy == "replace":
+            return Supervision(together, "heartbeats", Regroup)
+        return Supervision(together, None, FirstFailure)
+    alone = Alone(request.config)
+    if request.config.pipeline is not None:
+        return Supervision(alone, "heartbeats", Repartitions)
+    channel: Channel = "changes" if request.policy == "stop" else "losses"
+    if channel == "losses" and request.on_failure is not None:  # asked for, so worth a wait a step
+        channel = "device-losses"
+    return Supervision(alone, channel, Generations)
+
+
+POLL_SECONDS = 0.02
+
+Warn = Callable[[str], None]
+_log = logging.getLogger("hetflow")
+
+
+class _Interrupted(Exception):
+    """A signal came while this host was waiting for others."""
+
+
+def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
+    """What a launch on this host would run, without running it (``--dry-run``).
+
+    Where the machine has too few devices for the plan, it is shown as on one that has them all,
+    and the logger ``hetflow`` is told so.
+
+    Raises:
+        HetflowError: As ``launch``, before anything starts; but devices may be missing.
+    """
+    check_script(request.script)
+    check_checkpoints(request)
+    place = request.rendezvous
+    meeting = Meeting(
+        address=place.host if place else "127.0.0.1",
+        port=place.port if place else 0,
+        interface="lo",
+    )
+    slots: Sequence[WorkerSlot] = request.config.workers
+    if place is not None:
+        slots = expected_slots(request.config, place)
+        _log.warning("shown as if the other hosts gave the rest of the plan's devices")
+    try:
+        seats = seat_workers(slots, request.config)
+    except TargetError as error:
+        _log.warning(f"{error.message}: shown as on a machine that has all of them")
+        seats = imagined_seats(slots, request.config)
+    check_memory(request.plan, slots, request.config)
+    return commands_of(request, seats, meeting)
+
+
+def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
+    """Train under a plan.
+
+    Workers are started at once; the first one's output is shown, all output is kept under
+    ``logs``. Whatever ends this process, no worker outlives it. The record is written to
+    ``run.json`` also when the launch fails.
+
+    Args:
+        request: The plan, the script and where things go.
+        warn: Tells the user something that does not end the launch.
+
+    Returns:
+        The run record; None on hosts other than node 0, which has it.
+
+    Raises:
+        LaunchError: A worker failed (with its own error and exit code), a signal came, or the
+            hosts did not meet.
+        HetflowError: The script, the folder or the devices do not fit the plan.
+    """
+    check_script(request.script)
+    check_checkpoints(request)
+    check_folder(request.folder, force=request.force)
+    if request.rendezvous is None:
+        check_idle(request.folder)
+        seat_workers(request.config.workers, request.config)
+        check_memory(request.plan, request.config.workers, request.config)
+    with Signals(ends_process=request.ends_process) as signals:
+        record, failure = _train(request, signals, warn)
+        if failure is not None:
+            _show_tail(failure)
+            raise failure.as_error()
+    return record
+
+
+def _train(
+    request: LaunchRequest, signals: Signals, warn: Warn
+) -> tuple[RunRecord | None, Failure | None]:
+    """Train, and write the record; both are done when this returns, whatever signal comes."""
+    began = time.monotonic()
+    node_rank = 0 if request.rendezvous is None else request.rendezvous.node_rank
+    with (
+        Fence(request.checkpoint, node_rank) as fence,
+        Preload(os.environ.get(VARIABLE, "")) as preload,
+    ):
+        inherited = dict(os.environ)  # the store's thread changes ours for a while
+        if request.rendezvous is None:
+            for command in plan_commands(request):
+                # It imports while this process sets up.
+                preload.prepare({**inherited, **command.environment})
+        supervision = supervision_of(request)
+        hosts: Hosts = supervision.hosts
+        workers = Workers(
+            request.folder,
+            stdout_to_stderr=request.stdout_to_stderr,
+            channel=supervision.channel,
+            token=hosts.token,
+            inherited=inherited,
+            preload=preload,
+            fence=fence,
+        )
+        end = _Run(request, supervision, workers, fence, signals, warn).train()
+        reports: list[WorkerReport] = []
+        if hosts.is_first and (end.failure is None or end.failure.interrupted):
+            reports = hosts.reports(end.last, wait=end.failure is None)
+        hosts.leave()
+    failure = end.failure
+    record = _record(request, failure, reports, time.monotonic() - began, end.generations)
+    if hosts.is_first and request.folder.is_dir():
+        files.write(request.folder / "run.json", record, force=True)
+    if hosts.is_first and failure is None:
+        _warn_about(record, warn)
+    return (record if hosts.is_first else None), failure
+
+
+def _fill_folder(request: LaunchRequest) -> None:
+    make_folder(request.folder)
+    files.write(request.folder / "plan.json", request.plan, force=True)
+    files.write(request.folder / "launch.json", request.config, force=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """How the workers of a launch ended: ``failure`` is None where all succeeded."""
+
+    failure: Failure | None
+    generations: Sequence[Generation]
+    last: LastGeneration
+
+
+class _Run:
+    """The workers of one launch, from their start to their end."""
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        supervision: Supervision[Alone] | Supervision[Together],
+        workers: Workers,
+        fence: Fence,
+        signals: Signals,
+        warn: Warn,
+    ) -> None:
+        self._fence = fence
+        self._ended_after: float | None = None
+        self._request, self._supervision, self._workers = request, supervision, workers
+        self._hosts: Hosts = supervision.hosts
+        self._signals, self._warn = signals, warn
+
+    def train(self) -> _End:
+        """Start the workers and see them through."""
+        hosts, workers = self._hosts, self._workers
+        supervisor: Supervisor | None = None
+        with ExitStack() as opened:
+            try:
+                supervisor = self._start(opened)
+                failure = self._see_through(supervisor) or hosts.wait_for_others(self._watch_end)
+            except _Interrupted:
+                failure = interruption(self._signals.received or 2)
+            except BaseException:
+                workers.stop(self._signals)
+                hosts.leave()
+                raise
+            if failure is not None:
+                failure = hosts.tell_failure(failure)
+                if failure.interrupted:
+                    workers.let_report(self._signals)
+                if failure.exit_code == 128 + signal.SIGINT and failure.interrupted:
+                    workers.interrupt(self._signals, self._request.grace_seconds, self._warn)
+            workers.stop(self._signals)
+        if supervisor is None:
+            last = LastGeneration(world_size=self._request.config.world_size)
+            return _End(failure=failure, generations=(), last=last)
+        entries = supervisor.history.entries
+        return _End(failure=failure, generations=entries, last=supervisor.last)
+
+    def _start(self, opened: ExitStack) -> Supervisor:
+        """Meet the other hosts and start this one's workers; ``opened`` closes the inbox."""
+        request, hosts = self._request, self._hosts
+        self._fence.close_behind(request.timeout_seconds, self._watch, self._warn)
+        slots, meeting = hosts.join(self._watch)
+        seats = seat_workers(slots, request.config)
+        check_memory(request.plan, slots, request.config)
+        environment = os.environ | pins(request.config.determinism)
+        for remark in remarks(slots, request.config, environment):
+            self._warn(remark)
+        _fill_folder(request)
+        inbox = Inbox(request.folder)
+        opened.callback(inbox.close)
+        starter = Starter(request, self._workers, meeting, inbox.folder)
+        hosts.starting()
+        starter.first(seats, self._watch)
+        return self._supervision.begin(
+            Launched(
+                request=request,
+                slots=slots,
+                workers=self._workers,
+                inbox=inbox,
+                starter=starter,
+                check_signals=self._watch,
+                warn=self._warn,
+            )
+        )
+
+    def _watch(self) -> None:
+        if self._signals.received is not None:
+            raise _Interrupted
+
+    def _watch_end(self) -> None:
+        """The scripts of this host have ended: a signal asks the other hosts, and is over here.
+
+        But the end itself may hang; so after a signal it has the grace time, too.
+        """
+        if self._signals.received is None:
+            return
+        if self._ended_after is None:
+            self._ended_after = time.monotonic()
+            self._hosts.tell_stop(self._signals.received)
+        if time.monotonic() - self._ended_after > self._request.grace_seconds:
+            raise _Interrupted
+
+    def _see_through(self, supervisor: Supervisor) -> Failure | None:
+        while not self._workers.all_done():
+            number = self._signals.received or self._hosts.stop_elsewhere()
+            if self._workers.have_ended():
+                self._watch_end()
+            elif number is not None:
+                stopped = self._stop(number)
+                if stopped is not None:
+                    return stopped
+                continue
+            failure = supervisor.tick(POLL_SECONDS)
+            if failure is not None:
+                asked = self._hosts.stop_behind(failure)
+                return failure if asked is None else self._stop(asked)
+        supervisor.finish()
+        return None
+
+    def _stop(self, number: int) -> Failure | None:
+        """End for a signal, here or on another host; after a checkpoint, if it leaves the time.
+
+        None where the scripts have ended before they could obey: the launch is done, then.
+        """
+        request, signals = self._request, self._signals
+        if number == signal.SIGTERM and request.checkpoint is not None:
+            if signals.received is not None:
+                self._hosts.tell_stop(number)
+            count, until = signals.count, time.monotonic() + request.grace_seconds
+            self._workers.let_save(signals, request.grace_seconds)
+            if self._workers.have_ended():
+                return None
+            detail = self._workers.left_badly()
+            self._hosts.wait_until_saved(lambda: signals.count == count, until)
+            return interruption(number, detail)
+        return interruption(number)
+
+
+def _record(
+    request: LaunchRequest,
+    failure: Failure | None,
+    reports: list[WorkerReport],
+    seconds: float,
+    history: Sequence[Generation],
+) -> RunRecord:
+    status: Status = "done"
+    events = []
+    if failure is not None:
+        status = "interrupted" if failure.interrupted else "failed"
+        kind = "stop" if failure.interrupted else "failure"
+        events = [RunEvent(kind=kind, at_seconds=seconds, detail=failure.sentence())]  # type: ignore[arg-type]
+    provenance: dict[str, Any] = {"script": mask(request.script), "seed": request.config.seed}
+    return assemble(
+        request.plan,
+        reports,
+        status=status,
+        exit_code=failure.exit_code if failure else 0,
+        wall_seconds=seconds,
+        events=events,
+        generations=history,
+        provenance=provenance,
+    )
+
+
+def _show_tail(failure: Failure) -> None:
+    """The failing worker's own last words; the first worker's were shown as they came."""
+    if failure.rank and failure.log:
+        tail = tail_of(Path(failure.log))
+        if tail:
+            Lines(sys.stderr).add(f"{tail}\n".encode())
+
+
+def _warn_about(record: RunRecord, warn: Warn) -> None:
+    if not record.devices:
+        warn(
+            "the script never called hf.prepare: every worker ran all of it, and nothing was "
+            "trained under the plan"
+        )
+    for event in record.events:
+        warn(event.detail)
+    overruns = ((record.provenance or {}).get("emulation") or {}).get("overruns", 0)
+    if overruns:
+        total = (record.provenance or {})["emulation"]["passes"]
+        warn(f"{overruns} of {total} emulated passes took longer than their table time")

@@ -1,0 +1,220 @@
+"""Which worker failed first: the cause to show, not the failures that followed from it."""
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ...devices.watchdog import NUM_LINES, find_abort
+from ...schema.errors import LaunchError
+from ...schema.records import adapter_of, faults_of
+from ..protocol.failure_note import FailureNote, read_note
+
+TAIL_LINES = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one worker (or a whole launch, where ``rank`` is None) ended badly.
+
+    ``lost_peer`` says that the worker failed only because another was gone, ``timed_out`` that it
+    waited for it in vain, ``may_be_echo`` that its own error may follow from such a loss;
+    ``stages`` are those that a pipeline's worker holds; ``why`` is why the controller ended it,
+    where it did; ``sentence_of_ours`` is the whole story, where it takes more than this worker's.
+    """
+
+    exit_code: int
+    error: str
+    rank: int | None = None
+    device_type: str = ""
+    host: str = ""
+    log: str = ""
+    hint: str | None = None
+    traceback: str = ""
+    at_seconds: float = 0.0
+    lost_peer: bool = False
+    may_be_echo: bool = False
+    timed_out: bool = False
+    interrupted: bool = False
+    stages: tuple[int, ...] = ()
+    why: str = ""
+    sentence_of_ours: str | None = None
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether it was killed: nothing in the script stopped it."""
+        return _is_signal(self.exit_code)
+
+    @property
+    def precedence(self) -> int:
+        """The less, the rather it is what others followed from.
+
+        An error of the script (or a death by a signal) comes first; then one that may be an echo,
+        and an abort without a word; then a worker that says itself that it only lost another, or
+        that NCCL's watchdog aborted for that.
+        """
+        if self.lost_peer:
+            return 2
+        aborted = self.exit_code == 128 + signal.SIGABRT and not self.traceback and not self.why
+        return int(self.may_be_echo or aborted)
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it may have followed from the loss of another worker."""
+        return self.precedence > 0
+
+    def sentence(self) -> str:
+        """One line: the worker, how it ended, and its own error."""
+        if self.sentence_of_ours is not None:
+            return self.sentence_of_ours
+        if self.rank is None:
+            return self.error
+        who = f"worker {self.rank} ({_staged(self.stages)}{self.device_type}"
+        where = f" on {self.host})" if self.host and self.host != socket.gethostname() else ")"
+        if self.why:
+            return f"{who}{where} {self.why}"
+        said = f": {self.error}" if self.error else ""
+        return f"{who}{where} {_manner(self.exit_code)}{said}"
+
+    def to_text(self) -> str:
+        """The failure as it travels through the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: bytes | str) -> "Failure":
+        """Read it back; a failure that cannot be read is one, too."""
+        try:
+            failure: Failure = adapter_of(cls).validate_json(text)
+        except ValidationError as error:
+            faults = " ".join("; ".join(faults_of(error)).split())[:300]
+            said = f"another host failed, and how cannot be read here: {faults}"
+            return cls(exit_code=1, error=said)
+        return failure
+
+    def as_error(self) -> LaunchError:
+        """The error that ends the command, with the worker's own exit code."""
+        hint = f"its whole output: {self.log}" if self.log else None
+        unexplained = not (self.interrupted or self.why or self.sentence_of_ours)
+        if self.exit_code == 128 + signal.SIGKILL and unexplained:
+            hint = f"if you did not kill it, the host may be out of memory; {hint}"
+        error = LaunchError(self.sentence(), hint=self.hint or hint, exit_code=self.exit_code)
+        error.__cause__ = RemoteTraceback(self.traceback) if self.traceback else None
+        return error
+
+
+class RemoteTraceback(Exception):
+    """A worker's traceback, for --debug."""
+
+
+def silence(waiting: Failure, silent: Sequence[Failure]) -> Failure:
+    """The message after a worker's wait timed out: names the silent workers.
+
+    Args:
+        waiting: The worker whose wait came to its time limit.
+        silent: Those of this host that are still there, as far as they can be named.
+    """
+    names = " or ".join(f"worker {f.rank} ({_staged(f.stages)}{f.device_type})" for f in silent)
+    who = f"worker {waiting.rank} ({_staged(waiting.stages)}{waiting.device_type})"
+    error = f"{names} hangs: {who} waited for it in vain: {waiting.error}"
+    # Another host may say that its workers waited; here is who they waited for.
+    return replace(
+        waiting, rank=None, error=error, log=silent[0].log, lost_peer=False, may_be_echo=True
+    )
+
+
+def _staged(stages: Sequence[int]) -> str:
+    if not stages:
+        return ""
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}, "
+
+
+def _manner(code: int) -> str:
+    if _is_signal(code):
+        return f"was killed by {signal.Signals(code - 128).name}"
+    return f"failed with exit code {code}"
+
+
+def _is_signal(code: int) -> bool:
+    return code > 128 and code - 128 in signal.valid_signals()
+
+
+def exit_code_of(returncode: int) -> int:
+    """The exit code as a shell reports it: 128 + n for a death by signal n."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def failure_of(
+    rank: int, device_type: str, returncode: int, described: Path, log: Path, *, why: str = ""
+) -> Failure:
+    """The failure of one dead worker, from its exit status and what it wrote down.
+
+    ``why`` is why the controller ended it, where it did.
+    """
+    code = exit_code_of(returncode)
+    own = read_note(described)
+    if own is None and code == 128 + signal.SIGABRT and not why:
+        own = _of_watchdog(log)
+    own = own or FailureNote()
+    return Failure(
+        exit_code=code,
+        error=own.error or last_line(log),
+        rank=rank,
+        device_type=device_type,
+        host=socket.gethostname(),
+        log=str(log),
+        hint=own.hint,
+        traceback=own.traceback,
+        at_seconds=own.at_seconds,
+        lost_peer=own.lost_peer,
+        may_be_echo=own.may_be_echo,
+        timed_out=own.timed_out,
+        why=why,
+    )
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others followed from."""
+    return min(failures, key=lambda failure: (failure.precedence, failure.at_seconds))
+
+
+def interruption(number: int, detail: str | None = None) -> Failure:
+    """The launch was told to stop; ``detail`` is what went wrong on the way out."""
+    name = signal.Signals(number).name
+    rest = f"; {detail}" if detail else ""
+    return Failure(
+        exit_code=128 + number,
+        error=f"interrupted by {name}; all workers are stopped{rest}",
+        at_seconds=time.monotonic(),
+        interrupted=True,
+    )
+
+
+def _of_watchdog(log: Path) -> FailureNote | None:
+    """The failure note of a worker that NCCL's watchdog aborted, from its log; may be empty."""
+    found = find_abort(tail_of(log, NUM_LINES).splitlines())
+    if found is None:
+        return None
+    return FailureNote(error=found.said, lost_peer=True, timed_out=found.timed_out)
+
+
+def tail_of(path: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - 64 * 1024))
+            text = stream.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that says anything."""
+    said = [line for line in tail_of(path).splitlines() if line.strip()]
+    return said[-1].strip()[:300] if said else ""

@@ -1,0 +1,220 @@
+"""Map the same virtual nodes to other workers after a change: pure functions."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from ...schema.errors import InfeasibleError, ProblemError
+from ...schema.launch import LaunchConfig, VirtualNode, WorkerSlot
+from ...schema.options import option
+
+
+def nodes_of(config: LaunchConfig) -> list[VirtualNode]:
+    """All virtual nodes of a launch, by index."""
+    nodes = [node for slot in config.workers for node in slot.virtual_nodes]
+    return sorted(nodes, key=lambda node: node.index)
+
+
+def spread(
+    config: LaunchConfig, types: Sequence[str], node_seconds: Mapping[str, float] | None = None
+) -> LaunchConfig:
+    """Spread the virtual nodes over devices, in runs in proportion to the devices' speeds.
+
+    Least is the slowest device's time (samples held times seconds per sample); each device gets
+    a contiguous run of at least one. Exact for that objective, in O(N D) for N nodes and D
+    devices for each of 60 halvings.
+
+    Args:
+        config: The launch as it is.
+        types: Device type of each device, in order of ranks.
+        node_seconds: Seconds per sample on each type; alike where it is None or lacks one.
+
+    Raises:
+        InfeasibleError: More devices than virtual nodes.
+    """
+    nodes = nodes_of(config)
+    if len(types) > len(nodes):
+        raise InfeasibleError(
+            f"{len(types)} devices cannot share {len(nodes)} virtual nodes",
+            hint=f"ask for at most {len(nodes)}",
+        )
+    known = dict(node_seconds or {})
+    alike = set(types) <= known.keys()
+    costs = [known[name] if alike else 1.0 for name in types]
+    cuts = _runs([node.batch_size for node in nodes], costs)
+    workers, at = [], 0
+    for rank, (name, number) in enumerate(zip(types, cuts, strict=True)):
+        run = tuple(nodes[at : at + number])
+        workers.append(WorkerSlot(rank=rank, device_type=name, virtual_nodes=run))
+        at += number
+    return replace(config, predicted_step_seconds=None, workers=tuple(workers))
+
+
+def _runs(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
+    """How many nodes each device takes: bisect on the slowest device's time."""
+    ends = [0, *accumulate(sizes)]
+    low, high = 0.0, ends[-1] * max(costs)
+    best = _cut(ends, costs, high)
+    assert best is not None
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = _cut(ends, costs, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best
+
+
+def _cut(ends: Sequence[int], costs: Sequence[float], limit: float) -> list[int] | None:
+    """Runs of at least one node with no device above the limit; None where there are none.
+
+    ``before[d][q]``: where device d's run may begin if it ends at node q. O(N D) for N nodes
+    and D devices.
+    """
+    last = len(ends) - 1
+    before: list[dict[int, int]] = []
+    reached = [0]
+    for cost in costs:
+        starts: dict[int, int] = {}
+        for start in reached:
+            most = ends[start] + limit * (1 + 1e-12) / cost
+            first = max(start, max(starts, default=start)) + 1
+            for end in range(first, bisect_right(ends, most)):
+                starts[end] = start
+        before.append(starts)
+        reached = sorted(starts)
+    taken, at = [], last
+    for starts in reversed(before):
+        if at not in starts:
+            return None
+        taken.append(at - starts[at])
+        at = starts[at]
+    return taken[::-1]
+
+
+def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
+    """Move the virtual nodes of lost workers to the others; these keep their own.
+
+    Each goes to the worker that will be least loaded in proportion to what it holds now, of the
+    same device type where one is left.
+
+    Args:
+        config: The launch as it was.
+        ranks: Who is lost; at least one worker is left.
+    """
+    lost = set(ranks)
+    left = [slot for slot in config.workers if slot.rank not in lost]
+    held = {slot.rank: list(slot.virtual_nodes) for slot in left}
+    weight = {slot.rank: sum(node.batch_size for node in slot.virtual_nodes) for slot in left}
+    load = dict(weight)
+    for slot in config.workers:
+        if slot.rank not in lost:
+            continue
+        alike = [other for other in left if other.device_type == slot.device_type] or left
+        for node in slot.virtual_nodes:
+            least = min(
+                alike, key=lambda o: ((load[o.rank] + node.batch_size) / weight[o.rank], o.rank)
+            )
+            held[least.rank].append(node)
+            load[least.rank] += node.batch_size
+    workers = tuple(
+        WorkerSlot(
+            rank=rank,
+            device_type=slot.device_type,
+            virtual_nodes=tuple(sorted(held[slot.rank], key=lambda node: node.index)),
+        )
+        for rank, slot in enumerate(left)
+    )
+    return replace(config, predicted_step_seconds=None, workers=workers)
+
+
+def check_shares_nothing(config: LaunchConfig) -> None:
+    """Refuse workers that share states: no share moves while they run.
+
+    Raises:
+        ProblemError: They do.
+    """
+    if config.shard is not None:
+        raise ProblemError(
+            "workers that share states keep their devices",
+            hint="stop the run, and launch another plan of its virtual nodes from the checkpoint",
+        )
+
+
+def same_nodes(config: LaunchConfig, other: LaunchConfig) -> None:
+    """Refuse a mapping of other virtual nodes.
+
+    Raises:
+        ProblemError: They differ; says how.
+    """
+    if other.pipeline is not None:
+        raise ProblemError("a running job cannot change into a pipeline", hint="give a split plan")
+    check_shares_nothing(config)
+    check_shares_nothing(other)
+    own, theirs = ([n.batch_size for n in nodes_of(c)] for c in (config, other))
+    if sorted(own) != sorted(theirs):
+        raise ProblemError(
+            f"the new plan has virtual nodes of {_short(theirs)} samples, the job has "
+            f"{_short(own)}",
+            hint=f"a resize keeps the virtual nodes: solve with {option('virtual_nodes')}, "
+            f"or give {option('pool')}",
+        )
+
+
+def renumbered(config: LaunchConfig, other: LaunchConfig) -> LaunchConfig:
+    """The mapping of ``other`` with the virtual nodes of ``config``: equal sizes are exchanged.
+
+    Raises:
+        ProblemError: They are not the same virtual nodes.
+    """
+    same_nodes(config, other)
+    free: dict[int, list[VirtualNode]] = {}
+    for node in nodes_of(config):
+        free.setdefault(node.batch_size, []).append(node)
+    workers = []
+    for slot in other.workers:
+        nodes = [free[node.batch_size].pop(0) for node in slot.virtual_nodes]
+        run = tuple(sorted(nodes, key=lambda node: node.index))
+        workers.append(replace(slot, virtual_nodes=run))
+    emulated = {device.device_type: device for device in (*config.emulated, *other.emulated)}
+    return replace(
+        config,
+        predicted_step_seconds=None,
+        workers=tuple(workers),
+        emulated=tuple(emulated.values()),
+    )
+
+
+def seated(
+    config: LaunchConfig, present: Mapping[str, str], fresh: Iterable[str]
+) -> tuple[LaunchConfig, dict[str, int]]:
+    """Give the slots of a mapping to workers: first to those who are there, in their order.
+
+    Args:
+        config: The mapping; its ranks are dealt anew so that the first worker stays the first.
+        present: Device type of each worker that is there, in order of ranks.
+        fresh: Names for joining workers, as many as may be needed.
+
+    Returns:
+        The config, and the rank of each worker that has a slot in it.
+    """
+    waiting = list(config.workers)
+    dealt: list[tuple[str, WorkerSlot]] = []
+    for name, kind in present.items():
+        slot = next((slot for slot in waiting if slot.device_type == kind), None)
+        if slot is not None:
+            waiting.remove(slot)
+            dealt.append((name, slot))
+    names = iter(fresh)
+    dealt += [(next(names), slot) for slot in waiting]
+    workers = tuple(replace(slot, rank=rank) for rank, (_, slot) in enumerate(dealt))
+    return replace(config, predicted_step_seconds=None, workers=workers), {
+        name: n for n, (name, _) in enumerate(dealt)
+    }
+
+
+def _short(sizes: Sequence[int]) -> str:
+    alike = len(set(sizes)) == 1
+    return f"{len(sizes)} x {sizes[0]}" if alike else "+".join(str(size) for size in sizes)

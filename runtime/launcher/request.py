@@ -1,0 +1,230 @@
+"""The request of a launch, and the folder that it writes to."""
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...schema.choices import OnFailure
+from ...schema.errors import FileError, TargetError
+from ...schema.launch import LaunchConfig, Rendezvous
+from ...schema.options import option
+from ...schema.plan import Plan
+from ..protocol.control import is_running
+
+RUNS_FOLDER = "hetflow-runs"
+MOST_NAMES = 10_000  # default folders of launches of one model in one second
+HANDOVER = "handover"  # a pipeline's parts while its plan changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One launch: a plan, a script with its arguments, and where things go.
+
+    ``script`` is what stands after ``python`` on a command line: ``(file.py, args...)`` or
+    ``("-m", module, args...)``. ``ends_process`` says that the process ends with the launch: a
+    signal that comes after the launch's end is ignored.
+    """
+
+    plan: Plan
+    config: LaunchConfig
+    script: tuple[str, ...]
+    folder: Path
+    force: bool = False
+    stdout_to_stderr: bool = False
+    ends_process: bool = False
+    rendezvous: Rendezvous | None = None
+    timeout_seconds: float = 600.0
+    checkpoint: Path | None = None
+    checkpoint_every: int = 0
+    from_scratch: bool = False
+    compare_every: int | None = None
+    grace_seconds: float = 30.0
+    on_failure: OnFailure | None = None
+    heartbeat_seconds: float = 30.0
+
+    @property
+    def handover_folder(self) -> Path | None:
+        """Where a pipeline on one host writes its parts when its plan changes; None elsewhere."""
+        changes_plan = self.rendezvous is None and self.config.pipeline is not None
+        return self.folder / HANDOVER if changes_plan else None
+
+    @property
+    def policy(self) -> OnFailure:
+        """The action when a worker dies, with the default resolved."""
+        if self.on_failure is not None:
+            return self.on_failure
+        if self._bound is None:
+            return "shrink"
+        if self.config.shard is not None:
+            return "stop"
+        return "replace" if self.checkpoint is not None else "stop"
+
+    @property
+    def _bound(self) -> str | None:
+        """Why workers cannot join or leave one by one; None for a split on one host."""
+        if self.config.pipeline is not None:
+            return "pipeline"
+        if self.config.shard is not None:
+            return "plan whose devices share states"
+        return None if self.rendezvous is None else "launch on several hosts"
+
+    def __post_init__(self) -> None:
+        what = self._bound
+        if what is None or self.on_failure in ("stop", None):
+            return
+        if self.config.shard is not None:
+            raise TargetError(
+                f"a {what} ends where a worker dies",
+                hint=f"leave {option('on_failure')} out, and start again from a checkpoint",
+            )
+        if self.on_failure == "shrink":
+            raise TargetError(
+                f"a {what} cannot go on without a worker that dies",
+                hint=f"give {option('on_failure', 'replace')}: all start again from the last "
+                f"{option('checkpoint')}",
+            )
+        if self.checkpoint is None:
+            raise TargetError(
+                f"a {what} starts again from a checkpoint, and has none to start from",
+                hint=f"give {option('checkpoint', 'DIR')} too, and "
+                f"{option('checkpoint_every', 'N')}",
+            )
+
+
+def check_script(script: tuple[str, ...]) -> None:
+    """Refuse a script that is not there, before anything starts.
+
+    Raises:
+        TargetError: No script, no such file, or ``-m`` without a module.
+    """
+    if not script:
+        raise TargetError("no script to launch", hint="hetflow launch PLAN SCRIPT [ARGS...]")
+    if script[0] == "-m":
+        if len(script) < 2:
+            raise TargetError("-m needs the name of a module")
+        return
+    if script[0].startswith("-"):
+        raise TargetError(
+            f"expected a script after the plan, got {script[0]!r}",
+            hint="hetflow's own options stand before the plan",
+        )
+    if not Path(script[0]).is_file():
+        raise TargetError(f"{script[0]}: no such script")
+
+
+def check_checkpoints(request: LaunchRequest) -> None:
+    """Refuse checkpoints that have no folder to go to, before anything starts.
+
+    Raises:
+        TargetError: An interval without a folder.
+        FileError: The folder is a file.
+    """
+    if request.checkpoint is None:
+        if request.from_scratch:
+            raise TargetError(
+                f"{option('from_scratch')} sets the checkpoints of a folder aside, and "
+                "there is none",
+                hint=f"give {option('checkpoint', 'DIR')} too",
+            )
+        if request.checkpoint_every:
+            raise TargetError(
+                f"{option('checkpoint_every', request.checkpoint_every)} needs a folder",
+                hint=f"give {option('checkpoint', 'DIR')} too",
+            )
+    elif request.checkpoint.exists() and not request.checkpoint.is_dir():
+        raise FileError(
+            f"{request.checkpoint}: is no folder", hint=f"give another {option('checkpoint')}"
+        )
+
+
+def default_folder(model: str) -> Path:
+    """``hetflow-runs/<model>-<time>``, or the next such name that is free now."""
+    return next(folder for folder in _default_folders(model) if not folder.exists())
+
+
+@contextmanager
+def run_folder(given: Path | None, model: str) -> Iterator[Path]:
+    """The folder of a launch; a default one is made at once, so that no other launch takes it.
+
+    It goes again where the launch wrote nothing.
+
+    Args:
+        given: The user's choice; None for the default.
+        model: The plan's model, after which a default is named.
+
+    Raises:
+        FileError: The default folder cannot be made.
+    """
+    if given is not None:
+        yield given
+        return
+    for folder in _default_folders(model):
+        try:
+            folder.mkdir(parents=True)
+            break
+        except (FileExistsError, FileNotFoundError):
+            continue  # taken; or another launch that wrote nothing has just removed the parent
+        except OSError as error:
+            raise FileError(f"{folder}: cannot be made: {error.strerror}") from None
+    else:
+        raise FileError(
+            f"{RUNS_FOLDER}: no folder can be made there", hint=f"give {option('folder')}"
+        )
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it holds the run
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
+def _default_folders(model: str) -> Iterator[Path]:
+    """Names for a run that starts now, with nothing in them that a file system minds."""
+    safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", model).strip("._") or "model"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    first = Path(RUNS_FOLDER) / f"{safe[:80]}-{stamp}"
+    yield first
+    for number in range(2, MOST_NAMES):
+        yield first.with_name(f"{first.name}-{number}")
+
+
+def check_folder(folder: Path, *, force: bool) -> None:
+    """Refuse a run folder that holds something already, unless forced.
+
+    Raises:
+        FileError: It is a file, or not empty and ``force`` is off.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not force):
+        raise FileError(
+            f"{folder}: exists already",
+            hint=f"give {option('force', True)}, or another {option('folder')}",
+        )
+
+
+def check_idle(folder: Path) -> None:
+    """Refuse the folder of a launch that runs, which would lose its logs and its control.
+
+    Raises:
+        FileError: A launch runs there.
+    """
+    if is_running(folder):
+        raise FileError(f"{folder}: a launch runs there", hint=f"give another {option('folder')}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the run's folder with empty ``logs``; an earlier run's record and logs go.
+
+    Raises:
+        FileError: It cannot be made.
+    """
+    try:
+        (folder / "run.json").unlink(missing_ok=True)
+        for old in ("logs", HANDOVER):
+            shutil.rmtree(folder / old, ignore_errors=True)
+        (folder / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise FileError(f"{folder}: cannot be made: {error.strerror}") from None

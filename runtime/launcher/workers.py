@@ -1,0 +1,496 @@
+"""Hold the workers of this host: start, stream, watch, stop."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from ...schema.errors import ProblemError
+from ...schema.options import option
+from ..preload import Preload
+from ..protocol.ended import ended_path, left_path
+from ..protocol.environment import Channel
+from ..protocol.handover import STOPPED_EXIT_CODE
+from ..protocol.messages import (
+    Beat,
+    Finished,
+    FromController,
+    FromWorker,
+    Report,
+    Reported,
+    Unreadable,
+    encode,
+    from_worker,
+)
+from .failures import Failure, failure_of, first_cause
+from .fence import Fence
+from .output import follow, tee
+from .spawn import Process, WorkerCommand, failure_path, signal_group, start
+
+# The controller's end of a worker's control channel: JSON lines over a socket pair.
+
+
+MAX_LINE_BYTES = 64 << 20
+
+
+class Line:
+    """One worker's line. ``heard_at`` and ``moved_at`` are monotonic seconds.
+
+    ``operation``, ``is_waiting`` and ``left_at`` are what the last heartbeat said; ``moved_at`` is
+    when that changed. ``is_prepared`` says that the script has come to ``hf.prepare``,
+    ``is_finished`` that its interpreter is about to end, and its heartbeat with it.
+    """
+
+    def __init__(self) -> None:
+        self._own, self.theirs = socket.socketpair()
+        self._own.setblocking(False)
+        self._rest = b""
+        self.is_open = True
+        self.is_prepared, self.is_finished = False, False
+        self.began = time.monotonic()
+        self.heard_at: float | None = None
+        self.moved_at = 0.0
+        self.operation, self.is_waiting = -1, False
+        self.left_at: int | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the worker has prepared a model, and has not finished."""
+        return self.is_open and self.is_prepared and not self.is_finished
+
+    def started(self) -> None:
+        """The worker has its end now."""
+        self.theirs.close()
+
+    def fileno(self) -> int:
+        """For ``select``."""
+        return self._own.fileno()
+
+    def send(self, message: FromController) -> None:
+        """Tell the worker; one that is gone or stopped is found out by other means."""
+        data = encode(message)
+        if not self.is_open:
+            return
+        with contextlib.suppress(OSError):
+            self._own.settimeout(1.0)
+            self._own.sendall(data)
+        with contextlib.suppress(OSError):
+            self._own.setblocking(False)
+
+    def receive(self) -> list[FromWorker]:
+        """What the worker has said since the last call; heartbeats are noted, not returned.
+
+        Raises:
+            ProblemError: It said what no worker says.
+        """
+        with contextlib.suppress(OSError):
+            while self.is_open:
+                data = self._own.recv(1 << 16)
+                self.is_open = bool(data)
+                self._rest += data
+                if len(self._rest) > MAX_LINE_BYTES:
+                    self._rest = b""
+        *lines, self._rest = self._rest.split(b"\n")
+        messages: list[FromWorker] = []
+        for line in lines:
+            message = from_worker(line)
+            self._note(message)
+            if not isinstance(message, Beat):
+                messages.append(message)
+        return messages
+
+    def _note(self, message: FromWorker) -> None:
+        self.heard_at = time.monotonic()
+        self.is_finished = self.is_finished or isinstance(message, Finished)
+        if not isinstance(message, Beat):
+            return
+        self.is_prepared = message.prepared
+        found = (message.operation, message.waiting, message.left_at)
+        if found != (self.operation, self.is_waiting, self.left_at):
+            self.operation, self.is_waiting, self.left_at = found
+            self.moved_at = self.heard_at
+
+    def close(self) -> None:
+        """The worker is gone."""
+        self.is_open = False
+        self._own.close()
+
+
+GRACE_SECONDS = 5.0
+HANDLING_SECONDS = 1.5
+"""How long a script may handle an interruption without a word to the user."""
+REPORT_SECONDS = 1.0
+"""How long workers that are about to be ended may take to report what they have measured."""
+
+
+class Signals:
+    """While it is open, SIGINT, SIGTERM and SIGHUP are noted instead of ending the process.
+
+    Args:
+        ends_process: Whether the process ends afterwards, and ignores these signals until then.
+    """
+
+    def __init__(self, *, ends_process: bool = False) -> None:
+        self._ends_process = ends_process
+        self.received: int | None = None
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        self.count += 1
+
+
+class Workers:
+    """The workers of this host. One's output is shown; all of it is kept in logs.
+
+    Args:
+        folder: The run's folder.
+        stdout_to_stderr: Show their stdout on stderr.
+        channel: What they and the controller tell each other; None for no line between them.
+        token: The launch's, for the store.
+        inherited: The environment that they add theirs to.
+        preload: The launch's preloaded processes.
+        fence: What keeps later launches away while one of the workers is there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        stdout_to_stderr: bool,
+        channel: Channel | None = None,
+        token: str = "",
+        inherited: Mapping[str, str],
+        preload: Preload,
+        fence: Fence,
+    ) -> None:
+        self._folder, self._fence = folder, fence
+        self._inherited, self._preload = inherited, preload
+        self._stdout_to_stderr = stdout_to_stderr
+        self._channel, self._token = channel, token
+        self._processes: dict[str, Process] = {}
+        self._lines: dict[str, Line] = {}
+        self._types: dict[str, str] = {}
+        self._killed: dict[str, str] = {}
+        self._shown = "0"
+        self._tees: list[threading.Thread] = []
+
+    def wait_until_ready(
+        self, commands: Sequence[WorkerCommand], watch: Callable[[], None]
+    ) -> None:
+        """Wait until workers can be forked, or never will be; ``watch`` may raise meanwhile."""
+        for command in commands:
+            self._preload.wait({**self._inherited, **command.environment}, watch)
+
+    def start(self, commands: Sequence[WorkerCommand]) -> None:
+        """Start them all. Call from the main thread: their lives hang on the starting thread."""
+        for command in commands:
+            failure = self._failure_path(command.name)
+            for old in (failure, ended_path(failure), left_path(failure)):
+                old.unlink(missing_ok=True)
+            self._types[command.name] = command.device_type
+            self._processes[command.name] = self._start(command)
+
+    def _start(self, command: WorkerCommand) -> Process:
+        out, err = self.logs(command.name)
+        with out.open("wb") as out_stream, err.open("wb") as err_stream:
+            if command.name != "0":
+                return self._start_on(command, out_stream, err_stream)
+        reads, writes = zip(os.pipe(), os.pipe(), strict=True)
+        process = self._start_on(command, writes[0], writes[1])
+        for read, write, log, console in zip(
+            reads, writes, (out, err), self._consoles, strict=True
+        ):
+            os.close(write)
+            self._begin(tee, read, log, console)
+        return process
+
+    def _start_on(
+        self, command: WorkerCommand, out: int | IO[bytes], err: int | IO[bytes]
+    ) -> Process:
+        line = Line() if self._channel is not None else None
+        theirs = None
+        if line is not None and self._channel is not None:
+            self._lines[command.name] = line
+            theirs = (line.theirs.fileno(), self._channel)
+        process = start(
+            command,
+            out,
+            err,
+            self._inherited,
+            preload=self._preload,
+            line=theirs,
+            fence=self._fence.descriptor,
+            token=self._token,
+        )
+        if line is not None:
+            line.started()
+        return process
+
+    @property
+    def _consoles(self) -> tuple[IO[str], IO[str]]:
+        return sys.stderr if self._stdout_to_stderr else sys.stdout, sys.stderr
+
+    def _begin(self, function: Callable[..., None], *arguments: Any) -> None:
+        tee = threading.Thread(target=function, args=arguments, daemon=True)
+        tee.start()
+        self._tees.append(tee)
+
+    def show(self, name: str) -> None:
+        """Show this worker's output from now on; the one before is gone, or no longer first."""
+        if name == self._shown:
+            return
+        self._shown, process = name, self._processes[name]
+        for log, console in zip(self.logs(name), self._consoles, strict=True):
+            is_over = lambda: process.poll() is not None  # noqa: E731
+            self._begin(follow, log, console, is_over, lambda: self._shown == name)
+
+    def lines(self) -> dict[str, Line]:
+        """The lines to the workers."""
+        return self._lines
+
+    def hear(self) -> list[tuple[str, FromWorker]]:
+        """What workers have said since the last call, each with who said it.
+
+        A worker and its controller that cannot read each other are of unlike installations, such as
+        where the package was changed while the launch ran. Such a worker is killed.
+        """
+        heard: list[tuple[str, FromWorker]] = []
+        for name, line in self._lines.items():
+            try:
+                heard += [(name, message) for message in line.receive()]
+            except ProblemError as error:
+                self._kill_unlike(name, f"sent its launcher what that cannot read: {error.message}")
+        for name, message in heard:
+            if isinstance(message, Unreadable):
+                self._kill_unlike(name, f"cannot read what its launcher sends: {message.why}")
+        return heard
+
+    def _kill_unlike(self, name: str, why: str) -> None:
+        self.kill(name, f"{why} (was hetflow changed while the launch ran?) and was killed")
+
+    def kill(self, name: str, why: str = "") -> None:
+        """End a worker and what it started, at once; it may be stopped.
+
+        Its failure says ``why``, the first that was given.
+        """
+        self._killed.setdefault(name, why)
+        signal_group(self._processes[name], signal.SIGKILL)
+
+    def is_stopped(self, name: str) -> bool:
+        """Whether a signal has stopped it."""
+        return _is_stopped(self._processes[name].pid)
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a worker a signal, unless it is gone."""
+        if self._processes[name].poll() is None:
+            self._processes[name].send_signal(number)
+
+    def forget(self, name: str) -> None:
+        """A worker that is gone no longer counts."""
+        process = self._processes.pop(name)
+        signal_group(process, signal.SIGKILL)  # what it started
+        process.wait()
+        line = self._lines.pop(name, None)
+        if line is not None:
+            line.close()
+
+    def is_held(self, name: str) -> bool:
+        """Whether it was started and not forgotten."""
+        return name in self._processes
+
+    def is_done(self, name: str) -> bool:
+        """Whether it has left with exit code 0."""
+        return name in self._processes and self._code(name) == 0
+
+    def _code(self, name: str) -> int | None:
+        """A worker's exit code; None while it is there.
+
+        A signal that ends it when it has nothing left to do changes nothing.
+        """
+        code = self._processes[name].poll()
+        was_done = code is not None and code < 0 and left_path(self._failure_path(name)).exists()
+        return 0 if was_done else code
+
+    def _failure_path(self, name: str) -> Path:
+        return failure_path(self._folder, name)
+
+    def logs(self, name: str) -> tuple[Path, Path]:
+        """Where a worker's stdout and stderr are kept."""
+        return self._folder / "logs" / f"rank{name}.out", self._folder / "logs" / f"rank{name}.err"
+
+    def has_ended(self, name: str) -> bool:
+        """Whether its script has ended well; its process may still be there."""
+        return self.is_done(name) or ended_path(self._failure_path(name)).exists()
+
+    def have_ended(self) -> bool:
+        """Whether every worker's script has ended well: no later signal undoes that."""
+        return bool(self._processes) and all(map(self.has_ended, self._processes))
+
+    def all_done(self) -> bool:
+        """Whether every worker has left with exit code 0."""
+        return all(map(self.is_done, self._processes))
+
+    def failures(self) -> list[Failure]:
+        """The workers that have failed so far."""
+        return [
+            failure_of(
+                int(name),
+                self._types[name],
+                code,
+                self._failure_path(name),
+                self.logs(name)[1],
+                why=self._killed.get(name, ""),
+            )
+            for name in self._processes
+            if (code := self._code(name))
+        ]
+
+    def left_early(self) -> Failure | None:
+        """A worker whose process has ended with exit code 0, and whose script has not."""
+        for name in self._processes:
+            note = self._failure_path(name)
+            has_said = any(path.exists() for path in (ended_path(note), left_path(note)))
+            if self._code(name) == 0 and not has_said:
+                return Failure(
+                    exit_code=1,
+                    error="",
+                    rank=int(name),
+                    device_type=self._types[name],
+                    why="ended its process in the middle of the script, with exit code 0, and the "
+                    "others wait for it (os._exit, or an exec)",
+                    hint="end the script on all workers alike, by its last line or sys.exit(); its "
+                    f"whole output: {self.logs(name)[1]}",
+                )
+        return None
+
+    def running(self) -> list[Failure]:
+        """The workers that are still there, stopped ones only where some are, as failures."""
+        pids = {r: process.pid for r, process in self._processes.items() if process.poll() is None}
+        stopped = [rank for rank, pid in pids.items() if _is_stopped(pid)]
+        return [
+            Failure(
+                exit_code=1,
+                error="",
+                rank=int(rank),
+                device_type=self._types[rank],
+                log=str(self.logs(rank)[1]),
+            )
+            for rank in stopped or pids
+        ]
+
+    def let_save(self, signals: Signals, grace_seconds: float) -> None:
+        """Ask the workers to write a checkpoint after the step they are in, and leave.
+
+        Waits until they are gone, the grace is over, or another signal comes.
+        """
+        self._ask(signal.SIGTERM, list(self._processes), signals, grace_seconds)
+
+    def interrupt(
+        self, signals: Signals, grace_seconds: float, warn: Callable[[str], None]
+    ) -> None:
+        """Let scripts have the KeyboardInterrupt that Ctrl-C is under plain ``python``.
+
+        Waits until they are gone, the grace is over, or another signal comes; those that have ended
+        their scripts only wait for the others. ``warn`` tells the user if it takes longer.
+        """
+        names = [name for name in self._processes if not self.has_ended(name)]
+        first = min(grace_seconds, HANDLING_SECONDS)
+        if self._ask(signal.SIGINT, names, signals, first) or grace_seconds <= first:
+            return
+        warn(
+            f"the script handles the interruption, for up to {grace_seconds:g} s "
+            f"({option('grace_seconds')}); Ctrl-C again ends it at once"
+        )
+        self._wait_for(names, signals, grace_seconds - first)
+
+    def _ask(self, number: int, names: Sequence[str], signals: Signals, seconds: float) -> bool:
+        """Send these workers a signal, and wait until they are gone; False where some are not."""
+        for name in names:
+            if self._processes[name].poll() is None:
+                self._processes[name].send_signal(number)
+        return self._wait_for(names, signals, seconds)
+
+    def _wait_for(self, names: Sequence[str], signals: Signals, seconds: float) -> bool:
+        """Wait until workers are gone; False where the time is over or another signal comes."""
+        asked, deadline = signals.count, time.monotonic() + seconds
+        while any(self._processes[name].poll() is None for name in names):
+            if time.monotonic() > deadline or signals.count > asked:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def let_report(self, signals: Signals) -> None:
+        """Ask the workers that train what they have measured so far.
+
+        Waits until they have reported or are gone, the time is over, or another signal comes. A
+        worker answers in milliseconds, in the middle of a step too.
+        """
+        asked, deadline = signals.count, time.monotonic() + REPORT_SECONDS
+        waiting = {name for name, line in self._lines.items() if line.trains and self._runs(name)}
+        for name in waiting:
+            self._lines[name].send(Report())
+        while waiting and time.monotonic() < deadline and signals.count == asked:
+            time.sleep(0.01)
+            heard = {name for name, message in self.hear() if isinstance(message, Reported)}
+            waiting = {name for name in waiting - heard if self._runs(name)}
+
+    def _runs(self, name: str) -> bool:
+        return self._processes[name].poll() is None and not self.is_stopped(name)
+
+    def left_badly(self) -> str | None:
+        """What kept a worker from saving and leaving, where something did."""
+        running = self.running()
+        if running:
+            return f"worker {running[0].rank} had not saved and left when it was ended"
+        own = [f for f in self.failures() if f.exit_code != STOPPED_EXIT_CODE]
+        return first_cause(own).sentence() if own else None
+
+    def stop(self, signals: Signals | None = None) -> None:
+        """End every worker and what it started: SIGTERM, a grace, SIGKILL. No orphan stays."""
+        asked = signals.count if signals else 0
+        for name, process in self._processes.items():
+            if process.poll() is None:
+                # At its end a worker ignores SIGTERM, and only waits for the others.
+                number = signal.SIGKILL if self.has_ended(name) else signal.SIGTERM
+                signal_group(process, number)
+                signal_group(process, signal.SIGCONT)  # a stopped one takes the signal when it runs
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(process.poll() is None for process in self._processes.values()):
+            impatient = signals is not None and signals.count > asked
+            if time.monotonic() > deadline or impatient:
+                break
+            time.sleep(0.02)
+        for process in self._processes.values():
+            signal_group(process, signal.SIGKILL)
+            process.wait()
+        for thread in self._tees:
+            thread.join(timeout=2)
+        for line in self._lines.values():
+            line.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process (Linux)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in "Tt"

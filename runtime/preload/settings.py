@@ -1,0 +1,100 @@
+"""Which settings act before or during the imports, so that a fork comes too late for them.
+
+A preloaded process serves only those whose settings of this kind are its own; for others another
+preloaded process is started. All other variables are read when they are used (a driver's choice of
+devices at its first use, a collective library's when a group is made, hetflow's own when a worker
+starts), so a forked process takes them over from its request.
+"""
+
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...devices.backend import DEVICES
+
+_PREFIXES = {
+    "PYTHON": "the interpreter's own: hash seed, path, encoding, buffering, warnings",
+    "LD_": "the dynamic linker reads them before main",
+    "OMP_": "libgomp reads them when it is loaded",
+    "GOMP_": "as OMP_",
+    "KMP_": "as OMP_, for Intel's and LLVM's libraries",
+    "MKL_": "MKL's code path and threads",
+    "OPENBLAS_": "numpy's BLAS reads them when it is loaded",
+    "GOTO_": "as OPENBLAS_",
+    "BLIS_": "as OPENBLAS_",
+    "NUMEXPR_": "read when it is imported",
+    "NPY_": "numpy chooses its kernels when it is imported",
+    "NUMPY_": "as NPY_",
+    "ATEN_": "torch's kernels for a CPU capability",
+    "ONEDNN_": "oneDNN's kernels for an instruction set",
+    "DNNL_": "as ONEDNN_",
+    "TORCH": "torch's logging and the compiler's configuration are read at import",
+    "PYTORCH_": "torch's allocators read theirs when the library is loaded",
+    "MALLOC_": "malloc reads them before main",
+    "LC_": "Python chooses its encodings before main",
+}
+_NAMES = {
+    "GLIBC_TUNABLES": "the C library reads them before main",
+    "LANG": "as LC_",
+    "LANGUAGE": "as LC_",
+}
+_LATER = {
+    "TORCHELASTIC_USE_AGENT_STORE": "read when a group is made",
+    "TORCHELASTIC_RESTART_COUNT": "read when a worker joins its group",
+    "TORCHINDUCTOR_CACHE_DIR": "read when a model is compiled",
+}
+
+
+def import_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an environment that a preloaded process must have been started with."""
+    prefixes, later = set(_PREFIXES), set(_LATER)
+    for backend in DEVICES.registered():
+        prefixes |= set(backend.early_variables)
+        later |= set(backend.late_variables)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in later and (name in _NAMES or name.startswith(tuple(prefixes)))
+    }
+
+
+def identity() -> dict[str, object]:
+    """What two processes must have in common for one to be forked for the other.
+
+    The interpreter, this package, and the hard limits, which a process can lower only.
+    """
+    limits = {name: resource.getrlimit(number)[1] for name, number in resources().items()}
+    package = Path(__file__).resolve().parents[2]
+    # One Python has several names: python and python3, or a path through a link.
+    python = {name: os.path.realpath(getattr(sys, name)) for name in ("executable", "prefix")}
+    return {**python, "package": str(package), "hard_limits": limits}
+
+
+def resources() -> dict[str, int]:
+    """Every resource with a limit, by name."""
+    return {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+
+
+def without_import_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without those variables."""
+    settings = import_settings(environment)
+    return {name: value for name, value in environment.items() if name not in settings}
+
+
+def current_limits() -> dict[str, list[int]]:
+    """Soft and hard limits of this process, by name."""
+    return {name: list(resource.getrlimit(number)) for name, number in resources().items()}
+
+
+def current_umask() -> int:
+    """This process's umask, which can only be read by setting it; from /proc where it is there."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        (line,) = [line for line in status.splitlines() if line.startswith("Umask:")]
+    except (OSError, ValueError):
+        found = os.umask(0o077)
+        os.umask(found)
+        return found
+    return int(line.split()[1], 8)
