@@ -332,7 +332,7 @@ def test_who_does_not_know_the_token_cannot_touch_the_keys_of_a_launch(
         store.add("hetflow/0/finished", 1)
         for key in ("hetflow/0/all finished", "hetflow/0/finished/0", "hetflow/0/finished/1"):
             store.set(key, "1")
-        store.set("runtime/launcher/failure/0", "{}")
+        store.set("launcher/failure/0", "{}")
         (here / "go").touch()
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said

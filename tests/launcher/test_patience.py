@@ -55,5 +55,5 @@ def test_what_stands_there_is_answered() -> None:
     assert part.check(["key"])
     assert part.get("key") == b"value"
     assert not store.whole.check(["key"])
-    assert store.whole.get("runtime/launcher/key") == b"value"
+    assert store.whole.get("launcher/key") == b"value"
     assert part.compare_set("key", "value", "other") == b"other"
