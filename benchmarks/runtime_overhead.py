@@ -45,12 +45,14 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="which of the models")
     arguments = parser.parse_args()
     models = ["mlp"] if arguments.quick else arguments.models.split(",")
-    with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        mp.spawn(worker, args=(folder, port, models), nprocs=WORKERS)
-        results = json.loads((Path(folder) / "results.json").read_text())
+    results = []
+    for model in models:  # in processes of its own: a job refuses optimizers that it does not know
+        with tempfile.TemporaryDirectory() as folder:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            mp.spawn(worker, args=(folder, port, model), nprocs=WORKERS)
+            results.append(json.loads((Path(folder) / "result.json").read_text()))
     document = {
         "benchmark": "runtime_overhead",
         "torch": torch.__version__,
@@ -63,7 +65,7 @@ def main() -> None:
     print(table(results))
 
 
-def worker(rank: int, folder: str, port: int, models: list[str]) -> None:
+def worker(rank: int, folder: str, port: int, model: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HETFLOW_SLOT": str(rank)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORKERS), "LOCAL_RANK": str(rank)}
@@ -71,9 +73,9 @@ def worker(rank: int, folder: str, port: int, models: list[str]) -> None:
     if distinct:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if distinct else "gloo")
-    results = [measure(name, Path(folder), rank) for name in models]
+    result = measure(model, Path(folder), rank)
     if rank == 0:
-        (Path(folder) / "results.json").write_text(json.dumps(results))
+        (Path(folder) / "result.json").write_text(json.dumps(result))
     for job in JOBS:
         job.finish()
     dist.destroy_process_group()
