@@ -35,8 +35,8 @@ def workload() -> tuple[Any, ...]:
     )
 
 
-def main(backend: str, fault: str) -> None:
-    CudaBackend.bucket_bytes = 1 << 20
+def plant(fault: str) -> None:
+    """Take away what hides exchanges."""
     if fault == "one-stream":
         CudaBackend.side_stream = lambda *_: None
     if fault == "waits":
@@ -49,6 +49,11 @@ def main(backend: str, fault: str) -> None:
             return transfer
 
         peers.all_reduce = all_reduce
+
+
+def main(backend: str, fault: str) -> None:
+    CudaBackend.bucket_bytes = 1 << 20
+    plant(fault)
     torch.manual_seed(0)
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

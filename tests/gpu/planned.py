@@ -64,25 +64,13 @@ def train(plan: str) -> None:
 
 def main(fault: str, *plans: str) -> None:
     """Without what comes in few steps: tests of the loss, comparisons of parameters."""
-    from hetflow.devices.cuda import CudaBackend
-    from hetflow.runtime import peers
     from hetflow.runtime.agreement import agreement
     from hetflow.runtime.promise import promise
+    from hetflow.tests.gpu.clocked import plant
 
     promise._Calls.judge = lambda *_, **__: (True, None)
     agreement._AFTER_A_CHANGE = ()
-    if fault == "one-stream":
-        CudaBackend.side_stream = lambda *_: None
-    if fault == "waits":
-        start = peers.all_reduce
-
-        def all_reduce(*arguments: Any, **named: Any) -> Any:
-            transfer = start(*arguments, **named)
-            if transfer is not None:
-                transfer.wait()
-            return transfer
-
-        peers.all_reduce = all_reduce
+    plant(fault)
     for plan in plans:
         train(plan)
 
