@@ -9,6 +9,12 @@ A training script needs five changed lines, and still runs under plain ``python`
         loss = job.backward(lambda x, y: criterion(model(x), y), batch)
         optimizer.step()
         optimizer.zero_grad()
+
+Beside the worker's own files stand the rooms that start it, which do not import torch with this:
+
+- ``protocol``: what launcher and workers agree on.
+- ``preload``: processes forked from one that has imported torch.
+- ``launcher``: starts and supervises workers, and writes the run record.
 """
 
 from typing import TYPE_CHECKING
