@@ -44,6 +44,7 @@ class Scheduler:
 
     ``run`` simulates a case. ``is_in_rounds``: it follows a policy, and pairs of jobs may share
     devices. ``resizes``: a job may change its devices at another cost than a restart's.
+    ``knows_servers``: it places jobs on servers; else the pool counts as one.
     """
 
     run: Run

@@ -160,7 +160,7 @@ def read_plan(
         return lower(found, seed, determinism), found
     if isinstance(found, LaunchConfig):
         return found, None
-    raise FileError(f"{path}: must be hetflow.plan/1 or hetflow.launch/1, got {found.schema}")
+    raise FileError(f"{path}: must be hetflow.plan/2 or hetflow.launch/1, got {found.schema}")
 
 
 def assign_slots(config: LaunchConfig, types: Sequence[str | None]) -> list[int]:

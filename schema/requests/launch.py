@@ -26,7 +26,7 @@ CHECKPOINT_EVERY = Option(help="Steps between checkpoints [0: at SIGTERM and the
 class LaunchingRequest:
     """What ``launch`` and ``dry_run`` need to know."""
 
-    plan: Annotated["Plan | Path | str", Option(argument=True, help="A plan (hetflow.plan/1).")]
+    plan: Annotated["Plan | Path | str", Option(argument=True, help="A plan (hetflow.plan/2).")]
     script: Annotated[
         "str | Path",
         Option(argument=True, help="The training script: file.py, or -m MODULE."),
