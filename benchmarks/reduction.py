@@ -23,13 +23,14 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from runtime_overhead import JOBS, config_of, ddp_stepper, job_stepper, parts
+from runtime_overhead import JOBS, OTHERS, config_of, ddp_stepper, job_stepper, parts
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
 from hetflow.devices.backend import backend_of
-from hetflow.runtime.invariant import Collectives, InvariantSum, all_gather
+from hetflow.runtime import peers
+from hetflow.runtime.invariant import Collectives, InvariantSum
 from hetflow.runtime.protocol.pins import pins
 from hetflow.schema import files
 
@@ -116,7 +117,7 @@ class Bench:
         rows = received.view(-1, part)
         for row in rows[1:]:
             rows[0].add_(row)
-        all_gather(self.flat, rows[0].contiguous())
+        peers.all_gather(self.flat, rows[0].contiguous())
 
     def fixed_point(self) -> None:
         """Exact in any order: int64 multiples of one step, an ordinary all-reduce twice as wide."""
@@ -320,6 +321,7 @@ def elastic_stepper(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     job = hf.prepare(model, optimizer)
     JOBS.append(job)
+    job.register(*OTHERS)
     # A switch of the whole process: off, so that only the sums differ between the variants.
     torch.use_deterministic_algorithms(False)
     loader = DataLoader(dataset, batch_size=config.global_batch_size, shuffle=True, drop_last=True)
