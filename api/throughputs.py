@@ -12,6 +12,7 @@ from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.jobs import MixThroughput, ModelThroughput, Throughputs
 from ..schema.options import option
+from ..schema.problem import Problem
 from ..schema.profile import Profile
 from ..schema.requests.throughputs import ThroughputsRequest
 from ..schema.spelling import nearest
@@ -87,7 +88,7 @@ def _rates(
     """
     model = profiles[0].model
     pool = Cluster.parse(",".join(f"{most}x{profile.device_type}" for profile in profiles))
-    problem = split_problem(profiles, pool, batch_size, memory_reserve_bytes=reserve)
+    problem = split_problem(Problem(profiles, pool, batch_size, memory_reserve_bytes=reserve))
     alone, together = split_throughput(model, batch_size, problem.devices, scale)
     rates = {name: rate for name, rate in alone.steps_per_second.items() if rate > 0}
     if not rates:

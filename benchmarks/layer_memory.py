@@ -22,6 +22,7 @@ from hetflow.profilers.targets import as_workload
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import BatchPoint, Profile
 
 CASES = (("gpt-small", 8), ("vgg16-small", 8), ("digits-cnn", 64), ("mlp", 64), ("resnet18", 2))
@@ -38,7 +39,7 @@ def measure(name: str, size: int) -> dict[str, object]:
         weight_bytes=bench.weight_bytes, batch_curve=(point,), layers=graph,
     )  # fmt: skip
     problem = pipeline_problem(
-        [profile], Cluster.parse("1xcpu"), size, optimizer=named_optimizer("sgd")
+        Problem([profile], Cluster.parse("1xcpu"), size, optimizer=named_optimizer("sgd"))
     )
     batch = bench.make_batch(size)
     bench.run_step(batch)

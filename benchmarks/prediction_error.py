@@ -23,6 +23,7 @@ from hetflow.planning.split_problem import split_problem
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.plan import Plan
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
 from hetflow.tests.plan_parts import whole_group, with_groups
@@ -75,7 +76,7 @@ def forced(
     shares: list[tuple[str, int, int, int]],
 ) -> Plan:
     """The same plan with other shares, predicted by the same cost model."""
-    problem = split_problem(profiles, Cluster.parse(pool), plan.global_batch_size)
+    problem = split_problem(Problem(profiles, Cluster.parse(pool), plan.global_batch_size))
     groups = tuple(
         whole_group(
             device_type=name,

@@ -10,11 +10,12 @@ from ..schema import files
 from ..schema.errors import FileError, ProblemError
 from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan
+from ..schema.problem import Problem
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from .costs.from_runs import Correction, correct
 from .costs.observed import Run
-from .judging import pool_of_plan, problem_of_plan
+from .judging import pool_of_plan, view_of_plan
 
 _log = logging.getLogger("hetflow")
 
@@ -94,13 +95,13 @@ def retimed(plan: Plan, profiles: Sequence[Profile]) -> float | None:
 
     if not plan.traits.flushes or plan.solved != "flat":
         return None
-    link, optimizer = plan.link_bytes_per_second, plan.optimizer
+    link, optimizer, batch = plan.link_bytes_per_second, plan.optimizer, plan.global_batch_size
     try:
-        problem = problem_of_plan(plan, profiles, pool_of_plan(plan), link, optimizer)
+        view = view_of_plan(plan, Problem(profiles, pool_of_plan(plan), batch, optimizer, 0, link))
     except ProblemError:
         return None  # an older plan does not repeat the links that its cluster stated
-    assert isinstance(problem, PipelineProblem)
-    stages = tuple(timed_stage(plan, problem, index) for index in range(len(plan.stages)))
+    assert isinstance(view, PipelineProblem)
+    stages = tuple(timed_stage(plan, view, index) for index in range(len(plan.stages)))
     types = {stage.device_type for stage in stages}
-    fixed = max(pool.fixed_seconds for pool in problem.pools if pool.device_type in types)
+    fixed = max(pool.fixed_seconds for pool in view.pools if pool.device_type in types)
     return timed(replace(plan, stages=stages)).makespan_seconds + fixed

@@ -1,6 +1,7 @@
-"""Check a plan against the problem that it answers, rebuilt from profiles and a pool."""
+"""Check a plan against the problem that it answers, made of profiles and a pool."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 from ..schema.choices import Shard
@@ -12,13 +13,14 @@ from ..schema.options import option
 from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan, devices_for
-from ..schema.problem import ShardedProblem, SplitProblem
+from ..schema.problem import Problem, ShardedProblem, SplitProblem
 from ..schema.profile import Profile
 from .checks import plan as plan_checks
 from .checks.proofs import Verdict, tolerance_faults
 from .pool_parts import is_part_of
 
-Problem = SplitProblem | ShardedProblem | PipelineProblem | ParallelProblem
+View = SplitProblem | PipelineProblem | ParallelProblem
+"""What the solvers of a kind of plan see of a problem."""
 
 
 def faults_of_plan(
@@ -47,23 +49,28 @@ def faults_of_plan(
     Raises:
         ProblemError: The profiles do not fit the plan, or a pipeline is checked without profiles.
     """
-    optimizer = optimizer or plan.optimizer
-    free = memory_reserve_bytes
-    if free is None:
-        free = asked_bytes(plan.reserves)
     if profiles is None:
         found = _own_faults(plan)
     else:
         from .checks.profiled import stated_faults
 
-        link = link_bytes_per_second or plan.link_bytes_per_second
+        free, names = memory_reserve_bytes, [profile.device_type for profile in profiles]
         judged = judged_pool(plan, pool)
-        problem = problem_of_plan(plan, profiles, judged, link, optimizer, free)
-        found = faults_against(plan, problem, profiles, judged, optimizer, free)
-        if isinstance(problem, SplitProblem) and pool is not None and judged is not pool:
+        problem = Problem(
+            profiles,
+            judged.spelled_as(names),
+            plan.global_batch_size,
+            optimizer or plan.optimizer,
+            asked_bytes(plan.reserves) if free is None else free,
+            link_bytes_per_second or plan.link_bytes_per_second,
+        )
+        view = view_of_plan(plan, problem)
+        found = faults_against(plan, view, problem)
+        if pool not in (None, judged) and not plan.layers and plan.shard is None:
             from .checks.batch_split import bound_faults
 
-            whole = problem_of_plan(plan, profiles, pool, link, optimizer, free)
+            assert pool is not None
+            whole = view_of_plan(plan, replace(problem, pool=pool.spelled_as(names)))
             assert isinstance(whole, SplitProblem)
             found += bound_faults(plan, whole)
         found += stated_faults(plan, profiles)
@@ -83,58 +90,40 @@ def _own_faults(plan: Plan) -> Verdict:
     return batch_split.check(plan, None) if plan.shard is None else sharded_split.check(plan, None)
 
 
-def faults_against(
-    plan: Plan,
-    problem: Problem,
-    profiles: Sequence[Profile],
-    pool: Cluster,
-    optimizer: OptimizerState | None,
-    memory_reserve_bytes: int,
-) -> Verdict:
-    """List the faults of a plan against its problem, and of that against profiles and pool.
+def faults_against(plan: Plan, view: View, problem: Problem) -> Verdict:
+    """List the faults of a plan against what its solver saw, and of that against the problem.
 
     Args:
-        plan: The plan.
-        problem: What it answers.
-        profiles: What the problem was built from.
-        pool: The devices of the problem.
-        optimizer: The optimizer that will train; None takes the profiles'.
-        memory_reserve_bytes: Bytes of each device that must stay free.
+        plan: A plan of the view's kind.
+        view: The costs that it was planned by.
+        problem: The profiles, the pool and what else the view was made of.
     """
     from .checks import batch_split, parallel, pipeline, profiled, sharded_split
 
-    free = memory_reserve_bytes
-    if isinstance(problem, SplitProblem):
-        found = batch_split.check(plan, problem)
-        found += profiled.split_faults(plan, profiles, pool, optimizer, free)
+    if isinstance(view, ShardedProblem):
+        found = sharded_split.check(plan, view)
+        found += profiled.sharded_faults(view, problem)
         return found
-    if isinstance(problem, ShardedProblem):
-        found = sharded_split.check(plan, problem)
-        found += profiled.sharded_faults(problem, profiles, pool, optimizer, free)
+    if isinstance(view, SplitProblem):
+        found = batch_split.check(plan, view)
+        found += profiled.split_faults(plan, problem)
         return found
-    if isinstance(problem, PipelineProblem):
-        wrong = profiled.pipeline_faults(problem, profiles, pool, free)
-        return Verdict(wrong) if wrong else pipeline.check(plan, problem)
-    wrong = profiled.parallel_faults(problem, profiles, pool, free)
-    return Verdict(wrong + parallel.check(plan, problem))
+    if isinstance(view, PipelineProblem):
+        wrong = profiled.pipeline_faults(view, problem)
+        return Verdict(wrong) if wrong else pipeline.check(plan, view)
+    return Verdict(profiled.parallel_faults(view, problem) + parallel.check(plan, view))
 
 
-def confirm(
-    plan: Plan,
-    problem: Problem,
-    profiles: Sequence[Profile],
-    pool: Cluster,
-    optimizer: OptimizerState | None = None,
-    memory_reserve_bytes: int = 0,
-) -> None:
-    """Refuse a plan of our own solvers that fails its check. Arguments as ``faults_against``.
+def confirm(plan: Plan, view: View, problem: Problem) -> Plan:
+    """Return a plan of our own solvers, if it passes its check. Arguments as ``faults_against``.
 
     Raises:
         BackendError: The plan fails its check, which is a bug.
     """
-    faults = faults_against(plan, problem, profiles, pool, optimizer, memory_reserve_bytes)
+    faults = faults_against(plan, view, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    return plan
 
 
 def judged_pool(plan: Plan, pool: Cluster | None) -> Cluster:
@@ -152,61 +141,33 @@ def pool_of_plan(plan: Plan) -> Cluster:
     return Cluster.parse(",".join(f"{number}x{name}" for name, number in stated.items()))
 
 
-def problem_of_plan(
-    plan: Plan,
-    profiles: Sequence[Profile],
-    pool: Cluster,
-    link: float | None,
-    optimizer: OptimizerState | None,
-    memory_reserve_bytes: int = 0,
-) -> Problem:
-    """Rebuild the problem that a plan answers, with the numbers of these profiles.
-
-    Args:
-        plan: The plan; gives the problem's schedule, stage cost and shape.
-        profiles: Profiles of its model.
-        pool: The devices.
-        link: Bytes per second of links that the pool does not state.
-        optimizer: The optimizer that will train; None takes the profiles'.
-        memory_reserve_bytes: Bytes of each device that must stay free.
+def view_of_plan(plan: Plan, problem: Problem) -> View:
+    """Make again what the solver of a plan saw of a problem: its shape and schedule are the plan's.
 
     Raises:
         ProblemError: The profiles do not fit the plan.
     """
     from .parallel_problem import parallel_problem
     from .pipeline_problem import pipeline_problem
-    from .split_problem import sharded_problem, split_problem
+    from .split_problem import split_problem
 
-    batch, free = plan.global_batch_size, memory_reserve_bytes
-    nodes, between = plan.uniform_virtual_nodes, any(group.interpolated for group in plan.groups)
-    if plan.shard is not None:
-        only = plan.restrictions and plan.restrictions.shard
-        shards = (only,) if only else get_args(Shard)
-        return sharded_problem(profiles, pool, batch, shards, nodes, between, optimizer, free)
     if not plan.layers:
-        return split_problem(profiles, pool, batch, nodes, between, optimizer, free)
+        between = any(group.interpolated for group in plan.groups)
+        only = plan.restrictions and plan.restrictions.shard
+        shards = () if plan.shard is None else (only,) if only else get_args(Shard)
+        return split_problem(problem, plan.uniform_virtual_nodes, between, shards)
     if plan.stage_cost is None:
         chunks = {plan.num_model_chunks, *(other.num_model_chunks for other in plan.alternatives)}
         return parallel_problem(
-            profiles,
-            pool,
-            batch,
-            link_bytes_per_second=link,
+            problem,
             recompute=any(stage.recompute != "none" for stage in plan.stages),
-            optimizer=optimizer,
             num_model_chunks=tuple(sorted(chunks)),
-            memory_reserve_bytes=free,
             sequence_parallel=bool(plan.sequence_parallel),
             shard_optimizer=bool(plan.shard_optimizer),
         )
     return pipeline_problem(
-        profiles,
-        pool,
-        batch,
+        problem,
         microbatch_size=plan.microbatch_size,
-        link_bytes_per_second=link,
-        optimizer=optimizer,
-        memory_reserve_bytes=free,
         schedule=plan.schedule,
         stage_cost=plan.stage_cost,
         solved=plan.solved or "flat",

@@ -1,4 +1,4 @@
-"""Build the problem of pipeline, tensor and data parallelism from layer profiles and a cluster."""
+"""What the solver of pipeline, tensor and data parallelism sees of a problem."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,6 @@ from typing import Any
 
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
-from ..schema.optimizer import OptimizerState
 from ..schema.options import command, option
 from ..schema.parallel import (
     DegreeLink,
@@ -21,33 +20,23 @@ from ..schema.parallel import (
     TypesLink,
     parallel_schedule,
 )
+from ..schema.problem import Problem
 from ..schema.profile import LayerGraph, LayerNode, Profile
 from .costs.memory import exchange_bytes
-from .links import Pair, PoolLinks, Source, links_of, measured_between
-from .pipeline_problem import (
-    graph_of,
-    layers_of_graph,
-    optimizer_of,
-    profile_of,
-    reserve_in_pipeline,
-)
+from .links import Pair, PoolLinks, Source, measured_between
+from .pipeline_problem import graph_of, layered, reserve_in_pipeline
 from .pool_parts import Key, Keys
 
 
 def parallel_problem(
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    global_batch_size: int,
+    problem: Problem,
     *,
     microbatch_size: int | None = None,
-    link_bytes_per_second: float | None = None,
     recompute: bool = True,
-    optimizer: OptimizerState | None = None,
-    memory_reserve_bytes: int = 0,
     sequence_parallel: bool = False,
     **choices: Any,
 ) -> ParallelProblem:
-    """Build the problem from the profiles of a cluster's device types.
+    """Tables of layers by degree and microbatch size, and the links of each degree.
 
     Layers are in topological order. A boundary sends every output of the layers before it that a
     layer after it needs. A device's update time is the profile's, in proportion to the weights that
@@ -55,55 +44,41 @@ def parallel_problem(
     and so have those between two types.
 
     Args:
-        profiles: Profiles of one model with layers; types that the cluster lacks are ignored.
-        cluster: The pool.
-        global_batch_size: Samples per step.
+        problem: What is asked.
         microbatch_size: Use only layers profiled at this size; None uses all sizes.
-        link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes the
-            profiles' measurements.
         recompute: Whether stages may recompute activations: all, or where every table of layers
             states them those of attention cores.
-        optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
-        memory_reserve_bytes: Bytes of each device to leave free, besides what a worker takes
-            beside tensors.
         sequence_parallel: Whether groups spread tokens between the layers that they share.
         choices: Other fields of ``ParallelProblem``, which profiles and pool do not give.
 
     Raises:
-        ProblemError: A device type has no profile or no layers, the layers differ between types,
-            the microbatch size is not profiled, or a bandwidth or the optimizer is unknown.
+        ProblemError: As ``layered``; or the microbatch size is not profiled.
     """
-    chosen = [profile_of(name, profiles) for name in cluster.num_devices]
-    graphs = [graph_of(profile) for profile in chosen]
-    for profile, graph in zip(chosen, graphs, strict=True):
-        if {n.id for n in graph.nodes} != {n.id for n in graphs[0].nodes}:
-            raise ProblemError(
-                f"the layers on {profile.device_type} are not those on {chosen[0].device_type}",
-                hint="profile the same model on both",
-            )
+    read = layered(problem, at_one=False)
+    chosen, links = read.profiles, read.links
     _check_size(chosen, microbatch_size)
     if sequence_parallel:
         chosen = [_over_sequences(profile) for profile in chosen]
-    _, edges, order = layers_of_graph(graphs[0])
-    names = [node.id for node in order]
-    links = links_of(chosen, cluster, link_bytes_per_second)
+    names = [node.id for node in read.order]
     schedule = parallel_schedule(is_chunked=False)
-    reserves = [reserve_in_pipeline(p, cluster, schedule, memory_reserve_bytes) for p in chosen]
-    trained = optimizer or optimizer_of(chosen)
     return ParallelProblem(
         model=chosen[0].model,
-        global_batch_size=global_batch_size,
+        global_batch_size=problem.global_batch_size,
         layers=tuple(names),
-        output_bytes=_crossing(order, edges, graphs[0].microbatch_size),
-        pools=tuple(_pool(profile, cluster, links, names, microbatch_size) for profile in chosen),
+        output_bytes=_crossing(read.order, read.edges, read.graphs[0].microbatch_size),
+        pools=tuple(
+            _pool(profile, problem.pool, links, names, microbatch_size) for profile in chosen
+        ),
         sizes=_sizes(chosen, names),
-        bytes_per_weight_byte=2.0 + trained.state_bytes_per_weight_byte,
+        bytes_per_weight_byte=2.0 + read.optimizer.state_bytes_per_weight_byte,
         reserved_bytes=max(
-            (profile.base_memory_bytes or 0) + exchange_bytes(profile) + reserve.total_bytes
-            for profile, reserve in zip(chosen, reserves, strict=True)
+            (profile.base_memory_bytes or 0)
+            + exchange_bytes(profile)
+            + reserve_in_pipeline(profile, problem, schedule).total_bytes
+            for profile in chosen
         ),
         recompute=_recomputations(chosen) if recompute else ("none",),
-        optimizer=trained,
+        optimizer=read.optimizer,
         **choices,
         between=tuple(
             TypesLink(device_types=types, curve=_curve(rate, chosen, types, links))
@@ -194,7 +169,7 @@ def _pool(
         device_type=name,
         num_devices=cluster.num_devices[name],
         devices_per_server=cluster.common_width(name),
-        memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
+        memory_bytes=profile.device_memory_bytes,
         times=tuple(_times(profile, degree, table, names) for degree, table in tables),
         links=tuple(DegreeLink(tensor_parallel_size=d, curve=curve) for d in degrees),
         dollars_per_hour=cluster.device_types[name].dollars_per_hour,
@@ -215,21 +190,13 @@ def _curve(
     return LinkCurve(coefficients=(rate,), latency_seconds=latency)
 
 
-def parallel_keys(
-    profiles: Sequence[Profile], link_bytes_per_second: float | None, pool: Cluster
-) -> Keys:
-    """What parallel plans of a pool count for a pair of devices.
-
-    Args:
-        profiles: Profiles of the pool's types, and perhaps of others.
-        link_bytes_per_second: Bandwidth of links that the pool does not state.
-        pool: The devices.
+def parallel_keys(problem: Problem, pool: Cluster) -> Keys:
+    """What parallel plans of a part of the problem's pool count for a pair of devices.
 
     Raises:
         ProblemError: A type has no profile.
     """
-    chosen = [profile_of(name, profiles) for name in pool.num_devices]
-    source = Source(chosen, pool, link_bytes_per_second)
+    source = Source(replace(problem, pool=pool).used, pool, problem.link_bytes_per_second)
 
     def keys(pair: Pair) -> dict[Key, float]:
         link = source.link(pair)

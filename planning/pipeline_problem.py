@@ -1,124 +1,126 @@
-"""Build the problem of a pipeline partition from layer profiles and a cluster."""
+"""What the solvers of pipelines see of a problem, and what all plans that cut layers read."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from math import inf, isclose
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import NAMES, OptimizerState
-from ..schema.options import command, option
-from ..schema.pipeline import (
-    DevicePool,
-    PipelineLayer,
-    PipelineProblem,
-    TopologyLevel,
-)
-from ..schema.profile import BusyHost, LayerGraph, LayerNode, Profile
+from ..schema.options import option
+from ..schema.pipeline import DevicePool, PipelineLayer, PipelineProblem
+from ..schema.problem import Problem
+from ..schema.profile import LayerGraph, LayerNode, Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
 from .costs.compute import busy_ratio
 from .costs.memory import exchange_bytes, reserve_of, with_reserve
-from .links import Pair, Source, links_of, measured_between
+from .links import Pair, PoolLinks, Source, links_of, measured_between
 from .pool_parts import Key, Keys
 
 Edges = tuple[tuple[int, int], ...]
 
 
+class Layered(NamedTuple):
+    """What plans that cut a model's layers are made from: read from profiles and pool once."""
+
+    profiles: list[Profile]
+    graphs: list[LayerGraph]
+    layers: tuple[PipelineLayer, ...]
+    edges: Edges
+    order: tuple[LayerNode, ...]
+    links: PoolLinks
+    optimizer: OptimizerState
+
+
+def layered(problem: Problem, microbatch_size: int | None = None, *, at_one: bool) -> Layered:
+    """Read the layers of a pool's types, which must be the same, and the pool's links.
+
+    Args:
+        problem: What is asked.
+        microbatch_size: Take the tables of layers nearest to this size; None takes ``layers``.
+        at_one: Whether all tables must be of one size.
+
+    Raises:
+        ProblemError: A device type has no profile or no layers, the layers differ between types,
+            or a bandwidth or the optimizer is unknown.
+    """
+    used = problem.used
+    graphs = [graph_of(profile, microbatch_size) for profile in used]
+    _check_alike(used, graphs, at_one=at_one)
+    layers, edges, order = layers_of_graph(graphs[0])
+    links = links_of(used, problem.pool, problem.link_bytes_per_second)
+    optimizer = problem.optimizer or optimizer_of(used)
+    return Layered(used, graphs, layers, edges, order, links, optimizer)
+
+
 def pipeline_problem(
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    global_batch_size: int,
+    problem: Problem,
     *,
     microbatch_size: int | None = None,
-    link_bytes_per_second: float | None = None,
-    optimizer: OptimizerState | None = None,
-    memory_reserve_bytes: int = 0,
     schedule: str = DEFAULT_SCHEDULE,
     **choices: Any,
 ) -> PipelineProblem:
-    """Build the problem from the profiles of a cluster's device types.
+    """A graph of layers at one microbatch size, and pools of devices in levels of links.
 
-    All profiles must hold the same layers at the same microbatch size, which the pipeline uses.
     The devices of a type form one ``DevicePool``. If all servers with the type hold equally many
     devices of it, the pool has two levels; else one level with the slower link's bandwidth.
 
     Args:
-        profiles: Profiles of one model with layers; types that the cluster lacks are ignored.
-        cluster: The pool.
-        global_batch_size: Samples per step; a multiple of the profiled microbatch size.
+        problem: What is asked; its batch is a multiple of the profiled microbatch size.
         microbatch_size: Use the layers profiled nearest to this size; None uses the profiles'
             ``layers``.
-        link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes the
-            profiles' measurements (``pipeline_links``).
-        optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
-        memory_reserve_bytes: Bytes of each device to leave free, besides what a worker takes
-            beside tensors (``costs.memory.reserve_of``).
         schedule: Name of the schedule.
         choices: Other fields of ``PipelineProblem``, which profiles and pool do not give.
 
     Raises:
-        ProblemError: A device type has no profile or no layers, the layers differ between types,
-            a bandwidth or the optimizer is unknown, or the microbatch size does not divide the
-            batch.
+        ProblemError: As ``layered``; or the microbatch size does not divide the batch.
+        InfeasibleError: A device is too small for a layer's temporary memory.
     """
-    chosen = [profile_of(name, profiles) for name in cluster.num_devices]
-    graphs = [graph_of(profile, microbatch_size) for profile in chosen]
-    _check_alike(chosen, graphs)
-    size = graphs[0].microbatch_size
-    if global_batch_size % size:
+    read, batch = layered(problem, microbatch_size, at_one=True), problem.global_batch_size
+    size = read.graphs[0].microbatch_size
+    if batch % size:
         raise ProblemError(
-            f"microbatches of {size} samples do not divide a global batch of {global_batch_size}",
-            hint=f"take {max(1, round(global_batch_size / size)) * size}, or profile the layers "
+            f"microbatches of {size} samples do not divide a global batch of {batch}",
+            hint=f"take {max(1, round(batch / size)) * size}, or profile the layers "
             "at another microbatch size",
         )
-    layers, edges, order = layers_of_graph(graphs[0])
-    links = links_of(chosen, cluster, link_bytes_per_second)
     return PipelineProblem(
-        model=chosen[0].model,
-        layers=layers,
-        edges=edges,
+        model=read.profiles[0].model,
+        layers=read.layers,
+        edges=read.edges,
         pools=tuple(
             _pool(
-                with_reserve(
-                    profile, reserve_in_pipeline(profile, cluster, schedule, memory_reserve_bytes)
-                ),
+                with_reserve(profile, reserve_in_pipeline(profile, problem, schedule)),
                 graph,
-                order,
-                cluster,
-                links.levels[profile.device_type],
+                read,
+                problem.pool,
             )
-            for profile, graph in zip(chosen, graphs, strict=True)
+            for profile, graph in zip(read.profiles, read.graphs, strict=True)
         ),
-        inter_bytes_per_second=links.between_types,
+        inter_bytes_per_second=read.links.between_types,
         microbatch_size=size,
-        num_microbatches=global_batch_size // size,
+        num_microbatches=batch // size,
         schedule=schedule,
-        optimizer=optimizer or optimizer_of(chosen),
-        link_bytes_per_second=link_bytes_per_second,
-        message_seconds=max(links.latency_seconds, _message_seconds(chosen)),
-        step_error=_step_error(chosen),
+        optimizer=read.optimizer,
+        link_bytes_per_second=problem.link_bytes_per_second,
+        message_seconds=max(read.links.latency_seconds, _message_seconds(read.profiles)),
+        step_error=_step_error(read.profiles),
         **choices,
     )
 
 
-def pipeline_keys(
-    profiles: Sequence[Profile], link_bytes_per_second: float | None, pool: Cluster
-) -> Keys:
-    """What pipelines of a pool count for a pair of devices.
-
-    Args:
-        profiles: Profiles of the pool's types, and perhaps of others.
-        link_bytes_per_second: Bandwidth of links that the pool does not state.
-        pool: The devices.
+def pipeline_keys(problem: Problem, pool: Cluster) -> Keys:
+    """What pipelines of a part of the problem's pool count for a pair of devices.
 
     Raises:
         ProblemError: A type has no profile, or one without layers.
     """
-    chosen = {name: profile_of(name, profiles) for name in pool.num_devices}
+    chosen = {profile.device_type: profile for profile in replace(problem, pool=pool).used}
     graphs = [graph_of(profile) for profile in chosen.values()]
-    source = Source(list(chosen.values()), pool, link_bytes_per_second)
+    source = Source(list(chosen.values()), pool, problem.link_bytes_per_second)
     ties = any(node.shared_with for graph in graphs for node in graph.nodes)
 
     def keys(pair: Pair) -> dict[Key, float]:
@@ -151,14 +153,12 @@ def capacity_seconds(problem: PipelineProblem) -> float:
     return sum(least) / offered
 
 
-def reserve_in_pipeline(
-    profile: Profile, cluster: Cluster, schedule: str, asked_bytes: int
-) -> MemoryReserve:
+def reserve_in_pipeline(profile: Profile, problem: Problem, schedule: str) -> MemoryReserve:
     """What a worker of a pipeline takes beside tensors, at most, and what the user reserves."""
     return reserve_of(
         profile,
-        asked_bytes,
-        num_devices=sum(cluster.num_devices.values()),
+        problem.memory_reserve_bytes,
+        num_devices=sum(problem.pool.num_devices.values()),
         channels_per_peer=traits(schedule).channels_between,
     )
 
@@ -246,20 +246,6 @@ def layers_of_graph(
     return layers, edges, tuple(order)
 
 
-def profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
-    """The profile of a device type.
-
-    Raises:
-        ProblemError: There is none.
-    """
-    found = [profile for profile in profiles if profile.device_type == name]
-    if not found:
-        raise ProblemError(
-            f"no profile of {name}", hint=f"run {command('profile', layers=True, devices=name)}"
-        )
-    return found[0]
-
-
 def graph_of(profile: Profile, microbatch_size: int | None = None) -> LayerGraph:
     """The layers of a profile, those timed nearest to a microbatch size if one is given.
 
@@ -280,12 +266,12 @@ def graph_of(profile: Profile, microbatch_size: int | None = None) -> LayerGraph
     )
 
 
-def _check_alike(profiles: Sequence[Profile], graphs: Sequence[LayerGraph]) -> None:
+def _check_alike(
+    profiles: Sequence[Profile], graphs: Sequence[LayerGraph], *, at_one: bool
+) -> None:
     first = graphs[0]
     for profile, graph in zip(profiles, graphs, strict=True):
-        if profile.model != profiles[0].model:
-            raise ProblemError(f"profiles of two models: {profiles[0].model}, {profile.model}")
-        if graph.microbatch_size != first.microbatch_size:
+        if at_one and graph.microbatch_size != first.microbatch_size:
             raise ProblemError(
                 f"layers are profiled at microbatches of {first.microbatch_size} on "
                 f"{profiles[0].device_type} and {graph.microbatch_size} on {profile.device_type}",
@@ -299,40 +285,34 @@ def _check_alike(profiles: Sequence[Profile], graphs: Sequence[LayerGraph]) -> N
             )
 
 
-def _pool(
-    profile: Profile,
-    graph: LayerGraph,
-    order: Sequence[LayerNode],
-    cluster: Cluster,
-    levels: tuple[TopologyLevel, ...],
-) -> DevicePool:
+def _pool(profile: Profile, graph: LayerGraph, read: Layered, cluster: Cluster) -> DevicePool:
     node = {entry.id: entry for entry in graph.nodes}
-    name = profile.device_type
-    total = cluster.device_types[name].memory_bytes or profile.device_memory_bytes
-    busy, ratio = _busy(profile, cluster), 1.0
+    busy = profile.busy if cluster.shares_servers(profile.device_type) else None
+    costs, ratio = profile.pipeline, 1.0
     if busy is not None:
         ratio = busy_ratio(profile.batch_curve, busy.batch_curve, graph.microbatch_size)
-    costs = profile.pipeline
-    return DevicePool(
-        device_type=name,
-        levels=levels,
-        forward_seconds=tuple(ratio * node[entry.id].forward_seconds for entry in order),
-        backward_seconds=tuple(ratio * node[entry.id].backward_seconds for entry in order),
-        update_seconds=profile.update_seconds if busy is None else busy.update_seconds,
-        memory_bytes=total,
-        workspace_bytes=_workspace(profile, graph, total),
-        base_memory_bytes=profile.base_memory_bytes,
-        pass_seconds=costs.pass_seconds if costs is not None else 0.0,
-        fixed_seconds=costs.fixed_seconds if costs is not None else 0.0,
-        lone_pass_seconds=costs.lone_pass_seconds if costs is not None else None,
-        reduce_latency_seconds=(costs.reduce_latency_seconds or 0.0) if costs is not None else 0.0,
-        reduce_bytes_per_second=costs.reduce_bytes_per_second if costs is not None else None,
+    measured: dict[str, Any] = (
+        {}
+        if costs is None
+        else {
+            "pass_seconds": costs.pass_seconds,
+            "fixed_seconds": costs.fixed_seconds,
+            "lone_pass_seconds": costs.lone_pass_seconds,
+            "reduce_latency_seconds": costs.reduce_latency_seconds or 0.0,
+            "reduce_bytes_per_second": costs.reduce_bytes_per_second,
+        }
     )
-
-
-def _busy(profile: Profile, cluster: Cluster) -> BusyHost | None:
-    """Return a type's busy-host measurements; None if each of its servers has one device only."""
-    return profile.busy if cluster.shares_servers(profile.device_type) else None
+    return DevicePool(
+        device_type=profile.device_type,
+        levels=read.links.levels[profile.device_type],
+        forward_seconds=tuple(ratio * node[entry.id].forward_seconds for entry in read.order),
+        backward_seconds=tuple(ratio * node[entry.id].backward_seconds for entry in read.order),
+        update_seconds=(busy or profile).update_seconds,
+        memory_bytes=profile.device_memory_bytes,
+        workspace_bytes=_workspace(profile, graph),
+        base_memory_bytes=profile.base_memory_bytes,
+        **measured,
+    )
 
 
 def _message_seconds(profiles: Sequence[Profile]) -> float:
@@ -360,8 +340,8 @@ def _step_error(profiles: Sequence[Profile]) -> float | None:
     return max((error for error in found if error is not None), default=None)
 
 
-def _workspace(profile: Profile, graph: LayerGraph, total: int) -> int:
-    """Bytes of a device's ``total`` bytes of memory to reserve for temporary use, for any stage.
+def _workspace(profile: Profile, graph: LayerGraph) -> int:
+    """Bytes of a device's memory to reserve for temporary use, for any stage.
 
     The sum of the largest layer's workspace, if measured, with the gradients of its output and
     inputs, which exist at the same time in its backward pass; the optimizer update's workspace, if
@@ -383,7 +363,7 @@ def _workspace(profile: Profile, graph: LayerGraph, total: int) -> int:
         default=0,
     )
     aside += (profile.update_workspace_bytes or 0) + exchange_bytes(profile)
-    base = profile.base_memory_bytes or 0
+    base, total = profile.base_memory_bytes or 0, profile.device_memory_bytes
     if aside + base >= total:
         before = f", beside {base} before there is a model" if base else ""
         raise InfeasibleError(

@@ -13,7 +13,6 @@ from ..schema.layer_trace import LayerTrace
 from ..schema.options import option, told
 from ..schema.pipeline import Objective
 from ..schema.plan import Plan
-from ..schema.profile import Profile
 from ..schema.schedule_traits import SCHEDULES, traits
 from ..solvers.effort import Effort
 from ..solvers.methods import METHODS
@@ -71,33 +70,28 @@ def best_pipeline(question: Question, clock: Clock) -> Plan:
 
 def _in_the_best_part(question: Question, clock: Clock) -> Plan:
     """The best plan of the pool and of its parts without slow links."""
-    profiles, said = question.profiles, question.asked.link_bytes_per_second
+
+    def within(part: Cluster) -> Question:
+        return dataclasses.replace(question, pool=part)
 
     def least_seconds(part: Cluster) -> float:
         found = inf
         for size in _microbatch_sizes(question):
-            problem = pipeline_problem(
-                profiles,
-                part,
-                question.asked.batch_size,
-                microbatch_size=size,
-                link_bytes_per_second=said,
-                optimizer=question.optimizer,
-            )
-            inputs = 1 if _objective(question) == "bottleneck" else problem.num_microbatches
-            found = min(found, inputs * capacity_seconds(problem))
+            try:
+                view = pipeline_problem(within(part).problem, microbatch_size=size)
+            except InfeasibleError:
+                return 0.0  # its own search says what is missing
+            inputs = 1 if _objective(question) == "bottleneck" else view.num_microbatches
+            found = min(found, inputs * capacity_seconds(view))
         return found
 
     pools = parts_of(
         question.pool,
-        partial(pipeline_keys, profiles, said),
-        levels_of=lambda part: links_between(profiles, part, said).levels,
+        partial(pipeline_keys, question.problem),
+        levels_of=lambda part: _links(within(part)).levels,
     )
     _, plan = best_of_parts(
-        pools,
-        clock,
-        lambda part, share: _best(dataclasses.replace(question, pool=part), share),
-        least_seconds,
+        pools, clock, lambda part, share: _best(within(part), share), least_seconds
     )
     return plan
 
@@ -134,19 +128,10 @@ def _best(question: Question, clock: Clock) -> Plan:
 
 def _repetitive(question: Question, microbatch_sizes: Sequence[int]) -> Plan:
     """Ask PipeDream-2BW's planner, for a model of repeating layers on a pool of one type."""
-    asked, profiles, pool = question.asked, question.profiles, question.pool
-    free = asked.memory_reserve_bytes
+    asked, problem = question.asked, question.problem
     problems = {
         size: pipeline_problem(
-            profiles,
-            pool,
-            asked.batch_size,
-            microbatch_size=size,
-            link_bytes_per_second=asked.link_bytes_per_second,
-            schedule=asked.schedule,
-            recompute=None,
-            optimizer=question.optimizer,
-            memory_reserve_bytes=free,
+            problem, microbatch_size=size, schedule=asked.schedule, recompute=None
         )
         for size in microbatch_sizes
         if asked.batch_size % size == 0
@@ -162,8 +147,7 @@ def _repetitive(question: Question, microbatch_sizes: Sequence[int]) -> Plan:
         cost_model=asked.cost_model,
         runs=None if asked.runs is None else Path(asked.runs),
     )
-    confirm(plan, problems[plan.microbatch_size], profiles, pool, memory_reserve_bytes=free)
-    return with_origin(plan, profiles, pool, question.pool_name)
+    return with_origin(confirm(plan, problems[plan.microbatch_size], problem), question)
 
 
 def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> Plan:
@@ -240,8 +224,7 @@ def _microbatch_sizes(question: Question) -> list[int]:
     Raises:
         ProblemError: Microbatches must be of the requested size, which is not profiled.
     """
-    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
-    tables = [{table.microbatch_size for table in p.layer_tables} for p in in_pool]
+    tables = [{t.microbatch_size for t in p.layer_tables} for p in question.profiles_in_pool]
     common = sorted(set.intersection(*tables)) if tables else []
     asked = question.asked.microbatch_size
     if not common:
@@ -262,11 +245,10 @@ def _microbatch_sizes(question: Question) -> list[int]:
 
 def _say_links(question: Question) -> None:
     """Log which bandwidths were assumed for links that the pool does not state."""
-    said = question.asked.link_bytes_per_second
-    links = links_between(question.profiles, question.pool, said)
+    links = _links(question)
     for sentence in links.measured:
         _log.info(sentence)
-    if said is None:
+    if question.asked.link_bytes_per_second is None:
         for sentence in links.assumed:
             _log.warning(f"{sentence}: not measured itself; if it is another, state it")
 
@@ -282,16 +264,11 @@ def _pipeline_at(question: Question, schedule: str, microbatch_size: int, effort
     """Cut the model into stages and check the plan; the published prices are solved by level."""
     from ..solvers.pipeline.solve import solve
 
-    asked, profiles, pool = question.asked, question.profiles, question.pool
-    free, nested = asked.memory_reserve_bytes, asked.stage_cost == "published"
-    problem = pipeline_problem(
-        profiles,
-        pool,
-        asked.batch_size,
+    asked, nested = question.asked, question.asked.stage_cost == "published"
+    problem = question.problem
+    view = pipeline_problem(
+        problem,
         microbatch_size=microbatch_size,
-        link_bytes_per_second=asked.link_bytes_per_second,
-        optimizer=question.optimizer,
-        memory_reserve_bytes=free,
         schedule=schedule,
         stage_cost=asked.stage_cost,
         solved="nested" if nested else "flat",
@@ -302,27 +279,26 @@ def _pipeline_at(question: Question, schedule: str, microbatch_size: int, effort
         objective=_objective(question),
         num_model_chunks=asked.num_model_chunks,
     )
-    plan = solve(problem, effort=effort, fastest=asked.fastest)
-    confirm(plan, problem, profiles, pool, memory_reserve_bytes=free)
-    return with_origin(plan, profiles, pool, question.pool_name)
+    plan = solve(view, effort=effort, fastest=asked.fastest)
+    return with_origin(confirm(plan, view, problem), question)
 
 
-def with_origin(plan: Plan, profiles: Sequence[Profile], pool: Cluster, pool_name: str) -> Plan:
+def with_origin(plan: Plan, question: Question) -> Plan:
     """Add to a plan how its layers were found, what links were assumed, and its provenance."""
     return dataclasses.replace(
         plan,
-        trace=trace_for(profiles, pool),
-        assumptions=links_between(profiles, pool, plan.link_bytes_per_second).assumed,
-        provenance={**(plan.provenance or {}), "pool": pool_name},
+        trace=trace_for(question),
+        assumptions=_links(question).assumed,
+        provenance={**(plan.provenance or {}), "pool": question.pool_name},
     )
 
 
-def trace_for(profiles: Sequence[Profile], pool: Cluster) -> LayerTrace | None:
+def trace_for(question: Question) -> LayerTrace | None:
     """Return how the layers were traced, which is alike on all device types of the pool.
 
     If a type was traced in a way that cannot be launched, that trace is returned.
     """
-    found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
+    found = [profile.layers.trace for profile in question.profiles_in_pool if profile.layers]
     blocked = [trace for trace in found if trace is not None and trace.obstacle is not None]
     return [*blocked, *found][0]
 
@@ -333,13 +309,7 @@ def say_obstacle(trace: LayerTrace | None, num_stages: int) -> None:
         _log.warning(f"the plan cannot be launched: its layers were {trace.obstacle}")
 
 
-def links_between(
-    profiles: Sequence[Profile], pool: Cluster, link_bytes_per_second: float | None
-) -> PoolLinks:
-    """Return the bandwidths of the pool's links, measured or assumed.
-
-    If a type has several profiles, the first one counts.
-    """
-    by_type = {profile.device_type: profile for profile in reversed(profiles)}
-    chosen = [by_type[name] for name in pool.num_devices]
-    return links_of(chosen, pool, link_bytes_per_second)
+def _links(question: Question) -> PoolLinks:
+    """Return the bandwidths of the pool's links, measured or assumed."""
+    asked = question.asked.link_bytes_per_second
+    return links_of(question.problem.used, question.pool, asked)

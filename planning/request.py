@@ -7,6 +7,7 @@ from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState, named_optimizer
 from ..schema.options import option
+from ..schema.problem import Problem
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
 from ..schema.schedule_traits import is_planned, planned_schedules
@@ -38,6 +39,24 @@ class Question:
     def pool_name(self) -> str:
         """The text by which the user named the pool, for the plan's provenance."""
         return name_of(self.asked.pool)
+
+    @property
+    def problem(self) -> Problem:
+        """What is asked of any plan."""
+        asked = self.asked
+        return Problem(
+            self.profiles,
+            self.pool,
+            asked.batch_size,
+            self.optimizer,
+            asked.memory_reserve_bytes,
+            asked.link_bytes_per_second,
+        )
+
+    @property
+    def profiles_in_pool(self) -> list[Profile]:
+        """Those of the pool's types, as far as there are some."""
+        return [p for p in self.profiles if p.device_type in self.pool.num_devices]
 
     @property
     def limits(self) -> Limits:
@@ -98,6 +117,7 @@ def question_of(asked: SolveRequest, pool: Cluster | None = None) -> Question:
         )
     pool = pool or pool_of(asked.pool)
     profiles = under_todays_names(profiles_of(asked.profiles, asked.model), pool.num_devices)
+    pool = pool.spelled_as(profile.device_type for profile in profiles)
     used: tuple[str, ...] = ()
     if asked.runs is not None and asked.cost_model != "measured":
         from .correcting import corrected_by_runs

@@ -3,16 +3,15 @@
 import dataclasses
 import logging
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ..schema.choices import Shard
-from ..schema.cluster import Cluster
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.layer_trace import cannot_spread
 from ..schema.options import asked_of, option
 from ..schema.plan import EmulatedDevice, PassTime, Plan, SyncBound
-from ..schema.problem import SplitProblem
+from ..schema.problem import ShardedProblem, SplitProblem
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
 from ..schema.restrictions import Restrictions
@@ -86,7 +85,10 @@ def _reserve(plan: Plan, profile: Profile, question: Question) -> MemoryReserve:
         return reserve_of(_as_used(profile, plan), asked, num_devices=plan.num_devices)
     from .pipeline_problem import reserve_in_pipeline
 
-    return reserve_in_pipeline(profile, plan.cluster or question.pool, plan.schedule, asked)
+    pool = plan.cluster or question.pool
+    return reserve_in_pipeline(
+        profile, dataclasses.replace(question, pool=pool).problem, plan.schedule
+    )
 
 
 def _as_used(profile: Profile, plan: Plan) -> Profile:
@@ -162,12 +164,12 @@ def _kinds_to_try(question: Question) -> list[Kind]:
 
 def _no_layers(question: Question) -> str:
     """Why no pipeline over the pool's types could be launched; empty where one could."""
-    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    in_pool = question.profiles_in_pool
     if not in_pool or any(profile.layers is None for profile in in_pool):
         return "the profiles hold no layers"
     from .pipelines import trace_for
 
-    trace = trace_for(question.profiles, question.pool)
+    trace = trace_for(question)
     if trace is None or trace.obstacle is None:
         return ""
     _log.info(f"pipelines are not compared: layers were {trace.obstacle}")
@@ -261,11 +263,13 @@ def _split(question: Question, clock: Clock) -> Plan:
     if question.asked.objective == "step_seconds":
         from .split_problem import split_keys
 
-        pools = parts_of(question.pool, partial(split_keys, question.profiles))
+        pools = parts_of(question.pool, partial(split_keys, question.problem))
     _, plan = best_of_parts(
         pools,
         clock,
-        lambda part, share: _split_in(part, question, share, warns=part is question.pool),
+        lambda part, share: _split_in(
+            dataclasses.replace(question, pool=part), share, warns=part is question.pool
+        ),
     )
     for bound in plan.sync_bounds:
         _log.warning(f"{bound}; measure longer with {option('thorough', True)}")
@@ -273,52 +277,37 @@ def _split(question: Question, clock: Clock) -> Plan:
     return plan
 
 
-def _sharded_in(pool: Cluster, question: Question, clock: Clock) -> Plan:
-    """The best plan whose devices share states; with ``auto`` one of whole states if as fast."""
-    from ..solvers.split.sharded import solve
-    from .split_problem import sharded_problem
+def _split_in(question: Question, clock: Clock, *, warns: bool) -> Plan:
+    """The best split of a pool; with ``shard`` one whose devices share states.
 
-    flags, whole = question.asked, None
-    shards = get_args(Shard) if flags.shard == "auto" else (flags.shard,)
-    if flags.shard == "auto":
-        alone = dataclasses.replace(question, asked=dataclasses.replace(flags, shard="none"))
+    With ``auto`` it is the better of both, and of equally good ones that of whole states.
+    """
+    from .split_problem import split_problem
+
+    asked, problem, whole = question.asked, question.problem, None
+    if asked.shard == "auto":
+        alone = dataclasses.replace(question, asked=dataclasses.replace(asked, shard="none"))
         try:
-            whole = _split_in(pool, alone, clock, warns=False)
+            whole = _split_in(alone, clock, warns=False)
         except InfeasibleError as error:
             _log.info(f"no split with whole states: {error.message}")
+    only = () if asked.shard == "none" else (asked.shard,)
+    shards = get_args(Shard) if asked.shard == "auto" else only
     try:
-        problem = sharded_problem(
-            question.profiles, pool, flags.batch_size, shards, flags.virtual_nodes,
-            flags.interpolate, question.optimizer, flags.memory_reserve_bytes,
-        )  # fmt: skip
-        plan = _with_origin(solve(problem), question)
+        view = split_problem(problem, asked.virtual_nodes, asked.interpolate, shards)
+        if warns and not shards:
+            _warn_about_free_communication(view)
+        plan = _with_origin(_solve_split(view, question, clock), question)
     except (InfeasibleError, ProblemError):
         if whole is None:
             raise
         return whole
-    confirm(plan, problem, question.profiles, pool, question.optimizer, flags.memory_reserve_bytes)
+    confirm(plan, view, problem)
     if whole is not None and whole.predicted.step_seconds <= plan.predicted.step_seconds:
         _log.info(f"no split that shares states is faster than {plan.predicted.step_seconds:.4g} s")
         return whole
-    if problem.bytes_per_second is None:
+    if isinstance(view, ShardedProblem) and view.bytes_per_second is None:
         _log.warning("no link's rate is known: gathers and reductions of states count as free")
-    return plan
-
-
-def _split_in(pool: Cluster, question: Question, clock: Clock, *, warns: bool) -> Plan:
-    if question.asked.shard != "none":
-        return _sharded_in(pool, question, clock)
-    from .split_problem import split_problem
-
-    flags = question.asked
-    problem = split_problem(
-        question.profiles, pool, question.asked.batch_size, flags.virtual_nodes, flags.interpolate,
-        question.optimizer, question.asked.memory_reserve_bytes,
-    )  # fmt: skip
-    if warns:
-        _warn_about_free_communication(problem)
-    plan = _with_origin(_solve_split(problem, question, clock), question)
-    confirm(plan, problem, question.profiles, pool, question.optimizer, flags.memory_reserve_bytes)
     return plan
 
 
@@ -338,8 +327,8 @@ def _say_what_is_simpler(plan: Plan) -> None:
 def _warn_about_update_time(question: Question) -> None:
     """Warn if another optimizer than the profiled one will train: its update time is unknown."""
     asked = question.optimizer
-    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
-    measured = {p.optimizer.name for p in in_pool if p.optimizer is not None}
+    said = [p.optimizer for p in question.profiles_in_pool if p.optimizer is not None]
+    measured = {optimizer.name for optimizer in said}
     if asked is not None and measured - {asked.name}:
         names = ", ".join(sorted(map(str, measured)))
         _log.warning(f"memory counts {asked}; update_seconds are those of {names}, as profiled")
@@ -347,9 +336,9 @@ def _warn_about_update_time(question: Question) -> None:
 
 def _warn_about_one_size(question: Question) -> None:
     """Warn of a sweep that ended at one size: the plan is the best of that size alone."""
-    for profile in question.profiles:
+    for profile in question.profiles_in_pool:
         size = profile.only_batch_size
-        if size is not None and profile.device_type in question.pool.num_devices:
+        if size is not None:
             reason = (profile.provenance or {})["curve_stopped"]
             _log.warning(
                 f"the profile of {profile.device_type} holds batch size {size} alone ({reason}), "
@@ -362,34 +351,33 @@ def _warn_about_one_size(question: Question) -> None:
 
 def _warn_about_free_communication(problem: SplitProblem) -> None:
     unsynced = [option.device_type for option in problem.devices if option.sync is None]
-    if unsynced and sum(option.num_devices for option in problem.devices) > 1:
+    if unsynced and problem.num_devices > 1:
         _log.warning(
             f"no measured sync_seconds for {', '.join(unsynced)}: communication counts as free; "
             "profile with two devices to measure it"
         )
 
 
-def _solve_split(problem: SplitProblem, question: Question, clock: Clock) -> Plan:
-    flags = question.asked
-    if question.asked.objective == "waste":
-        return _solve_waste(problem, question.asked.top)
-    if flags.method == "exact":
+def _solve_split(view: SplitProblem, question: Question, clock: Clock) -> Plan:
+    asked = question.asked
+    if isinstance(view, ShardedProblem):
+        from ..solvers.split.sharded import solve as share_states
+
+        return share_states(view)
+    if asked.objective == "waste":
+        if view.virtual_nodes is None:
+            raise ProblemError(
+                f"{option('objective', 'waste')} needs maxP",
+                hint=f"add {option('virtual_nodes', 'maxP')}",
+            )
+        return METHODS.get("easyscale-waste")(view, top=asked.top)
+    if asked.method == "exact":
         from ..solvers.split import solve as batch_split
 
-        return batch_split.solve(problem, fastest=question.asked.fastest)
+        return batch_split.solve(view, fastest=asked.fastest)
     from ..solvers.split import milp as batch_split_milp
 
-    backend: Literal["cbc", "highs"] = "cbc" if flags.method == "cbc" else "highs"
-    return batch_split_milp.solve(problem, backend=backend, time_limit_seconds=clock.seconds_left)
-
-
-def _solve_waste(problem: SplitProblem, top: int) -> Plan:
-    if problem.virtual_nodes is None:
-        raise ProblemError(
-            f"{option('objective', 'waste')} needs maxP",
-            hint=f"add {option('virtual_nodes', 'maxP')}",
-        )
-    return METHODS.get("easyscale-waste")(problem, top=top)
+    return batch_split_milp.solve(view, backend=asked.method, time_limit_seconds=clock.seconds_left)
 
 
 def _with_origin(plan: Plan, question: Question) -> Plan:

@@ -36,7 +36,7 @@ def best_parallel(question: Question, clock: Clock) -> Plan:
     from ..solvers.parallel.pareto import alternatives, gains
 
     asked = question.asked
-    trace = trace_for(question.profiles, question.pool)
+    trace = trace_for(question)
     others_follow = asked.top > 1
     try:
         own = clock.part(1 + others_follow)
@@ -69,9 +69,8 @@ def best_parallel(question: Question, clock: Clock) -> Plan:
         link_bytes_per_second=asked.link_bytes_per_second,
         cluster=pool,  # always stated: degrees depend on the servers
     )
-    free = asked.memory_reserve_bytes
-    confirm(whole, problem, question.profiles, pool, memory_reserve_bytes=free)
-    found = with_origin(whole, question.profiles, pool, question.pool_name)
+    inside = replace(question, pool=pool)
+    found = with_origin(confirm(whole, problem, inside.problem), inside)
     return replace(found, trace=trace)
 
 
@@ -92,12 +91,12 @@ def _in_the_best_part(
 
     def problem_of(pool: Cluster) -> ParallelProblem:
         if id(pool) not in problems:
-            problems[id(pool)] = _problem(question, pool, trace)
+            problems[id(pool)] = _view(replace(question, pool=pool), trace)
         return problems[id(pool)]
 
     pools = parts_of(
         question.pool,
-        partial(parallel_keys, question.profiles, question.asked.link_bytes_per_second),
+        partial(parallel_keys, question.problem),
         degrees=degrees_of(question.profiles),
     )
     pool, plan = best_of_parts(
@@ -109,19 +108,14 @@ def _in_the_best_part(
     return pool, problem_of(pool), plan
 
 
-def _problem(question: Question, pool: Cluster, trace: LayerTrace | None) -> ParallelProblem:
+def _view(question: Question, trace: LayerTrace | None) -> ParallelProblem:
     asked = question.asked
     return parallel_problem(
-        question.profiles,
-        pool,
-        asked.batch_size,
+        question.problem,
         microbatch_size=asked.microbatch_size,
-        link_bytes_per_second=asked.link_bytes_per_second,
         recompute=asked.recompute,
-        optimizer=question.optimizer,
         most_stages=1 if asked.sequence_parallel and cannot_spread(trace) else None,
         num_model_chunks=_chunks(asked.num_model_chunks),
-        memory_reserve_bytes=asked.memory_reserve_bytes,
         sequence_parallel=bool(asked.sequence_parallel),
         shard_optimizer=asked.shard_optimizer,
     )
@@ -131,8 +125,7 @@ def _why_none(question: Question) -> str:
     """What estimated profiles say about why no layer can be shared, in brackets."""
     said = {
         str((profile.provenance or {}).get("tensor_layers", "")).removeprefix("none: ")
-        for profile in question.profiles
-        if profile.device_type in question.pool.num_devices
+        for profile in question.profiles_in_pool
     } - {""}
     return f" ({'; '.join(sorted(said))})" if said else ""
 
@@ -151,10 +144,9 @@ def _spreadable(question: Question) -> bool:
 
     False where stages could not be launched so.
     """
-    if cannot_spread(trace_for(question.profiles, question.pool)):
+    if cannot_spread(trace_for(question)):
         return False
-    used = [p for p in question.profiles if p.device_type in question.pool.num_devices]
-    tables = [bool(profile.sequence_layers) for profile in used if profile.tensor_layers]
+    tables = [bool(p.sequence_layers) for p in question.profiles_in_pool if p.tensor_layers]
     return bool(tables) and all(tables)
 
 

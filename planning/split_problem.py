@@ -1,8 +1,9 @@
-"""Build the problem of a batch split from profiles and a cluster."""
+"""What the solvers of splits see of a problem."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, gcd
+from typing import Any
 
 from ..schema.choices import Shard
 from ..schema.cluster import Cluster, Link
@@ -10,14 +11,14 @@ from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
 from ..schema.problem import (
-    AloneDevice,
+    DeviceCosts,
     DeviceOption,
+    Problem,
     ShardedDevices,
     ShardedProblem,
     SplitProblem,
 )
-from ..schema.profile import BatchPoint, BusyHost, Profile
-from ..schema.records import nearest
+from ..schema.profile import BatchPoint, Profile
 from .costs.compute import point_at
 from .costs.memory import fitting_points, reserve_of, with_reserve
 from .costs.sharding import unit_bytes
@@ -28,22 +29,21 @@ MAX_INTERPOLATED_SIZES = 512
 
 
 def split_problem(
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    global_batch_size: int,
+    problem: Problem,
     virtual_nodes: int | None = None,
     interpolate: bool = False,
-    optimizer: OptimizerState | None = None,
-    memory_reserve_bytes: int = 0,
+    shards: Sequence[Shard] = (),
 ) -> SplitProblem:
-    """Build the problem from the profiles of a cluster's device types (VirtualFlow 5.1.2).
+    """The costs of a split's devices by batch size (VirtualFlow 5.1.2).
 
-    Sizes that do not fit a device's memory are dropped, and so is a type on which no size fits. The
-    memory is the cluster's if stated, else the profiled device's. A plan on one device uses the
-    measurements made on one device alone. A plan on several devices uses those made on a busy host,
+    Sizes that do not fit a device's memory are dropped, and so is a type on which no size fits;
+    where devices share states all stay, as with less of the states each may fit. A plan on one
+    device uses the measurements made on one device alone. A plan on several
+    devices uses those made on a busy host,
     if some server holds the type with other devices, the type was measured so, and a measured size
     fits. The ring of gradients is as slow as the pool's slowest link, where that is known: stated,
-    or measured between two types (``split_keys``).
+    or measured between two types (``split_keys``). Shared states are gathered and reduced at that
+    rate, and no faster than the slowest all-reduce that the profiles measured.
 
     With ``interpolate``, sizes between profiled ones are allowed; their time and memory are linear
     between the neighbours'. In the uniform regime this is the one size that the plan needs. In the
@@ -55,150 +55,96 @@ def split_problem(
     its device beside tensors (``costs.memory.reserve_of``).
 
     Args:
-        profiles: Profiles of one model; those of types that the cluster lacks are ignored.
-        cluster: The pool.
-        global_batch_size: Samples per step, B.
+        problem: What is asked.
         virtual_nodes: N of the uniform regime, None for the free regime.
         interpolate: Whether to allow sizes that were not profiled.
-        optimizer: The optimizer that will train; None takes the profiles'.
-        memory_reserve_bytes: Bytes of each device to leave free besides.
+        shards: What devices may share of the states; empty for nothing.
+
+    Returns:
+        A ``ShardedProblem`` if states may be shared.
 
     Raises:
         ProblemError: A device type has no profile, the profiles are of several models or
-            optimizers, or do not say which optimizer another one takes the place of.
+            optimizers, or do not say which optimizer another one takes the place of, or which one
+            trains where states are shared.
         InfeasibleError: No profiled size fits the memory of any device.
     """
-    cluster = cluster.spelled_as(profile.device_type for profile in profiles)
-    used, counted = _used(profiles, cluster, optimizer, memory_reserve_bytes)
-    link = _slowest_link(used, cluster)
-    options, short = [], []
-    for profile in used:
-        name = profile.device_type
-        number = cluster.num_devices[name]
-        limit = cluster.device_types[name].memory_bytes or profile.device_memory_bytes
-        curve = fitting_points(profile.batch_curve, limit)
-        if curve:
-            options.append(
-                _option(profile, number, curve, _busy_host(profile, limit, cluster), link)
-            )
-        else:
-            short.append((name, profile.batch_curve[0], limit))
+    used, optimizer = _used(problem)
+    link, pool = _slowest_link(problem), problem.pool
+    options = [found for each in used if (found := _option(each, pool, link, bool(shards)))]
     if not options:
-        raise _does_not_fit(short)
-    problem = SplitProblem(
-        model=used[0].model,
-        global_batch_size=global_batch_size,
-        devices=tuple(options),
-        virtual_nodes=virtual_nodes,
-        optimizer=counted,
-    )
+        raise _does_not_fit(used)
+    asked: dict[str, Any] = {
+        "model": used[0].model,
+        "global_batch_size": problem.global_batch_size,
+        "devices": tuple(options),
+        "virtual_nodes": virtual_nodes,
+        "optimizer": optimizer,
+    }
+    if shards:
+        view: SplitProblem = ShardedProblem(**asked, **_states(used, optimizer, shards, link))
+    else:
+        view = SplitProblem(**asked)
     if not interpolate:
-        return problem
-    return replace(problem, devices=tuple(_option_between(problem, one) for one in options))
+        return view
+    return replace(view, devices=tuple(_option_between(view, one) for one in options))
 
 
-def sharded_problem(
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    global_batch_size: int,
+def _states(
+    used: Sequence[Profile],
+    optimizer: OptimizerState | None,
     shards: Sequence[Shard],
-    virtual_nodes: int | None = None,
-    interpolate: bool = False,
-    optimizer: OptimizerState | None = None,
-    memory_reserve_bytes: int = 0,
-) -> ShardedProblem:
-    """Build the problem of a split whose devices share the model's states.
-
-    As ``split_problem``, but sizes stay whose peak fits no device: with less of the states it may.
-    Gathers and reductions run at the rate of the slowest link, and no faster than the slowest
-    all-reduce that the profiles measured.
-
-    ``shards`` is what may be shared; the other arguments are those of ``split_problem``.
-
-    Raises:
-        ProblemError: As ``split_problem``; or the profiles do not say which optimizer trains.
-    """
-    cluster = cluster.spelled_as(profile.device_type for profile in profiles)
-    used, counted = _used(profiles, cluster, optimizer, memory_reserve_bytes)
-    if counted is None:
+    link: Link | None,
+) -> dict[str, Any]:
+    """What a ``ShardedProblem`` says of states and of their transfers."""
+    if optimizer is None:
         raise ProblemError(
             "the profiles do not say which optimizer they count, so its state cannot be shared",
             hint=f"profile again, or state {option('optimizer')}",
         )
-    link, kinds = _slowest_link(used, cluster), []
-    for profile in used:
-        name = profile.device_type
-        busy = profile.busy if cluster.shares_servers(name) else None
-        costs = busy or profile
-        kinds.append(
-            ShardedDevices(
-                device_type=name,
-                num_devices=cluster.num_devices[name],
-                memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
-                batch_curve=costs.batch_curve,
-                update_seconds=costs.update_seconds,
-                fixed_seconds=costs.fixed_seconds or 0.0,
-                measured_busy=busy is not None,
-            )
-        )
     rings = [p.sync for p in used if p.sync is not None and p.sync.bytes_per_second is not None]
     rates = [ring.bytes_per_second for ring in rings if ring.bytes_per_second is not None]
-    rates += [] if link is None else [link.bytes_per_second]
     late = [ring.latency_seconds or 0.0 for ring in rings]
-    late += [] if link is None else [link.latency_seconds]
+    if link is not None:
+        rates.append(link.bytes_per_second)
+        late.append(link.latency_seconds)
     trained = max(profile.weight_bytes for profile in used)
     frozen = max(profile.frozen_weight_bytes or 0 for profile in used)
-    weights = trained + frozen
     layers = next((profile.layers for profile in used if profile.layers is not None), None)
-    gathered, edge, number = unit_bytes(layers, weights)
-    problem = ShardedProblem(
-        model=used[0].model,
-        global_batch_size=global_batch_size,
-        devices=tuple(kinds),
-        optimizer=counted,
-        shards=tuple(shards),
-        weight_bytes=weights,
-        gathered_bytes=gathered,
-        edge_bytes=edge,
-        num_units=number,
-        bytes_per_second=min(rates, default=None),
-        latency_seconds=max(late, default=0.0),
-        virtual_nodes=virtual_nodes,
-        frozen_bytes=frozen,
-        gathered_trained_bytes=unit_bytes(layers, trained, frozen=False)[0],
-    )
-    if not interpolate:
-        return problem
-    between = [_curve_between(problem, kind.batch_curve) for kind in kinds]
-    return replace(
-        problem,
-        devices=tuple(
-            replace(kind, batch_curve=curve, interpolated_sizes=added)
-            for kind, (curve, added) in zip(kinds, between, strict=True)
-        ),
-    )
+    gathered, edge, number = unit_bytes(layers, trained + frozen)
+    return {
+        "shards": tuple(shards),
+        "weight_bytes": trained + frozen,
+        "gathered_bytes": gathered,
+        "edge_bytes": edge,
+        "num_units": number,
+        "bytes_per_second": min(rates, default=None),
+        "latency_seconds": max(late, default=0.0),
+        "frozen_bytes": frozen,
+        "gathered_trained_bytes": unit_bytes(layers, trained, frozen=False)[0],
+    }
 
 
-def _used(
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    optimizer: OptimizerState | None,
-    memory_reserve_bytes: int,
-) -> tuple[list[Profile], OptimizerState | None]:
+def _used(problem: Problem) -> tuple[list[Profile], OptimizerState | None]:
     """The profiles of a pool's types, with all that memory has to hold; and the optimizer."""
-    _check_model(profiles)
-    by_type = _by_device_type(profiles)
-    used = [_profile_of(name, by_type) for name in cluster.num_devices]
-    counted, total = optimizer or _measured_optimizer(used), sum(cluster.num_devices.values())
-    if optimizer is not None:
-        used = [_with_state(profile, optimizer) for profile in used]
-    reserves = [reserve_of(each, memory_reserve_bytes, num_devices=total) for each in used]
-    return [with_reserve(*each) for each in zip(used, reserves, strict=True)], counted
+    known: set[str] = set()
+    for profile in problem.profiles:
+        if profile.device_type in known:
+            raise ProblemError(
+                f"two profiles of {profile.model} on {profile.device_type}; keep one of them"
+            )
+        known.add(profile.device_type)
+    used, total = problem.used, sum(problem.pool.num_devices.values())
+    counted = problem.optimizer or _measured_optimizer(used)
+    if problem.optimizer is not None:
+        used = [_with_state(profile, problem.optimizer) for profile in used]
+    free = problem.memory_reserve_bytes
+    return [with_reserve(p, reserve_of(p, free, num_devices=total)) for p in used], counted
 
 
-def split_keys(profiles: Sequence[Profile], pool: Cluster) -> Keys:
+def split_keys(problem: Problem, pool: Cluster) -> Keys:
     """What splits of a pool count for a pair of devices: links, and that a host is busy."""
-    by_type = {profile.device_type: profile for profile in profiles}
+    by_type = {profile.device_type: profile for profile in problem.profiles}
 
     def keys(pair: Pair) -> dict[Key, float]:
         found: dict[Key, float] = {}
@@ -219,45 +165,13 @@ def split_keys(profiles: Sequence[Profile], pool: Cluster) -> Keys:
     return keys
 
 
-def _slowest_link(profiles: Sequence[Profile], pool: Cluster) -> Link | None:
+def _slowest_link(problem: Problem) -> Link | None:
     """The least rate and the longest latency of the pool's links; None where none is known."""
-    worst = worst_of(pool, split_keys(profiles, pool))
+    worst = worst_of(problem.pool, split_keys(problem, problem.pool))
     if ("rate",) not in worst:
         return None
     late = -worst.get(("latency",), 0.0)
     return Link(level="pool", bytes_per_second=worst["rate",], latency_seconds=late)
-
-
-def _check_model(profiles: Sequence[Profile]) -> None:
-    models = sorted({profile.model for profile in profiles})
-    if not models:
-        raise ProblemError("there are no profiles", hint="run `hetflow profile` first")
-    if len(models) > 1:
-        raise ProblemError(
-            f"the profiles are of several models: {', '.join(models)}",
-            hint=f"choose one, for example {option('model', models[0])}",
-        )
-
-
-def _by_device_type(profiles: Sequence[Profile]) -> dict[str, Profile]:
-    found: dict[str, Profile] = {}
-    for profile in profiles:
-        if profile.device_type in found:
-            raise ProblemError(
-                f"two profiles of {profile.model} on {profile.device_type}; keep one of them"
-            )
-        found[profile.device_type] = profile
-    return found
-
-
-def _profile_of(name: str, by_type: dict[str, Profile]) -> Profile:
-    if name in by_type:
-        return by_type[name]
-    guess = nearest(name, list(by_type))
-    raise ProblemError(
-        f"no profile of device type {name!r}" + (f"; did you mean {guess!r}?" if guess else ""),
-        hint=f"profiled types: {', '.join(sorted(by_type))}",
-    )
 
 
 def _measured_optimizer(profiles: Sequence[Profile]) -> OptimizerState | None:
@@ -296,83 +210,81 @@ def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
     )
 
 
-def _busy_host(profile: Profile, limit: int, cluster: Cluster) -> BusyHost | None:
-    """Select the busy-host measurements for plans on several devices; None if there are none.
-
-    Without them, such plans use the measurements made on one device alone.
-    """
-    if profile.busy is None or not cluster.shares_servers(profile.device_type):
-        return None
-    curve = fitting_points(profile.busy.batch_curve, limit)
-    return replace(profile.busy, batch_curve=curve) if curve else None
-
-
 def _option(
-    profile: Profile,
-    number: int,
-    curve: tuple[BatchPoint, ...],
-    busy: BusyHost | None,
-    link: Link | None,
-) -> DeviceOption:
-    alone = AloneDevice(
-        batch_curve=curve,
-        update_seconds=profile.update_seconds,
-        fixed_seconds=profile.fixed_seconds or 0.0,
-    )
-    costs = busy or alone
-    return DeviceOption(
-        device_type=profile.device_type,
-        num_devices=number,
-        batch_curve=costs.batch_curve,
-        update_seconds=costs.update_seconds,
-        fixed_seconds=costs.fixed_seconds,
-        alone=None if busy is None else alone,
-        step_error=profile.step_error,
-        weight_bytes=profile.weight_bytes,
-        sync=profile.sync,
-        link_bytes_per_second=None if link is None else link.bytes_per_second,
-        link_latency_seconds=0.0 if link is None else link.latency_seconds,
-    )
+    profile: Profile, pool: Cluster, link: Link | None, shares_states: bool
+) -> DeviceOption | None:
+    """The devices of a type; None if no size fits them."""
+    busy = profile.busy if pool.shares_servers(profile.device_type) else None
+    limit = profile.device_memory_bytes
+
+    def costs_of(
+        curve: tuple[BatchPoint, ...], update_seconds: float, fixed_seconds: float | None
+    ) -> DeviceCosts | None:
+        curve = curve if shares_states else fitting_points(curve, limit)
+        return (
+            DeviceCosts(
+                batch_curve=curve, update_seconds=update_seconds, fixed_seconds=fixed_seconds or 0.0
+            )
+            if curve
+            else None
+        )
+
+    alone = costs_of(profile.batch_curve, profile.update_seconds, profile.fixed_seconds)
+    if alone is None:
+        return None
+    among = busy and costs_of(busy.batch_curve, busy.update_seconds, busy.fixed_seconds)
+    costs = among or alone
+    terms: dict[str, Any] = {
+        "batch_curve": costs.batch_curve,
+        "update_seconds": costs.update_seconds,
+        "fixed_seconds": costs.fixed_seconds,
+        "alone": alone if among else None,
+        "device_type": profile.device_type,
+        "num_devices": pool.num_devices[profile.device_type],
+        "weight_bytes": profile.weight_bytes,
+        "sync": profile.sync,
+        "link_bytes_per_second": None if link is None else link.bytes_per_second,
+        "link_latency_seconds": 0.0 if link is None else link.latency_seconds,
+        "step_error": profile.step_error,
+    }
+    return ShardedDevices(**terms, memory_bytes=limit) if shares_states else DeviceOption(**terms)
 
 
-def _does_not_fit(short: list[tuple[str, BatchPoint, int]]) -> InfeasibleError:
-    name, point, limit = min(short, key=lambda entry: entry[1].peak_memory_bytes - entry[2])
-    missing = point.peak_memory_bytes - limit
+def _does_not_fit(used: Sequence[Profile]) -> InfeasibleError:
+    def short(profile: Profile) -> int:
+        return profile.batch_curve[0].peak_memory_bytes - profile.device_memory_bytes
+
+    least = min(used, key=short)
+    point = least.batch_curve[0]
     return InfeasibleError(
-        f"the model fits no device: on {name} its smallest profiled batch of {point.batch_size} "
-        f"needs {point.peak_memory_bytes} bytes, {missing} more than the {limit} there are",
+        f"the model fits no device: on {least.device_type} its smallest profiled batch of "
+        f"{point.batch_size} needs {point.peak_memory_bytes} bytes, {short(least)} more than the "
+        f"{least.device_memory_bytes} there are",
         hint="use devices with more memory, or profile smaller batch sizes; or let devices share "
         f"the states ({option('shard', 'auto')})",
     )
 
 
-def _option_between(problem: SplitProblem, option: DeviceOption) -> DeviceOption:
-    curve, added = _curve_between(problem, option.batch_curve)
-    alone = option.alone
-    if alone is not None:
-        own, own_added = _curve_between(problem, alone.batch_curve)
-        alone = replace(alone, batch_curve=own, interpolated_sizes=own_added)
-    return replace(option, batch_curve=curve, interpolated_sizes=added, alone=alone)
+def _option_between(view: SplitProblem, option: DeviceOption) -> DeviceOption:
+    alone = option.alone and replace(option.alone, **_curve_between(view, option.alone.batch_curve))
+    return replace(option, **_curve_between(view, option.batch_curve), alone=alone)
 
 
-def _curve_between(
-    problem: SplitProblem | ShardedProblem, curve: tuple[BatchPoint, ...]
-) -> tuple[tuple[BatchPoint, ...], tuple[int, ...]]:
+def _curve_between(view: SplitProblem, curve: tuple[BatchPoint, ...]) -> dict[str, Any]:
     """Interpolate a curve: all its points, and the sizes that are interpolated."""
     profiled = {point.batch_size for point in curve}
-    added = tuple(size for size in _sizes_between(problem, curve) if size not in profiled)
+    added = tuple(size for size in _sizes_between(view, curve) if size not in profiled)
     points = [*curve, *(point_at(curve, size) for size in added)]
-    return tuple(sorted(points, key=lambda point: point.batch_size)), added
+    points.sort(key=lambda point: point.batch_size)
+    return {"batch_curve": tuple(points), "interpolated_sizes": added}
 
 
-def _sizes_between(
-    problem: SplitProblem | ShardedProblem, curve: tuple[BatchPoint, ...]
-) -> list[int]:
+def _sizes_between(view: SplitProblem, curve: tuple[BatchPoint, ...]) -> list[int]:
     low, high = curve[0].batch_size, curve[-1].batch_size
-    if problem.virtual_nodes is not None:
-        size = problem.global_batch_size // problem.virtual_nodes
+    if view.virtual_nodes is not None:
+        size = view.global_batch_size // view.virtual_nodes
         return [size] if low < size < high else []
-    step = gcd(problem.global_batch_size, *problem.batch_sizes)
+    step = gcd(view.global_batch_size, *view.batch_sizes)
     while (high - low) // step > MAX_INTERPOLATED_SIZES:
         step *= 2
     return list(range(-(-low // step) * step, high, step))

@@ -18,6 +18,7 @@ from ..schema.jobs import ModelThroughput, Throughputs
 from ..schema.market import Market
 from ..schema.options import option
 from ..schema.plan import Plan
+from ..schema.problem import Problem
 from ..schema.profile import Profile
 from ..solvers.split.solve import solve
 from .checks.batch_split import check
@@ -396,7 +397,7 @@ def _plan_of_all(
     """
     pool = Cluster.parse(",".join(f"{number}x{name}" for name, number in devices.items()))
     try:
-        problem = split_problem(profiles, pool, batch_size)
+        problem = split_problem(Problem(profiles, pool, batch_size))
         plan = solve(problem, fastest=True)
     except InfeasibleError:
         return None

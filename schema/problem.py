@@ -1,15 +1,86 @@
-"""Problems of the batch split solvers."""
+"""What every plan answers, and what a split's solvers see of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from .choices import Shard
+from .cluster import Cluster
 from .errors import InfeasibleError, ProblemError
 from .optimizer import OptimizerState
-from .profile import BatchPoint, Sync
-from .records import Bytes, Count, Name, PositiveBytes, PositiveRate, Ratio, Seconds, record
+from .options import option
+from .profile import BatchPoint, Profile, Sync
+from .records import (
+    Bytes,
+    Count,
+    Name,
+    PositiveBytes,
+    PositiveRate,
+    Ratio,
+    Seconds,
+    nearest,
+    record,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A model to train on a pool: all that plans of any kind are made from, and judged against.
+
+    ``planning/*_problem.py`` make of it what the solvers of a kind of plan see.
+
+    Attributes:
+        profiles: Of one model, on the pool's device types and perhaps on others.
+        pool: The devices.
+        global_batch_size: Samples of a step, B.
+        optimizer: The one that will train; None takes the profiles'.
+        memory_reserve_bytes: Bytes of each device that must stay free, besides what a worker takes
+            beside tensors.
+        link_bytes_per_second: Bandwidth of links that the pool does not state; None takes the
+            profiles' measurements.
+    """
+
+    profiles: Sequence[Profile]
+    pool: Cluster
+    global_batch_size: int
+    optimizer: OptimizerState | None = None
+    memory_reserve_bytes: int = 0
+    link_bytes_per_second: float | None = None
+
+    @property
+    def used(self) -> list[Profile]:
+        """The profile of each type of the pool, the first of several, with the pool's memory.
+
+        Raises:
+            ProblemError: There is none of a type, or the profiles are of several models.
+        """
+        models = sorted({profile.model for profile in self.profiles})
+        if not models:
+            raise ProblemError("there are no profiles", hint="run `hetflow profile` first")
+        if len(models) > 1:
+            raise ProblemError(
+                f"the profiles are of several models: {', '.join(models)}",
+                hint=f"choose one, for example {option('model', models[0])}",
+            )
+        known = {profile.device_type: profile for profile in reversed(self.profiles)}
+        for name in self.pool.num_devices:
+            if name not in known:
+                guess = nearest(name, list(known))
+                raise ProblemError(
+                    f"no profile of device type {name!r}"
+                    + (f"; did you mean {guess!r}?" if guess else ""),
+                    hint=f"profiled types: {', '.join(sorted(known))}",
+                )
+        return [
+            known[name]
+            if (stated := self.pool.device_types[name].memory_bytes) is None
+            else replace(known[name], device_memory_bytes=stated)
+            for name in self.pool.num_devices
+        ]
 
 
 @record
-class AloneDevice:
-    """Measured costs of a device that is the only one of its host that trains."""
+class DeviceCosts:
+    """Measured costs of a device in a split. ``batch_curve`` holds sizes in ascending order."""
 
     batch_curve: tuple[BatchPoint, ...]
     update_seconds: Seconds
@@ -18,28 +89,24 @@ class AloneDevice:
 
 
 @record
-class DeviceOption:
+class DeviceOption(DeviceCosts):
     """The devices of one type that a split may use.
 
-    ``batch_curve`` holds only sizes that fit the memory. If a host has several devices,
-    ``batch_curve``, ``update_seconds`` and ``fixed_seconds`` were measured while other devices of
-    the host trained too; ``alone`` then holds the measurements of a device that trains alone. It is
-    None if these are the same. ``link_bytes_per_second`` and ``link_latency_seconds`` are of the
+    ``batch_curve`` holds only sizes that fit the memory. If a host has several devices, the costs
+    were measured while other devices of the host trained too; ``alone`` then holds those of a
+    device that is the only one of its host that trains. It is None if these are the same.
+    ``link_bytes_per_second`` and ``link_latency_seconds`` are of the
     pool's slowest link, as far as it is known: the fitted ring is no faster. ``step_error`` is the
     relative error of steps computed from these terms.
     """
 
     device_type: Name
     num_devices: Count
-    batch_curve: tuple[BatchPoint, ...]
-    update_seconds: Seconds
     weight_bytes: Bytes
     sync: Sync | None = None
     link_bytes_per_second: PositiveRate | None = None
     link_latency_seconds: Seconds = 0.0
-    interpolated_sizes: tuple[Count, ...] = ()
-    fixed_seconds: Seconds = 0.0
-    alone: AloneDevice | None = None
+    alone: DeviceCosts | None = None
     step_error: Ratio | None = None
 
     def __post_init__(self) -> None:
@@ -47,7 +114,7 @@ class DeviceOption:
         if sizes != sorted(set(sizes)):
             raise ProblemError(f"{self.device_type}: batch sizes must be distinct and ascending")
 
-    def measured_with(self, num_devices: int) -> "DeviceOption | AloneDevice":
+    def measured_with(self, num_devices: int) -> DeviceCosts:
         """Select the measurements for a plan on ``num_devices`` devices in total."""
         return self.alone if num_devices == 1 and self.alone is not None else self
 
@@ -74,7 +141,12 @@ class SplitProblem:
             raise ProblemError("a split needs at least one device")
         if len(set(names)) != len(names):
             raise ProblemError("each device type may appear once")
-        _check_virtual_nodes(self)
+        if self.virtual_nodes is not None and self.global_batch_size % self.virtual_nodes:
+            raise ProblemError(
+                f"{self.virtual_nodes} virtual nodes do not divide a global batch of "
+                f"{self.global_batch_size}",
+                hint="choose a number of virtual nodes that divides the batch",
+            )
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -83,27 +155,33 @@ class SplitProblem:
         curves += [option.alone.batch_curve for option in self.devices if option.alone is not None]
         return sorted({point.batch_size for curve in curves for point in curve})
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of all types."""
+        return sum(option.num_devices for option in self.devices)
+
+    def points(self, costs: DeviceCosts) -> list[BatchPoint]:
+        """The points of a curve whose sizes the batch and its virtual nodes allow."""
+        batch = self.global_batch_size
+        only = self.virtual_nodes and batch // self.virtual_nodes
+        return [
+            p for p in costs.batch_curve if p.batch_size <= batch and only in (None, p.batch_size)
+        ]
+
 
 @record
-class ShardedDevices:
-    """The devices of one type that may share a model's states.
+class ShardedDevices(DeviceOption):
+    """Devices of one type that may share a model's states.
 
     ``batch_curve`` also holds sizes that do not fit with whole states: its peaks are those of a
     device that holds all of them.
     """
 
-    device_type: Name
-    num_devices: Count
     memory_bytes: PositiveBytes
-    batch_curve: tuple[BatchPoint, ...]
-    update_seconds: Seconds
-    fixed_seconds: Seconds = 0.0
-    interpolated_sizes: tuple[Count, ...] = ()
-    measured_busy: bool = False
 
 
 @record
-class ShardedProblem:
+class ShardedProblem(SplitProblem):
     """Split a batch by speed and a model's states by memory (Cephalo, Poplar).
 
     A device keeps a share of the states that its plan's ``shard`` names. Weights are gathered, and
@@ -121,11 +199,8 @@ class ShardedProblem:
         num_units: Number of units.
         bytes_per_second: Of the pool's slowest link; None where it is not known.
         latency_seconds: Of one message.
-        virtual_nodes: N, if the batch is cut into N equal virtual nodes; None for unlike ones.
     """
 
-    model: Name
-    global_batch_size: Count
     devices: tuple[ShardedDevices, ...]
     optimizer: OptimizerState
     shards: tuple[Shard, ...]
@@ -135,39 +210,10 @@ class ShardedProblem:
     num_units: Count
     bytes_per_second: PositiveRate | None = None
     latency_seconds: Seconds = 0.0
-    virtual_nodes: Count | None = None
     frozen_bytes: Bytes = 0
     gathered_trained_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
+        SplitProblem.__post_init__(self)
         if self.num_devices < 2:
             raise InfeasibleError("states are shared by two devices or more, and the pool has one")
-        _check_virtual_nodes(self)
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """Every batch size at which some type was profiled, ascending."""
-        return sorted({point.batch_size for kind in self.devices for point in kind.batch_curve})
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all types."""
-        return sum(kind.num_devices for kind in self.devices)
-
-    def points(self, kind: ShardedDevices) -> list[BatchPoint]:
-        """The points of a type's curve that the batch and its virtual nodes allow."""
-        batch = self.global_batch_size
-        only = self.virtual_nodes and batch // self.virtual_nodes
-        return [
-            p for p in kind.batch_curve if p.batch_size <= batch and only in (None, p.batch_size)
-        ]
-
-
-def _check_virtual_nodes(problem: SplitProblem | ShardedProblem) -> None:
-    """Refuse a number of virtual nodes that does not divide the batch."""
-    if problem.virtual_nodes is not None and problem.global_batch_size % problem.virtual_nodes:
-        raise ProblemError(
-            f"{problem.virtual_nodes} virtual nodes do not divide a global batch of "
-            f"{problem.global_batch_size}",
-            hint="choose a number of virtual nodes that divides the batch",
-        )

@@ -10,6 +10,7 @@ from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.plan import Proof
 from hetflow.schema.plan import split_plan as made_split
+from hetflow.schema.problem import Problem
 from hetflow.tests.plan_parts import whole_group
 
 from .stated import stated_plan
@@ -100,7 +101,7 @@ def split_plan(profile, model, split):
     )
     batch_size = sum(group.num_devices * group.device_batch_size for group in groups)
     pool = Cluster.parse(f"{num_devices}x{profile.device_type}")
-    problem = split_problem((profile,), pool, batch_size)
+    problem = split_problem(Problem((profile,), pool, batch_size))
     predicted = predict(problem, groups)
     return made_split(
         model=profile.model,
@@ -114,9 +115,7 @@ def split_plan(profile, model, split):
 def pipeline_plan(profile, model, pipeline):
     """A stated partition, priced by the solver's own assembly."""
     problem = pipeline_problem(
-        (profile,),
-        Cluster.parse(f"2x{profile.device_type}"),
-        12 * model.size,
+        Problem((profile,), Cluster.parse(f"2x{profile.device_type}"), 12 * model.size),
         microbatch_size=pipeline.merged * model.size,
         schedule=pipeline.schedule,
         launchable=True,

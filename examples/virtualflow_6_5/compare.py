@@ -12,7 +12,7 @@ from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles
 from hetflow.schema.plan import ReplicaGroup, device_group
-from hetflow.schema.problem import SplitProblem
+from hetflow.schema.problem import Problem, SplitProblem
 from hetflow.solvers.split.solve import solve
 
 BATCH = 8192
@@ -40,7 +40,7 @@ TABLE_4 = {
 def problem(pool: str) -> SplitProblem:
     """The problem of a batch of 8,192 samples on one of the paper's pools."""
     profiles = read_profiles(Path(__file__).parent)
-    return split_problem(profiles, Cluster.parse(pool), BATCH)
+    return split_problem(Problem(profiles, Cluster.parse(pool), BATCH))
 
 
 def table_4_seconds() -> dict[str, float]:

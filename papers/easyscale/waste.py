@@ -31,7 +31,7 @@ from ...schema.plan import (
     passes_of,
     split_plan,
 )
-from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from ...solvers.methods import METHODS
 
 METHOD = "EasyScale 3.4: ascending f_overload, exact k-best covers"
@@ -47,7 +47,7 @@ class _Type:
     """
 
     option: DeviceOption
-    costs: DeviceOption | AloneDevice
+    costs: DeviceCosts
     count: int
     seconds: float
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...schema.plan import Plan, Prediction, ReplicaGroup
-from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
 from . import definitions, split_bound
 from .methods import METHOD_JUDGES
@@ -207,7 +207,7 @@ def _prediction_faults(plan: Plan, options: dict[str, DeviceOption]) -> list[str
     return min(found, key=len)
 
 
-def _work(group: ReplicaGroup, costs: DeviceOption | AloneDevice) -> tuple[float, BatchPoint]:
+def _work(group: ReplicaGroup, costs: DeviceCosts) -> tuple[float, BatchPoint]:
     """Return the seconds of all passes of one device of a group, and its measured point."""
     point = definitions.point(costs, group.virtual_node_batch_size)
     if point is None:
@@ -285,7 +285,7 @@ def continuous_bound(problem: SplitProblem) -> float:
     return problem.global_batch_size / max([together, *map(_best_rate, alone)]) + closing
 
 
-def _best_rate(costs: DeviceOption | AloneDevice) -> float:
+def _best_rate(costs: DeviceCosts) -> float:
     return max(point.batch_size / point.step_seconds for point in costs.batch_curve)
 
 

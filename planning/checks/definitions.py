@@ -14,7 +14,7 @@ from ...schema.pipeline import (
     PipelineProblem,
     TopologyLevel,
 )
-from ...schema.problem import AloneDevice, DeviceOption
+from ...schema.problem import DeviceCosts, DeviceOption
 from ...schema.profile import BatchPoint, Sync, SyncPoint
 from ...schema.schedule_traits import traits
 
@@ -93,12 +93,12 @@ def exposed_seconds(option: DeviceOption, num_devices: int, size: int) -> float 
     return (1 - near) * known[below] + near * known[above] - min(known.values())
 
 
-def terms(option: DeviceOption, num_devices: int) -> DeviceOption | AloneDevice:
+def terms(option: DeviceOption, num_devices: int) -> DeviceCosts:
     """Select a type's measurements: those made alone if the plan has one device, else busy ones."""
     return option if num_devices > 1 or option.alone is None else option.alone
 
 
-def point(costs: DeviceOption | AloneDevice, size: int) -> BatchPoint | None:
+def point(costs: DeviceCosts, size: int) -> BatchPoint | None:
     """Return the measured point of a virtual node of ``size`` samples; None if there is none."""
     return next((entry for entry in costs.batch_curve if entry.batch_size == size), None)
 

@@ -1,30 +1,24 @@
-"""Check plans and problems against the profiles and the pool that they come from.
+"""Check plans, and what their solvers saw, against the profiles and the pool that they come from.
 
-Solvers get a problem that was built from profiles. A checker that trusted this problem would
-miss errors made in building it. So memory, layers and times are read from the profiles again.
+Solvers get a view that was made from profiles. A checker that trusted this view would miss errors
+made in making it. So memory, layers and times are read from the profiles again.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from math import ceil, isclose
+from typing import Any
 
 from ...schema.cluster import Cluster
-from ...schema.optimizer import OptimizerState
-from ...schema.parallel import ParallelPool, ParallelProblem
-from ...schema.pipeline import DevicePool, PipelineProblem
+from ...schema.parallel import ParallelProblem
+from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, ReplicaGroup
-from ...schema.problem import ShardedDevices, ShardedProblem
+from ...schema.problem import Problem, ShardedProblem
 from ...schema.profile import BatchPoint, LayerGraph, Profile
 from ...schema.schedule_traits import traits
 
 
-def split_faults(
-    plan: Plan,
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    optimizer: OptimizerState | None,
-    memory_reserve_bytes: int = 0,
-) -> list[str]:
+def split_faults(plan: Plan, problem: Problem) -> list[str]:
     """List the groups whose passes do not fit their devices, or differ from the measured time.
 
     A plan on one device uses the measurements made on one device alone. A plan on several devices
@@ -33,14 +27,12 @@ def split_faults(
 
     Args:
         plan: The plan to check.
-        profiles: Profiles of the plan's model.
-        cluster: The pool. Device memory is the pool's if stated, else the profiled device's.
-        optimizer: The optimizer that will train; None takes the profiles' optimizer.
-        memory_reserve_bytes: Bytes of each device that were to stay free.
+        problem: What it answers. Device memory is the pool's if stated, else the profiled device's.
 
     Returns:
         One sentence per fault.
     """
+    profiles, cluster = problem.profiles, problem.pool
     by_type = {profile.device_type: profile for profile in profiles}
     faults = [*_sync_bound_faults(plan, by_type)]
     for index, group in enumerate(plan.groups):
@@ -48,8 +40,8 @@ def split_faults(
         if profile is None or group.device_type not in cluster.device_types:
             continue  # checks.batch_split reports it
         has = _device_bytes(cluster, profile)
-        more = _more_bytes(profile, optimizer)
-        beside = memory_reserve_bytes + _context_bytes(profile)
+        more = _more_bytes(profile, problem)
+        beside = problem.memory_reserve_bytes + _context_bytes(profile)
         among = beside + (_group_bytes(profile) if sum(cluster.num_devices.values()) > 1 else 0)
         if profile.busy is None:
             beside = among
@@ -76,64 +68,64 @@ def split_faults(
     return faults
 
 
-def sharded_faults(
-    problem: ShardedProblem,
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    optimizer: OptimizerState | None,
-    memory_reserve_bytes: int = 0,
-) -> list[str]:
-    """List what a problem of shared states says of memory and weights, unlike its profiles.
+def sharded_faults(view: ShardedProblem, problem: Problem) -> list[str]:
+    """List what a split's solver saw of memory and weights, unlike the profiles.
 
     Args:
-        problem: The problem that was solved.
-        profiles: Profiles of its model.
-        cluster: The pool.
-        optimizer: The optimizer that will train; None takes the profiles' optimizer.
-        memory_reserve_bytes: Bytes of each device that were to stay free.
+        view: What the solver of states that devices share saw.
+        problem: What it was made of.
 
     Returns:
         One sentence per fault.
     """
-    by_type = {profile.device_type.lower(): profile for profile in reversed(profiles)}
-    faults = []
-    layers = None
-    for kind in problem.devices:
-        profile = by_type[kind.device_type.lower()]
-        where = f"the problem's {kind.device_type}"
-        if (profile.frozen_weight_bytes or 0) > problem.frozen_bytes:
-            faults.append(f"{where} has more frozen weights than {problem.frozen_bytes} bytes")
-        layers = layers or profile.layers
-        faults += _memory_faults(kind, cluster, profile)
-        beside = memory_reserve_bytes + _context_bytes(profile)
+    by_type = {profile.device_type: profile for profile in problem.profiles}
+    faults: list[str] = []
+    for kind in view.devices:
+        profile = by_type[kind.device_type]
         curve = profile.batch_curve
-        if profile.busy is not None and _has_company(cluster, profile.device_type):
+        if profile.busy is not None and _has_company(problem.pool, profile.device_type):
             curve = profile.busy.batch_curve
+        beside = problem.memory_reserve_bytes + _context_bytes(profile)
+        beside += _more_bytes(profile, problem)
         if profile.busy is None or curve is profile.busy.batch_curve:
             beside += _group_bytes(profile)
-        beside += _more_bytes(profile, optimizer)
-        found = {point.batch_size: point for point in kind.batch_curve}
-        for point in curve:
-            held = found[point.batch_size].peak_memory_bytes
-            if held != max(0, _held(point) + beside):
-                faults.append(f"{where}: a pass of {point.batch_size} does not hold {held} bytes")
+        found = {point.batch_size: point.peak_memory_bytes for point in kind.batch_curve}
+        peaks = {point.batch_size: max(0, _held(point) + beside) for point in curve}
+        if (profile.frozen_weight_bytes or 0) > view.frozen_bytes:
+            faults.append(f"{kind.device_type}: more frozen weights than {view.frozen_bytes} bytes")
+        faults += [
+            f"{kind.device_type}: a pass of {size} does not hold {found.get(size)} bytes"
+            for size, held in peaks.items()
+            if found.get(size) != held
+        ]
+        own = {"memory_bytes": _device_bytes(problem.pool, profile)}
+        faults += _unlike(kind, own, f"{kind.device_type}: ")
+    known = (by_type[kind.device_type].layers for kind in view.devices)
+    layers = next((graph for graph in known if graph is not None), None)
     whole = [0, 0, 0]  # of what is no repeated layer, and of the two largest of these
     units: dict[str, int] = {}
     for node in () if layers is None else layers.nodes:
         path = re.split(r"[._]", node.id)
         deep = next((place for place, part in enumerate(path) if part.isdecimal()), None)
-        if deep is None:
-            whole[0] += node.weight_bytes + (node.frozen_weight_bytes or 0)
-        else:
-            name = node.id[: len("_".join(path[: deep + 1]))]
-            units[name] = units.get(name, 0) + node.weight_bytes + (node.frozen_weight_bytes or 0)
-    if layers is None:
-        whole[0] = problem.weight_bytes
+        name = "" if deep is None else node.id[: len("_".join(path[: deep + 1]))]
+        own_bytes = node.weight_bytes + (node.frozen_weight_bytes or 0)
+        units[name] = units.get(name, 0) + own_bytes
+    whole[0] = view.weight_bytes if layers is None else units.pop("", 0)
     whole[1:] = sorted([0, 0, *units.values()])[-2:]
-    told = (problem.gathered_bytes, problem.edge_bytes)
-    if told != (min(problem.weight_bytes, sum(whole)), max(whole)):
-        faults.append(f"the problem's gathered_bytes and edge_bytes are {told}, not of {whole}")
-    return faults
+    gathered = min(view.weight_bytes, sum(whole))
+    return faults + [*_unlike(view, {"gathered_bytes": gathered, "edge_bytes": max(whole)})]
+
+
+def _unlike(stated: Any, counted: dict[str, Any], where: str = "") -> Iterator[str]:
+    """List the fields of a view that are not as counted from the profiles."""
+    for name, want in counted.items():
+        got = getattr(stated, name)
+        several = isinstance(want, tuple) and len(want) == len(got)
+        pairs = zip(got, want, strict=True) if several else [(got, want)]
+        for one, other in pairs:
+            floats = isinstance(one, float) and isinstance(other, float)
+            if not (isclose(one, other, rel_tol=1e-9) if floats else one == other):
+                yield f"the problem's {where}{name} is {one}, the profiles give {other}"
 
 
 def _sync_bound_faults(plan: Plan, by_type: dict[str, Profile]) -> Iterator[str]:
@@ -219,12 +211,10 @@ def _group_bytes(profile: Profile) -> int:
     return 0 if profile.beside_tensors is None else profile.beside_tensors.group_bytes or 0
 
 
-def _most_beside(
-    profile: Profile, cluster: Cluster, memory_reserve_bytes: int, channels_between: int
-) -> int:
+def _most_beside(profile: Profile, problem: Problem, channels_between: int) -> int:
     """Bytes that a pipeline's worker may take beside tensors, with channels to all others."""
-    others = sum(cluster.num_devices.values()) - 1
-    found = memory_reserve_bytes + _context_bytes(profile)
+    others = sum(problem.pool.num_devices.values()) - 1
+    found = problem.memory_reserve_bytes + _context_bytes(profile)
     found += max((point.fragmentation_bytes or 0 for point in profile.batch_curve), default=0)
     if others and profile.beside_tensors is not None:
         found += _group_bytes(profile)
@@ -234,23 +224,14 @@ def _most_beside(
     return found
 
 
-def _memory_faults(
-    pool: ShardedDevices | DevicePool | ParallelPool, cluster: Cluster, profile: Profile
-) -> list[str]:
-    has = _device_bytes(cluster, profile)
-    if pool.memory_bytes == has:
-        return []
-    where = f"the problem's {pool.device_type}"
-    return [f"{where}: memory_bytes is {pool.memory_bytes}, it has {has}"]
-
-
 def _device_bytes(cluster: Cluster, profile: Profile) -> int:
     stated = cluster.device_types[profile.device_type].memory_bytes
     return profile.device_memory_bytes if stated is None else stated
 
 
-def _more_bytes(profile: Profile, optimizer: OptimizerState | None) -> int:
+def _more_bytes(profile: Profile, problem: Problem) -> int:
     """Bytes that the optimizer keeps beyond the one that peak memory was measured with."""
+    optimizer = problem.optimizer
     if optimizer is None or profile.optimizer is None:
         return 0
     more = optimizer.state_bytes_per_weight_byte - profile.optimizer.state_bytes_per_weight_byte
@@ -283,74 +264,95 @@ def _between(
     return values[0] + rise * (group.virtual_node_batch_size - low.batch_size)
 
 
-def parallel_faults(
-    problem: ParallelProblem,
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    memory_reserve_bytes: int = 0,
-) -> list[str]:
-    """List a parallel problem's differences in memory from its profiles and pool.
+def parallel_faults(view: ParallelProblem, problem: Problem) -> list[str]:
+    """List what a parallel plan's solver saw of memory, unlike the profiles and the pool.
 
     Args:
-        problem: The problem that was solved.
-        profiles: Profiles of its model, with layers.
-        cluster: The pool.
-        memory_reserve_bytes: Bytes of each device that were to stay free.
+        view: What the solver saw.
+        problem: What it was made of.
 
     Returns:
         One sentence per fault.
     """
-    by_type = {profile.device_type: profile for profile in reversed(profiles)}  # the first counts
+    by_type = {profile.device_type: profile for profile in reversed(problem.profiles)}  # the first
     faults: list[str] = []
     most = 0
-    for pool in problem.pools:
+    for pool in view.pools:
         profile = by_type[pool.device_type]
         held = (profile.base_memory_bytes or 0) + _exchange_bytes(profile)
-        most = max(most, held + _most_beside(profile, cluster, memory_reserve_bytes, 2))
-        faults += _memory_faults(pool, cluster, profile)
-    if problem.reserved_bytes != most:
-        faults.append(f"the problem's reserved_bytes is {problem.reserved_bytes}, not {most}")
-    return faults
+        most = max(most, held + _most_beside(profile, problem, 2))
+        own = {"memory_bytes": _device_bytes(problem.pool, profile)}
+        faults += _unlike(pool, own, f"{pool.device_type}: ")
+    return faults + [*_unlike(view, {"reserved_bytes": most})]
 
 
-def pipeline_faults(
-    problem: PipelineProblem,
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    memory_reserve_bytes: int = 0,
-) -> list[str]:
-    """List the differences between a pipeline's problem and its profiles and pool.
+def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
+    """List what a pipeline's solver saw, unlike the profiles and the pool.
 
     Args:
-        problem: The problem that was solved.
-        profiles: Profiles of its model, with layers.
-        cluster: The pool.
-        memory_reserve_bytes: Bytes of each device that were to stay free.
+        view: What the solver saw.
+        problem: What it was made of.
 
     Returns:
         One sentence per fault.
     """
-    by_type = {profile.device_type: profile for profile in reversed(profiles)}  # the first counts
+    by_type = {profile.device_type: profile for profile in reversed(problem.profiles)}  # the first
     faults: list[str] = []
-    for pool in problem.pools:
+    for pool in view.pools:
         profile = by_type[pool.device_type]
         graph = next(
-            table for table in profile.layer_tables
-            if table.microbatch_size == problem.microbatch_size
-        )  # fmt: skip
-        where = f"the problem's {pool.device_type}"
-        shares = _has_company(cluster, profile.device_type)
-        found = _pool_faults(problem, pool, profile, graph, shares_host=shares)
-        faults += [f"{where}: {fault}" for fault in found]
-        between = 2 if traits(problem.schedule).placement == "line" else 4
-        beside = _most_beside(profile, cluster, memory_reserve_bytes, between)
-        base = profile.base_memory_bytes
-        if beside:
-            base = (base or 0) + beside
-        if pool.base_memory_bytes != base:
-            faults.append(f"{where}: base_memory_bytes is {pool.base_memory_bytes}, not {base}")
-        faults += _memory_faults(pool, cluster, profile)
+            table for table in profile.layer_tables if table.microbatch_size == view.microbatch_size
+        )
+        where = f"{pool.device_type}: "
+        nodes = {node.id: node for node in graph.nodes}
+        if set(nodes) != {layer.id for layer in view.layers}:
+            faults.append(f"the problem's {where}layers are not the profile's")
+            continue
+        ordered = [nodes[layer.id] for layer in view.layers]
+        faults += _unlike(pool, _pool_terms(view, problem, profile, graph), where)
+        # Bytes do not depend on the device type; the view takes them from the first profile.
+        for layer, node in zip(view.layers, ordered, strict=True) if pool is view.pools[0] else ():
+            kept = node.activation_bytes if node.stashed_bytes is None else node.stashed_bytes
+            own = {
+                "activation_bytes": node.activation_bytes,
+                "kept_bytes": kept,
+                "weight_bytes": node.weight_bytes,
+                "shared_with": node.shared_with,
+                "shared_weight_bytes": node.shared_weight_bytes or 0,
+            }
+            faults += _unlike(layer, own, f"{where}{layer.id}: ")
+        names = [layer.id for layer in view.layers]
+        if {(names[a], names[b]) for a, b in view.links} != set(graph.edges):
+            faults.append(f"the problem's {where}edges are not the profile's")
     return faults
+
+
+def _pool_terms(
+    view: PipelineProblem, problem: Problem, profile: Profile, graph: LayerGraph
+) -> dict[str, Any]:
+    """The fields of a pipeline's pool of devices, counted from its profile."""
+    busy = profile.busy if _has_company(problem.pool, profile.device_type) else None
+    slowed = 1.0 if busy is None else _slowed(profile, graph.microbatch_size)
+    place = {layer.id: number for number, layer in enumerate(view.layers)}
+    ordered = sorted(graph.nodes, key=lambda node: place[node.id])
+    channels = 2 if traits(view.schedule).placement == "line" else 4
+    base, beside = profile.base_memory_bytes, _most_beside(profile, problem, channels)
+    costs = profile.pipeline
+    return {
+        "memory_bytes": _device_bytes(problem.pool, profile),
+        "base_memory_bytes": (base or 0) + beside if beside else base,
+        "workspace_bytes": _workspace_bytes(graph)
+        + (profile.update_workspace_bytes or 0)
+        + _exchange_bytes(profile),
+        "forward_seconds": tuple(slowed * node.forward_seconds for node in ordered),
+        "backward_seconds": tuple(slowed * node.backward_seconds for node in ordered),
+        "update_seconds": profile.update_seconds if busy is None else busy.update_seconds,
+        "pass_seconds": 0.0 if costs is None else costs.pass_seconds,
+        "fixed_seconds": 0.0 if costs is None else costs.fixed_seconds,
+        "lone_pass_seconds": costs and costs.lone_pass_seconds,
+        "reduce_latency_seconds": (costs and costs.reduce_latency_seconds) or 0.0,
+        "reduce_bytes_per_second": costs and costs.reduce_bytes_per_second,
+    }
 
 
 def _slowed(profile: Profile, batch_size: int) -> float:
@@ -367,63 +369,6 @@ def _slowed(profile: Profile, batch_size: int) -> float:
     if low == high or not low <= batch_size <= high:
         return second if batch_size < low else first
     return first + (second - first) * (batch_size - low) / (high - low)
-
-
-def _pool_faults(
-    problem: PipelineProblem,
-    pool: DevicePool,
-    profile: Profile,
-    graph: LayerGraph,
-    *,
-    shares_host: bool,
-) -> Iterator[str]:
-    nodes = {node.id: node for node in graph.nodes}
-    if set(nodes) != {layer.id for layer in problem.layers}:
-        yield "layers are not the profile's"
-        return
-    busy = profile.busy if shares_host else None
-    slowed = 1.0 if busy is None else _slowed(profile, graph.microbatch_size)
-    times = zip(problem.layers, pool.forward_seconds, pool.backward_seconds, strict=True)
-    for layer, forward, backward in times:
-        node = nodes[layer.id]
-        slow = (slowed * node.forward_seconds, slowed * node.backward_seconds)
-        if not all(map(_is_same, (forward, backward), slow)):
-            yield f"{layer.id}: its times are not the profile's"
-    # Bytes do not depend on the device type; the problem takes them from the first profile.
-    if pool is problem.pools[0]:
-        for layer in problem.layers:
-            node = nodes[layer.id]
-            kept = node.activation_bytes if node.stashed_bytes is None else node.stashed_bytes
-            own = (node.activation_bytes, kept, node.weight_bytes, node.shared_weight_bytes or 0)
-            told = (layer.activation_bytes, layer.kept_bytes, layer.weight_bytes)
-            if own != (*told, layer.shared_weight_bytes) or node.shared_with != layer.shared_with:
-                yield f"{layer.id}: its bytes are not the profile's"
-        names = [layer.id for layer in problem.layers]
-        if {(names[a], names[b]) for a, b in problem.links} != set(graph.edges):
-            yield "edges are not the profile's"
-    update = profile.update_seconds if busy is None else busy.update_seconds
-    if pool.update_seconds != update:
-        yield f"update_seconds is {pool.update_seconds}, not {update}"
-    costs = profile.pipeline
-    fixed = (0.0, 0.0) if costs is None else (costs.pass_seconds, costs.fixed_seconds)
-    if (pool.pass_seconds, pool.fixed_seconds) != fixed:
-        yield f"a pass and a step cost {pool.pass_seconds} and {pool.fixed_seconds}, not {fixed}"
-    if pool.lone_pass_seconds != (costs and costs.lone_pass_seconds):
-        yield "a pass of a single stage does not cost what the profile measured"
-    latency = (costs and costs.reduce_latency_seconds) or 0.0
-    rate = costs and costs.reduce_bytes_per_second
-    if (pool.reduce_latency_seconds, pool.reduce_bytes_per_second) != (latency, rate):
-        yield "its all-reduces are not as the profile measured them"
-    aside = _workspace_bytes(graph) + (profile.update_workspace_bytes or 0)
-    aside += _exchange_bytes(profile)
-    if pool.workspace_bytes != aside:
-        more = " with the update" if profile.update_workspace_bytes else ""
-        more += " and the exchange" if _exchange_bytes(profile) else ""
-        yield f"workspace_bytes is {pool.workspace_bytes}, the dearest layer{more} needs {aside}"
-
-
-def _is_same(one: float, other: float) -> bool:
-    return isclose(one, other, rel_tol=1e-9)
 
 
 def _exchange_bytes(profile: Profile) -> int:

@@ -131,7 +131,7 @@ def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
             group,
             pass_seconds=point.step_seconds,
             interpolated=size in kind.interpolated_sizes,
-            measured_busy=kind.measured_busy,
+            measured_busy=kind.alone is not None,
         )
         yield from unlike(group, counted, f"{where}: ", TOLERANCE)
         if group.memory_bytes not in (None, held):

@@ -6,7 +6,7 @@ The rules, and why, are in docs/decisions.md ("Runs correct profiles").
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...schema.problem import AloneDevice, DeviceOption
+from ...schema.problem import DeviceCosts, DeviceOption
 from ...schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profile, Sync, SyncPoint
 from .comm import exposed_seconds, least_seconds, sync_seconds
 from .compute import point_at
@@ -16,7 +16,7 @@ _SAME = 1e-9
 """Of the whole: what differs by less is the same number, computed in another order."""
 
 Curve = tuple[BatchPoint, ...]
-_Costs = AloneDevice
+_Costs = DeviceCosts
 """A device's terms in one state of its host: alone, or with others at work."""
 
 

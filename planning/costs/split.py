@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...schema.errors import ProblemError
 from ...schema.plan import Prediction, ReplicaGroup
-from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
 from .comm import exposed_seconds, sync_seconds
 from .compute import point_at
@@ -32,7 +32,7 @@ class _Work:
         return self.count * self.point.step_seconds * (1 + error) + self.exposed_seconds
 
 
-def closing_seconds(costs: DeviceOption | AloneDevice) -> float:
+def closing_seconds(costs: DeviceCosts) -> float:
     """What a step costs on a device beside its passes and synchronisation."""
     return costs.update_seconds + costs.fixed_seconds
 

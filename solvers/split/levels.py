@@ -40,13 +40,12 @@ class Alone:
 def single_devices(problem: SplitProblem) -> list[Alone]:
     """Every plan on one device, the fastest first; of equally fast ones the fewest passes."""
     batch = problem.global_batch_size
-    only = problem.virtual_nodes and batch // problem.virtual_nodes
     found = []
     for kind, option in enumerate(problem.devices):
         costs = option.measured_with(1)
-        for point in costs.batch_curve:
+        for point in problem.points(costs):
             size = point.batch_size
-            if batch % size == 0 and only in (None, size):
+            if batch % size == 0:
                 compute = batch // size * point.step_seconds
                 group = device_group(
                     device_type=option.device_type,

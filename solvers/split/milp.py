@@ -11,11 +11,12 @@ from typing import Any
 from ...planning.costs.comm import exposed_seconds, sync_seconds
 from ...planning.costs.split import closing_seconds, predict
 from ...schema.errors import BackendError, InfeasibleError, TooLittleTimeError
-from ...schema.plan import Plan, Proof, ReplicaGroup, device_group, split_plan
-from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
+from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
 from ..lp import Backend, Program, Solved
 from .levels import Alone, single_devices
+from .pool import group_on
 
 Terms = list[tuple[float, Any]]
 
@@ -90,7 +91,7 @@ def _unit_seconds(problem: SplitProblem) -> float:
     return _batch(problem) / max(together, alone)
 
 
-def _best_rate(costs: DeviceOption | AloneDevice) -> float:
+def _best_rate(costs: DeviceCosts) -> float:
     return max(p.batch_size / p.step_seconds for p in costs.batch_curve)
 
 
@@ -104,7 +105,6 @@ def _is_apart(problem: SplitProblem) -> bool:
 
 def _known_seconds(problem: SplitProblem) -> float:
     """The best step time with equal work on equal devices: no better plan computes longer."""
-    only = problem.virtual_nodes and _batch(problem) // problem.virtual_nodes
     return min(
         (
             _batch(problem) // (number * point.batch_size) * point.step_seconds
@@ -113,9 +113,8 @@ def _known_seconds(problem: SplitProblem) -> float:
             + closing_seconds(option.measured_with(number))
             for option in problem.devices
             for number in range(1, option.num_devices + 1)
-            for point in option.measured_with(number).batch_curve
-            if only in (None, point.batch_size)
-            and _batch(problem) % (number * point.batch_size) == 0
+            for point in problem.points(option.measured_with(number))
+            if _batch(problem) % (number * point.batch_size) == 0
         ),
         default=float("inf"),
     )
@@ -128,15 +127,10 @@ def _most_passes(problem: SplitProblem, point: BatchPoint, known: float) -> int:
 
 
 def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
-    only = problem.virtual_nodes and _batch(problem) // problem.virtual_nodes
     known = _known_seconds(problem)
     found = []
     for kind, option in enumerate(problem.devices):
-        points = [
-            p
-            for p in option.batch_curve
-            if p.batch_size <= _batch(problem) and only in (None, p.batch_size)
-        ]
+        points = problem.points(option)
         for number in range(option.num_devices if points else 0):
             device = _Device(option=option, points=points)
             for point in points:
@@ -276,15 +270,6 @@ def _groups(devices: list[_Device], values: dict[str, float]) -> tuple[ReplicaGr
                 alike[key] = alike.get(key, 0) + 1
                 entries[key] = (device.option, point)
     return tuple(
-        device_group(
-            device_type=name,
-            num_devices=number,
-            virtual_nodes=count,
-            virtual_node_batch_size=size,
-            pass_seconds=entries[name, count, size][1].step_seconds,
-            interpolated=size in entries[name, count, size][0].interpolated_sizes,
-            measured_busy=entries[name, count, size][0].alone is not None,
-            exposed_seconds=exposed_seconds(entries[name, count, size][0].sync, size),
-        )
+        group_on(entries[name, count, size][0], number, count, entries[name, count, size][1])
         for (name, count, size), number in alike.items()
     )

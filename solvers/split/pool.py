@@ -4,7 +4,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...planning.costs.comm import exposed_seconds
-from ...schema.problem import SplitProblem
+from ...schema.plan import ReplicaGroup, device_group
+from ...schema.problem import DeviceOption, SplitProblem
+from ...schema.profile import BatchPoint
 
 Ints = npt.NDArray[np.int64]
 
@@ -26,17 +28,8 @@ class Pool:
     """
 
     def __init__(self, problem: SplitProblem) -> None:
-        only = problem.virtual_nodes and problem.global_batch_size // problem.virtual_nodes
         self.options = [
-            (option, points)
-            for option in problem.devices
-            if (
-                points := [
-                    p
-                    for p in option.batch_curve
-                    if p.batch_size <= problem.global_batch_size and only in (None, p.batch_size)
-                ]
-            )
+            (option, points) for option in problem.devices if (points := problem.points(option))
         ]
         flat = [point for _, points in self.options for point in points]
         self.batch = problem.global_batch_size
@@ -81,3 +74,19 @@ class Pool:
         span = slice(self.starts[kind], self.ends[kind])
         pairs = zip(self.sizes[span].tolist(), passes[span].tolist(), strict=True)
         return [(size, count) for size, count in pairs if count]
+
+
+def group_on(
+    option: DeviceOption, num_devices: int, passes: int, point: BatchPoint
+) -> ReplicaGroup:
+    """Devices of a type, among several, that each make so many passes of a measured size."""
+    return device_group(
+        device_type=option.device_type,
+        num_devices=num_devices,
+        virtual_nodes=passes,
+        virtual_node_batch_size=point.batch_size,
+        pass_seconds=point.step_seconds,
+        interpolated=point.batch_size in option.interpolated_sizes,
+        measured_busy=option.alone is not None,
+        exposed_seconds=exposed_seconds(option.sync, point.batch_size),
+    )

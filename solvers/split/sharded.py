@@ -31,11 +31,11 @@ from ...schema.plan import (
     RefutedShares,
     ReplicaGroup,
     SharesCertificate,
-    device_group,
     split_plan,
 )
 from ...schema.problem import ShardedProblem
 from ...schema.profile import BatchPoint
+from .pool import group_on
 
 METHOD = "threshold search over times of passes, exact knapsack of samples and room for states"
 _NEVER = -(1 << 62)
@@ -323,18 +323,10 @@ def _groups(choice: _Choice, work: Counter[tuple[_Entry, int]]) -> Iterator[Repl
     for (one, passes), count in sorted(
         work.items(), key=lambda item: (item[0][0].kind, -item[0][1] * item[0][0].size, item[0][1])
     ):
-        kind = problem.devices[one.kind]
-        share = min(one.room, low)
+        kind, share = problem.devices[one.kind], min(one.room, low)
         yield replace(
-            device_group(
-                device_type=kind.device_type,
-                num_devices=count,
-                virtual_nodes=passes,
-                virtual_node_batch_size=one.size,
-                pass_seconds=one.point.step_seconds,
-                interpolated=one.size in kind.interpolated_sizes,
-                measured_busy=kind.measured_busy,
-            ),
+            group_on(kind, count, passes, one.point),
+            exposed_seconds=None,
             state_share_bytes=share,
             memory_bytes=peak_bytes(problem, one.point, choice.shard, share),
         )

@@ -201,9 +201,8 @@ def _no_size_fits(problem: SplitProblem) -> InfeasibleError:
 
 def _usable_sizes(problem: SplitProblem) -> list[int]:
     """Samples of a virtual node that the batch and the regime allow."""
-    only = problem.virtual_nodes and problem.global_batch_size // problem.virtual_nodes
-    most = problem.global_batch_size
-    return [size for size in problem.batch_sizes if size <= most and only in (None, size)]
+    costs = [*problem.devices, *(option.measured_with(1) for option in problem.devices)]
+    return sorted({point.batch_size for each in costs for point in problem.points(each)})
 
 
 def _no_sum(problem: SplitProblem) -> InfeasibleError:

@@ -13,10 +13,9 @@ Of equal amounts: the fewest devices, then the fewest virtual nodes.
 from collections import Counter
 from collections.abc import Mapping
 
-from ...planning.costs.comm import exposed_seconds
-from ...schema.plan import ReplicaGroup, device_group
+from ...schema.plan import ReplicaGroup
 from .feasible import FeasibleSums, TypeSums, members, sumset
-from .pool import Pool
+from .pool import Pool, group_on
 
 Work = Counter[int]  # samples per device -> number of devices
 
@@ -136,19 +135,8 @@ def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[Repli
     groups = []
     for kind, amounts in sorted(work.items()):
         option, points = pool.options[kind]
-        times = {point.batch_size: point.step_seconds for point in points}
+        at = {point.batch_size: point for point in points}
         for samples, num_devices in sorted(amounts.items(), reverse=True):
             size, count = fewest_passes(pool.entries(passes, kind), samples) or (0, 0)
-            groups.append(
-                device_group(
-                    device_type=option.device_type,
-                    num_devices=num_devices,
-                    virtual_nodes=count,
-                    virtual_node_batch_size=size,
-                    pass_seconds=times[size],
-                    interpolated=size in option.interpolated_sizes,
-                    measured_busy=option.alone is not None,
-                    exposed_seconds=exposed_seconds(option.sync, size),
-                )
-            )
+            groups.append(group_on(option, num_devices, count, at[size]))
     return tuple(groups)

@@ -11,6 +11,7 @@ from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import Plan
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
 from hetflow.schema.run import DeviceRun, RunRecord
 from hetflow.schema.step_costs import Links
@@ -61,7 +62,7 @@ def test_a_stated_split_is_what_it_says_and_priced_by_the_tool(split: plans.Spli
     if plan.num_devices == 2:
         assert plan.global_batch_size == 96
     pool = Cluster.parse(f"{plan.num_devices}xcpu")
-    problem = split_problem((PROFILE,), pool, plan.global_batch_size)
+    problem = split_problem(Problem((PROFILE,), pool, plan.global_batch_size))
     assert split_faults(plan, problem) == []
 
 

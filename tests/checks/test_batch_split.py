@@ -6,7 +6,7 @@ import pytest
 
 from hetflow.planning.checks.batch_split import check, continuous_bound
 from hetflow.schema.plan import Plan, Prediction, Proof, ReplicaGroup
-from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
+from hetflow.schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
 from hetflow.tests.plan_parts import split_plan, whole_group, with_groups
 
@@ -242,7 +242,7 @@ def busy_problem() -> SplitProblem:
         )
         for size, seconds in ((8, 1.2), (24, 3.64))
     )
-    alone = AloneDevice(
+    alone = DeviceCosts(
         batch_curve=tuple(replace(p, step_seconds=p.step_seconds / 1.2) for p in curve),
         update_seconds=0.2,
         fixed_seconds=0.1,

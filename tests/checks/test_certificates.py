@@ -14,10 +14,10 @@ from hetflow.planning.checks import split_bound
 from hetflow.planning.checks.batch_split import check
 from hetflow.planning.checks.chain_bound import is_proved
 from hetflow.planning.checks.split_bound import replay_faults
-from hetflow.planning.judging import pool_of_plan, problem_of_plan
+from hetflow.planning.judging import pool_of_plan, view_of_plan
 from hetflow.schema.files import from_json, to_json
 from hetflow.schema.plan import Plan, RefutedSplits, SplitCertificate
-from hetflow.schema.problem import SplitProblem
+from hetflow.schema.problem import Problem, SplitProblem
 from hetflow.schema.profile import Sync
 from hetflow.schema.restrictions import Restrictions
 from hetflow.solvers.split.solve import solve
@@ -132,8 +132,8 @@ def test_a_chain_s_bound_is_found_again_and_no_higher_one(name: str) -> None:
     assert hetflow.check(answer.plan, answer.profiles, answer.pool).bound == "recomputed"
     assert answer.plan.kind == "pipeline"
     plan, pool = answer.plan, pool_of_plan(answer.plan)
-    link, optimizer = plan.link_bytes_per_second, plan.optimizer
-    problem = problem_of_plan(plan, answer.profiles, pool, link, optimizer)
+    link, optimizer, batch = plan.link_bytes_per_second, plan.optimizer, plan.global_batch_size
+    problem = view_of_plan(plan, Problem(answer.profiles, pool, batch, optimizer, 0, link))
     asked, bound = plan.restrictions or Restrictions(), plan.proof.lower_bound or 0.0
     assert is_proved(problem, bound, asked)
     assert not is_proved(problem, bound * (1 + 1e-6), asked)

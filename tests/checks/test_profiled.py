@@ -11,6 +11,7 @@ from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import Plan
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
 from hetflow.schema.step_costs import PipelineCosts
 from hetflow.solvers.split.solve import solve
@@ -36,15 +37,16 @@ POOL = Cluster.parse("1xV100")
 
 
 def split(size: int) -> Plan:
-    return solve(split_problem([PROFILE], POOL, size, interpolate=True))
+    return solve(split_problem(Problem([PROFILE], POOL, size), interpolate=True))
 
 
 def test_a_pass_that_does_not_fit_is_refused() -> None:
     plan = split(8)  # 12,000 bytes
-    assert split_faults(plan, [PROFILE], POOL, None) == []
+    assert split_faults(plan, Problem([PROFILE], POOL, 8)) == []
     small = Cluster.parse("V100:1:11KB")
     assert any(
-        "needs 12000 bytes on a V100 of" in f for f in split_faults(plan, [PROFILE], small, None)
+        "needs 12000 bytes on a V100 of" in f
+        for f in split_faults(plan, Problem([PROFILE], small, 8))
     )
     # Adam keeps twice 3,000 bytes more than what the peak was measured with; between two sizes
     # memory is on the line: 4,000 + 5,000.
@@ -53,8 +55,8 @@ def test_a_pass_that_does_not_fit_is_refused() -> None:
     (group,) = plan.groups
     between = dataclasses.replace(group, virtual_node_batch_size=5, samples=5, pass_seconds=None)
     middle = with_groups(plan, groups=(between,), global_batch_size=5)
-    assert split_faults(middle, [tight], POOL, None) == []
-    (fault,) = split_faults(middle, [tight], POOL, adam)
+    assert split_faults(middle, Problem([tight], POOL, 8)) == []
+    (fault,) = split_faults(middle, Problem([tight], POOL, 8, optimizer=adam))
     assert "needs 15000 bytes on a V100 of 14999: 1 too many" in fault
 
 
@@ -70,24 +72,30 @@ def test_a_pass_that_was_measured_for_other_plans_is_refused() -> None:
     )
     told = [dataclasses.replace(PROFILE, busy=busy)]
     one, two = Cluster.parse("1xV100"), Cluster.parse("2xV100")
-    single, both = (solve(split_problem(told, pool, 16)) for pool in (one, two))
+    single, both = (solve(split_problem(Problem(told, pool, 16))) for pool in (one, two))
     assert both.num_devices == 1  # company costs more than it helps
-    wide = solve(split_problem(told, Cluster.parse("8xV100"), 16))
+    wide = solve(split_problem(Problem(told, Cluster.parse("8xV100"), 16)))
     assert wide.num_devices == 8
     assert wide.groups[0].pass_seconds == pytest.approx(0.4)
     eight = Cluster.parse("8xV100")
-    assert split_faults(single, told, one, None) == split_faults(wide, told, eight, None) == []
-    (fault,) = split_faults(wide, [PROFILE], eight, None)
+    assert (
+        split_faults(single, Problem(told, one, 8))
+        == split_faults(wide, Problem(told, eight, 8))
+        == []
+    )
+    (fault,) = split_faults(wide, Problem([PROFILE], eight, 8))
     assert "pass_seconds is 0.4, measured for a plan on 8 device(s) were 0.2" in fault
     apart = Cluster.parse("8x(1xV100)")  # no device has company on its host
-    assert any("were 0.2" in fault for fault in split_faults(wide, told, apart, None))
-    assert split_faults(solve(split_problem(told, apart, 16)), told, apart, None) == []
+    assert any("were 0.2" in fault for fault in split_faults(wide, Problem(told, apart, 8)))
+    assert (
+        split_faults(solve(split_problem(Problem(told, apart, 16))), Problem(told, apart, 8)) == []
+    )
 
 
 def test_the_split_s_problem_counts_the_optimizer_that_will_train() -> None:
     def sizes(name: str, memory: int) -> list[int]:
         told = dataclasses.replace(PROFILE, device_memory_bytes=memory)
-        problem = split_problem([told], POOL, 8, optimizer=named_optimizer(name))
+        problem = split_problem(Problem([told], POOL, 8, optimizer=named_optimizer(name)))
         assert problem.optimizer == named_optimizer(name)
         return [point.batch_size for point in problem.devices[0].batch_curve]
 
@@ -99,52 +107,61 @@ def test_the_split_s_problem_counts_the_optimizer_that_will_train() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"memory_bytes": 30_000}, "memory_bytes is 30000, it has 20000"),
-        ({"workspace_bytes": 0}, "workspace_bytes is 0, the dearest layer needs 220"),
-        ({"base_memory_bytes": 7}, "base_memory_bytes is 7, not None"),
-        ({"forward_seconds": (0.1, 0.1, 0.3)}, "l1: its times are not the profile's"),
-        ({"update_seconds": 0.0}, "update_seconds is 0.0, not 0.01"),
+        ({"memory_bytes": 30_000}, "memory_bytes is 30000, the profiles give 20000"),
+        ({"workspace_bytes": 0}, "workspace_bytes is 0, the profiles give 220"),
+        ({"base_memory_bytes": 7}, "base_memory_bytes is 7, the profiles give None"),
+        ({"forward_seconds": (0.1, 0.1, 0.3)}, "forward_seconds is 0.1, the profiles give 0.2"),
+        ({"update_seconds": 0.0}, "update_seconds is 0.0, the profiles give 0.01"),
     ],
 )
 def test_a_pool_at_odds_with_its_profile_is_refused(changes: dict, said: str) -> None:
-    problem = pipeline_problem([PROFILE], POOL, 8)
-    assert pipeline_faults(problem, [PROFILE], POOL) == []
+    problem = pipeline_problem(Problem([PROFILE], POOL, 8))
+    assert pipeline_faults(problem, Problem([PROFILE], POOL, 8)) == []
     wrong = dataclasses.replace(problem, pools=(dataclasses.replace(problem.pools[0], **changes),))
-    assert any(said in fault for fault in pipeline_faults(wrong, [PROFILE], POOL))
+    assert any(said in fault for fault in pipeline_faults(wrong, Problem([PROFILE], POOL, 8)))
 
 
-@pytest.mark.parametrize("changes", [{"weight_bytes": 1}, {"stashed_bytes": None}])
-def test_layers_at_odds_with_their_profile_are_refused(changes: dict) -> None:
-    problem = pipeline_problem([PROFILE], POOL, 8)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weight_bytes": 1}, "weight_bytes is 1, the profiles give 1000"),
+        ({"stashed_bytes": None}, "kept_bytes is 100, the profiles give 150"),
+    ],
+)
+def test_layers_at_odds_with_their_profile_are_refused(changes: dict, said: str) -> None:
+    problem = pipeline_problem(Problem([PROFILE], POOL, 8))
     first = dataclasses.replace(problem.layers[0], **changes)
     wrong = dataclasses.replace(problem, layers=(first, *problem.layers[1:]))
-    faults = pipeline_faults(wrong, [PROFILE], POOL)
-    assert faults == ["the problem's V100: l0: its bytes are not the profile's"]
+    faults = pipeline_faults(wrong, Problem([PROFILE], POOL, 8))
+    assert faults == [f"the problem's V100: l0: {said}"]
 
 
 def test_a_cpu_s_base_and_update_are_set_aside() -> None:
     told = dataclasses.replace(PROFILE, base_memory_bytes=9_000, update_workspace_bytes=500)
-    problem = pipeline_problem([told], POOL, 8)
+    problem = pipeline_problem(Problem([told], POOL, 8))
     (pool,) = problem.pools
     assert (pool.base_memory_bytes, pool.workspace_bytes) == (9_000, 220 + 500)
     assert pool.limit_bytes == 20_000 - 9_000 - 720
-    assert pipeline_faults(problem, [told], POOL) == []
+    assert pipeline_faults(problem, Problem([told], POOL, 8)) == []
     wrong = dataclasses.replace(problem, pools=(dataclasses.replace(pool, workspace_bytes=220),))
-    said = "workspace_bytes is 220, the dearest layer with the update needs 720"
-    assert any(said in fault for fault in pipeline_faults(wrong, [told], POOL))
+    said = "workspace_bytes is 220, the profiles give 720"
+    assert any(said in fault for fault in pipeline_faults(wrong, Problem([told], POOL, 8)))
     among = dataclasses.replace(told, group_workspace_bytes=30)
-    assert pipeline_problem([among], POOL, 8).pools[0].workspace_bytes == 220 + 500 + 30
-    assert pipeline_faults(pipeline_problem([among], POOL, 8), [among], POOL) == []
-    said = "workspace_bytes is 720, the dearest layer with the update and the exchange needs 750"
-    assert any(said in fault for fault in pipeline_faults(problem, [among], POOL))
+    assert pipeline_problem(Problem([among], POOL, 8)).pools[0].workspace_bytes == 220 + 500 + 30
+    assert (
+        pipeline_faults(pipeline_problem(Problem([among], POOL, 8)), Problem([among], POOL, 8))
+        == []
+    )
+    said = "workspace_bytes is 720, the profiles give 750"
+    assert any(said in fault for fault in pipeline_faults(problem, Problem([among], POOL, 8)))
     for fragments, more in ((20, 30), (80, 80)):  # both measurements hold fragments
         costs = PipelineCosts(
             pass_seconds=0.0, message_seconds=0.0, fixed_seconds=0.0, fragmentation_bytes=fragments
         )
         pieces = dataclasses.replace(among, pipeline=costs)
-        problem = pipeline_problem([pieces], POOL, 8)
+        problem = pipeline_problem(Problem([pieces], POOL, 8))
         assert problem.pools[0].workspace_bytes == 220 + 500 + more
-        assert pipeline_faults(problem, [pieces], POOL) == []
+        assert pipeline_faults(problem, Problem([pieces], POOL, 8)) == []
     full = dataclasses.replace(told, device_memory_bytes=9_720)
     with pytest.raises(InfeasibleError, match="needs 720 bytes .* beside 9000 before there is a"):
-        pipeline_problem([full], POOL, 8)
+        pipeline_problem(Problem([full], POOL, 8))

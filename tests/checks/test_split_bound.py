@@ -9,7 +9,7 @@ from tests.checks.tampered import PROFILES
 import hetflow
 from hetflow.planning.checks.batch_split import check
 from hetflow.planning.checks.split_bound import faster
-from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
+from hetflow.schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
 from hetflow.solvers.split.solve import solve
 
@@ -26,7 +26,7 @@ def drawn(draw: random.Random) -> SplitProblem:
     for name in "ABC"[: draw.randint(1, 3)]:
         slowness = draw.choice((0.7, 1.0, 2.3))
         own = curve(slowness)
-        alone = AloneDevice(batch_curve=own, update_seconds=0.1) if draw.random() < 0.5 else None
+        alone = DeviceCosts(batch_curve=own, update_seconds=0.1) if draw.random() < 0.5 else None
         sync = Sync(
             num_devices=2,
             sync_seconds=draw.random(),

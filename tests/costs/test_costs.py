@@ -13,7 +13,7 @@ from hetflow.planning.costs.split import predict
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import LinkCurve
 from hetflow.schema.plan import ReplicaGroup
-from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
+from hetflow.schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
 from hetflow.tests.plan_parts import whole_group
 
@@ -185,7 +185,7 @@ PARTS = option(
     batch_curve=(told(8, 1.0, load_seconds=0.2, virtual_node_seconds=0.1, step_seconds_error=0.1),),
     fixed_seconds=0.25,
     step_error=0.02,
-    alone=AloneDevice(
+    alone=DeviceCosts(
         batch_curve=(told(8, 0.6, step_seconds_error=0.0),), update_seconds=0.4, fixed_seconds=0.1
     ),
     sync=Sync(num_devices=2, sync_seconds=0.3),

@@ -15,6 +15,7 @@ from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles
 from hetflow.schema.plan import Plan
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import Profile
 from hetflow.solvers.split.solve import solve
 from hetflow.tests.plan_parts import whole_group
@@ -26,7 +27,7 @@ BATCH = 8192
 
 
 def recommended(pool: str, profiles: tuple[Profile, ...] | None = None) -> Plan:
-    problem = split_problem(profiles or read_profiles(FOLDER), Cluster.parse(pool), BATCH)
+    problem = split_problem(Problem(profiles or read_profiles(FOLDER), Cluster.parse(pool), BATCH))
     plan = solve(problem)
     assert check(plan, problem) == []
     return plan
@@ -52,7 +53,7 @@ def test_h3_is_split_as_in_the_paper_and_gains_as_much() -> None:
 
 
 def test_figure_7_uneven_is_44_percent_shorter() -> None:
-    problem = split_problem(read_profiles(FOLDER), Cluster.parse("2xV100,2xP100"), BATCH)
+    problem = split_problem(Problem(read_profiles(FOLDER), Cluster.parse("2xV100,2xP100"), BATCH))
 
     def seconds(v100: int, p100: int) -> float:
         groups = [

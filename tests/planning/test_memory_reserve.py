@@ -19,6 +19,7 @@ from hetflow.schema.cluster import Cluster
 from hetflow.schema.device_memory import BesideTensors
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
 from hetflow.schema.step_costs import LinkPoint, Links
 
@@ -60,7 +61,7 @@ def profile(**changes: Any) -> Profile:
 
 def sizes(pool: str, asked: int = 0, **changes: Any) -> list[int]:
     problem = split_problem(
-        [profile(**changes)], Cluster.parse(pool), 64, memory_reserve_bytes=asked
+        Problem([profile(**changes)], Cluster.parse(pool), 64, memory_reserve_bytes=asked)
     )
     (option,) = problem.devices
     return [point.batch_size for point in option.batch_curve]
@@ -83,7 +84,7 @@ def test_a_busy_host_s_peaks_hold_the_communicator_and_the_lone_device_s_do_not(
     made = profile()
     busy = BusyHost(num_devices=2, batch_curve=made.batch_curve, update_seconds=0.01)
     told = dataclasses.replace(made, busy=busy)
-    (option,) = split_problem([told], Cluster.parse("V100:2:140MB"), 64).devices
+    (option,) = split_problem(Problem([told], Cluster.parse("V100:2:140MB"), 64)).devices
     assert [point.batch_size for point in option.batch_curve] == [4]
     assert option.alone is not None
     assert [point.batch_size for point in option.alone.batch_curve] == [4, 8]
@@ -92,26 +93,34 @@ def test_a_busy_host_s_peaks_hold_the_communicator_and_the_lone_device_s_do_not(
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_pipeline_counts_a_channel_to_and_from_every_other_device(schedule: str) -> None:
     told, pool = profile(), Cluster.parse("3xV100")
-    problem = pipeline_problem([told], pool, 8, schedule=schedule, memory_reserve_bytes=MIB)
+    problem = pipeline_problem(
+        Problem([told], pool, 8, memory_reserve_bytes=MIB), schedule=schedule
+    )
     channels = 2 * (2 if schedule == "1f1b" else 4)
     base = CONTEXT + GROUP + channels * CHANNEL + 5 * MIB + MIB
     assert problem.pools[0].base_memory_bytes == base
-    assert pipeline_faults(problem, [told], pool, MIB) == []
-    (fault,) = pipeline_faults(problem, [told], pool)
-    assert f"base_memory_bytes is {base}, not {base - MIB}" in fault
-    alone = pipeline_problem([told], Cluster.parse("1xV100"), 8, schedule=schedule)
+    assert pipeline_faults(problem, Problem([told], pool, 8, memory_reserve_bytes=MIB)) == []
+    (fault,) = pipeline_faults(problem, Problem([told], pool, 8))
+    assert f"base_memory_bytes is {base}, the profiles give {base - MIB}" in fault
+    alone = pipeline_problem(Problem([told], Cluster.parse("1xV100"), 8), schedule=schedule)
     assert alone.pools[0].base_memory_bytes == CONTEXT + 5 * MIB
 
 
 def test_a_parallel_plan_s_reserve_is_judged_apart_from_the_problem() -> None:
     told, pool = profile(), Cluster.parse("2xV100")
-    problem = parallel_problem([told], pool, 8, memory_reserve_bytes=7)
+    problem = parallel_problem(Problem([told], pool, 8, memory_reserve_bytes=7))
     assert problem.reserved_bytes == CONTEXT + GROUP + 2 * CHANNEL + 5 * MIB + 7
-    assert parallel_faults(problem, [told], pool, 7) == []
-    (fault,) = parallel_faults(problem, [told], pool, 8)
+    assert parallel_faults(problem, Problem([told], pool, 8, memory_reserve_bytes=7)) == []
+    (fault,) = parallel_faults(problem, Problem([told], pool, 8, memory_reserve_bytes=8))
     assert f"reserved_bytes is {problem.reserved_bytes}" in fault
     (fault,) = parallel_faults(
-        problem, [dataclasses.replace(told, device_memory_bytes=1 << 30)], pool, 7
+        problem,
+        Problem(
+            [dataclasses.replace(told, device_memory_bytes=1 << 30)],
+            pool,
+            8,
+            memory_reserve_bytes=7,
+        ),
     )
     assert "memory_bytes" in fault
 
@@ -151,14 +160,22 @@ def test_a_plan_keeps_its_reserve_and_check_holds_it_to_it(strategy: Any) -> Non
     assert is_refused(plan, "2xV100", memory_reserve_bytes=190 * MIB)
 
 
+@pytest.mark.parametrize("strategy", ["split", "pipeline", "parallel"])
+def test_device_types_are_planned_and_judged_in_any_case(strategy: Any) -> None:
+    plan = hetflow.solve([profile()], "2xv100", batch_size=8, strategy=strategy)
+    assert set(plan.devices_by_type) == {"V100"}
+    assert hetflow.check(plan, [profile()], "2xv100") == []
+    assert is_refused(plan, "v100:2:62MB", memory_reserve_bytes=20 * MIB)
+
+
 def test_the_judge_of_splits_adds_it_up_by_itself() -> None:
     told, pool = profile(), Cluster.parse("V100:1:135MB")
     plan = hetflow.solve([told], pool, batch_size=8, strategy="split")
     assert plan.kind == "split"
     (group,) = plan.groups
     assert group.virtual_node_batch_size == 8
-    assert split_faults(plan, [told], pool, None) == []
-    (fault,) = split_faults(plan, [told], pool, None, memory_reserve_bytes=3)
+    assert split_faults(plan, Problem([told], pool, 8)) == []
+    (fault,) = split_faults(plan, Problem([told], pool, 8, memory_reserve_bytes=3))
     assert "3 too many" in fault
 
 

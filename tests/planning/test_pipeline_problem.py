@@ -13,6 +13,7 @@ from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import Plan
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import (
     BatchPoint,
     BusyHost,
@@ -52,7 +53,9 @@ def profile(device: str = "V100", layers: LayerGraph | None = None, **changes) -
 
 def test_servers_become_levels_and_types_pools():
     pool = Cluster.parse("4x(2xV100,1xP100)")
-    problem = pipeline_problem([profile(), profile("P100")], pool, 32, link_bytes_per_second=1e9)
+    problem = pipeline_problem(
+        Problem([profile(), profile("P100")], pool, 32, link_bytes_per_second=1e9)
+    )
     assert [p.device_type for p in problem.pools] == ["V100", "P100"]
     assert [level.num_components for level in problem.pools[0].levels] == [2, 4]
     assert [level.num_components for level in problem.pools[1].levels] == [4]
@@ -84,20 +87,22 @@ def test_the_plan_of_the_command_names_its_pool():
         ([profile()], "1xV100", 9, "microbatches of 4 samples do not divide"),
         ([profile()], "2xV100", 8, "the bandwidth inside V100 servers is missing"),
         ([profile()], "2x(1xV100)", 8, "the bandwidth between servers is missing"),
-        ([profile()], "1xP100", 8, "no profile of P100"),
+        ([profile()], "1xP100", 8, "no profile of device type 'P100'"),
         ([dataclasses.replace(profile(), layers=None)], "1xV100", 8, "has no layers"),
     ],
 )
 def test_what_does_not_go_together(profiles, gpus, batch, message):
     with pytest.raises(ProblemError, match=message):
-        pipeline_problem(profiles, Cluster.parse(gpus), batch)
+        pipeline_problem(Problem(profiles, Cluster.parse(gpus), batch))
 
 
 def test_unlike_layers_are_refused():
     other = profile("P100", graph(("a", "b"), ("b", "x")))
     with pytest.raises(ProblemError, match="the layers on P100 are not those on V100"):
         pipeline_problem(
-            [profile(), other], Cluster.parse("1xV100,1xP100"), 8, link_bytes_per_second=1e9
+            Problem(
+                [profile(), other], Cluster.parse("1xV100,1xP100"), 8, link_bytes_per_second=1e9
+            )
         )
 
 
@@ -108,7 +113,7 @@ def test_measured_stashes_and_workspace_bound_the_memory():
         for node, space in zip(made.nodes, (10, 50, 0), strict=True)
     )
     told = profile(layers=dataclasses.replace(made, nodes=measured))
-    problem = pipeline_problem([told], Cluster.parse("1xV100:5TB"), 8)
+    problem = pipeline_problem(Problem([told], Cluster.parse("1xV100:5TB"), 8))
     # Set aside: the dearest workspace, with the gradients of that layer's output and input.
     assert problem.pools[0].memory_bytes == 5 * 2**40
     assert problem.pools[0].workspace_bytes == 50 + 1000 + 1000
@@ -123,7 +128,7 @@ def test_shared_weights_are_told_apart_from_a_layer_s_own():
         made.nodes[2], weight_bytes=0, shared_with=("a",), shared_weight_bytes=2000
     )
     told = profile(layers=dataclasses.replace(made, nodes=(*made.nodes[:2], tied)))
-    problem = pipeline_problem([told], Cluster.parse("1xV100"), 8)
+    problem = pipeline_problem(Problem([told], Cluster.parse("1xV100"), 8))
     assert [layer.weight_bytes for layer in problem.layers] == [2000, 2000, 0]
     assert problem.layers[2].shared_with == ("a",)
     assert problem.layers[2].shared_weight_bytes == 2000
@@ -134,7 +139,7 @@ def test_a_device_smaller_than_one_layers_workspace_is_refused():
     wide = tuple(dataclasses.replace(node, workspace_bytes=10**9) for node in made.nodes)
     told = profile(layers=dataclasses.replace(made, nodes=wide))
     with pytest.raises(InfeasibleError, match="1000002000 bytes of workspace"):
-        pipeline_problem([told], Cluster.parse("1xV100"), 8)
+        pipeline_problem(Problem([told], Cluster.parse("1xV100"), 8))
 
 
 def links(rate: float) -> Links:
@@ -154,17 +159,17 @@ def links(rate: float) -> Links:
 def test_synchronisation_never_becomes_a_link(sync: Sync) -> None:
     told = profile(sync=sync, weight_bytes=228_000)
     with pytest.raises(ProblemError, match="the bandwidth inside V100 servers is missing") as error:
-        pipeline_problem([told], Cluster.parse("2xV100"), 8)
+        pipeline_problem(Problem([told], Cluster.parse("2xV100"), 8))
     assert error.value.hint is not None
     assert "hetflow.profile(links=True)" in error.value.hint
     assert "link_bytes_per_second" in error.value.hint
     measured = dataclasses.replace(told, links=links(1.1e9))
-    problem = pipeline_problem([measured], Cluster.parse("2xV100"), 8)
+    problem = pipeline_problem(Problem([measured], Cluster.parse("2xV100"), 8))
     assert problem.pools[0].levels[0].bytes_per_second == 1.1e9
 
 
 def rates(profiles: list[Profile], pool: Cluster, said: float | None = None) -> tuple:
-    problem = pipeline_problem(profiles, pool, 8, link_bytes_per_second=said)
+    problem = pipeline_problem(Problem(profiles, pool, 8, link_bytes_per_second=said))
     inside = [tuple(level.bytes_per_second for level in p.levels) for p in problem.pools]
     return (*inside, problem.inter_bytes_per_second)
 
@@ -219,7 +224,7 @@ def test_the_measured_link_between_two_types_counts_and_the_slowest_pair_of_seve
     assert apart.between_types == 3e8
     # Two lone devices need no link of their own type, and a slow link has a late message.
     lone = [profile(links_to=(across("P100", 3e8),)), profile("P100")]
-    problem = pipeline_problem(lone, Cluster.parse("1xV100,1xP100"), 8)
+    problem = pipeline_problem(Problem(lone, Cluster.parse("1xV100,1xP100"), 8))
     assert problem.inter_bytes_per_second == 3e8
     assert problem.message_seconds == lone[0].links_to[0].links.latency_seconds > 0
 
@@ -255,13 +260,13 @@ def test_devices_that_share_a_host_are_as_slow_as_on_a_busy_one() -> None:
     busy = BusyHost(num_devices=2, batch_curve=curve((2, 0.12), (6, 0.27)), update_seconds=0.003)
     told = profile(links=links(1e9), batch_curve=curve((2, 0.1), (6, 0.15)), busy=busy)
     shared, alone = Cluster.parse("2xV100"), Cluster.parse("1xV100")
-    pool = pipeline_problem([told], shared, 8).pools[0]
+    pool = pipeline_problem(Problem([told], shared, 8)).pools[0]
     # 1.2 times at 2 samples and 1.8 times at 6: 1.5 times at the microbatch of 4.
     assert pool.forward_seconds == pytest.approx((0.015, 0.015, 0.015))
     assert pool.backward_seconds == pytest.approx((0.03, 0.03, 0.03))
     assert pool.update_seconds == 0.003
     for hosts in (alone, Cluster.parse("2x(1xV100)")):
-        pool = pipeline_problem([told], hosts, 8).pools[0]
+        pool = pipeline_problem(Problem([told], hosts, 8)).pools[0]
         assert (pool.forward_seconds[0], pool.update_seconds) == (0.01, 0.001)
 
 
@@ -270,7 +275,7 @@ def test_loading_does_not_slow_layers() -> None:
     slower = dataclasses.replace(curve((4, 0.2))[0], load_seconds=0.15)
     busy = BusyHost(num_devices=2, batch_curve=(slower,), update_seconds=0.003)
     told = profile(links=links(1e9), batch_curve=(alone,), busy=busy)
-    pool = pipeline_problem([told], Cluster.parse("2xV100"), 8).pools[0]
+    pool = pipeline_problem(Problem([told], Cluster.parse("2xV100"), 8)).pools[0]
     assert pool.forward_seconds == pytest.approx((0.01, 0.01, 0.01))
 
 
@@ -281,7 +286,7 @@ def test_costs_of_passes_messages_and_steps_are_the_profile_s() -> None:
     )  # fmt: skip
     told = profile(links=links(1e9), pipeline=costs)
     other = profile("P100", links=links(1e9))
-    problem = pipeline_problem([told, other], Cluster.parse("1xV100,1xP100"), 8)
+    problem = pipeline_problem(Problem([told, other], Cluster.parse("1xV100,1xP100"), 8))
     first, second = problem.pools
     assert (first.pass_seconds, first.fixed_seconds) == (1e-3, 3e-3)
     assert (second.pass_seconds, second.fixed_seconds) == (0.0, 0.0)
@@ -289,9 +294,11 @@ def test_costs_of_passes_messages_and_steps_are_the_profile_s() -> None:
     assert (second.reduce_latency_seconds, second.reduce_bytes_per_second) == (0.0, None)
     assert (problem.message_seconds, problem.step_error) == (2e-3, 0.04)
     # Where no pipeline was rehearsed, a message costs the latency of the link.
-    alone = pipeline_problem([other], Cluster.parse("2xP100"), 8)
+    alone = pipeline_problem(Problem([other], Cluster.parse("2xP100"), 8))
     assert (alone.message_seconds, alone.step_error) == (1e-4, None)
-    old = pipeline_problem([profile()], Cluster.parse("2xV100"), 8, link_bytes_per_second=1e9)
+    old = pipeline_problem(
+        Problem([profile()], Cluster.parse("2xV100"), 8, link_bytes_per_second=1e9)
+    )
     assert (old.message_seconds, old.step_error, old.pools[0].pass_seconds) == (0.0, None, 0.0)
 
 
@@ -303,7 +310,7 @@ def test_a_problem_that_forgot_the_busy_host_is_refused(changes: dict) -> None:
     busy = BusyHost(num_devices=2, batch_curve=curve((4, 0.15)), update_seconds=0.003)
     costs = PipelineCosts(pass_seconds=1e-3, message_seconds=2e-3, fixed_seconds=3e-3)
     told, pool = profile(links=links(1e9), busy=busy, pipeline=costs), Cluster.parse("2xV100")
-    problem = pipeline_problem([told], pool, 8)
-    assert pipeline_faults(problem, [told], pool) == []
+    problem = pipeline_problem(Problem([told], pool, 8))
+    assert pipeline_faults(problem, Problem([told], pool, 8)) == []
     forgot = dataclasses.replace(problem.pools[0], **changes)
-    assert pipeline_faults(dataclasses.replace(problem, pools=(forgot,)), [told], pool)
+    assert pipeline_faults(dataclasses.replace(problem, pools=(forgot,)), Problem([told], pool, 8))

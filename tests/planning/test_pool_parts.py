@@ -19,6 +19,7 @@ from hetflow.schema.cluster import Cluster, DeviceType, Link, ServerGroup
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import Plan, Proof
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import (
     BatchPoint,
     LayerGraph,
@@ -178,7 +179,8 @@ def test_devices_behind_a_slow_link_are_left_alone() -> None:
 
 def test_equal_links_need_no_parts() -> None:
     pool = Cluster.parse("2x(2xA,2xB)")
-    assert parts_of(pool, partial(parallel_keys, PROFILES, 1e9)) == ([pool], True)
+    problem = Problem(PROFILES, pool, 8, link_bytes_per_second=1e9)
+    assert parts_of(pool, partial(parallel_keys, problem)) == ([pool], True)
 
 
 def test_parts_that_are_not_planned_leave_their_bounds_in_the_proof() -> None:

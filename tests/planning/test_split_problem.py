@@ -8,6 +8,7 @@ from hetflow.planning.split_problem import MAX_INTERPOLATED_SIZES, split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import BatchPoint, BusyHost, Profile
 from hetflow.solvers.split.solve import solve
 
@@ -34,7 +35,9 @@ def sizes_of(problem: object, index: int = 0) -> list[int]:
 
 def test_profiles_are_matched_and_others_ignored() -> None:
     problem = split_problem(
-        [profile("V100"), profile("P100"), profile("K80")], Cluster.parse("2xP100,V100:3"), 64
+        Problem(
+            [profile("V100"), profile("P100"), profile("K80")], Cluster.parse("2xP100,V100:3"), 64
+        )
     )
     assert [(o.device_type, o.num_devices) for o in problem.devices] == [("P100", 2), ("V100", 3)]
     assert sizes_of(problem) == [8, 16, 32]
@@ -42,39 +45,48 @@ def test_profiles_are_matched_and_others_ignored() -> None:
 
 
 def test_the_clusters_memory_wins_over_the_profiles() -> None:
-    assert sizes_of(split_problem([profile("V100")], Cluster.parse("V100:2:8GB"), 64)) == [8, 16]
+    assert sizes_of(split_problem(Problem([profile("V100")], Cluster.parse("V100:2:8GB"), 64))) == [
+        8,
+        16,
+    ]
 
 
 def test_a_type_where_nothing_fits_is_left_out() -> None:
-    problem = split_problem([profile("V100"), profile("T4")], Cluster.parse("2xV100,T4:2:2GB"), 64)
+    problem = split_problem(
+        Problem([profile("V100"), profile("T4")], Cluster.parse("2xV100,T4:2:2GB"), 64)
+    )
     assert [option.device_type for option in problem.devices] == ["V100"]
 
 
 def test_nothing_fits_anywhere_says_by_how_much() -> None:
     with pytest.raises(InfeasibleError) as caught:
-        split_problem([profile("V100"), profile("T4")], Cluster.parse("V100:1:3GB,T4:2:2GB"), 64)
+        split_problem(
+            Problem([profile("V100"), profile("T4")], Cluster.parse("V100:1:3GB,T4:2:2GB"), 64)
+        )
     assert f"on V100 its smallest profiled batch of 8 needs {4 * GIB}" in caught.value.message
     assert f"{GIB} more than the {3 * GIB}" in caught.value.message
 
 
 def test_an_unknown_device_gets_the_nearest_name() -> None:
     with pytest.raises(ProblemError, match="'V1000'; did you mean 'V100'") as caught:
-        split_problem([profile("V100"), profile("P100")], Cluster.parse("2xV1000"), 64)
+        split_problem(Problem([profile("V100"), profile("P100")], Cluster.parse("2xV1000"), 64))
     assert caught.value.hint == "profiled types: P100, V100"
 
 
 def test_several_models_or_none_are_refused() -> None:
     with pytest.raises(ProblemError, match="several models: a, b"):
-        split_problem([profile("A", model="a"), profile("B", model="b")], Cluster.parse("A,B"), 8)
+        split_problem(
+            Problem([profile("A", model="a"), profile("B", model="b")], Cluster.parse("A,B"), 8)
+        )
     with pytest.raises(ProblemError, match="no profiles"):
-        split_problem([], Cluster.parse("1xA"), 8)
+        split_problem(Problem([], Cluster.parse("1xA"), 8))
     with pytest.raises(ProblemError, match="two profiles of m on A"):
-        split_problem([profile("A"), profile("A")], Cluster.parse("1xA"), 8)
+        split_problem(Problem([profile("A"), profile("A")], Cluster.parse("1xA"), 8))
 
 
 def test_virtual_nodes_must_divide_the_batch() -> None:
     with pytest.raises(ProblemError, match="5 virtual nodes do not divide"):
-        split_problem([profile("A")], Cluster.parse("1xA"), 64, virtual_nodes=5)
+        split_problem(Problem([profile("A")], Cluster.parse("1xA"), 64), virtual_nodes=5)
 
 
 def test_several_servers_pass_on_their_link() -> None:
@@ -82,16 +94,18 @@ def test_several_servers_pass_on_their_link() -> None:
     slow = Cluster(
         device_types=servers.device_types, servers=servers.servers, inter_bytes_per_second=1e9
     )
-    assert split_problem([profile("V100")], slow, 64).devices[0].link_bytes_per_second == 1e9
+    assert (
+        split_problem(Problem([profile("V100")], slow, 64)).devices[0].link_bytes_per_second == 1e9
+    )
 
 
 def test_interpolation_is_off_unless_asked() -> None:
     with pytest.raises(InfeasibleError):
-        solve(split_problem([profile("A")], Cluster.parse("1xA"), 20))
+        solve(split_problem(Problem([profile("A")], Cluster.parse("1xA"), 20)))
 
 
 def test_interpolated_sizes_are_marked_and_linear() -> None:
-    problem = split_problem([profile("A")], Cluster.parse("1xA"), 20, interpolate=True)
+    problem = split_problem(Problem([profile("A")], Cluster.parse("1xA"), 20), interpolate=True)
     assert sizes_of(problem) == [8, 12, 16, 20, 24, 28, 32]  # multiples of gcd(20, 8, 16, 32)
     assert problem.devices[0].interpolated_sizes == (12, 20, 24, 28)
     plan = solve(problem)
@@ -103,9 +117,7 @@ def test_interpolated_sizes_are_marked_and_linear() -> None:
 
 def test_interpolation_in_the_uniform_regime_adds_the_one_size() -> None:
     problem = split_problem(
-        [profile("A"), profile("B", (20, 40))],
-        Cluster.parse("1xA,1xB"),
-        80,
+        Problem([profile("A"), profile("B", (20, 40))], Cluster.parse("1xA,1xB"), 80),
         virtual_nodes=4,
         interpolate=True,
     )
@@ -124,7 +136,7 @@ def test_interpolation_does_not_explode() -> None:
             batch_curve=wide[0].batch_curve,
         )
     ]
-    problem = split_problem(huge, Cluster.parse("4xA"), 9_999, interpolate=True)
+    problem = split_problem(Problem(huge, Cluster.parse("4xA"), 9_999), interpolate=True)
     assert MAX_INTERPOLATED_SIZES // 2 <= len(sizes_of(problem)) <= MAX_INTERPOLATED_SIZES + 2
 
 
@@ -145,7 +157,9 @@ def busy_profile(name: str, sizes: tuple[int, ...] = (8, 32)) -> Profile:
 
 
 def test_devices_that_share_a_host_go_by_the_busy_numbers() -> None:
-    (option,) = split_problem([busy_profile("V100")], Cluster.parse("V100:2:32GB"), 64).devices
+    (option,) = split_problem(
+        Problem([busy_profile("V100")], Cluster.parse("V100:2:32GB"), 64)
+    ).devices
     assert [p.step_seconds for p in option.batch_curve] == [4.0, 10.0]
     assert (option.update_seconds, option.fixed_seconds, option.step_error) == (0.3, 0.05, 0.03)
     alone = option.measured_with(1)
@@ -165,24 +179,28 @@ def test_devices_that_share_a_host_go_by_the_busy_numbers() -> None:
     ],
 )
 def test_company_is_counted_by_server(pool: str, busy: bool) -> None:
-    problem = split_problem([busy_profile("V100"), profile("P100")], Cluster.parse(pool), 64)
+    problem = split_problem(
+        Problem([busy_profile("V100"), profile("P100")], Cluster.parse(pool), 64)
+    )
     assert (problem.devices[0].alone is not None) == busy
 
 
 def test_memory_and_optimizer_concern_both_curves() -> None:
     sgd, adam = named_optimizer("sgd"), named_optimizer("adam")
     told = replace(busy_profile("V100"), weight_bytes=GIB, optimizer=sgd)
-    (option,) = split_problem([told], Cluster.parse("V100:2:16GB"), 64).devices
+    (option,) = split_problem(Problem([told], Cluster.parse("V100:2:16GB"), 64)).devices
     assert [p.batch_size for p in option.batch_curve] == [8]
     assert [p.batch_size for p in option.alone.batch_curve] == [8, 16, 32]
-    (option,) = split_problem([told], Cluster.parse("V100:2:16GB"), 64, optimizer=adam).devices
+    (option,) = split_problem(
+        Problem([told], Cluster.parse("V100:2:16GB"), 64, optimizer=adam)
+    ).devices
     assert option.batch_curve[0].peak_memory_bytes == 7 * GIB
     assert [p.batch_size for p in option.alone.batch_curve] == [8, 16]
 
 
 def test_where_no_busy_size_fits_the_numbers_of_a_device_alone_serve() -> None:
     told = busy_profile("V100", sizes=(32,))
-    (option,) = split_problem([told], Cluster.parse("V100:2:8GB"), 64).devices
+    (option,) = split_problem(Problem([told], Cluster.parse("V100:2:8GB"), 64)).devices
     assert option.alone is None
     assert [p.batch_size for p in option.batch_curve] == [8, 16]
     assert option.update_seconds == 0.1
@@ -190,7 +208,7 @@ def test_where_no_busy_size_fits_the_numbers_of_a_device_alone_serve() -> None:
 
 def test_sizes_between_join_each_curve() -> None:
     pool = Cluster.parse("V100:2:32GB")
-    (option,) = split_problem([busy_profile("V100")], pool, 64, interpolate=True).devices
+    (option,) = split_problem(Problem([busy_profile("V100")], pool, 64), interpolate=True).devices
     assert option.interpolated_sizes == (16, 24)
     assert option.alone.interpolated_sizes == (24,)
     between = {p.batch_size: p for p in option.batch_curve}[16]

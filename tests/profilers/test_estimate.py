@@ -10,6 +10,7 @@ from hetflow.planning.parallel_problem import parallel_problem
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError, TargetError
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import Profile
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,9 @@ def test_attention_cores_are_estimated(estimated: Profile) -> None:
     (whole, *_), (half, *_), _ = cores
     assert 0 < half.forward_seconds < whole.forward_seconds
     assert half.made_bytes == whole.made_bytes / 2
-    problem = parallel_problem([estimated], Cluster.parse("4xV100"), 8, link_bytes_per_second=1e9)
+    problem = parallel_problem(
+        Problem([estimated], Cluster.parse("4xV100"), 8, link_bytes_per_second=1e9)
+    )
     assert problem.recompute == ("none", "selective", "full")
 
 

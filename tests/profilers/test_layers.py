@@ -17,6 +17,7 @@ from hetflow.profilers.layers import as_in_the_loop, graph_of, measure_layers
 from hetflow.profilers.targets import Workload, as_workload
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.problem import Problem
 from hetflow.schema.profile import BatchPoint, Profile
 from hetflow.tests.runtime.tensor_cases import drop_weights
 
@@ -146,7 +147,7 @@ def test_what_the_planner_counts_bounds_what_a_pass_allocates(name: str, size: i
         batch_curve=(BatchPoint(batch_size=size, step_seconds=1.0, peak_memory_bytes=1),),
     )  # fmt: skip
     problem = pipeline_problem(
-        [profile], Cluster.parse("1xcpu"), size, optimizer=named_optimizer("sgd")
+        Problem([profile], Cluster.parse("1xcpu"), size, optimizer=named_optimizer("sgd"))
     )
     stashed = sum(layer.kept_bytes for layer in problem.layers)
     aside = problem.pools[0].workspace_bytes
@@ -192,7 +193,7 @@ def test_attention_cores_are_timed_and_measured() -> None:
         batch_curve=(BatchPoint(batch_size=4, step_seconds=1.0, peak_memory_bytes=1),),
     )  # fmt: skip
     problem = parallel_problem(
-        [profile], Cluster.parse("1xcpu"), 8, optimizer=named_optimizer("sgd")
+        Problem([profile], Cluster.parse("1xcpu"), 8, optimizer=named_optimizer("sgd"))
     )
     assert problem.recompute == ("none", "selective", "full")
     assert sum(problem.sizes[0].selective_bytes) == after / 4

@@ -149,11 +149,11 @@ def test_a_device_alone_is_ranked_by_what_it_does_alone() -> None:
     """Alone it takes 3 x 1 s; two that slow each other take 2 x 1.6 s, and one of them 3 x 1.6."""
     from dataclasses import replace
 
-    from hetflow.schema.problem import AloneDevice
+    from hetflow.schema.problem import DeviceCosts
 
     shared = pool(3, (2, 1.6))
     curve = (BatchPoint(batch_size=SIZE, step_seconds=1.0, peak_memory_bytes=1),)
-    apart = AloneDevice(batch_curve=curve, update_seconds=0.0)
+    apart = DeviceCosts(batch_curve=curve, update_seconds=0.0)
     problem = replace(shared, devices=(replace(shared.devices[0], alone=apart),))
     plan = solve(problem, top=5)
     assert check(plan, problem) == []

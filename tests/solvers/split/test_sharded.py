@@ -41,6 +41,7 @@ def drawn(seed: int) -> ShardedProblem:
                 memory_bytes=draw.randint(weights, 7 * weights),
                 batch_curve=curve,
                 update_seconds=draw.random(),
+                weight_bytes=weights,
                 fixed_seconds=draw.random(),
             )
         )
@@ -159,6 +160,7 @@ def large() -> ShardedProblem:
                 )
                 for size in (1, 2, 3, 4, 6, 8, 12, 16, 32)
             ),
+            weight_bytes=1,
             update_seconds=0.01,
         )
         for k in range(6)

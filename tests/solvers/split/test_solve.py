@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hetflow.planning.checks.batch_split import check
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.plan import Plan
-from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
+from hetflow.schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
 from hetflow.solvers.split import milp as batch_split_milp
 from hetflow.solvers.split.solve import nearest_batches, solve
@@ -41,14 +41,14 @@ def syncs(draw: st.DrawFn) -> Sync | None:
 
 
 @st.composite
-def alones(draw: st.DrawFn, curve: tuple[BatchPoint, ...]) -> AloneDevice | None:
+def alones(draw: st.DrawFn, curve: tuple[BatchPoint, ...]) -> DeviceCosts | None:
     """Of one device alone: other sizes too, faster or (by noise) slower than on a busy host."""
     if not draw(st.booleans()):
         return None
     pace = draw(st.sampled_from([0.3, 0.6, 1.0, 1.1]))
     sizes = sorted({*(p.batch_size for p in curve[draw(st.integers(0, 1)) :]), 2})
     rate = curve[0].batch_size / curve[0].step_seconds
-    return AloneDevice(
+    return DeviceCosts(
         batch_curve=tuple(
             BatchPoint(batch_size=s, step_seconds=pace * s / rate, peak_memory_bytes=1)
             for s in sizes
@@ -485,12 +485,12 @@ def test_a_time_limit_ends_in_feasible_with_a_bound() -> None:
             assert plan.proof.termination == "feasible"
 
 
-def alone(times: dict[int, float], **costs: float) -> AloneDevice:
+def alone(times: dict[int, float], **costs: float) -> DeviceCosts:
     curve = tuple(
         BatchPoint(batch_size=size, step_seconds=seconds, peak_memory_bytes=1)
         for size, seconds in times.items()
     )
-    return AloneDevice(batch_curve=curve, **{"update_seconds": 0.0, **costs})
+    return DeviceCosts(batch_curve=curve, **{"update_seconds": 0.0, **costs})
 
 
 def test_one_device_alone_beats_two_that_slow_each_other() -> None:
