@@ -15,7 +15,7 @@ from ..formats.importers.sacct import read_sacct
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.options import option, told
-from ..schema.requests.replay import ReplayRequest
+from ..schema.requests.cluster import ReplayRequest
 from ..schema.simulation import JobOutcome
 from ..schema.spelling import whole_number
 

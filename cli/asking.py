@@ -9,7 +9,10 @@ what was given, under the record's names and in its units::
 """
 
 import inspect
+import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,30 +25,10 @@ from ..schema.arguments import Arguments
 from ..schema.errors import ProblemError
 from ..schema.options import asked_of, told
 from ..schema.requests import texts
-from . import completing
 from .common import RARE, Settings, asked_pool
 
 Asked = dict[str, Any]
 Values = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One option or argument of the parser."""
-
-    name: str
-    kind: Any
-    default: Any
-    shown: Any
-
-    def parameter(self) -> inspect.Parameter:
-        """The same as a parameter of the command's function."""
-        return inspect.Parameter(
-            self.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=self.default,
-            annotation=Annotated[self.kind, self.shown],
-        )
 
 
 @dataclass(frozen=True)
@@ -67,34 +50,25 @@ class Reading:
     range: str = ""
 
 
-_RECORDS = (
-    "Plan | Allocation | Path | str",
-    "Profile | Path | str",
-    "Plan | Path | str",
-)
-_NUMBERS = {
+_PATHS = (
+    "Path", "Path | str", "Profiles", "JobsTable", "ThroughputsTable", "Profile | Path | str",
+    "Plan | Path | str", "Plan | Allocation | Path | str",
+)  # fmt: skip
+_READINGS: dict[str, Reading] = {
+    **dict.fromkeys(_PATHS, Reading(Path)),
+    **dict.fromkeys(("Markets", "Windows", "Offers"), Reading(list[Path])),
+    **dict.fromkeys(
+        ("float", "Dollars", "Fraction", "PositiveRate", "PositiveSeconds"), Reading(float)
+    ),
     "Count": Reading(int, range="x>=1"),
     "JobCount": Reading(int, range="1<=x<=10000000"),
     "Index": Reading(int, range="x>=0"),
     "int": Reading(int),
-}
-_NUMBERS |= dict.fromkeys(
-    ("float", "Dollars", "Fraction", "PositiveRate", "PositiveSeconds"),
-    Reading(float),
-)
-_NUMBERS |= {
     "GraceSeconds": Reading(int, range="1<=x<=100000000"),
     "HeartbeatSeconds": Reading(float, range="x>=0.5"),
     "RoundSeconds": Reading(float, range="x>=1"),
     "TimeoutSeconds": Reading(float, range="x>=1"),
     "WaitSeconds": Reading(float, range="x>=0"),
-}
-_PATHS = dict.fromkeys(
-    ("Path", "Path | str", "Profiles", "JobsTable", "ThroughputsTable", *_RECORDS), Reading(Path)
-) | dict.fromkeys(("Markets", "Windows", "Offers"), Reading(list[Path]))
-_READINGS: dict[str, Reading] = {
-    **_NUMBERS,
-    **_PATHS,
     "str": Reading(str),
     "str | Path": Reading(str),
     "bool": Reading(bool),
@@ -142,7 +116,7 @@ def asks(
         A decorator for the command. Its first argument gets the options that were given, under the
         record's names; its other arguments are options of its own.
     """
-    flags: list[Flag] = []
+    flags: list[inspect.Parameter] = []
     reads: list[tuple[str, Collection[str], Callable[[Values], Any]]] = []
     required = {asked.name for asked in asked_of(record) if asked.is_required} - set(optional)
     for asked in asked_of(record):
@@ -154,6 +128,7 @@ def asks(
         own = list(_flags(asked, only))
         flags += own
         reads.append((asked.name, [flag.name for flag in own], _reader(asked)))
+    flags.sort(key=lambda each: not isinstance(each.annotation.__metadata__[0], _ARGUMENT))
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def command(**values: Any) -> None:
@@ -169,14 +144,54 @@ def asks(
 
         kept = dict(list(inspect.signature(function).parameters.items())[1:])
         mine = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in kept.values()]
-        made = [flag.parameter() for flag in flags]
-        made.sort(key=lambda each: not isinstance(each.annotation.__metadata__[0], _ARGUMENT))
-        command.__signature__ = inspect.Signature([*made, *mine])  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature([*flags, *mine])  # type: ignore[attr-defined]
         command.__name__, command.__doc__ = function.__name__, doc or function.__doc__
         command.__module__ = function.__module__
         return command
 
     return decorate
+
+
+def _policies(incomplete: str) -> list[str]:
+    """Names of allocation policies."""
+    from ..solvers.allocation import all_policies
+
+    return [name for name in sorted(all_policies()) if name.startswith(incomplete)]
+
+
+def _schedules(incomplete: str) -> list[str]:
+    """Names of the schedules that can be planned, plug-ins' too."""
+    from ..schema.schedule_traits import planned_schedules
+
+    return [name for name in ("auto", *planned_schedules()) if name.startswith(incomplete)]
+
+
+def _schedulers(incomplete: str) -> list[str]:
+    """Names of the simulator's mechanisms."""
+    from ..clusters.simulator import SCHEDULERS
+
+    return [name for name in SCHEDULERS.names() if name.startswith(incomplete)]
+
+
+def _pools(ctx: Any, incomplete: str) -> list[str]:
+    """Pools of the device types that profiles are of: ``2xV100,P`` becomes ``2xV100,P100``."""
+    folder = ctx.params.get("profiles")
+    types = set()
+    if folder is not None:
+        for path in folder.glob("*.json"):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                types.add(str(json.loads(path.read_text(encoding="utf-8"))["device_type"]))
+    typed = re.match(r"(.*,)?(\d+x)?", incomplete)
+    before = typed.group() if typed is not None else ""
+    return [before + kind for kind in sorted(types) if kind.startswith(incomplete[len(before) :])]
+
+
+_COMPLETES: dict[str, Any] = {
+    "policies": _policies,
+    "pools": _pools,
+    "schedules": _schedules,
+    "schedulers": _schedulers,
+}
 
 
 _ARGUMENT = type(typer.Argument())
@@ -191,105 +206,92 @@ def _text(kind: Any) -> str:
     return kind.removesuffix(" | None")
 
 
-def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[Flag]:
+def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[inspect.Parameter]:
     """The options of the parser for one field; a pool and an optimizer have two ways each."""
     said, text = asked.option, _text(asked.kind)
+    reading = _READINGS.get(text)
     with options.spelled_by(flag_of):
         words = told(said.help) + (f" [default: {told(said.default)}]" if said.default else "")
-    if (reading := _READINGS.get(text)) is not None and reading.range:
-        words += f" [{reading.range}]"
-    panel = (RARE if said.rare else "") + said.panel or None
     shown: dict[str, Any] = {
-        "help": words,
-        "rich_help_panel": panel,
+        "help": words + (f" [{reading.range}]" if reading is not None and reading.range else ""),
+        "rich_help_panel": (RARE if said.rare else "") + said.panel or None,
         "show_default": not said.default,
+        "metavar": said.metavar or None,
+        "autocompletion": _COMPLETES.get("pools" if text == "Pool" else said.names),
     }
-    shown |= {"show_envvar": False}
-    if said.metavar:
-        shown["metavar"] = said.metavar
-    if said.names:
-        shown["autocompletion"] = getattr(completing, said.names)
-    default = ... if asked.is_required else asked.default
+    none: Any = inspect.Parameter.empty
     if said.argument:
         kind = _READINGS[text].kind
-        kind, default = (
-            (kind, inspect.Parameter.empty) if asked.is_required else (kind | None, None)
-        )
-        yield Flag(asked.name, kind, default, typer.Argument(**shown))
-        return
-    if text == "Pool":
-        shown["autocompletion"] = completing.pools
-        yield Flag("gpus", str | None, None, typer.Option("--gpus", **shown))
-        shown = {**shown, "help": "Instead: a cluster's file, or `nvidia-smi -L`."}
-        del shown["autocompletion"]
-        yield Flag("cluster", Path | None, None, typer.Option("--cluster", **shown))
+        kind, default = (kind, none) if asked.is_required else (kind | None, None)
+        yield _parameter(asked.name, kind, default, typer.Argument(**shown))
         return
     flag = said.flag_of(asked.name)
-    parsed = flag.lstrip("-").replace("-", "_")  # also names its variable and its key in a file
+    if text == "Pool":
+        yield _parameter("gpus", str | None, None, typer.Option("--gpus", **shown))
+        shown |= {"help": "Instead: a cluster's file, or `nvidia-smi -L`.", "autocompletion": None}
+        yield _parameter("cluster", Path | None, None, typer.Option("--cluster", **shown))
+        return
     if text == "OptimizerState | str":
-        yield Flag(parsed, str | None, None, typer.Option(flag, **shown))
-        shown = {**shown, "help": "Instead: bytes that it keeps for each byte of weights; Adam: 2."}
-        other = "--state-bytes-per-weight-byte"
-        name = "state_bytes_per_weight_byte"
-        yield Flag(name, float | None, None, typer.Option(other, **shown))
+        yield _parameter(_parsed(flag), str | None, None, typer.Option(flag, **shown))
+        flag = "--state-bytes-per-weight-byte"
+        shown["help"] = "Instead: bytes that it keeps for each byte of weights; Adam: 2."
+        yield _parameter(_parsed(flag), float | None, None, typer.Option(flag, **shown))
         return
-    kind, choices = _kind(text, asked, only)
-    if choices:
-        shown.pop("metavar", None)
-    if kind is bool:
-        negative = flag.replace("--", "--no-", 1)
-        is_switch = asked.default is False
-        if not is_switch:
-            shown["show_default"] = False
-        yield Flag(
-            parsed,
-            bool if is_switch or asked.default is True else bool | None,
-            asked.default,
-            typer.Option(flag if is_switch else f"{flag}/{negative}", **shown),
-        )
-        return
-    if not asked.is_required and (asked.default is None or asked.default == ()):
+    kind, default = None, asked.default
+    for member in (asked.kind, *get_args(asked.kind)):
+        if get_origin(member) is Literal:
+            read_by = {word: said.values.get(word) for word in get_args(member)}
+            chosen = [w for w, by in read_by.items() if not (only and by) or set(by) & set(only)]
+            kind, shown["metavar"] = Literal[tuple(chosen)], None
+            break
+    kind = _READINGS[text].kind if kind is None else kind
+    flags = (flag, said.other) if said.other else (flag,)
+    if asked.is_required:
+        default = none
+    elif kind is bool:
+        if default is not False:
+            flags, shown["show_default"] = (f"{flag}/{flag.replace('--', '--no-', 1)}",), False
+        kind = bool | None if default is None else bool
+    elif default is None or default == ():
         kind, default = kind | None, None
-    if default is ...:
-        default = inspect.Parameter.empty
     elif isinstance(default, int | float) and said.unit == "hours":
         default = default / 3600
     elif isinstance(default, tuple):
         default = ",".join(map(str, default))
     elif text == "Bytes":
-        default, shown["show_default"] = None, False
-        kind = str | None
-    yield Flag(parsed, kind, default, typer.Option(flag, **shown))
+        kind, default, shown["show_default"] = str | None, None, False
+    yield _parameter(_parsed(flag), kind, default, typer.Option(*flags, **shown))
 
 
-def _kind(text: str, asked: options.Asked, only: Collection[str] | None) -> tuple[Any, bool]:
-    """The type that the parser reads, and whether it is a choice of words."""
-    members = [asked.kind, *get_args(asked.kind)]
-    for member in members:
-        if get_origin(member) is Literal:
-            said = asked.option.values
-            words = tuple(
-                word
-                for word in get_args(member)
-                if not only or word not in said or set(said[word]) & set(only)
-            )
-            return Literal[words], True
-    return _READINGS[text].kind, False
+def _parsed(flag: str) -> str:
+    """The name of a flag's parameter, of its variable, and of its key in a file."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _parameter(name: str, kind: Any, default: Any, shown: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, shown]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _reader(asked: options.Asked) -> Callable[[Values], Any]:
-    text = _text(asked.kind)
-    if text == "Pool":
-        return lambda values: asked_pool(values["gpus"], values["cluster"])
-    if text == "OptimizerState | str":
-        return _optimizer
+    """What makes a field's value of the values of its flags."""
+    text, name = _text(asked.kind), asked.name
     reading = _READINGS.get(text, Reading(str))
-    name, scale = asked.name, 3600 if asked.option.unit == "hours" else None
 
     def read(values: Values) -> Any:
+        if text == "Pool":
+            return asked_pool(values["gpus"], values["cluster"])
+        if text == "OptimizerState | str":
+            from ..schema.optimizer import asked_optimizer
+
+            return asked_optimizer(*values.values())
         (value,) = values.values()
-        if value is None or scale is not None:
-            return None if value is None else value * scale
+        if value is None:
+            return None
+        if asked.option.unit == "hours":
+            return value * 3600
         try:
             return reading.read(value)
         except ProblemError:
@@ -299,12 +301,6 @@ def _reader(asked: options.Asked) -> Callable[[Values], Any]:
             raise ProblemError(message) from None
 
     return read
-
-
-def _optimizer(values: Values) -> Any:
-    from ..schema.optimizer import asked_optimizer
-
-    return asked_optimizer(*values.values())
 
 
 def flag_of(name: str, value: str | bool | None = None) -> str:

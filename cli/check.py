@@ -1,15 +1,9 @@
 """``hetflow check``: judge a plan or an allocation from the definitions."""
 
-from typing import TYPE_CHECKING
-
 from ..schema.errors import HetflowError
 from ..schema.requests.check import CheckRequest
 from .asking import Asked, asks
 from .common import JsonFlag, emit, emit_json, warn
-
-if TYPE_CHECKING:
-    from ..planning.checks.proofs import Verdict
-    from ..schema.jobs import Allocation as AllocationRecord
 
 
 @asks(CheckRequest)
@@ -29,12 +23,14 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
     hetflow check allocation.json --jobs jobs.json --throughputs t.json --gpus 8xV100
     """
     from .. import check as faults_of
+    from ..planning.checks.judges import judge_of
     from ..planning.checks.proofs import Verdict
     from ..planning.inputs import pool_of
     from ..runtime.protocol.lower import obstacle_of
     from ..schema import files
     from ..schema.jobs import Allocation
     from ..schema.plan import Plan, claim_of
+    from ..solvers.allocation import policy_named
 
     plan = asked["claim"]
     found = files.read_any(plan)
@@ -42,45 +38,29 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
         raise HetflowError(f"{plan}: a {found.schema} file holds nothing that can be checked")
     faults = faults_of(**{**asked, "claim": found})
     obstacle = None
-    if isinstance(found, Allocation):
-        termination = _termination(found)
-    else:
+    if isinstance(found, Plan):
         pool = asked.get("pool")
-        termination = claim_of(found, None if pool is None else pool_of(pool))
-        if isinstance(faults, Verdict):
-            termination = _proved(termination, faults)
+        proved = claim_of(found, None if pool is None else pool_of(pool))
+        if isinstance(faults, Verdict) and proved.startswith("optimal"):
+            # Only if the judge saw that the bound holds.
+            if faults.bound == "recomputed":
+                proved += "; the file holds no certificate, the judge found the bound by itself"
+            elif faults.bound != "replayed":
+                why = "is what the file states, without a certificate to replay"
+                proved = f"unproved: {proved!r} {why}"
         obstacle = obstacle_of(found)
+    elif judge_of(policy_named(found.policy).name) is not None:
+        proved = str(found.certificate.termination)
+    else:
+        proved = f"the objective of {found.policy!r} is not judged: the checker does not know it"
     if json:
         answer = {"plan": str(plan), "valid": not faults, "faults": list(faults)}
         if isinstance(faults, Verdict):
             answer["bound"] = faults.bound
         emit_json(answer | {"cannot_launch": obstacle})
     elif not faults:
-        emit(f"{plan}: valid ({termination})")
+        emit(f"{plan}: valid ({proved})")
     if obstacle is not None:
         warn(f"{plan}: the plan cannot be launched: {obstacle}")
     if faults:
         raise HetflowError(f"{plan}: {'; '.join(faults)}")
-
-
-def _proved(claim: str, verdict: "Verdict") -> str:
-    """Say a plan's claim, and ``optimal`` only if the judge saw that the bound holds."""
-    if not claim.startswith("optimal") or verdict.bound == "replayed":
-        return claim
-    if verdict.bound == "recomputed":
-        return f"{claim}; the file holds no certificate, the judge found the bound by itself"
-    return f"unproved: {claim!r} is what the file states, without a certificate to replay"
-
-
-def _termination(allocation: "AllocationRecord") -> str:
-    """What is proved of an allocation that is valid.
-
-    Raises:
-        ProblemError: It names a policy that there is not.
-    """
-    from ..planning.checks.judges import judge_of
-    from ..solvers.allocation import policy_named
-
-    if judge_of(policy_named(allocation.policy).name) is not None:
-        return str(allocation.certificate.termination)
-    return f"the objective of {allocation.policy!r} is not judged: the checker does not know it"

@@ -1,43 +1,14 @@
 """``hetflow export``: a hetflow file in a foreign format, or what starts a plan elsewhere."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
-
 from ..schema.errors import ProblemError
 from ..schema.requests.export import ExportRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, OutputOption, emit, emit_json, note
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from ..formats.exporters.registry import Exporter
-
-
-@asks(ExportRequest, plan=None, target=None, script=None, arguments=())
+@asks(ExportRequest, optional=("target", "script"))
 def export(
-    asked: Asked,
-    file: Annotated[
-        Path, typer.Argument(help="A plan; for pipedream a profile with layers.", metavar="FILE")
-    ],
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(help="After --: the training script and its arguments.", metavar="SCRIPT"),
-    ] = None,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            "--format",
-            help="slurm, kubernetes, skypilot, torchrun, ray, hosts (hetflow's launcher by hand), "
-            "pipedream (graph.txt), or a plug-in's.",
-        ),
-    ] = "pipedream",
-    output: OutputOption = None,
-    force: ForceFlag = False,
-    json: JsonFlag = False,
+    asked: Asked, output: OutputOption = None, force: ForceFlag = False, json: JsonFlag = False
 ) -> None:
     """Write what starts a plan on a cluster, or a file in a foreign format.
 
@@ -52,17 +23,27 @@ def export(
     from ..schema import files
     from ..schema.deployment import Deployment
 
+    file, script = asked["plan"], asked.get("script")
     files.check_outputs(output, force=force)
-    chosen = EXPORTERS.get(to)
+    chosen = EXPORTERS.get(asked.setdefault("target", "pipedream"))
     record: object
     if Deployment in chosen.takes:
         from ..api.export import deployment_of
 
-        first, *rest = script or [""]
-        asked |= {"plan": file, "target": to, "script": first, "arguments": rest}
-        record = deployment_of(**asked)
+        record = deployment_of(**{"script": "", **asked})
+    elif script:
+        raise ProblemError(
+            f"{chosen.name} starts no script, got {script!r}",
+            hint="add --to slurm, kubernetes, skypilot, torchrun, ray or hosts",
+        )
     else:
-        record = _record(file, chosen, script or ())
+        one = chosen.takes[0] if len(chosen.takes) == 1 else None
+        record = files.read_any(file) if one is None else files.read(file, one)
+        if not isinstance(record, chosen.takes):
+            known = ", ".join(sorted(each.__name__ for each in chosen.takes))
+            raise ProblemError(
+                f"{file}: {chosen.name} is a format of {known}, not of a {type(record).__name__}"
+            )
     text = chosen.render(record, str(file))
     if output is not None:
         files.write_text(output, text, force=force)
@@ -71,22 +52,3 @@ def export(
         emit_json(chosen.document(record, text))
     elif output is None:
         emit(text)
-
-
-def _record(file: Path, chosen: "Exporter", script: "Sequence[str]") -> object:
-    """The file of a format that holds a record."""
-    from ..schema import files
-
-    if script:
-        raise ProblemError(
-            f"{chosen.name} starts no script, got {script[0]!r}",
-            hint="add --to slurm, kubernetes, skypilot, torchrun, ray or hosts",
-        )
-    one = chosen.takes[0] if len(chosen.takes) == 1 else None
-    record = files.read_any(file) if one is None else files.read(file, one)
-    if not isinstance(record, chosen.takes):
-        known = ", ".join(sorted(each.__name__ for each in chosen.takes))
-        raise ProblemError(
-            f"{file}: {chosen.name} is a format of {known}, not of a {type(record).__name__}"
-        )
-    return record

@@ -1,7 +1,5 @@
 """``hetflow import``: foreign layer profiles, price histories and traces become hetflow files."""
 
-from pathlib import Path
-
 from ..schema.requests.import_ import ImportRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, OutputOption, emit_file, note
@@ -22,25 +20,18 @@ def import_(
     hetflow import counts.csv --format bamboo-trace --time-unit hours -o market.json
     """
     from ..api.import_ import SACCT, imported
+    from ..formats.importers.sacct import read_sacct
     from ..schema.files import check_outputs
 
     request = ImportRequest(**asked)
     check_outputs(output, force=force)
-    if request.source == SACCT:
-        _jobs(request, output, force=force, json=json)
+    if request.source != SACCT:
+        found = imported(request, states_source="source" in asked)
+        emit_file(found.record, output, force=force, json=json)
+        if output is not None:
+            note(f"{found.contents} written to {output}; next: {found.next_command}")
         return
-    found = imported(request, states_source="source" in asked)
-    emit_file(found.record, output, force=force, json=json)
-    if output is not None:
-        note(f"{found.contents} written to {output}; next: {found.next_command}")
-
-
-def _jobs(request: ImportRequest, output: Path | None, *, force: bool, json: bool) -> None:
-    """Jobs of Slurm's log, and the throughputs that a simulation of them needs."""
-    from ..formats.importers.sacct import read_sacct
-    from ..schema.files import check_outputs
-
-    throughputs = request.throughputs
+    throughputs = request.throughputs  # which a simulation of the log's jobs needs
     check_outputs(throughputs, force=force)
     log = read_sacct(request.file)
     jobs, table = log.as_jobs(request.rates or {})

@@ -1,24 +1,25 @@
-"""``hetflow launch``: train under a plan."""
+"""``hetflow launch`` and ``resize``: train under a plan, and change devices meanwhile."""
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..schema.errors import ProblemError
-from ..schema.requests.launch import LaunchingRequest
+from ..schema.requests.launch import LaunchCommandRequest
+from ..schema.requests.resize import ResizingRequest
 from .asking import Asked, asks
-from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, say
+from .common import ForceFlag, JsonFlag, Settings, emit, emit_either, emit_json, say
 
 if TYPE_CHECKING:
-    from ..runtime.launcher.spawn import WorkerCommand
     from ..schema.launch import Rendezvous
     from ..schema.run import RunRecord
 
 
 @asks(
-    LaunchingRequest,
+    LaunchCommandRequest,
     folder=None,
     force=False,
     rendezvous=None,
@@ -33,23 +34,6 @@ def launch(
             "--output", "-o", help="Folder of the run [default: hetflow-runs/<model>-<time>]."
         ),
     ] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts in the launch.")] = 1,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(help="Rank of this host, 0 to nnodes - 1. Host 0 runs the rendezvous store."),
-    ] = None,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(help="HOST:PORT on node 0 where the hosts meet.")
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            help="Several hosts: what this one gives, e.g. 2xV100 [default: its CUDA devices]."
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would run on this host; run nothing.")
-    ] = False,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -69,11 +53,15 @@ def launch(
     from ..runtime.launcher.request import default_folder, run_folder
 
     found = plan_of(asked["plan"])
+    shows = asked.pop("dry_run", False)
+    hosts = [asked.pop(name, None) for name in ("nnodes", "node_rank", "rdzv_endpoint", "devices")]
     asked |= {"plan": found, "force": force, "stdout_to_stderr": json}
-    asked["rendezvous"] = _rendezvous(nnodes, node_rank, rdzv_endpoint, devices)
-    if dry_run:
+    asked["rendezvous"] = _rendezvous(hosts[0] or 1, *hosts[1:])
+    if shows:
         folder = asked["folder"] = output or default_folder(found.model)
-        _show_commands(folder, show(**asked), json)
+        commands = show(**asked)
+        document = {"folder": str(folder), "workers": [asdict(one) for one in commands]}
+        emit_either(json, document, "\n".join(one.shell() for one in commands))
         return
     with run_folder(output, found.model) as folder:
         _report(folder, run(**{**asked, "folder": folder}), json)
@@ -96,16 +84,6 @@ def _rendezvous(
     return None
 
 
-def _show_commands(folder: Path, commands: "list[WorkerCommand]", json: bool) -> None:
-    from dataclasses import asdict
-
-    if json:
-        emit_json({"folder": str(folder), "workers": [asdict(c) for c in commands]})
-        return
-    for command in commands:
-        emit(command.shell())
-
-
 def _report(folder: Path, record: "RunRecord | None", json: bool) -> None:
     """What was measured beside what was predicted, and how to correct the prediction by it."""
     from ..formats.reports.tables import run_summary, terms_table
@@ -125,3 +103,33 @@ def _report(folder: Path, record: "RunRecord | None", json: bool) -> None:
         quoted = shlex.quote(str(folder))
         command = f"hetflow profile --from-run {quoted} --profiles PROFILES -o NEW"
         say(f"to correct the profiles by this run: {command}")
+
+
+@asks(ResizingRequest)
+def resize(asked: Asked, json: JsonFlag = False) -> None:
+    """Change the devices of a running launch; it trains on, with the same result.
+
+    New workers start beside the running ones. When they are ready, all go over between two steps:
+    those who stay keep their process, and joining workers get the state directly from one of
+    them. A pipeline's workers all change: they hand over through checkpoint parts.
+
+    \b
+    hetflow resize hetflow-runs/m-20250101-120000 --gpus 4xV100
+    hetflow resize runs/a --plan smaller.json
+    """
+    from .. import resize as change
+    from ..schema.errors import LaunchError
+    from ..schema.files import to_plain
+
+    answer = change(**asked)
+    if answer is None:
+        emit_either(json, {"status": "asked"}, "asked; run.json lists it when it is done")
+        return
+    if answer.status != "done":
+        sentence = answer.detail if answer.status == "refused" else f"not resized: {answer.detail}"
+        code = 2 if answer.status == "refused" else 1
+        if json:
+            emit_json(to_plain(answer))
+        raise LaunchError(sentence, hint=answer.hint, exit_code=code)
+    pause = f"; training paused {answer.pause_seconds or 0.0:.3f} s"
+    emit_either(json, to_plain(answer), f"{answer.detail}{pause}")

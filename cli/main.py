@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 a bug; 2 bad usage or input; 3 no feasible plan, or none i
 """
 
 import os
+import re
 import sys
 import traceback
 from functools import cache
@@ -17,20 +18,31 @@ from .. import __version__
 from ..schema.errors import HetflowError
 from ..schema.options import spelled_by
 from ..schema.plugins import loaded_plug_ins, plug_in_of
+from ..schema.spelling import nearest
 from .asking import flag_of
-from .common import ENVIRONMENT_PREFIX, Settings, config_values, library_speaks, one_line, say
-from .listing import Listed, ListedGroup
-from .usage import plain_message
+from .common import ENVIRONMENT_PREFIX, Settings, library_speaks, one_line, say
+from .listing import Listed, ListedGroup, config_values
 
 _AS_SOLVE = {"auto_envvar_prefix": f"{ENVIRONMENT_PREFIX}_SOLVE"}
 INTERRUPTED = 130
+_NOT_ONE = re.compile(r"'([^']*)' is not one of ('[^']*'(?:, '[^']*')*)$")
+_RULES = {
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number",
+    "bool_parsing": "must be true or false",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "greater_than": "must be above {gt:g}",
+    "less_than": "must be below {lt:g}",
+}
 _PASSED_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 GROUPS = {
     "Plan and train": {
-        "demo": Listed("demo.demo", "Run the main job end to end on this machine."),
-        "devices": Listed("devices.devices", "List the local device types."),
-        "doctor": Listed("doctor.doctor", "Check this installation, and say what is missing."),
+        "demo": Listed("machine.demo", "Run the main job end to end on this machine."),
+        "devices": Listed("machine.devices", "List the local device types."),
+        "doctor": Listed("machine.doctor", "Check this installation, and say what is missing."),
         "profile": Listed("profile.profile", "Measure a model on each device type."),
         "solve": Listed("solve.solve", "Find the best plan, with proof."),
         "solve split": Listed("solve.solve_split", "Find the best split of a batch.", _AS_SOLVE),
@@ -42,10 +54,10 @@ GROUPS = {
         ),
         "check": Listed("check.check", "Verify a plan independently."),
         "launch": Listed("launch.launch", "Train under a plan.", _PASSED_ON),
-        "resize": Listed("resize.resize", "Change the devices of a running launch."),
+        "resize": Listed("launch.resize", "Change the devices of a running launch."),
     },
     "Share a cluster": {
-        "throughputs": Listed("throughputs.throughputs", "Turn profiles into throughputs of jobs."),
+        "throughputs": Listed("allocate.throughputs", "Turn profiles into throughputs of jobs."),
         "allocate": Listed("allocate.allocate", "Share a pool of devices among jobs."),
         "simulate": Listed("simulate.simulate", "Simulate weeks of a cluster in seconds."),
         "cluster start": Listed("cluster.start", "Start a scheduler for a queue of jobs."),
@@ -53,15 +65,15 @@ GROUPS = {
         "cluster usage": Listed("cluster.usage", "Print who used which devices when, as CSV."),
         "cluster recover": Listed("cluster.recover", "Go on from the last good copy of a state."),
         "cluster correct": Listed("cluster.correct", "Turn what jobs measured into profiles."),
-        "cluster replay": Listed("replay.replay", "Simulate a live cluster's jobs."),
+        "cluster replay": Listed("cluster.replay", "Simulate a live cluster's jobs."),
         "cluster stop": Listed("cluster.stop", "Let jobs save, then stop the scheduler."),
-        "submit": Listed("submit.submit", "Add a job to the queue.", _PASSED_ON),
-        "queue": Listed("queue.queue", "List running, waiting and finished jobs."),
-        "logs": Listed("queue.logs", "Print a job's output."),
-        "cancel": Listed("queue.cancel", "Take a job out of the queue."),
-        "hold": Listed("queue.hold", "Keep a job from running."),
-        "release": Listed("queue.release", "Let a held job run again."),
-        "dashboard": Listed("dashboard.dashboard", "Show a live cluster in a web page."),
+        "submit": Listed("cluster.submit", "Add a job to the queue.", _PASSED_ON),
+        "queue": Listed("cluster.queue", "List running, waiting and finished jobs."),
+        "logs": Listed("cluster.logs", "Print a job's output."),
+        "cancel": Listed("cluster.cancel", "Take a job out of the queue."),
+        "hold": Listed("cluster.hold", "Keep a job from running."),
+        "release": Listed("cluster.release", "Let a held job run again."),
+        "dashboard": Listed("cluster.dashboard", "Show a live cluster in a web page."),
     },
     "Rent machines": {
         "rent": Listed("rent.rent", "Choose machines: spot or on demand, where, when to move."),
@@ -172,7 +184,12 @@ def run(arguments: list[str]) -> int:
 
 def _report_unexpected(error: Exception) -> int:
     if hasattr(error, "format_message"):  # the parser's own errors: bad usage
-        return _report_usage(error)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error.format_message(), err=True)
+            return 2
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "hetflow"
+        return _report(plain_message(error), f"see `{path} --help`", 2)
     plug_in = plug_in_of(error)
     if plug_in is not None:
         message = f"the plug-in of {plug_in} failed: {type(error).__name__}: {error}"
@@ -189,13 +206,27 @@ def _report_unexpected(error: Exception) -> int:
     return _report(f"this is a bug{whose}; please report it with the traceback above", None, 1)
 
 
-def _report_usage(error: Exception) -> int:
-    if type(error).__name__ == "NoArgsIsHelpError":
-        typer.echo(error.format_message(), err=True)  # type: ignore[attr-defined]
-        return 2
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "hetflow"
-    return _report(plain_message(error), f"see `{path} --help`", 2)
+def plain_message(error: Exception) -> str:
+    """One line for an error of the parser, with the name that may have been meant.
+
+    typer checks values with pydantic, whose words are for programmers.
+    """
+    message = str(error.format_message()).replace("\n", " ").rstrip(".")  # type: ignore[attr-defined]
+    for fault in _faults(error)[:1]:
+        rule = _RULES.get(fault["type"])
+        if rule is not None:
+            plain = f"{rule.format(**fault.get('ctx', {}))}, got {str(fault['input'])!r}"
+            message = message.replace(fault["msg"], plain)
+    message = message.replace(": Value error, ", ": ")
+    found = _NOT_ONE.search(message)
+    guess = found and nearest(found[1], re.findall(r"'([^']*)'", found[2]))
+    return f"{message}; did you mean {guess!r}?" if guess else message
+
+
+def _faults(error: Exception) -> list[dict[str, Any]]:
+    """What pydantic found, where it is the cause; none with another release of typer."""
+    listed = getattr(error.__cause__ or error.__context__, "errors", None)
+    return listed() if callable(listed) else []
 
 
 def _report(message: str, hint: str | None, code: int) -> int:

@@ -5,44 +5,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..schema.errors import ProblemError
 from ..schema.masking import mask
-from ..schema.requests.profile import ProfileRequest
+from ..schema.requests.profile import ProfileCommandRequest
 from .asking import Asked, asks
-from .common import ForceFlag, JsonFlag, emit, emit_json, note, progress_line, warn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..schema.profile import Profile
+from .common import ForceFlag, JsonFlag, emit_either, note, progress_line, warn
 
 
-@asks(ProfileRequest, optional=("target",), effort="usual", command="", progress=None)
+@asks(ProfileCommandRequest, optional=("target",), effort="usual", command="", progress=None)
 def profile(
     asked: Asked,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure roughly, within a minute.")
-    ] = False,
-    thorough: Annotated[
-        bool,
-        typer.Option("--thorough", help="Measure until intervals are narrower; takes minutes."),
-    ] = False,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for <model>.<device type>.json.")
     ] = Path("profiles"),
-    from_run: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Measure nothing: correct --profiles by this run (repeatable); TARGET is left out."
-        ),
-    ] = None,
-    profiles: Annotated[
-        Path | None, typer.Option(help="With --from-run: the folder of profiles to correct.")
-    ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -57,6 +36,8 @@ def profile(
     hetflow profile zoo:resnet18 --device spec:H100 --device spec:A100 -o profiles
     hetflow profile --from-run RUN --profiles profiles -o corrected
     """
+    from_run, profiles = asked.pop("from_run", None), asked.pop("profiles", None)
+    quick, thorough = asked.pop("quick", False), asked.pop("thorough", False)
     target, name = asked.get("target"), asked.get("name")
     if from_run or profiles is not None:
         if target is not None:
@@ -69,7 +50,7 @@ def profile(
         raise ProblemError("there is nothing to profile", hint="name a target, such as zoo:mlp")
     from .. import profile as measure
     from ..devices.local import local_devices, parse_requests
-    from ..formats.reports.profile_tables import measured_table
+    from ..formats.reports.profile_tables import TOOLS, measured_table
     from ..formats.reports.tables import table_of
     from ..profilers import estimate, targets
     from ..schema import files
@@ -87,17 +68,23 @@ def profile(
     asked["effort"] = "quick" if quick else "thorough" if thorough else "usual"
     asked["command"] = shlex.join(["hetflow", *mask(sys.argv[1:])])
     with _paths(output, name or parsed.model, types, force=force) as paths:
-        with _progress() as progress:
+        with progress_line() as tell:
+
+            def progress(text: str, left: float | None) -> None:
+                tell(text + ("" if left is None else f" (at most {left:.0f} s left)"))
+
             measured_all = measure(**{**asked, "progress": progress})
         for path, measured in zip(paths, measured_all, strict=True):
             files.write(path, measured, force=force)
-    if json:
-        emit_json([files.to_plain(measured) for measured in measured_all])
-    else:
-        table = table_of if specs else measured_table
-        emit("\n\n".join(table(measured) for measured in measured_all))
-    for measured in measured_all[:1]:
-        _say_how_found(measured)
+    table = table_of if specs else measured_table
+    document = [files.to_plain(measured) for measured in measured_all]
+    emit_either(json, document, lambda: "\n\n".join(map(table, measured_all)))
+    layers = measured_all[0].layers
+    trace = None if layers is None else layers.trace
+    if trace is not None and trace.obstacle is not None:
+        warn(f"layers {trace.obstacle}")
+    elif trace is not None and trace.reason is not None:
+        note(f"layers found by {TOOLS[trace.way]}; {trace.reason}")
     size = (measured_all[0].provenance or {}).get("script_batch_size") or "..."
     folder = shlex.quote(str(output))
     note(f"next: hetflow solve --profiles {folder} --gpus ... --batch-size {size}")
@@ -127,24 +114,9 @@ def fold_runs(
             files.write(path, profile, force=force)
     for remark in found.remarks:
         warn(remark)
-    if json:
-        emit_json([files.to_plain(profile) for profile in found.profiles])
-    else:
-        emit("\n\n".join(corrections_table(profile) for profile in found.profiles))
+    document = [files.to_plain(profile) for profile in found.profiles]
+    emit_either(json, document, lambda: "\n\n".join(map(corrections_table, found.profiles)))
     note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")
-
-
-def _say_how_found(measured: "Profile") -> None:
-    """Warn of layers that cannot be launched; why another way than the first was taken."""
-    from ..formats.reports.profile_tables import TOOLS
-
-    trace = None if measured.layers is None else measured.layers.trace
-    if trace is None:
-        return
-    if trace.obstacle is not None:
-        warn(f"layers {trace.obstacle}")
-    elif trace.reason is not None:
-        note(f"layers found by {TOOLS[trace.way]}; {trace.reason}")
 
 
 @contextmanager
@@ -154,21 +126,12 @@ def _paths(
     """Where each profile goes; refused now rather than after minutes of measuring."""
     from ..schema import files
 
-    names = [f"{_file_name(model)}.{_file_name(device_type)}.json" for device_type in device_types]
-    paths = [folder / name for name in names]
+    names = [
+        "".join(letter if letter.isalnum() or letter in "._+-" else "-" for letter in name)
+        for name in (model, *device_types)
+    ]
+    paths = [folder / f"{names[0]}.{name}.json" for name in names[1:]]
     with files.made_folder(folder):
         for path in paths:
             files.check_writable(path, force=force)
         yield paths
-
-
-def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._+-" else "-" for letter in name)
-
-
-@contextmanager
-def _progress() -> "Iterator[Callable[[str, float | None], None]]":
-    with progress_line() as tell:
-        yield lambda text, left: tell(
-            text + ("" if left is None else f" (at most {left:.0f} s left)")
-        )

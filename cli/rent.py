@@ -16,9 +16,8 @@ from ..schema.requests.rent import (
     question_of,
 )
 from .asking import Asked, asks
-from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json, note
+from .common import ForceFlag, JsonFlag, ReportOption, emit, emit_either, emit_file, emit_json, note
 
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report here.")]
 PlanOutput = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Write the choice's plan here, for `hetflow export`."),
@@ -62,7 +61,7 @@ def rent(
     budget: Budget = None,
     top: Top = 0,
     plot: AnyPlot = None,
-    output: Output = None,
+    output: ReportOption = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -117,10 +116,7 @@ def rent_run(
     from ..schema.files import to_plain
 
     found = renting.run(**{**asked, "folder": output})
-    if json:
-        emit_json(to_plain(found))
-    else:
-        emit(rent_run_table(found))
+    emit_either(json, to_plain(found), lambda: rent_run_table(found))
 
 
 @asks(RentRequest, between_zones=False, restart_seconds=60.0)
@@ -129,7 +125,7 @@ def rent_fleet(
     resize_seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds without work whenever the machines change.")
     ] = 60.0,
-    output: Output = None,
+    output: ReportOption = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -145,7 +141,7 @@ def _renamed(record: type, words: str, **fixed: Any) -> Callable[..., None]:
     """
 
     def command(
-        asked: Asked, output: Output = None, force: ForceFlag = False, json: JsonFlag = False
+        asked: Asked, output: ReportOption = None, force: ForceFlag = False, json: JsonFlag = False
     ) -> None:
         _report(record, asked, output, force=force, json=json)
 
@@ -233,14 +229,9 @@ def _report(
         found = renting.deadline(**asked)
     if output is not None:
         emit_file(found, output, force=force)
-    if json:
-        emit_json(to_plain(found))
-    elif isinstance(found, PriceReport):
-        emit(market_tables.strategies_table(found))
-    elif isinstance(found, RentAdvice):
-        emit(market_tables.advice_text(found))
-    else:
-        emit(market_tables.rent_table(found))
+    table = {PriceReport: market_tables.strategies_table, RentAdvice: market_tables.advice_text}
+    shown: Any = table.get(type(found), market_tables.rent_table)
+    emit_either(json, to_plain(found), lambda: shown(found))
 
 
 def _machines(

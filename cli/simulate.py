@@ -1,49 +1,30 @@
 """``hetflow simulate``: what a policy and a mechanism would do with a cluster over weeks."""
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from ..schema.errors import ProblemError
-from ..schema.requests.simulate import SweepRequest
+from ..schema.requests.simulate import SweepCommandRequest
 from .asking import Asked, asks
 from .common import (
     ForceFlag,
     JsonFlag,
-    emit,
+    ReportOption,
+    emit_either,
     emit_file,
-    emit_json,
     note,
     shows_progress,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ..schema.simulation import SimulationRun
 
-PlotOption = Annotated[
-    Path | None,
-    typer.Option(help="Draw which job held each device, and the CDF of JCT (.png, .svg)."),
-]
-RunOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", help="Write the run with every job, and who held which devices, here."
-    ),
-]
-CsvOption = Annotated[
-    Path | None,
-    typer.Option(help="Write a table here: one row for each job, or for each run of a sweep."),
-]
 
-
-@asks(SweepRequest)
+@asks(SweepCommandRequest)
 def simulate(
     asked: Asked,
-    plot: PlotOption = None,
-    output: RunOption = None,
-    csv: CsvOption = None,
+    output: ReportOption = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -55,13 +36,15 @@ def simulate(
     With -o, --json or --plot a single run records which job held which devices; that takes longer.
     """
     from .. import sweep
+    from ..formats.reports.cluster_tables import simulation_table
     from ..formats.reports.gantt import simulation_image
     from ..formats.reports.plots import image_format, new_figure
-    from ..schema.files import check_outputs, write_bytes
+    from ..schema.files import check_outputs, to_plain, write_bytes
     from ..schema.frames import frame_of
     from ..schema.simulation import frame_of_runs
     from .allocate import warn_of_left_out
 
+    plot, csv = asked.pop("plot", None), asked.pop("csv", None)
     check_outputs(output, plot, csv, force=force)
     if csv is not None:
         frame_of((), ())  # whether pandas is installed
@@ -73,7 +56,14 @@ def simulate(
     if (plot is not None or output is not None) and number > 1:
         raise ProblemError(f"--plot and -o take one run, this sweep has {number}")
     if number > 1:
-        runs = list(_watched(sweep(**asked), number))
+        swept: Iterable[SimulationRun] = sweep(**asked)
+        if shows_progress():
+            from rich.console import Console
+            from rich.progress import track
+
+            console = Console(stderr=True)
+            swept = track(swept, "runs", total=number, console=console, transient=True)
+        runs = list(swept)
     else:
         keeps = output is not None or plot is not None
         runs = [_one(asked, with_jobs=keeps or csv is not None, with_spans=keeps or json)]
@@ -88,7 +78,8 @@ def simulate(
         emit_file(runs[0], output, force=force)
     for run in runs:
         warn_of_left_out(run.left_out)
-    _tell(runs, json)
+    plain = [to_plain(run) for run in runs] if json else []
+    emit_either(json, plain[0] if len(plain) == 1 else plain, lambda: simulation_table(runs))
 
 
 def _one(asked: Asked, *, with_jobs: bool, with_spans: bool) -> "SimulationRun":
@@ -109,23 +100,3 @@ def _one(asked: Asked, *, with_jobs: bool, with_spans: bool) -> "SimulationRun":
         total = asked.get("num_jobs", 1000) if asked["trace"] in KINDS else None
         task = bar.add_task("jobs done", total=total)
         return run(**given, progress=lambda done, _: bar.update(task, completed=done))
-
-
-def _watched(runs: "Iterable[SimulationRun]", total: int) -> "Iterable[SimulationRun]":
-    if not shows_progress():
-        return runs
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(runs, "runs", total=total, console=Console(stderr=True), transient=True)
-
-
-def _tell(runs: "list[SimulationRun]", json: bool) -> None:
-    from ..formats.reports.cluster_tables import simulation_table
-    from ..schema.files import to_plain
-
-    if json:
-        plain = [to_plain(run) for run in runs]
-        emit_json(plain[0] if len(plain) == 1 else plain)
-    else:
-        emit(simulation_table(runs))

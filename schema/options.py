@@ -37,6 +37,7 @@ class Option:
         help: What it does, in a sentence or two, for both doors.
         python: What Python takes besides, for its documentation alone.
         flag: Its flag, if that is not the field's name.
+        other: Another flag for it, such as ``-o``.
         unit: ``hours`` if the command line takes hours where the field has seconds.
         argument: Whether the command line takes it by its place instead of by a flag.
         metavar: What stands for its value in ``--help``.
@@ -54,6 +55,7 @@ class Option:
     help: str
     python: str = ""
     flag: str = ""
+    other: str = ""
     unit: str = ""
     argument: bool = False
     metavar: str = ""

@@ -26,7 +26,6 @@ from hetflow.runtime.preload import VARIABLE, Forked, PreloadError, fork, servin
 COMMANDS = (
     "hetflow.cli.main",
     "hetflow.cli.launch",
-    "hetflow.cli.resize",
     "hetflow.api.launch",
     "hetflow.api.resize",
     "hetflow.runtime.launcher.controller",

@@ -17,7 +17,7 @@ _ROOMS = (
     "profile",
     "throughputs",
     "export",
-    "replay",
+    "cluster",
     "show",
     "import_",
 )

@@ -17,20 +17,28 @@ if TYPE_CHECKING:
 class ExportRequest:
     """What ``export`` needs to know."""
 
-    plan: Annotated["Path | str", Option(argument=True, help="The plan's file.")]
+    plan: Annotated[
+        "Path | str",
+        Option(argument=True, metavar="FILE", help="A plan; for pipedream a profile with layers."),
+    ]
     target: Annotated[
         str,
         Option(
             flag="--to",
+            other="--format",
             help="slurm, kubernetes, skypilot, torchrun, ray, hosts (hetflow's launcher by hand), "
-            "or a plug-in's.",
+            "pipedream (graph.txt; the command line's default), or a plug-in's.",
         ),
     ]
     script: Annotated[
-        "Path | str",
-        Option(help='The training script, or ``"-m"`` with a module as the first argument.'),
+        "str | Path",
+        Option(
+            argument=True,
+            help="After --: the training script, or -m and a module.",
+            python='With ``"-m"`` the module is the first argument.',
+        ),
     ]
-    arguments: Annotated["Sequence[str]", Option(help="Arguments of the script.")] = ()
+    arguments: Annotated["Sequence[str]", Option(argument=True, help="The script's own.")] = ()
     _: KW_ONLY
     hosts: Annotated[
         "str | Pool | None",

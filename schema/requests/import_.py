@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from ..options import Option
-from .replay import RATES
+from .cluster import RATES
 
 if TYPE_CHECKING:
     from pathlib import Path

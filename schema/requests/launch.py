@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .kinds import (
+        Count,
         HeartbeatSeconds,
         Index,
         Plan,
@@ -109,3 +110,23 @@ class LaunchingRequest:
             "end are then ignored, so they do not change the exit code."
         ),
     ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCommandRequest(LaunchingRequest):
+    """What the command ``launch`` needs to know: how hosts meet is stated by flags."""
+
+    _: KW_ONLY
+    nnodes: Annotated["Count", Option(help="Number of hosts in the launch.")] = 1
+    node_rank: Annotated[
+        int | None,
+        Option(help="Rank of this host, 0 to nnodes - 1. Host 0 runs the rendezvous store."),
+    ] = None
+    rdzv_endpoint: Annotated[
+        str | None, Option(help="HOST:PORT on node 0 where the hosts meet.")
+    ] = None
+    devices: Annotated[
+        str | None,
+        Option(help="Several hosts: what this one gives, e.g. 2xV100 [default: its CUDA devices]."),
+    ] = None
+    dry_run: Annotated[bool, Option(help="Print what would run on this host; run nothing.")] = False

@@ -96,3 +96,23 @@ class ProfileRequest:
         "Callable[[str, float | None], None] | None",
         Option(help="Called with what is being measured, and the most seconds it may take."),
     ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCommandRequest(ProfileRequest):
+    """What the command ``profile`` needs to know: it also corrects profiles by runs."""
+
+    _: KW_ONLY
+    quick: Annotated[bool, Option(help="Measure roughly, within a minute.")] = False
+    thorough: Annotated[
+        bool, Option(help="Measure until intervals are narrower; takes minutes.")
+    ] = False
+    from_run: Annotated[
+        "Sequence[Path | str]",
+        Option(
+            help="Measure nothing: correct {profiles} by this run (repeatable); TARGET is left out."
+        ),
+    ] = ()
+    profiles: Annotated[
+        "Path | None", Option(help="With {from_run}: the folder of profiles to correct.")
+    ] = None

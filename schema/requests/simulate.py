@@ -7,6 +7,8 @@ from ..options import Option
 from .allocate import POLICIES, POOL
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .kinds import (
         Callable,
         Count,
@@ -169,3 +171,18 @@ class SweepRequest(Simulated):
         "Sequence[float]", Option(help="Jobs per hour of drawn traces, e.g. 2,4,5.6.")
     ] = ()
     processes: Annotated["Count", Option(help="Number of processes that share a sweep.")] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCommandRequest(SweepRequest):
+    """What the command ``simulate`` needs to know: it also draws a run, and writes tables."""
+
+    _: KW_ONLY
+    plot: Annotated[
+        "Path | None",
+        Option(help="Draw which job held each device, and the CDF of JCT (.png, .svg)."),
+    ] = None
+    csv: Annotated[
+        "Path | None",
+        Option(help="Write a table here: one row for each job, or for each run of a sweep."),
+    ] = None

@@ -8,7 +8,7 @@ import typer
 
 from hetflow.cli import main
 from hetflow.cli.allocate import allocate
-from hetflow.cli.common import register
+from hetflow.cli.listing import with_common_flags
 from hetflow.planning.checks.allocation import check
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
@@ -35,7 +35,7 @@ def run(tmp_path, capsys):
     files.write(tmp_path / "jobs.json", JOBS)
     files.write(tmp_path / "rates.json", RATES)
     app = typer.Typer()
-    register(app, allocate)
+    app.command()(with_common_flags(allocate))
 
     def call(*arguments):
         flags = [str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json")]
@@ -132,7 +132,7 @@ def test_gavel_files_are_taken_as_they_are(run, tmp_path):
     (tmp_path / "x.trace").write_text(line * 2)
     (tmp_path / "t.json").write_text(json.dumps({"v100": {"('A', 1)": {"null": 2.0}}}))
     app = typer.Typer()
-    register(app, allocate)
+    app.command()(with_common_flags(allocate))
     typer.main.get_command(app).main(
         [str(tmp_path / "x.trace"), "--throughputs", str(tmp_path / "t.json"), "--gpus", "1xv100",
          "-o", str(tmp_path / "a.json")],

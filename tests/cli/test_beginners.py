@@ -7,8 +7,7 @@ import pytest
 import typer
 from pydantic import Field, TypeAdapter, ValidationError
 
-from hetflow.cli.main import app, run
-from hetflow.cli.usage import plain_message
+from hetflow.cli.main import app, plain_message, run
 
 PROFILES = str(Path(__file__).parents[2] / "examples" / "virtualflow_6_5")
 SOLVE = ["solve", "--profiles", PROFILES, "--gpus", "2xV100,8xP100"]

@@ -273,3 +273,24 @@ def test_a_policy_that_lacks_something_is_refused_before_it_starts(
     tree = (Entity(name="a"),)
     settings = Settings(policy=policy, entities=tree, dollars_per_hour={"cpu:fast": 1.0})
     check_settings(settings, [EngineDevice("cpu:fast:0", "cpu:fast", "here")])
+
+
+def test_what_is_asked_for_is_answered_in_json(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str) -> object:
+        assert run([*words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert run([*SUBMIT, "train.py"]) == 0
+    capsys.readouterr()
+    assert said("hold", "train") == {"job": "train", "asked": "hold"}
+    assert said("cancel", "1") == {"job": "1", "asked": "cancel"}
+    assert said("cluster", "drain", "P100") == {"named": "P100", "drained": True}
+    assert said("cluster", "drain", "P100", "--undo") == {"named": "P100", "drained": False}
+    assert said("logs", "train") == {"number": 1, "launches": []}
+    unit = said("cluster", "start", "--gpus", "1xcpu:fast", "--print-unit")
+    assert isinstance(unit, dict)
+    assert unit["unit"].startswith("[Unit]")
+    assert run(["cluster", "drain", "P100"]) == 0
+    assert capsys.readouterr().out == ""

@@ -7,9 +7,9 @@ import typer
 from typer.testing import CliRunner
 
 from hetflow.cli.asking import flag_of
-from hetflow.cli.common import register
 from hetflow.cli.export import export
 from hetflow.cli.import_ import import_
+from hetflow.cli.listing import with_common_flags
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.options import spelled_by
@@ -27,8 +27,8 @@ n3 -- ReLU -- forward_compute_time=0.5, backward_compute_time=0.5, activation_si
 @pytest.fixture
 def run():
     app = typer.Typer()
-    register(app, import_, name="import")
-    register(app, export, name="export")
+    app.command("import")(with_common_flags(import_))
+    app.command("export")(with_common_flags(export))
 
     def invoke(*arguments: str) -> str:
         with spelled_by(flag_of):

@@ -35,6 +35,12 @@ def test_every_listed_command_is_built_under_its_name() -> None:
     }
 
 
+def test_every_command_can_answer_in_json() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    flags = {name: {each.name for each in commands[name].params} for name in COMMANDS}
+    assert [name for name, known in flags.items() if "json" not in known] == []
+
+
 def _loaded(*arguments: str) -> set[str]:
     """The modules that one command imports."""
     answer = subprocess.run(

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hetflow.cli.common import register
+from hetflow.cli.listing import with_common_flags
 from hetflow.cli.simulate import simulate
 from hetflow.clusters.simulator import cases
 from hetflow.schema import files
@@ -34,7 +34,7 @@ LINE = "conv\tpython train.py\tdata\t-n\t1\t4000\t1\t1\t-1.000000\t{}\n"
 @pytest.fixture
 def app() -> typer.Typer:
     made = typer.Typer()
-    register(made, simulate)
+    made.command()(with_common_flags(simulate))
     return made
 
 
