@@ -121,19 +121,11 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def visibility(self, devices: Sequence[str]) -> dict[str, str]:
-        """The environment in which a child sees these devices of ours alone, in this order.
-
-        Args:
-            devices: Torch's names of them in this process.
-        """
+        """The environment in which a child sees these devices of ours alone, in this order."""
 
     @abstractmethod
     def worker_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Further environment variables of a worker on such a device.
-
-        Args:
-            inherited: The environment that it gets anyway.
-        """
+        """Further environment variables of a worker on such a device."""
 
     def pins(self, level: "Determinism") -> dict[str, str]:
         """The environment variables by which a determinism level fixes results on such devices."""

@@ -16,12 +16,7 @@ LOOPBACK = dict.fromkeys(INTERFACE_VARIABLES, "lo")
 
 
 def choose_collective(device: "torch.device", identities: Sequence[str | None]) -> str:
-    """The devices' library if every worker has a device of its own, else the hosts' (gloo).
-
-    Args:
-        device: This worker's.
-        identities: What each worker's device is; None where it is shared.
-    """
+    """The devices' library if every worker has a device of its own, else the hosts' (gloo)."""
     own = backend_of(device).collective
     distinct = None not in identities and len(set(identities)) == len(identities)
     return own if distinct and is_built(own) else HOST_COLLECTIVE

@@ -515,12 +515,7 @@ def _result_of(case: ElementTree.Element) -> dict[str, Any]:
 
 
 def scrubbed(value: Any, names: tuple[str, ...]) -> Any:
-    """Any JSON value without absolute paths and without these names, texts cut to a few lines.
-
-    Args:
-        value: The value.
-        names: Of hosts and users.
-    """
+    """Any JSON value without absolute paths and without these names, texts cut to a few lines."""
     if isinstance(value, dict):
         return {key: scrubbed(entry, names) for key, entry in value.items()}
     if isinstance(value, list | tuple):

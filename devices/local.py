@@ -67,12 +67,7 @@ class Pinned:
 
 
 def pinned(local: LocalDevice, torch_device: str) -> Pinned:
-    """Pin a child to one of these devices, as a launch does.
-
-    Args:
-        local: The devices of one type.
-        torch_device: Torch's name of one of them in this process.
-    """
+    """Pin a child to one of these devices, as a launch does."""
     device = torch_device if local.is_host else f"{local.kind}:0"
     return Pinned(local.backend.visibility([torch_device]), device)
 
@@ -87,10 +82,6 @@ def device_of_type(device_type: str, local_rank: int) -> "torch.device | None":
 
     Accelerators are taken by their number, whatever they call themselves: another launcher may have
     stated the type.
-
-    Args:
-        device_type: The slot's type.
-        local_rank: This worker's number on its host.
     """
     import torch
 

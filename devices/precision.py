@@ -35,12 +35,7 @@ def emulated_bfloat16(capabilities: Mapping[str, str | None]) -> str | None:
 def mixed_tf32(
     capabilities: Mapping[str, str | None], environment: Mapping[str, str]
 ) -> str | None:
-    """Name GPUs of one job that compute in unlike precision, with what to do; None where none do.
-
-    Args:
-        capabilities: Compute capability of each device; None where there is none or it is unknown.
-        environment: Of the workers.
-    """
+    """Name GPUs of one job whose precision is unlike, with what to do; None where none is."""
     older, newer = _by_generation(capabilities)
     if not older or not newer or environment.get(TF32_OVERRIDE) == "0":
         return None

@@ -16,9 +16,6 @@ OLDEST = (2, 9)
 def check_torch(version: str) -> None:
     """Refuse a torch that is too old.
 
-    Args:
-        version: As torch says it, such as ``2.13.0+cu128``.
-
     Raises:
         HetflowError: It is older than OLDEST.
     """

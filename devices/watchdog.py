@@ -24,11 +24,7 @@ class WatchdogAbort:
 
 
 def find_abort(lines: Sequence[str]) -> WatchdogAbort | None:
-    """The abort that a log tells of; None for none, or one for an error of the own device.
-
-    Args:
-        lines: The last lines of the log.
-    """
+    """The abort that a log tells of; None for none, or one for an error of the own device."""
     if any(_OWN_DEVICE in line for line in lines):
         return None
     for sign in (_WAITED_IN_VAIN, _LOST_ANOTHER):

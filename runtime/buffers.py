@@ -310,10 +310,6 @@ def warn_of_saving(model: nn.Module, buffers: VirtualNodeBuffers) -> None:
     """Warn once if the script reads ``model.state_dict()`` while its buffers are not merged.
 
     The class is changed, because a hook of the model itself would go with its copies and pickles.
-
-    Args:
-        model: The script's model.
-        buffers: Its buffers.
     """
     if not buffers.slots:
         return

@@ -92,12 +92,7 @@ class Rows(Dataset[Any]):
 
 
 class Passes:
-    """Passes over rows, one epoch for each iteration, as a DataLoader without processes gives them.
-
-    Args:
-        rows: The dataset.
-        sampler: The keys of each pass.
-    """
+    """Passes over rows, an epoch for each iteration, as a DataLoader gives them."""
 
     def __init__(self, rows: Rows, sampler: "Iterable[Sequence[tuple[int, int, int]]]") -> None:
         self._rows, self._sampler = rows, sampler

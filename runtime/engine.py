@@ -233,11 +233,7 @@ class Runner(Protocol):
 
 
 class Alone:
-    """The runner of workers that neither join nor leave: it calls the functions and adds nothing.
-
-    Args:
-        engine: Runs the steps.
-    """
+    """The runner of workers that neither join nor leave: it only calls the functions."""
 
     changes, is_behind = False, False
 

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 class Epochs:
     """The loaders that the script gave to a job, each cut into this worker's passes.
 
-    Args:
-        session: The state that the parts of the job share.
-
     Attributes:
         open: The epoch that the script is reading; None outside of one.
     """
@@ -100,14 +97,7 @@ class Epochs:
 
 
 class IndexReader:
-    """Reads an epoch of the script's loader by the indices of samples: this worker's own only.
-
-    Args:
-        session: The state that the parts of the job share.
-        epochs: The script's loaders.
-        loop: Lets a loop of the script's run passes.
-        loader: The script's loader; its sampler has the order of the epoch.
-    """
+    """Reads an epoch of the script's loader by the indices of samples: this worker's own only."""
 
     def __init__(
         self, session: Session, epochs: Epochs, loop: Loop, loader: "DataLoader[Any]"

@@ -106,10 +106,6 @@ def _end(job: Ending) -> None:
 def meet_all(session: Session, run: Callable[[Callable[[], None]], None]) -> None:
     """Wait until every worker is at the end of its script.
 
-    Args:
-        session: The job's session.
-        run: Runs the wait; workers may change in it.
-
     Raises:
         TargetError: This cannot be known, because the script destroyed the process group.
     """

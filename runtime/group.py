@@ -97,10 +97,6 @@ def complete(device: torch.device) -> None:
 def join(start: Start, device: torch.device | None = None) -> Place:
     """Find this process's rank and device, and join torch.distributed where there are several.
 
-    Args:
-        start: What the environment said.
-        device: The device to use; by default the plan's.
-
     Raises:
         TargetError: The available device types are not those of the plan, or a type has no device.
         LaunchError: Another worker ended without joining.
@@ -168,11 +164,6 @@ def subgroup(
 
     ``torch.distributed.new_group`` by itself uses half an hour, whatever limit the default group
     has.
-
-    Args:
-        place: This worker among the others.
-        ranks: The members; None is all workers.
-        backend: The collectives' backend; None is the default group's.
     """
     limit = timedelta(seconds=place.start.timeout_seconds)
     made: dist.ProcessGroup = peers.new_group(
@@ -193,11 +184,6 @@ def gathered(numbers: Tensor, *, place: Place) -> Tensor:
 
 def enter_generation(place: Place, message: Resize | Recover, control: Control) -> Place:
     """Join the workers of the next generation; the group of the last one is closed.
-
-    Args:
-        place: This worker's rank and device before.
-        message: From the controller: the generation, its config, and the rank of each worker.
-        control: The control channel, through which the controller can end the wait.
 
     Raises:
         PeerLostError: Another worker did not come.
@@ -240,11 +226,7 @@ def num_groups() -> int:
 
 
 def close_group(*, is_lost: bool = False) -> None:
-    """Leave the process group, if hetflow made the one that this worker is in.
-
-    Args:
-        is_lost: Whether a worker of it is gone. Collectives between devices are then aborted.
-    """
+    """Leave the process group, if hetflow made the one that this worker is in."""
     if is_lost and _Jobs.own_group and is_on_devices():
         peers.forget_aborted_groups()
         _Jobs.own_group = False
@@ -261,10 +243,6 @@ def release_apart(held: list[object], patience_seconds: float = RELEASE_SECONDS)
     Destroying a gloo group joins its threads. A thread can be stuck in a send until the group's own
     time limit, even after its sockets were closed. The others would wait for this worker that long.
     So a separate thread frees the objects.
-
-    Args:
-        held: The last references; the list is emptied.
-        patience_seconds: How long to wait.
     """
     waiter = threading.Thread(target=held.clear, name="hetflow-old-groups", daemon=True)
     waiter.start()

@@ -79,11 +79,6 @@ class _Given:
     version: int
 
     def value(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            TargetError: It was written since.
-        """
         if self.tensor._version != self.version:
             raise TargetError(
                 f"a tensor of shape {list(self.tensor.shape)} that initial values were taken from "
@@ -256,7 +251,6 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch."""
         kwargs = kwargs or {}
         if func == _IS_META:  # a new object at each access
             return False
@@ -444,10 +438,6 @@ def settle(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Non
     Buffers and other tensors of its modules get their values. Parameters get stand-ins on the host
     that take no memory; each is filled in by ``fill``, or never.
 
-    Args:
-        model: The script's model.
-        optimizers: Their state gets its values too.
-
     Raises:
         TargetError: A tensor is on the meta device without a record of its value, or was written
             after the block; names it.
@@ -552,10 +542,6 @@ def fill(parameter: nn.Parameter, device: torch.device, *, computes: bool) -> No
 
 def fill_model(model: nn.Module, device: torch.device) -> None:
     """Give a whole model from ``deferred()`` its values; of any other nothing changes.
-
-    Args:
-        model: The model.
-        device: Where its parameters go; buffers get their values on the host.
 
     Raises:
         TargetError: As ``settle``.

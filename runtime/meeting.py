@@ -192,11 +192,6 @@ def parse_build(text: str) -> Build:
 def check_builds(builds: Sequence[Build], collective: str, determinism: Determinism) -> None:
     """Refuse builds that cannot work together; warn of those that may give different bits.
 
-    Args:
-        builds: [ranks] each worker's build.
-        collective: The backend of the process group, such as ``nccl``.
-        determinism: The level that the launch promises.
-
     Raises:
         TargetError: The workers have different versions of the backend; or different releases of
             torch, under a level that promises equal bits.

@@ -207,9 +207,6 @@ class _Slots:
     """A file in memory, in slots: places for messages of up to a power of two of bytes.
 
     Memory is taken only for the pages that messages have touched.
-
-    Args:
-        descriptor: Of the file.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -219,7 +216,6 @@ class _Slots:
         self._end = 0
 
     def memory(self, slot: int, size: int) -> Tensor:
-        """[size] the bytes of a message in a slot."""
         known = self._memory.get(slot)
         if known is None:
             pages = mmap.mmap(self._descriptor, _room(size), offset=slot)
@@ -232,7 +228,6 @@ class _Slots:
         return known.pop() if known else None
 
     def more(self, size: int) -> int:
-        """Make a slot."""
         slot = self._end
         self._end += _room(size)
         os.ftruncate(self._descriptor, self._end)

@@ -67,10 +67,6 @@ _TOLERANCE = 0.01
 def warning_of(optimizers: Sequence[optim.Optimizer], counted: OptimizerState | None) -> str | None:
     """The warning for a user whose optimizers keep more state than the plan counted.
 
-    Args:
-        optimizers: The script's optimizers.
-        counted: The state that the plan counted; None where the plan does not say.
-
     Returns:
         The warning; None where the optimizers keep no more, or where that cannot be known before a
         step.

@@ -123,17 +123,7 @@ _LEAVES = -1  # in place of a step: a worker has left its loop over the outputs
 
 
 class Prediction:
-    """One call of ``job.predict``: iterate it once, on all workers.
-
-    Args:
-        session: The state that the parts of the job share.
-        runner: Runs operations that need all workers.
-        buffers: The virtual nodes' buffers; the model gets their merged values.
-        sampler: This worker's passes, in order.
-        passes: The loader of these passes.
-        function: The script's function; it computes the outputs of a pass.
-        on_all: Whether every worker gets the outputs; else only the main worker does.
-    """
+    """One call of ``job.predict``: iterate it once, on all workers."""
 
     def __init__(
         self,

@@ -100,10 +100,6 @@ class Collective(Transfer):
 def guarded(what: str, function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
     """Wrap a function of torch that talks to other workers and runs no code of the script.
 
-    Args:
-        what: What the function does, for the error.
-        function: The function.
-
     Returns:
         The function; it raises PeerLostError where another worker is gone.
     """
@@ -219,11 +215,7 @@ def started(what: str, function: Callable[..., dist.Work], *arguments: Any) -> T
 
 
 class SharedStore:
-    """Keys and values that all workers of a launch share.
-
-    Args:
-        store: Torch's store.
-    """
+    """Keys and values that all workers of a launch share."""
 
     def __init__(self, store: Store) -> None:
         self.of_torch = store

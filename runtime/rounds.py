@@ -58,15 +58,7 @@ class _Round:
 
 
 class Rounds:
-    """The rounds of one job.
-
-    Args:
-        session: The state that the parts of the job share.
-        engine: Runs the passes; None under a pipeline, where no worker runs whole ones.
-        runner: Ends the steps.
-        agreement: Checks that the workers agree.
-        tests: Whether losses are checked.
-    """
+    """The rounds of one job."""
 
     def __init__(
         self,

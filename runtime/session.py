@@ -24,13 +24,6 @@ class Session:
 
     The engine places the model on the device; see ``runtime/start.py``.
 
-    Args:
-        model: The script's model.
-        optimizers: The script's optimizers.
-        place: This worker among the others.
-        seed: Seed of the job's random streams.
-        watch: When the workers compare their models.
-
     Attributes:
         parameters: Every parameter to synchronise, by name.
         device: Where the passes run.

@@ -46,10 +46,6 @@ from .wire import Message
 class SplitEngine:
     """Runs steps under a split plan; see ``StepEngine``.
 
-    Args:
-        session: The state that the parts of the job share.
-        overlap: Whether the last backward pass of a step overlaps with the reduction.
-
     Attributes:
         reducer: This worker's part in the sums of gradients.
         totals: The sums of a step.
@@ -474,13 +470,7 @@ def _are_alike(place: Place, *, emulated: bool = True) -> bool:
 
 
 class WholeState:
-    """The state of a job whose workers all hold the whole state; the first worker writes it.
-
-    Args:
-        session: The state that the parts of the job share.
-        buffers: The virtual nodes' buffers.
-        totals: The sums of a step.
-    """
+    """The state of a job whose workers all hold the whole state; the first worker writes it."""
 
     is_in_parts, wanted = False, None
 

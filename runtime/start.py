@@ -135,15 +135,6 @@ def assemble(
 
     The job resumes from the newest checkpoint, if there is one. Call it on all workers.
 
-    Args:
-        model: The script's model.
-        optimizers: The script's optimizers.
-        place: This worker among the others.
-        seed: Seed of the job's random streams.
-        watch: When the workers compare their models.
-        overlap: As for ``prepare``.
-        tests: Whether loss functions are tested when they are first used.
-
     Raises:
         TargetError: The plan is a pipeline and there are several optimizers; or as ``prepare``.
     """
@@ -310,7 +301,6 @@ class _OptimizerParts:
         self._step = optimizer.__dict__.get("step")
 
     def put_back(self) -> None:
-        """Restore the groups and their settings, the state, and the ``step`` method."""
         optimizer = self._optimizer
         for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(settings)

@@ -20,12 +20,7 @@ from .session import Session
 
 
 class StopRequests:
-    """The requests to one job. Only the main thread of a process can receive signals.
-
-    Args:
-        numbers: The signals that count as a request.
-        ask: Called when one comes; the script may be at any point.
-    """
+    """The requests to one job. Only the main thread of a process can receive signals."""
 
     _open: ClassVar[list["StopRequests"]] = []
     _before: ClassVar[dict[int, Any]] = {}

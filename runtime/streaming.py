@@ -35,15 +35,6 @@ Cut = tuple[int, int]
 class StreamReader:
     """Reads the global batches of one epoch from a source without an index.
 
-    Args:
-        session: The state that the parts of the job share.
-        source: An iterable of whole batches, or a function that draws one.
-        loop: Lets a loop of the script's run passes.
-        epoch: Number of the epoch.
-        steps: The most steps of the epoch; None until the source ends.
-        has_state: Whether a restart restores the source's own state.
-        saw: Told the digest of each batch, which must be equal on all workers.
-
     Attributes:
         epoch: Number of the epoch.
         length: Stands for the number of samples, which is not known.

@@ -53,14 +53,7 @@ _BEFORE = "build the whole model and its optimizer before hf.prepare"
 
 
 class KnownParameters:
-    """The parameters of a job, and where the script holds them.
-
-    Args:
-        model: The script's model.
-        optimizers: The script's optimizers.
-        parameters: All parameters that are synchronised, by name.
-        keeps_groups: Whether the optimizers' groups must stay as they are.
-    """
+    """The parameters of a job, and where the script holds them."""
 
     def __init__(
         self,
@@ -349,12 +342,7 @@ def check_leaves(
 
 
 def leaves_of(value: Any, answered: Collection[Any] | None = None) -> Iterator[Tensor]:
-    """The tensors that the graph of a nested value's tensors goes back to.
-
-    Args:
-        value: The value.
-        answered: Nodes of the graph at which to stop; by default none.
-    """
+    """The tensors that the graph of a nested value's tensors goes back to."""
     ahead, seen = list(nodes_of(value)), set(answered or ())
     while ahead:
         node = ahead.pop()
@@ -494,12 +482,7 @@ class Subject:
 
 
 class Agreement:
-    """One worker's knowledge of whether the others train the same model.
-
-    Args:
-        subject: What is compared.
-        watch: When it is compared.
-    """
+    """One worker's knowledge of whether the others train the same model."""
 
     def __init__(self, subject: Subject, watch: Watch) -> None:
         self._subject, self._watch = subject, watch
@@ -530,10 +513,6 @@ class Agreement:
 
     def begin_step(self, step: int, epoch: int) -> None:
         """Begin a step. Call it on all workers, outside of other collectives.
-
-        Args:
-            step: Number of steps that are done.
-            epoch: Epoch of the batch.
 
         Raises:
             TargetError: There is a parameter that ``prepare`` did not see, or workers have
@@ -567,10 +546,6 @@ class Agreement:
 
     def look_at(self, answer: Any, answered: set[Any] | None = None) -> None:
         """Inspect the loss of a pass before its backward pass; in some steps only.
-
-        Args:
-            answer: The result of the script's function.
-            answered: Nodes of autograd's graph at which to stop; by default none.
 
         Raises:
             TargetError: The loss depends on a parameter that ``prepare`` did not see.

@@ -28,9 +28,6 @@ _NUM_PROJECTIONS = 4
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """The fingerprint of the bits of all these tensors, in this order. Waits for nothing.
 
-    Args:
-        tensors: Tensors of any dtypes and shapes, on one device.
-
     Returns:
         [] int64, on that device.
     """
@@ -191,9 +188,6 @@ class SettingsNumber:
 
     Settings that are tensors on a device are left out: to read them would wait for the device.
 
-    Args:
-        optimizers: The job's optimizers.
-
     Attributes:
         number: The number when the settings were last read.
         has_changed: Whether the settings had changed then since they were read before.
@@ -231,13 +225,7 @@ def _cheap(group: Mapping[str, Any]) -> list[Any]:
 
 
 def are_alike(workers: float, total: float, squares: float) -> bool:
-    """Whether all workers had the same number: then its variance over the workers is 0.
-
-    Args:
-        workers: How many workers there were.
-        total: The sum of their numbers.
-        squares: The sum of the numbers' squares.
-    """
+    """Whether all workers had the same number: then its variance over the workers is 0."""
     return int(total) ** 2 == int(workers) * int(squares)
 
 

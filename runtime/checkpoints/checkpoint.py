@@ -341,13 +341,6 @@ def encode(
 ) -> Any:
     """Encode nested plain values as JSON; their tensors are appended to a list, on the host.
 
-    Args:
-        value: The nested values.
-        tensors: Tensors are appended here, in the order in which they are met.
-        at: Path of the value, for error messages.
-        depth: Nesting depth of the value.
-        copy: Makes a tensor's copy on the host.
-
     Returns:
         The JSON value; each tensor is a reference by number.
 

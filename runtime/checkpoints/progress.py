@@ -21,13 +21,7 @@ from .restoring import check_buffers, load_registered, unregistered_copy
 
 
 class Progress:
-    """The position of one worker's script, and its part of the state.
-
-    Args:
-        session: The state that the parts of the job share.
-        parts: How this worker captures and restores the state.
-        buffers: The virtual nodes' buffers.
-    """
+    """The position of one worker's script, and its part of the state."""
 
     def __init__(self, session: Session, parts: StateParts, buffers: VirtualNodeBuffers) -> None:
         self._session, self._parts, self._buffers = session, parts, buffers

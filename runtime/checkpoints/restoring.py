@@ -36,12 +36,6 @@ def check_buffers(
 ) -> None:
     """Refuse buffers of another model.
 
-    Args:
-        path: The checkpoint, for error messages.
-        saved: Its buffers; they may lack those that this worker does not need.
-        own: All buffers of the model.
-        needed: Names of the buffers that this worker loads.
-
     Raises:
         TargetError: Names the first difference, in one line.
     """

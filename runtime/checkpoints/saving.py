@@ -80,10 +80,6 @@ class HostCopies:
 class Handover:
     """One worker's side of a handover; it does nothing where a handover is not possible.
 
-    Args:
-        session: The state that the parts of the job share.
-        is_possible: Whether every worker keeps a part of the state.
-
     Attributes:
         folder: The folder for the parts when the plan changes, if the user gave no folder.
     """
@@ -137,13 +133,6 @@ class OpenedFolders:
 
 class Checkpoints:
     """The checkpoints of one job.
-
-    Args:
-        session: The state that the parts of the job share.
-        engine: Runs the job's steps.
-        progress: Gives the state to save.
-        runner: Runs operations that need all workers.
-        agreement: Ends the job where workers have diverged, so that bad state is not saved.
 
     Attributes:
         is_asked_for: Whether the user gave a folder, on a disk that all workers see. If not, parts
@@ -221,11 +210,7 @@ class Checkpoints:
         return found
 
     def _newest(self) -> Checkpoint | None:
-        """The checkpoint to resume from; None to start at step 0.
-
-        Raises:
-            FileError: There are checkpoints, but none can be used.
-        """
+        """The checkpoint to resume from; None to start at step 0."""
         folder = self._folder
         checkpoint.tidy(folder)
         if self._session.place.start.from_scratch and self.is_asked_for:

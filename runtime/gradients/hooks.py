@@ -63,11 +63,7 @@ class _Held:
 
 
 class ScriptHooks:
-    """The script's hooks on a job's parameters.
-
-    Args:
-        parameters: The parameters, by name.
-    """
+    """The script's hooks on a job's parameters."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
@@ -267,11 +263,7 @@ class FirstGradients:
         return True
 
     def take_all(self, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Put the first gradients of parameters into their views, on a device by one kernel.
-
-        Args:
-            pairs: Each parameter, and its view.
-        """
+        """Put the first gradients of parameters into their views, on a device by one kernel."""
         for parameter, view in pairs:
             gradient = parameter.grad
             if gradient is None or gradient.is_cpu or gradient.layout != torch.strided:

@@ -340,11 +340,6 @@ class Arrivals:
         return came
 
     def _check_versions(self) -> None:
-        """Refuse a gradient that was added after its bucket was complete: it may be on its way.
-
-        Raises:
-            TargetError: There is one.
-        """
         for number, version in self._versions.items():
             if self._buffers.flats[number]._version != version:
                 raise came_twice("a parameter")

@@ -133,10 +133,6 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     ``logs``. Whatever ends this process, no worker outlives it. The record is written to
     ``run.json`` also when the launch fails.
 
-    Args:
-        request: The plan, the script and where things go.
-        warn: Tells the user something that does not end the launch.
-
     Returns:
         The run record; None on hosts other than node 0, which has it.
 

@@ -49,11 +49,7 @@ class View:
         return None if self.seat.is_host else f"{self.seat.kind}:{self.local_rank}"
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The worker's environment variables for its devices.
-
-        Args:
-            inherited: The environment that it gets anyway.
-        """
+        """The worker's environment variables for its devices."""
         backend = DEVICES.get(self.seat.kind)
         return backend.visibility(self.devices) | backend.worker_environment(inherited)
 
@@ -90,11 +86,6 @@ def seat_workers(
     Each accelerator is one worker's; so is each part of a host, such as a core, but emulated types
     share the cores (see ``crowding``).
 
-    Args:
-        slots: The slots that need a device.
-        config: Their launch.
-        taken: Devices that other workers of the launch hold.
-
     Raises:
         HetflowError: The machine has fewer devices of a type than the slots need.
     """
@@ -124,11 +115,6 @@ def seat_workers(
 def check_memory(plan: Plan, slots: Sequence[WorkerSlot], config: LaunchConfig) -> None:
     """Refuse devices with less memory than a plan fills on their type: other cards share its name.
 
-    Args:
-        plan: What is launched. Splits state no memory.
-        slots: Of this host.
-        config: The launch they are of.
-
     Raises:
         TargetError: A device of this machine holds less.
     """
@@ -151,12 +137,7 @@ def check_memory(plan: Plan, slots: Sequence[WorkerSlot], config: LaunchConfig) 
 
 
 def imagined_seats(slots: Sequence[WorkerSlot], config: LaunchConfig) -> list[Seat]:
-    """The seats on a host that has exactly the devices of these slots, in their order.
-
-    Args:
-        slots: Who needs a device.
-        config: The launch they are of.
-    """
+    """The seats on a host that has exactly the devices of these slots, in their order."""
     number = count()
     seats = []
     for slot in slots:
@@ -184,13 +165,7 @@ def _too_few(device_type: str, needed: int, present: int) -> HetflowError:
 def remarks(
     slots: Sequence[WorkerSlot], config: LaunchConfig, environment: Mapping[str, str]
 ) -> list[str]:
-    """Warnings about the devices that these slots get here.
-
-    Args:
-        slots: Of this host.
-        config: The launch they are of.
-        environment: Of the workers.
-    """
+    """Warnings about the devices that these slots get here."""
     local = devices_of_types({base_type(slot.device_type, config) for slot in slots})
     found = [
         f"the plan's {name} is taken to be this machine's {device.device_type} ({device.name})"

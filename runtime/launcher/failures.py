@@ -112,12 +112,7 @@ class RemoteTraceback(Exception):
 
 
 def silence(waiting: Failure, silent: Sequence[Failure]) -> Failure:
-    """The message after a worker's wait timed out: names the silent workers.
-
-    Args:
-        waiting: The worker whose wait came to its time limit.
-        silent: Those of this host that are still there, as far as they can be named.
-    """
+    """The message after a worker's wait timed out: names the silent workers."""
     names = " or ".join(f"worker {f.rank} ({_staged(f.stages)}{f.device_type})" for f in silent)
     who = f"worker {waiting.rank} ({_staged(waiting.stages)}{waiting.device_type})"
     error = f"{names} hangs: {who} waited for it in vain: {waiting.error}"

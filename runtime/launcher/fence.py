@@ -36,11 +36,6 @@ class Fence:
     ) -> None:
         """Wait until every process of the launch before is gone, and keep others out from now on.
 
-        Args:
-            timeout_seconds: The longest wait.
-            watch: Called meanwhile; may raise.
-            warn: Told once where the wait is long enough to be noticed.
-
         Raises:
             FileError: The folder cannot be written.
             LaunchError: The launch before was still there after the longest wait.

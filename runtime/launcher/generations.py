@@ -71,10 +71,6 @@ class Change:
 
         Each joining worker gets the state from a donor, the staying workers in turn. If no worker
         stays, the first one is the guest: it meets the joining workers once, and leaves.
-
-        Args:
-            now: Rank of each worker there is.
-            generation: The number of the next mapping.
         """
         self.start_seconds = time.monotonic() - self.began if self.joining else None
         staying = [name for name in self.ranks if name in now]
@@ -107,12 +103,7 @@ _WITH_CHECKPOINTS = (
 
 
 class Generations:
-    """Decides the mapping of each generation, and tells the workers.
-
-    Args:
-        launched: The launch; its workers' names are their first ranks.
-        store: Where workers say what they go on from.
-    """
+    """Decides the mapping of each generation, and tells the workers."""
 
     def __init__(self, launched: Launched, store: Readable) -> None:
         config, request = launched.config, launched.request
@@ -250,11 +241,7 @@ class Generations:
         detail: str,
         kind: Literal["resize", "replace"],
     ) -> None:
-        """Start the joining workers of a mapping beside the running job.
-
-        Raises:
-            HetflowError: The machine lacks the devices.
-        """
+        """Start the joining workers of a mapping beside the running job."""
         types = {name: self.config.workers[rank].device_type for name, rank in self._ranks.items()}
         config, ranks = seated(config, types, self._names)
         joining = [name for name in ranks if name not in self._ranks]
@@ -447,7 +434,6 @@ class Generations:
         return self._restarts and is_lost and self._tries.take(self.restarted_at)
 
     def _restart_all(self, cause: str) -> None:
-        """Restart all workers; they continue from the last checkpoint."""
         self._cancel("a worker was lost meanwhile")
         left = tuple(self._ranks)
         for name in filter(self._workers.is_held, left):

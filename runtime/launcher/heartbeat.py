@@ -33,12 +33,7 @@ class Watched(Protocol):
 
 
 class Watch:
-    """Ends workers that hang; their failures say so.
-
-    Args:
-        workers: The processes.
-        limits: When a worker counts as hung.
-    """
+    """Ends workers that hang; their failures say so."""
 
     def __init__(self, workers: Watched, limits: Limits) -> None:
         self._workers, self._limits = workers, limits
@@ -90,11 +85,6 @@ def hung(lines: Mapping[str, Line], limits: Limits, now: float) -> Iterator[tupl
     A frozen or stopped process falls silent. One that hangs in its own code beats on, but gets no
     further while at least one other waits in an exchange. One that has not come to ``hf.prepare``,
     or has finished, does neither.
-
-    Args:
-        lines: The workers that train now.
-        limits: The limits.
-        now: Monotonic seconds.
     """
     others_wait = any(line.is_waiting for line in lines.values())
     for name, line in lines.items():
@@ -108,12 +98,7 @@ def hung(lines: Mapping[str, Line], limits: Limits, now: float) -> Iterator[tupl
 
 
 def parted(lines: Mapping[str, Line], now: float) -> tuple[str, str] | None:
-    """A worker whose script has ended, and one that waits for it in its loop; None as a rule.
-
-    Args:
-        lines: The workers that train now.
-        now: Monotonic seconds.
-    """
+    """A worker whose script has ended, and one that waits for it in its loop; None as a rule."""
     still = {
         name: line
         for name, line in lines.items()

@@ -183,12 +183,7 @@ class Alone:
 
 
 class Together:
-    """One of several hosts. Node 0 runs the store, assigns the slots, and collects reports.
-
-    Args:
-        request: The launch; its time limit is that of every wait for another host.
-        rendezvous: Where the hosts meet.
-    """
+    """One of several hosts. Node 0 runs the store, assigns the slots, and collects reports."""
 
     def __init__(self, request: LaunchRequest, rendezvous: Rendezvous) -> None:
         self._request, self._config, self._place = request, request.config, rendezvous
@@ -294,11 +289,7 @@ class Together:
         return _Wait(what, self._limit_seconds)
 
     def _check_alone(self) -> None:
-        """Refuse to be a second host of one rank.
-
-        Raises:
-            LaunchError: Another host has it.
-        """
+        """Refuse to be a second host of one rank."""
         rank = self._place.node_rank
         own = f"{socket.gethostname()}, process {os.getpid()}"
         first = self._store.compare_set(f"rank/{rank}", "", own).decode()
@@ -310,11 +301,7 @@ class Together:
             )
 
     def _check_token(self, watch: Watch) -> None:
-        """Refuse to meet hosts with another token: the keys of theirs would never come.
-
-        Raises:
-            LaunchError: Node 0 has another.
-        """
+        """Refuse to meet hosts with another token: the keys of theirs would never come."""
         own = fingerprint_of(self.token)
         if self.is_first:
             self._open.set("token", own)
@@ -429,7 +416,6 @@ class Together:
             time.sleep(0.05 if waiting else 0.0)
 
     def _lost(self, node: int, how: str) -> Failure:
-        """The failure of a whole host."""
         place = self._place
         name = self._names.get(node) or (f"{place.host}:{place.port}" if node == 0 else "")
         return Failure(
@@ -550,11 +536,7 @@ class Together:
             return failure if not failure.is_echo else self._lost(0, str(error))
 
     def _better_cause(self, told: Failure) -> Failure:
-        """An echo was told first; the cause is behind it, on whatever host, or is a lost host.
-
-        Raises:
-            Unreachable: The host that is lost holds the store.
-        """
+        """An echo was told first; the cause is behind it, on whatever host, or is a lost host."""
         deadline = time.monotonic() + CAUSE_SECONDS
         while told.is_echo and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -607,7 +589,6 @@ class _Wait:
         self._began, self._has_told = time.monotonic(), False
 
     def goes_on(self) -> bool:
-        """Whether there is time left."""
         waited = time.monotonic() - self._began
         if waited > TOLD_AFTER_SECONDS and not self._has_told:
             self._has_told = True
@@ -616,11 +597,7 @@ class _Wait:
 
 
 def _check_name(host: str, port: int) -> None:
-    """Refuse a host name that nobody knows.
-
-    Raises:
-        LaunchError: It has no address. A name server that is away may come back; then none.
-    """
+    """Refuse a host name that has no address; a name server that is away may come back."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -706,10 +683,6 @@ def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[
     type host after host: stages that the plan puts on one server are on one host, whatever their
     ranks. Where the hosts have fewer devices than the plan counted (it left some idle), slots
     keep the order of their devices; slots without one follow in order of ranks.
-
-    Args:
-        config: The slots.
-        devices: What each host contributes, type to number.
 
     Returns:
         The ranks of each host.

@@ -14,11 +14,7 @@ from ..protocol.control import CURRENT, FOLDER, LOCK, REQUEST, answer_to
 
 
 class Inbox:
-    """Requests to one launch, and their answers.
-
-    Args:
-        folder: The run's folder.
-    """
+    """Requests to one launch, and their answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / FOLDER

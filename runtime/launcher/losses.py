@@ -97,14 +97,7 @@ def recovery(
     operations: Mapping[str, int],
     generation: int,
 ) -> Recover:
-    """The mapping without the dead, as it is told to the others. Pure.
-
-    Args:
-        config: The mapping before.
-        ranks: The workers before.
-        operations: Where each who is left stands.
-        generation: The number of the new mapping.
-    """
+    """The mapping without the dead, as it is told to the others. Pure."""
     lost = [rank for name, rank in ranks.items() if name not in operations]
     order = sorted(operations, key=ranks.__getitem__)
     changed, top = without(config, lost), max(operations.values())

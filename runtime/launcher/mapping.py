@@ -99,10 +99,6 @@ def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
 
     Each goes to the worker that will be least loaded in proportion to what it holds now, of the
     same device type where one is left.
-
-    Args:
-        config: The launch as it was.
-        ranks: Who is lost; at least one worker is left.
     """
     lost = set(ranks)
     left = [slot for slot in config.workers if slot.rank not in lost]

@@ -91,14 +91,7 @@ def tee(read: int, log: Path, console: IO[str]) -> None:
 def follow(
     log: Path, console: IO[str], is_over: Callable[[], bool], goes_on: Callable[[], bool]
 ) -> None:
-    """Show what is added to a log, until its worker is gone or another is shown.
-
-    Args:
-        log: The log.
-        console: Where to.
-        is_over: Whether the worker is gone.
-        goes_on: Whether it is still the one to show.
-    """
+    """Show what is added to a log, until its worker is gone or another is shown."""
     lines = Lines(console)
     with log.open("rb", buffering=0) as kept:
         kept.seek(0, os.SEEK_END)

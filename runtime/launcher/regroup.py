@@ -18,12 +18,7 @@ from .supervisor import Launched, Tries
 
 
 class FirstFailure:
-    """This host's part of it: no worker joins or is replaced.
-
-    Args:
-        launched: The launch.
-        hosts: The other controllers.
-    """
+    """This host's part of it: no worker joins or is replaced."""
 
     def __init__(self, launched: Launched, hosts: Hosts) -> None:
         self._launched, self._hosts = launched, hosts
@@ -48,12 +43,7 @@ class FirstFailure:
 
 
 class Regroup:
-    """This host's part of a launch that starts again.
-
-    Args:
-        launched: The launch.
-        hosts: The other controllers.
-    """
+    """This host's part of a launch that starts again."""
 
     def __init__(self, launched: Launched, hosts: Together) -> None:
         config = launched.config

@@ -47,12 +47,7 @@ class _Change:
 
 
 class Repartitions:
-    """Decides which plan's workers run.
-
-    Args:
-        launched: The launch.
-        store: Where workers say how far they are.
-    """
+    """Decides which plan's workers run."""
 
     def __init__(self, launched: Launched, store: Store) -> None:
         config, policy = launched.config, launched.request.policy
@@ -150,11 +145,7 @@ class Repartitions:
             )
 
     def _begin(self, path: Path, config: LaunchConfig) -> None:
-        """Start the workers of the new plan beside the running ones.
-
-        Raises:
-            HetflowError: The machine lacks the devices.
-        """
+        """Start the workers of the new plan beside the running ones."""
         new = self._next(config)
         self._starter.follow(new.config, new.number, new.ranks)
         self._change = _Change(new, path, f"asked for {devices_of(config)}", set())
@@ -206,7 +197,6 @@ class Repartitions:
         self._inbox.answer(change.request, answer)
 
     def _cancel(self, why: str) -> None:
-        """Give the new plan up."""
         change, self._change = self._change, None
         if change is None:
             return

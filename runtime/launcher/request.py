@@ -152,10 +152,6 @@ def run_folder(given: Path | None, model: str) -> Iterator[Path]:
 
     It goes again where the launch wrote nothing.
 
-    Args:
-        given: The user's choice; None for the default.
-        model: The plan's model, after which a default is named.
-
     Raises:
         FileError: The default folder cannot be made.
     """

@@ -19,14 +19,7 @@ def commands_of(
     meeting: Meeting,
     generation: NewGeneration | None = None,
 ) -> list[WorkerCommand]:
-    """The commands of some workers of a launch.
-
-    Args:
-        request: The launch.
-        seats: The workers' slots and devices.
-        meeting: Where the store listens.
-        generation: Which one they are of, unless it is the first.
-    """
+    """The commands of some workers of a launch."""
     handover = request.handover_folder
     return worker_commands(
         seats,
@@ -48,14 +41,7 @@ def commands_of(
 
 
 class Starter:
-    """Starts this host's workers, and knows which devices they hold.
-
-    Args:
-        request: The launch.
-        workers: The worker processes.
-        meeting: Where the store listens.
-        folder: Where the mapping of each later generation is written for its workers.
-    """
+    """Starts this host's workers, and knows which devices they hold."""
 
     def __init__(
         self, request: LaunchRequest, workers: Workers, meeting: Meeting, folder: Path
@@ -65,12 +51,7 @@ class Starter:
         self._seats: dict[str, Seat] = {}
 
     def first(self, seats: Sequence[Seat], watch: Callable[[], None]) -> None:
-        """Start the workers of the plan.
-
-        Args:
-            seats: Their slots and devices.
-            watch: Raises where a signal comes while they are made ready.
-        """
+        """Start the workers of the plan."""
         commands = commands_of(self._request, seats, self._meeting)
         self._workers.wait_until_ready(commands, watch)
         self._workers.start(commands)
@@ -85,13 +66,6 @@ class Starter:
         restarted_at: int,
     ) -> None:
         """Start workers that join the running ones, on free devices.
-
-        Args:
-            config: The mapping with them.
-            number: Its generation.
-            ranks: The rank of each of its workers by name.
-            joining: The names of those to start.
-            restarted_at: The generation that last started from nothing or from a checkpoint.
 
         Raises:
             HetflowError: The machine lacks the devices.

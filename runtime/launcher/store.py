@@ -156,12 +156,7 @@ class Unreachable(RuntimeError):
 
 
 class PatientStore:
-    """Keys and values of a launch. Once it did not answer it is never asked again.
-
-    Args:
-        store: Torch's.
-        limit_seconds: How long an answer may take.
-    """
+    """Keys and values of a launch. Once it did not answer it is never asked again."""
 
     def __init__(self, store: Any, limit_seconds: float) -> None:
         self._store, self._limit_seconds = store, limit_seconds
@@ -218,12 +213,7 @@ class _Reply:
 
 
 class Part:
-    """Some keys of a store; each method as torch's.
-
-    Args:
-        through: Who asks.
-        store: Torch's, with the prefix.
-    """
+    """Some keys of a store; each method as torch's."""
 
     def __init__(self, through: PatientStore, store: Any) -> None:
         self._through, self._store = through, store

@@ -47,11 +47,7 @@ class Store(Readable, Protocol):
 
 
 class Tries:
-    """Three restarts from one checkpoint; one that comes as far as a newer one counts anew.
-
-    Args:
-        store: Where workers say what they go on from.
-    """
+    """Three restarts from one checkpoint; one that comes as far as a newer one counts anew."""
 
     def __init__(self, store: Readable) -> None:
         self._store = store
@@ -83,13 +79,7 @@ POLL_SECONDS = 0.02
 
 
 def cause_among(workers: Workers, config: LaunchConfig, ranks: Mapping[str, int]) -> Failure | None:
-    """The first cause among the failures of this host's workers; None where none has failed.
-
-    Args:
-        workers: The workers.
-        config: What they run.
-        ranks: The rank of each worker by name.
-    """
+    """The first cause among the failures of this host's workers; None where none has failed."""
     deadline = time.monotonic() + CAUSE_SECONDS
     if not workers.failures():
         return None

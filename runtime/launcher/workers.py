@@ -158,17 +158,7 @@ class Signals:
 
 
 class Workers:
-    """The workers of this host. One's output is shown; all of it is kept in logs.
-
-    Args:
-        folder: The run's folder.
-        stdout_to_stderr: Show their stdout on stderr.
-        channel: What they and the controller tell each other; None for no line between them.
-        token: The launch's, for the store.
-        inherited: The environment that they add theirs to.
-        preload: The launch's preloaded processes.
-        fence: What keeps later launches away while one of the workers is there.
-    """
+    """The workers of this host. One's output is shown; all of it is kept in logs."""
 
     def __init__(
         self,

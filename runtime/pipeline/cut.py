@@ -477,11 +477,6 @@ def holdings_of(
 ) -> list[Holdings]:
     """[stages] what each worker holds of a stage's outputs.
 
-    Args:
-        parts: The stages, in order.
-        sharing: The shared modules.
-        sequence_parallel: Whether tokens are spread between tensor-parallel layers.
-
     Raises:
         TargetError: A stage begins between a column- and a row-parallel layer and has dropout
             before the second.

@@ -78,11 +78,6 @@ class PipelineEngine:
 
     Until it is closed, the model can be called only in the function of a step.
 
-    Args:
-        session: The state that the parts of the job share.
-        work: The stages, and the schedule of their passes.
-        overlap: Whether sums of gradients start during backward passes.
-
     Raises:
         TargetError: The model cannot be cut as planned, the optimizer cannot be shared among
             workers, or the workers built different models.
@@ -219,9 +214,6 @@ class PipelineEngine:
         """The model's stages and a check of its calls; parameters return to their places after.
 
         A parallel plan of one stage needs no graph, so its model need not be traceable.
-
-        Args:
-            evaluates: Whether the model is in another mode than the plan's.
         """
         session, work = self._session, self._work
         if work.is_tensor_parallel and len(work.stages) == 1:
@@ -320,7 +312,6 @@ class PipelineEngine:
         return loss
 
     def _seed_of(self, virtual_node: int, stage: int) -> int:
-        """The seed of a forward pass's random streams."""
         session = self._session
         return key_of(session.seed, "pass", session.num_steps, virtual_node, "stage", stage)
 
@@ -464,7 +455,6 @@ class PipelineEngine:
         self.buffers.gather(self._ownership.device_of_whole)
 
     def _strip(self) -> None:
-        """Keep only the tensors of this worker's stages."""
         self._ownership.strip()
         self.buffers.strip()
 

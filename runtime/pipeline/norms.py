@@ -403,11 +403,7 @@ class ToldNorms:
         return self._table.norm(index, 2.0), self._table.norm(index, norm)
 
     def _meet(self, norm: float) -> None:
-        """Wait until all workers ask; a worker that does not is named instead of waited for.
-
-        Raises:
-            TargetError: Some workers do not ask.
-        """
+        """Wait until all workers ask; a worker that does not is named instead of waited for."""
         store, rank = self._place.store, self._place.rank
         assert store is not None
         signs = [f"norms/{self._num_meetings}/{r}" for r in range(self._place.world_size)]

@@ -50,10 +50,6 @@ def keepers_of(ownership: Ownership, names: Sequence[str]) -> dict[str, Holders]
     least so far. Say that a stage's parameters have s bytes together, and the largest m. Then with
     d replicas no worker keeps more than (s + (d - 1) m) / d bytes (Graham, 1969); the planner
     counts this. Deterministic, and equal on all workers.
-
-    Args:
-        ownership: Which ranks hold which parameters.
-        names: The parameters of the optimizer, in its order.
     """
     held: dict[int, int] = defaultdict(int)
     found: dict[str, Holders] = {}
@@ -87,10 +83,6 @@ def _replicas(ownership: Ownership, name: str) -> list[list[Holders]]:
 def check_shardable(optimizer: Any, *, is_main: bool) -> None:
     """Refuse an optimizer whose updates cannot be shared out among workers.
 
-    Args:
-        optimizer: The script's optimizer.
-        is_main: Whether this worker tells the user what may be wrong.
-
     Raises:
         TargetError: It is no optimizer of torch's kind, so its groups cannot be exchanged.
     """
@@ -108,15 +100,7 @@ def check_shardable(optimizer: Any, *, is_main: bool) -> None:
 
 
 class ShardedUpdates:
-    """Makes an optimizer's ``step`` update this worker's share and exchange the results.
-
-    Args:
-        optimizer: The script's optimizer; its ``step`` is replaced.
-        ownership: Which ranks hold which parameters.
-        keepers: From ``keepers_of``.
-        rank: This worker's.
-        group_of: Gives the process group of a set of ranks.
-    """
+    """Makes an optimizer's ``step`` update this worker's share and exchange the results."""
 
     def __init__(
         self,
@@ -386,17 +370,7 @@ class ScheduledSteps:
 
 
 class StageState:
-    """Captures, writes and restores a pipeline worker's state; see ``StateParts``.
-
-    Args:
-        session: The state that the parts of the job share.
-        work: The stages.
-        buffers: The virtual nodes' buffers.
-        ownership: Which parameters belong to this worker.
-        share: The worker's share of the optimizer, if there is one.
-        synchroniser: Keeps the previous batch's loss, if the schedule does not flush.
-        group: The workers that share layers with this one.
-    """
+    """Captures, writes and restores a pipeline worker's state; see ``StateParts``."""
 
     is_in_parts = True
 

@@ -263,13 +263,7 @@ class Ownership:
         self._is_whole = True
 
     def _spread(self, name: str, value: Tensor, wire: torch.device) -> None:
-        """Send a parameter to all workers from the first that hold it. Call it on all workers.
-
-        Args:
-            name: Name of the parameter.
-            value: Receives the whole parameter; on a worker that has it whole, the parameter.
-            wire: Device that the collectives' backend sends from.
-        """
+        """Send a parameter to all workers from the first that hold it. Call it on all workers."""
         first, rank = self.holders[name][0], self._place.rank
         if not self.lanes.is_cut(name, first):
             # Replicas may differ: one worker may hold the parameter whole, another only a part.
@@ -355,11 +349,6 @@ def shapes_on(
     """Within the context, give parameters and buffers their shapes on a device, without values.
 
     The tensors that the model's modules move themselves move to the device and stay.
-
-    Args:
-        device: The device.
-        model: The model.
-        shapes: Each parameter, with the shape of the whole parameter.
     """
     known = list(shapes)
     values = [(parameter, parameter.data, parameter.grad) for parameter, _ in known]
@@ -406,14 +395,7 @@ def place_own(
     optimizers: Sequence[torch.optim.Optimizer],
     place: Place,
 ) -> None:
-    """Move this worker's parameters and their optimizer state to its device.
-
-    Args:
-        own: This worker's parameters.
-        parts: This worker's stages.
-        optimizers: The script's optimizers.
-        place: This worker among the others.
-    """
+    """Move this worker's parameters and their optimizer state to its device."""
     for parameter in own:
         fill(parameter, place.device, computes=place.rank == 0)
     for part in parts:
@@ -429,14 +411,7 @@ def place_own(
 def broadcast_parts(
     model: nn.Module, parameters: dict[str, nn.Parameter], own: Collection[str], place: Place
 ) -> None:
-    """Start from the first worker's values; each worker keeps those of its own tensors only.
-
-    Args:
-        model: The whole model.
-        parameters: All parameters by name; this worker's are on its device.
-        own: Names of this worker's parameters and buffers.
-        place: This worker among the others.
-    """
+    """Start from the first worker's values; each worker keeps those of its own tensors only."""
     if not place.distributed:
         return
     wire = wire_device(place.device)

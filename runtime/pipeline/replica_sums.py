@@ -100,14 +100,12 @@ class _Bucket:
         )
 
     def watch(self) -> None:
-        """Give the parameters their hooks, if they have none."""
         if not self.watching:
             for slot, hook in zip(self.slots, self.hooks, strict=True):
                 if slot.parameter.requires_grad:
                     self.watching.add(slot.parameter, hook)
 
     def unwatch(self) -> None:
-        """Take the hooks from the parameters."""
         self.watching.remove()
 
 

@@ -62,14 +62,6 @@ _Taken = tuple[Tensor | float, float, bool]
 class Synchroniser:
     """Sums loss, gradients and norms over the workers of a pipeline.
 
-    Args:
-        ownership: The parameters, and which ranks hold each.
-        place: This worker among the others.
-        work: The stages.
-        transport: Sends small numbers between the hosts; None for one worker.
-        overlaps: Whether sums of gradients start during backward passes.
-        shares_updates: Whether workers with equal parameters need a process group of their own.
-
     Attributes:
         replica_sums: The sums of gradients in schedules that flush.
         stays_on_device: Whether losses and norms stay on the devices.
@@ -448,11 +440,6 @@ def _numbers(taken: Sequence[_Taken]) -> list[float]:
 
 
 def is_between_devices(place: Place, transport: Transport | None) -> bool:
-    """Whether collectives go from device to device, so that no host need wait for its own.
-
-    Args:
-        place: This worker among the others.
-        transport: Its groups for messages; None for a single worker.
-    """
+    """Whether collectives go from device to device, so that no host need wait for its own."""
     carrier = place.device if transport is None else transport.device
     return not backend_of(carrier).is_host

@@ -151,11 +151,6 @@ def exported_layers(
 ) -> LayeredModel:
     """Trace a model by exporting it.
 
-    Args:
-        model: The model, in training mode.
-        inputs: The tensors of a call by argument name; their values do not matter.
-        constants: The call's other arguments.
-
     Raises:
         TargetError: It cannot be exported, or it keeps statistics of its own that a pipeline would
             have to keep separate by microbatch; says why.
@@ -494,11 +489,7 @@ def _group(model: nn.Module, nodes: list[fx.Node]) -> tuple[Layer, ...]:
 
 
 def _check_written(model: nn.Module, layers: tuple[Layer, ...]) -> None:
-    """Refuse a written buffer that several layers use: other stages would not see it change.
-
-    Raises:
-        TargetError: Names the buffer.
-    """
+    """Refuse a written buffer that several layers use: other stages would not see it change."""
     layer_of = {node: layer.id for layer in layers for node in layer.nodes}
     for node in layer_of:
         root = node.args[0] if writes(node) and node.args else None

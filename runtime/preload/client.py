@@ -124,12 +124,10 @@ class _Pipes:
         return number
 
     def close_theirs(self) -> None:
-        """Close the process's ends: it has its copies, or was never started."""
         for number in self._opened:
             os.close(number)
 
     def close(self) -> None:
-        """Close all ends: no process was started."""
         self.close_theirs()
         for stream in self.ours:
             if stream is not None:
@@ -137,12 +135,7 @@ class _Pipes:
 
 
 class Connection:
-    """One connection to a preloaded process; may be used by several threads.
-
-    Args:
-        channel: The socket.
-        process: The preloaded process, where it is ours.
-    """
+    """One connection to a preloaded process; may be used by several threads."""
 
     def __init__(
         self, channel: socket.socket, process: "subprocess.Popen[bytes] | None" = None
@@ -275,9 +268,6 @@ class Preload:
     """The preloaded processes of one launch: one for each set of import settings.
 
     Where none can be had, one line is logged, and ``start`` gives None: start a fresh process.
-
-    Args:
-        place: What ``HETFLOW_PRELOAD`` says.
     """
 
     def __init__(self, place: str) -> None:
@@ -309,12 +299,7 @@ class Preload:
             self._place = OFF
 
     def wait(self, environment: Mapping[str, str], watch: Callable[[], None]) -> None:
-        """Wait until processes with this environment can be forked, or never will be.
-
-        Args:
-            environment: The environment.
-            watch: Called every now and then; may raise.
-        """
+        """Wait until processes with this environment can be forked, or never will be."""
         self.prepare(environment)
         connection = self._connections.get(frozenset(import_settings(environment).items()))
         if connection is not None:

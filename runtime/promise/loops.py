@@ -36,11 +36,7 @@ _OTHERS = (
 
 
 class LoopLosses:
-    """The losses of a job whose script has a loop of its own.
-
-    Args:
-        model: The job's model.
-    """
+    """The losses of a job whose script has a loop of its own."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -189,12 +185,7 @@ def check_loss(loss: Tensor, hint: str, sizes: tuple[int, int] | None = None) ->
 
 
 class _Graph:
-    """The last operations of a loss.
-
-    Args:
-        hint: As for ``check_loss``.
-        sizes: As for ``check_loss``.
-    """
+    """The last operations of a loss."""
 
     def __init__(self, hint: str, sizes: tuple[int, int] | None) -> None:
         self._hint, self._sizes = hint, sizes

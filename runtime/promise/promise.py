@@ -570,15 +570,7 @@ def _are_close(one: Any, other: Any, rounding: float) -> bool:
 
 
 class _Calls:
-    """The calls of one function in one test.
-
-    Args:
-        function: The script's function.
-        model: The job's model.
-        inputs: What to call it with, by (first sample, end).
-        form: How to read what it returns.
-        call: Calls it.
-    """
+    """The calls of one function in one test."""
 
     def __init__(
         self,
@@ -685,13 +677,7 @@ class _Calls:
         return first
 
     def _alone_in_training(self, single: tuple[int, int]) -> None:
-        """The same in training mode, where a model may count its steps in a plain number.
-
-        Buffers are put back, as training does it for each virtual node.
-
-        Raises:
-            TargetError: As ``_alone``.
-        """
+        """The same in training mode, where a model may count its steps in a plain number."""
         self._training = True
         try:
             first, second = (self._part(single, nullcontext(), leaves=one) for one in (True, False))
@@ -719,9 +705,6 @@ class _Calls:
         """Compare the loss with that of the same samples repeated, as many as the batch has.
 
         So a loss shows that chooses samples where there are many, as ``topk(min(64, len(x)))``.
-
-        Raises:
-            TargetError: They differ.
         """
         number, inputs = self._num_samples, self._inputs[0, self._num_samples]
         leaves = tree_leaves(inputs)
@@ -773,11 +756,7 @@ class _Calls:
         return Found(_on_host(loss).reshape(()), number, len(rows))
 
     def _backward(self, tensors: Any, *arguments: Any, **options: Any) -> None:
-        """Stands for ``torch.autograd.backward``, by which the function trains something else.
-
-        Raises:
-            TargetError: It adds to the gradients of the job's model.
-        """
+        """Stands for ``torch.autograd.backward``, by which the function trains something else."""
         given = options.get("inputs")
         leaves = list(leaves_of(tensors)) if given is None else list(tree_leaves(given))
         if any(id(leaf) in self._own for leaf in leaves):

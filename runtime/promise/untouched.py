@@ -38,12 +38,7 @@ _MISSING = object()
 
 
 class Untouched:
-    """What a function can reach, and how to put it back.
-
-    Args:
-        function: The script's function.
-        model: The job's model.
-    """
+    """What a function can reach, and how to put it back."""
 
     def __init__(self, function: Any, model: nn.Module) -> None:
         self._undo: list[Undo] = []

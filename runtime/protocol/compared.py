@@ -13,13 +13,7 @@ OFF_FRACTION = 0.05
 def compared(
     plan: Plan, devices: Sequence[DeviceRun], step_seconds: float
 ) -> tuple[TermComparison, ...]:
-    """Compare the terms of a plan's predicted step with those of its run.
-
-    Args:
-        plan: The plan, with its prediction.
-        devices: Measurements of every worker, by rank.
-        step_seconds: The measured step.
-    """
+    """Compare the terms of a plan's predicted step with those of its run."""
     found = _of_stages(plan, devices) if plan.layers else _of_replicas(plan, devices)
     return tuple(_marked(entry, step_seconds) for entry in found)
 

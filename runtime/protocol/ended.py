@@ -33,11 +33,7 @@ def tell_left(failure: Path) -> None:
 
 
 def have_all_left(logs: Path) -> bool:
-    """Whether every worker that was ever started in a launch had nothing left to do.
-
-    Args:
-        logs: Folder of the logs of that launch, whose first worker's is ``rank0.out``.
-    """
+    """Whether every worker that was ever started in a launch had nothing left to do."""
     started = [path.stem for path in logs.glob("rank*.out")]
     return "rank0" in started and all((logs / f"{name}.left").exists() for name in started)
 

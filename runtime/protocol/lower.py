@@ -113,11 +113,7 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
 
 
 def _check_layers(plan: Plan) -> None:
-    """Refuse a plan whose layers cannot be run as it cuts them, or whose replicas have no work.
-
-    Raises:
-        ProblemError: The message states the rule.
-    """
+    """Refuse a plan whose layers cannot be run as it cuts them, or whose replicas have no work."""
     obstacle = None if plan.trace is None else plan.trace.obstacle
     # A single stage of tensor-parallel groups runs the whole model, which need not be cut.
     is_cut = len(plan.stages) > 1 or plan.stage_cost is not None
@@ -153,11 +149,6 @@ def _check_layers(plan: Plan) -> None:
 
 
 def _check_numbers(num_workers: int, num_virtual_nodes: int) -> None:
-    """Refuse a plan whose workers or virtual nodes are too many to list.
-
-    Raises:
-        ProblemError: They are too many.
-    """
     for number, most, name in (
         (num_workers, MAX_WORKERS, "workers"),
         (num_virtual_nodes, MAX_VIRTUAL_NODES, "virtual nodes in a step"),

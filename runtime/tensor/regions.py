@@ -78,13 +78,7 @@ class Region(TorchFunctionMode):
         self._recording: Any = None
 
     def opened(self, name: str, made: Tensor, parts: int) -> None:
-        """Note that a column-parallel layer has run.
-
-        Args:
-            name: The layer.
-            made: Its output, this worker's share.
-            parts: How many layers are fused in it.
-        """
+        """Note that a column-parallel layer has run."""
         if not self._columns or self._is_left_open():
             self._columns.clear()
             self._recording = recording()
@@ -205,11 +199,7 @@ class Region(TorchFunctionMode):
         return weights @ value
 
     def _check_recording(self) -> None:
-        """Refuse a checkpoint that begins here: its recomputation would not draw whole masks.
-
-        Raises:
-            TargetError: Functions are recorded otherwise than when the region began.
-        """
+        """Refuse a checkpoint that begins here: its recomputation would not draw whole masks."""
         if recording() != self._recording:
             raise self._refusal(
                 "a checkpoint recomputes dropout, which draws",
@@ -233,10 +223,6 @@ def _is_random(func: Callable[..., Any]) -> bool:
 
 def check_attention(model: nn.Module, device: torch.device) -> None:
     """Refuse attention of transformers that drops weights inside a kernel, before training.
-
-    Args:
-        model: The model, some of whose tensor-parallel degrees are not 1.
-        device: The device of this worker.
 
     Raises:
         TargetError: Names the kind of attention and the setting.

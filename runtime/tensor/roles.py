@@ -382,11 +382,6 @@ def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: Shari
 def check_shared(stages: Sequence[Any], sharing: Sharing, model: nn.Module) -> None:
     """Refuse stages whose graph reads a cut parameter outside the module that shares it.
 
-    Args:
-        stages: Stages, each with its ``module``.
-        sharing: The shared modules and parameters.
-        model: The model.
-
     Raises:
         TargetError: Names the parameter; torch.export splits modules into operators.
     """

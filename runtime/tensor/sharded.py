@@ -65,13 +65,7 @@ def _(input: Tensor, num_outputs: int, dtype: torch.dtype | None) -> Tensor:
 
 
 def opaque_forward(module: nn.Module, role: Role, degree: int) -> Callable[..., Tensor]:
-    """What a shared module computes while the model is exported.
-
-    Args:
-        module: The shared module.
-        role: How it is shared.
-        degree: Workers of the group.
-    """
+    """What a shared module computes while the model is exported."""
     if isinstance(module, nn.Embedding):
         return partial(_call, module.embedding_dim, module.weight.dtype)
     outputs = num_outputs(module)
@@ -236,14 +230,7 @@ def _refuse(logits: CutLogits, func: Callable[..., Any]) -> NoReturn:
 
 
 class ShardedModel:
-    """The shared modules of a model, as one worker runs them.
-
-    Args:
-        model: The whole model.
-        sharing: The shared modules and parameters.
-        group: The tensor-parallel group.
-        sequence_parallel: Whether tokens are spread between tensor-parallel layers.
-    """
+    """The shared modules of a model, as one worker runs them."""
 
     def __init__(
         self,
