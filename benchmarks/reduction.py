@@ -31,7 +31,7 @@ from hetflow import runtime as hf
 from hetflow.devices.backend import backend_of
 from hetflow.runtime import peers
 from hetflow.runtime.invariant import Collectives, InvariantSum
-from hetflow.runtime.protocol.pins import pins
+from hetflow.runtime.protocol.environment import pins
 from hetflow.schema import files
 
 # Virtual nodes of each worker: 4 and 8 in all, even, uneven and not aligned with the tree.

@@ -23,7 +23,7 @@ from ..schema.errors import TargetError
 from ..schema.launch import Determinism, LaunchConfig
 from ..schema.options import command, option
 from .group import Place
-from .protocol.pins import missing_pins
+from .protocol.environment import missing_pins
 
 # On no device: where several indices are equal, any of their values may win.
 _NEVER_DETERMINISTIC = (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)

@@ -25,9 +25,16 @@ from . import peers
 from .elastic.control import Control
 from .meeting import Meeting, check_builds, own_build, parse_build
 from .peers import SharedStore
-from .protocol.environment import DEVICE_TYPE, JOINS, Start, assign_slots, read_environment
+from .protocol.environment import (
+    DEVICE_TYPE,
+    JOINS,
+    Start,
+    assign_slots,
+    prefix_of,
+    read_environment,
+    take_token,
+)
 from .protocol.handover import wait_for_turn
-from .protocol.launch_token import prefix_of, take_token
 from .protocol.messages import Recover, Resize
 
 RELEASE_SECONDS = 2.0  # destroying a group normally takes milliseconds

@@ -26,10 +26,8 @@ from ..schema.requests import flag_of
 from .after_import import install
 from .elastic.control import Control
 from .error_origin import explained, is_lost_peer, may_be_echo
-from .protocol.ended import tell_ended, tell_left
-from .protocol.environment import DETERMINISM, DEVICE, FAILURE, FLAGS, PLAN, SEED
-from .protocol.failure_note import FailureNote
-from .protocol.launch_token import take_token
+from .protocol.ended import FailureNote, ended_path, left_path, touch
+from .protocol.environment import DETERMINISM, DEVICE, FAILURE, FLAGS, PLAN, SEED, take_token
 from .unplanned import Unplanned
 
 
@@ -92,7 +90,7 @@ def _end_well() -> None:
     if path:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        tell_ended(Path(path))
+        touch(ended_path(Path(path)))
 
 
 def fail(error: BaseException) -> None:
@@ -250,7 +248,7 @@ def _leave(code: list[int], worker: int) -> None:
         os._exit(code[0])
     path = os.environ.get(FAILURE)
     if path and os.getpid() == worker:
-        tell_left(Path(path))
+        touch(left_path(Path(path)))
 
 
 if __name__ == "__main__":

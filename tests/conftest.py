@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.runtime.protocol.pins import pins
+from hetflow.runtime.protocol.environment import pins
 from hetflow.tests import profiles
 
 profiles.register()

@@ -7,9 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 from ...schema import files
 from ...schema.errors import TargetError
@@ -17,18 +16,16 @@ from ...schema.launch import WorkerSlot
 from ...schema.masking import mask
 from ...schema.run import Generation, RunEvent, RunRecord
 from ..preload import VARIABLE, Preload
-from ..protocol.environment import Channel
-from ..protocol.pins import pins
+from ..protocol.environment import Channel, pins
 from ..protocol.record import Status, WorkerReport, assemble
 from .devices import check_memory, imagined_seats, remarks, seat_workers
 from .failures import Failure, interruption, tail_of
 from .fence import Fence
 from .generations import Generations
-from .history import LastGeneration
 from .hosts import Alone, Hosts, Together, expected_slots
 from .inbox import Inbox
 from .output import Lines
-from .regroup import FirstFailure, Regroup
+from .regroup import Regroup
 from .repartition import Repartitions
 from .request import (
     LaunchRequest,
@@ -38,35 +35,27 @@ from .request import (
     check_script,
     make_folder,
 )
-from .spawn import Meeting, WorkerCommand
-from .starting import Starter, commands_of
+from .spawn import Meeting, WorkerCommand, commands_of
+from .store import LastGeneration
 from .supervisor import Launched, Supervisor
-from .workers import Signals, Workers
+from .workers import Signals, Starter, Workers
 
 # Which way a launch is looked after: chosen once, from what was asked.
 
 
-Place = TypeVar("Place", bound=Hosts)
-
-
-@dataclass(frozen=True, slots=True)
-class Supervision(Generic[Place]):
+class Supervision(NamedTuple):
     """A way to look after a launch.
 
     ``channel`` is what workers and their controller tell each other; None where they have no
     control channel. ``supervisor`` makes the supervisor when the workers were started.
     """
 
-    hosts: Place
+    hosts: Hosts
     channel: Channel | None
-    supervisor: Callable[[Launched, Place], Supervisor]
-
-    def begin(self, launched: Launched) -> Supervisor:
-        """The supervisor of a launch whose workers were started."""
-        return self.supervisor(launched, self.hosts)
+    supervisor: type[Supervisor]
 
 
-def supervision_of(request: LaunchRequest) -> Supervision[Alone] | Supervision[Together]:
+def supervision_of(request: LaunchRequest) -> Supervision:
     """The way that fits a launch.
 
     Raises:
@@ -74,9 +63,7 @@ def supervision_of(request: LaunchRequest) -> Supervision[Alone] | Supervision[T
     """
     if request.rendezvous is not None:
         together = Together(request, request.rendezvous)
-        if request.policy == "replace":
-            return Supervision(together, "heartbeats", Regroup)
-        return Supervision(together, None, FirstFailure)
+        return Supervision(together, "heartbeats" if request.policy == "replace" else None, Regroup)
     alone = Alone(request.config)
     if request.config.pipeline is not None:
         return Supervision(alone, "heartbeats", Repartitions)
@@ -151,7 +138,9 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     with Signals(ends_process=request.ends_process) as signals:
         record, failure = _train(request, signals, warn)
         if failure is not None:
-            _show_tail(failure)
+            tail = tail_of(Path(failure.log)) if failure.rank and failure.log else ""
+            if tail:  # its own last words; the first worker's were shown as they came
+                Lines(sys.stderr).add(f"{tail}\n".encode())
             raise failure.as_error()
     return record
 
@@ -172,7 +161,7 @@ def _train(
                 # It imports while this process sets up.
                 preload.prepare({**inherited, **command.environment})
         supervision = supervision_of(request)
-        hosts: Hosts = supervision.hosts
+        hosts = supervision.hosts
         workers = Workers(
             request.folder,
             stdout_to_stderr=request.stdout_to_stderr,
@@ -182,33 +171,21 @@ def _train(
             preload=preload,
             fence=fence,
         )
-        end = _Run(request, supervision, workers, fence, signals, warn).train()
+        run = _Run(request, supervision, workers, fence, signals, warn)
+        failure, supervisor = run.train()
         reports: list[WorkerReport] = []
-        if hosts.is_first and (end.failure is None or end.failure.interrupted):
-            reports = hosts.reports(end.last, wait=end.failure is None)
+        if hosts.is_first and (failure is None or failure.interrupted):
+            last = LastGeneration(world_size=request.config.world_size)
+            last = supervisor.last if supervisor is not None else last
+            reports = hosts.reports(last, wait=failure is None)
         hosts.leave()
-    failure = end.failure
-    record = _record(request, failure, reports, time.monotonic() - began, end.generations)
+    generations = supervisor.generations if supervisor is not None else ()
+    record = _record(request, failure, reports, time.monotonic() - began, generations)
     if hosts.is_first and request.folder.is_dir():
         files.write(request.folder / "run.json", record, force=True)
     if hosts.is_first and failure is None:
         _warn_about(record, warn)
     return (record if hosts.is_first else None), failure
-
-
-def _fill_folder(request: LaunchRequest) -> None:
-    make_folder(request.folder)
-    files.write(request.folder / "plan.json", request.plan, force=True)
-    files.write(request.folder / "launch.json", request.config, force=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    """How the workers of a launch ended: ``failure`` is None where all succeeded."""
-
-    failure: Failure | None
-    generations: Sequence[Generation]
-    last: LastGeneration
 
 
 class _Run:
@@ -217,7 +194,7 @@ class _Run:
     def __init__(
         self,
         request: LaunchRequest,
-        supervision: Supervision[Alone] | Supervision[Together],
+        supervision: Supervision,
         workers: Workers,
         fence: Fence,
         signals: Signals,
@@ -226,11 +203,11 @@ class _Run:
         self._fence = fence
         self._ended_after: float | None = None
         self._request, self._supervision, self._workers = request, supervision, workers
-        self._hosts: Hosts = supervision.hosts
+        self._hosts = supervision.hosts
         self._signals, self._warn = signals, warn
 
-    def train(self) -> _End:
-        """Start the workers and see them through."""
+    def train(self) -> tuple[Failure | None, Supervisor | None]:
+        """Start the workers and see them through; how they failed, and the supervisor if any."""
         hosts, workers = self._hosts, self._workers
         supervisor: Supervisor | None = None
         with ExitStack() as opened:
@@ -250,11 +227,7 @@ class _Run:
                 if failure.exit_code == 128 + signal.SIGINT and failure.interrupted:
                     workers.interrupt(self._signals, self._request.grace_seconds, self._warn)
             workers.stop(self._signals)
-        if supervisor is None:
-            last = LastGeneration(world_size=self._request.config.world_size)
-            return _End(failure=failure, generations=(), last=last)
-        entries = supervisor.history.entries
-        return _End(failure=failure, generations=entries, last=supervisor.last)
+        return failure, supervisor
 
     def _start(self, opened: ExitStack) -> Supervisor:
         """Meet the other hosts and start this one's workers; ``opened`` closes the inbox."""
@@ -266,23 +239,24 @@ class _Run:
         environment = os.environ | pins(request.config.determinism)
         for remark in remarks(slots, request.config, environment):
             self._warn(remark)
-        _fill_folder(request)
+        make_folder(request.folder)
+        files.write(request.folder / "plan.json", request.plan, force=True)
+        files.write(request.folder / "launch.json", request.config, force=True)
         inbox = Inbox(request.folder)
         opened.callback(inbox.close)
         starter = Starter(request, self._workers, meeting, inbox.folder)
         hosts.starting()
         starter.first(seats, self._watch)
-        return self._supervision.begin(
-            Launched(
-                request=request,
-                slots=slots,
-                workers=self._workers,
-                inbox=inbox,
-                starter=starter,
-                check_signals=self._watch,
-                warn=self._warn,
-            )
+        launched = Launched(
+            request=request,
+            slots=slots,
+            workers=self._workers,
+            inbox=inbox,
+            starter=starter,
+            check_signals=self._watch,
+            warn=self._warn,
         )
+        return self._supervision.supervisor(launched, hosts)
 
     def _watch(self) -> None:
         if self._signals.received is not None:
@@ -361,14 +335,6 @@ def _record(
         generations=history,
         provenance=provenance,
     )
-
-
-def _show_tail(failure: Failure) -> None:
-    """The failing worker's own last words; the first worker's were shown as they came."""
-    if failure.rank and failure.log:
-        tail = tail_of(Path(failure.log))
-        if tail:
-            Lines(sys.stderr).add(f"{tail}\n".encode())
 
 
 def _warn_about(record: RunRecord, warn: Warn) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ...devices.watchdog import NUM_LINES, find_abort
 from ...schema.errors import LaunchError
 from ...schema.records import adapter_of, faults_of
-from ..protocol.failure_note import FailureNote, read_note
+from ..protocol.ended import FailureNote, read_note
 
 TAIL_LINES = 25
 

@@ -10,15 +10,13 @@ import select
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from ...schema.errors import HetflowError, LaunchError
+from ...schema.errors import HetflowError, LaunchError, ProblemError
 from ...schema.launch import LaunchConfig
 from ...schema.options import told
-from ...schema.resize import ResizeAnswer, ResizeRequest
-from ...schema.run import GenerationKind
+from ...schema.resize import ResizeAnswer
 from ..protocol.messages import (
     Abort,
     Closed,
@@ -30,71 +28,114 @@ from ..protocol.messages import (
     Lost,
     Paused,
     Ready,
+    Recover,
     Resize,
 )
 from .failures import Failure
-from .heartbeat import Watch, parted
-from .history import History, LastGeneration, devices_of
-from .losses import Losses, recovery
-from .mapping import renumbered, seated
-from .supervisor import Launched, Readable, Tries
+from .heartbeat import parted
+from .hosts import Hosts
+from .mapping import devices_of, renumbered, seated, without
+from .supervisor import Change, Launched, Supervisor
 
-# A resize in progress: joining and leaving workers, and the messages to all workers.
+# How long a worker that lost its connections waits for a death to be seen.
+CAUSE_SECONDS = 1.0
+MAX_TRIES = 3  # at one step
 
 
-@dataclass(slots=True, kw_only=True)
-class Change:
-    """The next mapping of virtual nodes, until all workers have changed to it.
+@dataclass(slots=True)
+class Losses:
+    """The dead and their causes by name, and the operation that each of the others is in.
 
-    ``ranks`` has the workers of the next generation by name; ``request`` is None where the
-    controller asked by itself.
+    ``first_sign`` is what the first of them to lose another says of it, ``last_sign`` what the
+    first says of the last time.
     """
 
-    config: LaunchConfig
-    ranks: dict[str, int]
-    joining: list[str]
-    leaving: list[str]
-    request: Path | None
-    detail: str
-    kind: Literal["resize", "replace"] = "resize"
-    began: float = field(default_factory=time.monotonic)
-    ready: set[str] = field(default_factory=set)
-    start_seconds: float | None = None
+    dead: list[str] = field(default_factory=list)
+    causes: dict[str, str] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=dict)
+    began: float = 0.0
+    first_sign: str = ""
+    last_sign: str = ""
+    _since: float = 0.0
+    _last: tuple[int, int] = (-1, 0)
+
+    def begin(self, *, is_again: bool) -> None:
+        """A generation is broken off; ``is_again`` where the one before never came together."""
+        self._since = time.monotonic()
+        if not is_again:
+            self.began = self._since
+            self.first_sign = ""
+        self.last_sign = ""
+        self.operations = {}
+
+    def hear(self, why: str) -> None:
+        """A worker says how it noticed."""
+        self.first_sign, self.last_sign = self.first_sign or why, self.last_sign or why
+
+    def bury(self, name: str, cause: str) -> None:
+        """A worker is dead."""
+        self.causes.setdefault(name, cause)
+        self.dead.append(name)
+
+    def forget(self) -> None:
+        """The others have met again."""
+        self.dead, self.causes = [], {}
 
     @property
-    def is_ready(self) -> bool:
-        """Whether every joining worker waits at its first batch."""
-        return self.ready >= set(self.joining)
+    def sentence(self) -> str:
+        """What happened."""
+        return "; ".join(self.causes.values()) or "connections were lost"
 
-    def announcement(self, now: Mapping[str, int], generation: int) -> Resize:
-        """The message to all workers, running and joining ones.
+    def are_known(self, alive: Sequence[str]) -> bool:
+        """Whether all who are left have said how far they are, and a death had time to be seen."""
+        all_said = bool(alive) and all(name in self.operations for name in alive)
+        return all_said and (bool(self.dead) or time.monotonic() - self._since > CAUSE_SECONDS)
 
-        Each joining worker gets the state from a donor, the staying workers in turn. If no worker
-        stays, the first one is the guest: it meets the joining workers once, and leaves.
+    def unheard(self, alive: Sequence[str], limit_seconds: float) -> list[str]:
+        """Who has not said how far it is, that long after the generation was broken off."""
+        is_late = time.monotonic() - self._since > limit_seconds
+        return [name for name in alive if is_late and name not in self.operations]
+
+    def check(self, alive: Sequence[str]) -> dict[str, int]:
+        """The operation of each remaining worker.
+
+        Raises:
+            LaunchError: They cannot go on.
         """
-        self.start_seconds = time.monotonic() - self.began if self.joining else None
-        staying = [name for name in self.ranks if name in now]
-        first = min(now, key=now.__getitem__)
-        givers = staying or [first]
-        return Resize(
-            generation=generation,
-            config=self.config,
-            ranks=self.ranks,
-            donors={name: givers[n % len(givers)] for n, name in enumerate(self.joining)},
-            guest=None if staying else first,
-        )
+        found = {name: self.operations[name] for name in alive}
+        top = max(found.values())
+        tries = self._last[1] + 1 if self._last[0] == top else 1
+        self._last = (top, tries)
+        if tries > MAX_TRIES:
+            raise LaunchError(
+                f"{self.sentence}; the others could not meet again in {tries - 1} tries: "
+                f"{self.last_sign}"
+                if self.dead
+                else f"the workers lost each other {tries} times at the same step, though none has "
+                f"ended: {self.first_sign}"
+            )
+        if min(found.values()) < top - 1:
+            raise LaunchError("the workers are more than one step apart")
+        return found
 
-    def answer(self, generation: int, pause_seconds: float) -> ResizeAnswer:
-        """The answer to send when all workers have met."""
-        return ResizeAnswer(
-            status="done",
-            detail=f"{devices_of(self.config)} from now on",
-            generation=generation,
-            joined=tuple(self.joining),
-            left=tuple(self.leaving),
-            start_seconds=self.start_seconds,
-            pause_seconds=pause_seconds,
-        )
+
+def recovery(
+    config: LaunchConfig,
+    ranks: Mapping[str, int],
+    operations: Mapping[str, int],
+    generation: int,
+) -> Recover:
+    """The mapping without the dead, as it is told to the others. Pure."""
+    lost = [rank for name, rank in ranks.items() if name not in operations]
+    order = sorted(operations, key=ranks.__getitem__)
+    changed, top = without(config, lost), max(operations.values())
+    return Recover(
+        generation=generation,
+        config=changed,
+        ranks={name: rank for rank, name in enumerate(order)},
+        behind=tuple(name for name in order if operations[name] < top),
+        donor=next(name for name in order if operations[name] == top),
+    )
 
 
 _WITH_CHECKPOINTS = (
@@ -102,34 +143,23 @@ _WITH_CHECKPOINTS = (
 )
 
 
-class Generations:
+class Generations(Supervisor):
     """Decides the mapping of each generation, and tells the workers."""
 
-    def __init__(self, launched: Launched, store: Readable) -> None:
-        config, request = launched.config, launched.request
-        self._launched, self._workers, self._inbox = launched, launched.workers, launched.inbox
-        self._starter, self._warn = launched.starter, launched.warn
-        self._on_failure, self._is_fragile = request.policy, False
-        self._has_checkpoints = request.checkpoint is not None
-        self._watch, self._tries = Watch(launched.workers, launched.limits), Tries(store)
-        self.number, self.config = 0, config
-        self.restarted_at = 0
-        self._highest = 0
-        self._ranks = {str(slot.rank): slot.rank for slot in config.workers}
+    def __init__(self, launched: Launched, hosts: Hosts) -> None:
+        super().__init__(launched, hosts)
+        self._on_failure, self._is_fragile = launched.request.policy, False
+        self._has_checkpoints = launched.request.checkpoint is not None
         self._phase: Literal["starting", "running", "changing", "switching", "breaking", "forming"]
         self._phase = "starting"
         self._joined: set[str] = set()
         self._pauses: list[float] = []
-        self._change: Change | None = None
         self._left: set[str] = set()
         self._unanswered: list[tuple[Change, ResizeAnswer]] = []
-        self._names = (str(number) for number in count(config.world_size))
         self._losses = Losses()
         self._closed: str | None = None
         self._wanted: LaunchConfig | None = None
-        self._inbox.show(config)
-        self.history = History()
-        self._remember("start", "the launch", joined=tuple(self._ranks))
+        self._inbox.show(self.config)
 
     # What happens
 
@@ -139,7 +169,7 @@ class Generations:
         if failure is not None:
             if failure.sentence_of_ours or failure.why:
                 return failure
-            return self._launched.cause(self.config, self._ranks) or failure
+            return self._cause() or failure
         if all(self._workers.is_done(name) for name in self._ranks):
             self._cancel("the run ended before the joining workers could join")
         return None
@@ -166,13 +196,14 @@ class Generations:
             case Joined(generation=self._highest):
                 self._joined.add(name)
                 self._pauses.append(message.pause_seconds)
-                if self._joined >= self._ranks_in_the_making().keys():
+                switching = change is not None and self._phase == "switching"
+                if self._joined >= (change.ranks if change and switching else self._ranks).keys():
                     self._all_joined()
             case Paused(generation=self._highest):
                 self._pauses.append(message.pause_seconds)
             case Ready() if change is not None and name in change.joining:
                 change.ready.add(name)
-                if change.is_ready:
+                if change.ready >= set(change.joining):
                     self._announce(change)
             case Lost() if message.generation >= self.number:
                 self._break_off()
@@ -186,10 +217,6 @@ class Generations:
                 if change is not None:
                     self._cancel(f"{self._closed}; such a job cannot be resized")
                     self._phase = "running"
-
-    def _ranks_in_the_making(self) -> dict[str, int]:
-        switching = self._phase == "switching" and self._change is not None
-        return self._change.ranks if switching and self._change else self._ranks
 
     def _all_joined(self) -> None:
         if self._phase == "switching" and self._change is not None:
@@ -210,28 +237,11 @@ class Generations:
 
     # Resizes
 
-    def _serve(self) -> None:
-        waiting = self._inbox.next()
-        if waiting is None:
-            return
-        path, request = waiting
-        try:
-            self._resize(path, request)
-        except HetflowError as error:
-            self._refuse(path, error.message, error.hint)
-
-    def _refuse(self, path: Path, detail: str, hint: str | None = None) -> None:
-        self._inbox.answer(path, ResizeAnswer(status="refused", detail=detail, hint=hint))
-
-    def _resize(self, path: Path, request: ResizeRequest) -> None:
-        if self._change is not None:
-            self._refuse(path, "a resize is in progress already", "ask again when it is done")
-            return
+    def _change_to(self, config: LaunchConfig, path: Path) -> None:
         if self._closed is not None:
-            self._refuse(path, f"{self._closed}; such a job cannot be resized")
-            return
-        detail = f"asked for {devices_of(request.config)}"
-        self._begin(renumbered(self.config, request.config), path, detail, "resize")
+            raise ProblemError(f"{self._closed}; such a job cannot be resized")
+        detail = f"asked for {devices_of(config)}"
+        self._begin(renumbered(self.config, config), path, detail, "resize")
         self._wanted = None
 
     def _begin(
@@ -243,9 +253,9 @@ class Generations:
     ) -> None:
         """Start the joining workers of a mapping beside the running job."""
         types = {name: self.config.workers[rank].device_type for name, rank in self._ranks.items()}
-        config, ranks = seated(config, types, self._names)
-        joining = [name for name in ranks if name not in self._ranks]
-        leaving = [name for name in self._ranks if name not in ranks]
+        config, ranks = seated(config, types, self._fresh)
+        joining = tuple(name for name in ranks if name not in self._ranks)
+        leaving = tuple(name for name in self._ranks if name not in ranks)
         same = all(
             config.workers[rank].virtual_nodes
             == self.config.workers[self._ranks[name]].virtual_nodes
@@ -259,6 +269,7 @@ class Generations:
             return
         change = Change(
             config=config,
+            number=self._highest + 1,
             ranks=ranks,
             joining=joining,
             leaving=leaving,
@@ -266,57 +277,57 @@ class Generations:
             detail=detail,
             kind=kind,
         )
-        self._starter.join(config, self._highest + 1, ranks, joining, self.restarted_at)
+        self._starter.join(config, change.number, ranks, joining, self.restarted_at)
         self._change, self._phase = change, "changing"
         if not joining:
             self._announce(change)
 
     def _announce(self, change: Change) -> None:
-        self._highest += 1
+        """Tell all workers, running and joining ones, of the next mapping.
+
+        Each joining worker gets the state from a donor, the staying workers in turn. If no worker
+        stays, the first one is the guest: it meets the joining workers once, and leaves.
+        """
+        self._highest = change.number
         self._phase, self._joined, self._pauses = "switching", set(), []
-        names = [*self._ranks, *change.joining]
-        self._tell(names, change.announcement(self._ranks, self._highest))
+        change.start_seconds = time.monotonic() - change.began if change.joining else None
+        staying = [name for name in change.ranks if name in self._ranks]
+        givers = staying or [min(self._ranks, key=self._ranks.__getitem__)]
+        message = Resize(
+            generation=change.number,
+            config=change.config,
+            ranks=change.ranks,
+            donors={name: givers[n % len(givers)] for n, name in enumerate(change.joining)},
+            guest=None if staying else givers[0],
+        )
+        self._tell([*self._ranks, *change.joining], message)
 
     def _arrive(self, change: Change) -> None:
-        self.number, self._change, self._phase = self._highest, None, "running"
-        self.config, self._ranks = change.config, change.ranks
         self._tell(change.leaving, Leave())
         self._left |= set(change.leaving)
-        for name in self._workers.lines().keys() & change.leaving:
+        for name in self._workers.lines().keys() & set(change.leaving):
             self._workers.lines()[name].is_finished = True
-        self._workers.show(_first(self._ranks))
-        self._inbox.show(self.config)
-        pause = max(self._pauses, default=0.0)
-        joined, left = tuple(change.joining), tuple(change.leaving)
-        self._remember(change.kind, change.detail, joined=joined, left=left, pause_seconds=pause)
-        self._unanswered.append((change, change.answer(self.number, pause)))
+        self._show_first(change.ranks)
+        self._phase = "running"
+        answer = self._arrived(change, max(self._pauses, default=0.0))
+        self._unanswered.append((change, answer))
 
     def _answer_when_gone(self) -> None:
         """Answer resizes whose leaving workers have ended: from then on their devices are free."""
         waiting, self._unanswered = self._unanswered, []
         for change, answer in waiting:
-            if any(self._is_there(name) for name in change.leaving):
+            gone = (
+                not self._workers.is_held(n) or self._workers.is_done(n) for n in change.leaving
+            )
+            if not all(gone):
                 self._unanswered.append((change, answer))
             elif change.request is not None:
                 self._inbox.answer(change.request, answer)
 
-    def _is_there(self, name: str) -> bool:
-        return self._workers.is_held(name) and not self._workers.is_done(name)
-
     def _cancel(self, why: str) -> None:
-        """Give a resize up; the job continues unchanged."""
-        change, self._change = self._change, None
-        if change is None:
-            return
-        for name in change.joining:
-            self._workers.kill(name)
-            self._workers.forget(name)
+        self._give_up(why)
         if self._phase == "changing":
             self._phase = "running"
-        if change.request is not None:
-            self._inbox.answer(change.request, ResizeAnswer(status="failed", detail=why))
-        elif change.kind == "replace":
-            self._warn(f"no replacement: {why}")
 
     # Failures
 
@@ -382,7 +393,7 @@ class Generations:
             # It followed from another, whose end may be told a moment later.
             is_alone = failure.is_echo and not self._losses.dead
             if is_alone or (failure.by_signal and failure.lost_peer):
-                cause = self._launched.cause(self.config, self._ranks) or failure
+                cause = self._cause() or failure
                 if not cause.is_echo:
                     return None  # which comes first at the next look
             if name in self._left:
@@ -435,19 +446,12 @@ class Generations:
 
     def _restart_all(self, cause: str) -> None:
         self._cancel("a worker was lost meanwhile")
-        left = tuple(self._ranks)
-        for name in filter(self._workers.is_held, left):
-            self._workers.forget(name)
         self._losses = Losses()
-        self._highest += 1
-        self.number, self.restarted_at = self._highest, self._highest
         self._phase, self._joined = "starting", set()
         self._closed, self._is_fragile = None, False
-        self.config, self._wanted = self._wanted or self.config, None
-        self._ranks = {next(self._names): slot.rank for slot in self.config.workers}
-        self._starter.restart(self.config, self.number, self._ranks)
-        self._workers.show(_first(self._ranks))
-        self._remember("restart", cause, joined=tuple(self._ranks), left=left)
+        wanted, self._wanted = self._wanted or self.config, None
+        left = self._start_again(wanted)
+        self._remember("restart", cause, tuple(self._ranks), left)
         self._warn(f"{cause}; starting again from the last checkpoint")
 
     def _alive(self) -> list[str]:
@@ -479,7 +483,7 @@ class Generations:
         self.config, self._ranks = message.config, message.ranks
         self._phase, self._joined, self._pauses = "forming", set(), []
         self._tell(list(self._ranks), message)
-        self._workers.show(_first(self._ranks))
+        self._show_first(self._ranks)
         return None
 
     def _restart_or_end(self, error: LaunchError) -> Failure | None:
@@ -506,9 +510,6 @@ class Generations:
 
     # Common
 
-    def _remember(self, kind: GenerationKind, detail: str, **more: Any) -> None:
-        self.history.add(self.number, kind, detail, self.config, self._ranks, **more)
-
     def _tell(self, names: Sequence[str], message: FromController) -> None:
         lines = self._workers.lines()
         for name in names:
@@ -518,14 +519,3 @@ class Generations:
     def finish(self) -> None:
         """All workers have ended, those that a resize left out too."""
         self._answer_when_gone()
-
-    @property
-    def last(self) -> LastGeneration:
-        """Where the workers of the last generation report."""
-        return LastGeneration(
-            world_size=self.config.world_size, number=self.number, restarted_at=self.restarted_at
-        )
-
-
-def _first(ranks: dict[str, int]) -> str:
-    return min(ranks, key=ranks.__getitem__)

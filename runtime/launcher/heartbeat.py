@@ -3,9 +3,8 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from .workers import Line
+from .workers import Line, Workers
 
 _PARTED_SECONDS = 3.0  # in which neither moves: an exchange that ends takes milliseconds
 _HEARD_SECONDS = 1.5
@@ -19,23 +18,10 @@ class Limits:
     progress_seconds: float
 
 
-class Watched(Protocol):
-    """The worker processes."""
-
-    def lines(self) -> Mapping[str, Line]:
-        """The line to each."""
-
-    def is_stopped(self, name: str) -> bool:
-        """Whether a signal has stopped one."""
-
-    def kill(self, name: str, why: str) -> None:
-        """End one; ``why`` is what its failure says."""
-
-
 class Watch:
     """Ends workers that hang; their failures say so."""
 
-    def __init__(self, workers: Watched, limits: Limits) -> None:
+    def __init__(self, workers: Workers, limits: Limits) -> None:
         self._workers, self._limits = workers, limits
         self._stopped_since: dict[str, float] = {}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ... import __version__
 from ...devices.emulated import base_type
@@ -22,17 +22,16 @@ from ...schema.errors import LaunchError
 from ...schema.files import to_json
 from ...schema.launch import LaunchConfig, Rendezvous, WorkerSlot
 from ...schema.options import option
-from ..protocol.environment import TOKEN
+from ..protocol.environment import TOKEN, fingerprint_of
 from ..protocol.greetings import Dealt, Greeting, Refused, answer_of, greeting_of, text_of
 from ..protocol.handover import STOPPED_EXIT_CODE
-from ..protocol.launch_token import fingerprint_of
 from ..protocol.record import WorkerReport
 from .devices import inventory
 from .failures import Failure
-from .history import LastGeneration
 from .request import LaunchRequest
 from .spawn import Meeting
 from .store import (
+    LastGeneration,
     Part,
     PatientStore,
     Unreachable,
@@ -60,55 +59,6 @@ TOLD_AFTER_SECONDS = 1.0  # a host that waits for another says so then
 _log = logging.getLogger("hetflow")
 
 Watch = Callable[[], None]
-
-
-class Hosts(Protocol):
-    """The hosts of a launch, as this one's controller sees them.
-
-    ``is_first`` says that this one holds the store and collects reports. ``token`` is what the
-    keys of the launch stand behind.
-    """
-
-    is_first: bool
-    token: str
-
-    def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], Meeting]:
-        """Meet the others; the slots of this host, and where its workers meet those of others."""
-
-    def starting(self) -> None:
-        """The workers of this host are about to start."""
-
-    def failure_elsewhere(self) -> Failure | None:
-        """A failure of another host."""
-
-    def tell_failure(self, failure: Failure) -> Failure:
-        """Stop every host for a failure of this one; the first cause of all."""
-
-    def tell_stop(self, number: int) -> None:
-        """Have every host save and leave, for a signal that came here."""
-
-    def stop_elsewhere(self, *, at_once: bool = False) -> int | None:
-        """The signal for which another host asks all to save and leave."""
-
-    def stop_behind(self, failure: Failure) -> int | None:
-        """The signal on another host for which a worker here has left; None for a failure."""
-
-    def wait_until_saved(self, goes_on: Callable[[], bool], until: float) -> None:
-        """Wait until the workers of all hosts have saved and left."""
-
-    def wait_for_others(self, watch: Watch) -> Failure | None:
-        """This host is done; wait for the others, or a failure of theirs."""
-
-    def leave(self) -> None:
-        """The launch is over for this host."""
-
-    def reports(self, last: LastGeneration, *, wait: bool) -> list[WorkerReport]:
-        """What the workers of the last generation measured; for the first host.
-
-        Args:
-            last: Where they report.
-            wait: Whether to wait for a store that is still being made; else nobody has reported.
-        """
 
 
 class Alone:
@@ -579,6 +529,10 @@ class Together:
     def reports(self, last: LastGeneration, *, wait: bool) -> list[WorkerReport]:
         """What the workers of the last generation measured; for node 0."""
         return [] if self._all is None else read_reports(self._all.whole, last)
+
+
+Hosts = Alone | Together
+"""The hosts of a launch, as this one's controller sees them."""
 
 
 class _Wait:

@@ -1,6 +1,7 @@
 """Map the same virtual nodes to other workers after a change: pure functions."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -14,6 +15,12 @@ def nodes_of(config: LaunchConfig) -> list[VirtualNode]:
     """All virtual nodes of a launch, by index."""
     nodes = [node for slot in config.workers for node in slot.virtual_nodes]
     return sorted(nodes, key=lambda node: node.index)
+
+
+def devices_of(config: LaunchConfig) -> str:
+    """The devices of a launch as ``--gpus`` names them."""
+    numbers = Counter(slot.device_type for slot in config.workers)
+    return ",".join(f"{number}x{name}" for name, number in numbers.items())
 
 
 def spread(

@@ -8,201 +8,118 @@ the previous plan goes on from the same parts.
 
 import shutil
 import time
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
-from ...schema.errors import HetflowError, ProblemError
+from ...schema.errors import ProblemError
 from ...schema.launch import LaunchConfig
 from ...schema.options import option, told
-from ...schema.resize import ResizeAnswer, ResizeRequest
 from ..protocol import handover
 from ..protocol.control import INSTEAD
 from .failures import Failure
-from .heartbeat import Watch
-from .history import History, LastGeneration, devices_of
-from .supervisor import Launched, Store, Tries
+from .hosts import Alone, Hosts
+from .mapping import devices_of
+from .supervisor import Change, Launched, Supervisor, cause_among
 
 
-@dataclass(slots=True)
-class _Side:
-    """The workers of one generation."""
+class Repartitions(Supervisor):
+    """Decides which plan's workers run; they say in the store how far they are."""
 
-    config: LaunchConfig
-    number: int
-    ranks: dict[str, int]
-    began: float
-
-
-@dataclass(slots=True)
-class _Change:
-    """Another plan on its way. ``saved`` are those before who have written their parts."""
-
-    new: _Side
-    request: Path
-    detail: str
-    saved: set[str]
-    start_seconds: float = 0.0
-
-
-class Repartitions:
-    """Decides which plan's workers run."""
-
-    def __init__(self, launched: Launched, store: Store) -> None:
-        config, policy = launched.config, launched.request.policy
-        self._workers, self._inbox, self._store = launched.workers, launched.inbox, store
-        self._starter, self._cause, self._warn = launched.starter, launched.cause, launched.warn
-        self._restarts, self._parts = policy == "replace", launched.request.handover_folder
-        ranks = {str(slot.rank): slot.rank for slot in config.workers}
-        self._now = _Side(config, 0, ranks, time.monotonic())
+    def __init__(self, launched: Launched, hosts: Hosts) -> None:
+        super().__init__(launched, hosts)
+        policy = launched.request.policy
+        self._restarts, self._kills = policy == "replace", policy != "stop"
+        self._parts = launched.request.handover_folder
         self._phase: Literal["starting", "running", "coming", "saving", "joining"] = "starting"
-        self._change: _Change | None = None
-        self._names = (str(number) for number in count(config.world_size))
-        self._highest = 0
-        self._tries = Tries(store)
-        # A launch that ends with any failure leaves a worker that hangs as it is.
-        self._watch = Watch(launched.workers, launched.limits) if policy != "stop" else None
         self._restarted: tuple[str, tuple[str, ...], float] | None = None
-        self._inbox.show(config)
-        self.history = History()
-        self.history.add(0, "start", "the launch", config, ranks, joined=tuple(ranks))
+        self._inbox.show(self.config)
 
     def tick(self, wait_seconds: float) -> Failure | None:
         """Take in what has happened, after so long; a failure that ends the launch."""
         time.sleep(wait_seconds)
-        self._kill_silent()
+        self._workers.hear()
+        if self._kills:  # a launch that ends with any failure leaves a worker that hangs as it is
+            self._watch.look(self._ranks)
+            self._watch.look(self._change.ranks if self._change is not None else ())
         failure = self._bury()
         if failure is not None:
             return failure
-        if self._phase == "starting":
-            self._begun()
-        if self._phase == "coming":
-            self._ask_to_save()
-        if self._phase == "saving":
-            self._let_go_on()
-        if self._phase == "joining":
-            self._arrive()
+        self._go_on()
         if self._phase != "starting":
             self._serve()
-        if all(self._workers.is_done(name) for name in self._now.ranks):
+        if all(self._workers.is_done(name) for name in self._ranks):
             self._cancel("the run ended before the new plan's workers could take over")
         return None
 
-    def _kill_silent(self) -> None:
-        """A worker that is stopped or frozen is killed; what follows is as for any death."""
-        self._workers.hear()
-        if self._watch is not None:
-            self._watch.look(self._now.ranks)
-            self._watch.look(self._change.new.ranks if self._change is not None else ())
+    def _all(self, number: int, config: LaunchConfig, said: str) -> bool:
+        """Whether all workers of a generation have come so far."""
+        return int(self._store.read(handover.key(number, said)) or 0) >= config.world_size
 
-    def _number(self, side: _Side, name: str) -> int:
-        return int(self._store.read(handover.key(side.number, name)) or 0)
-
-    def _all(self, side: _Side, name: str) -> bool:
-        return self._number(side, name) >= side.config.world_size
-
-    def _begun(self) -> None:
-        """All workers train, at the start or again."""
-        if not self._all(self._now, handover.TRAINING):
+    def _go_on(self) -> None:
+        """Go from state to state, as far as workers have come."""
+        if self._phase == "starting" and self._all(self.number, self.config, handover.TRAINING):
+            self._phase = "running"
+            self._inbox.show(self.config)
+            if self._restarted is not None:
+                detail, left, lost_at = self._restarted
+                self._restarted = None
+                self._drop_parts()
+                pause = time.monotonic() - lost_at
+                self._remember("restart", detail, tuple(self._ranks), left, pause)
+        change = self._change
+        if change is None:
             return
-        self._phase = "running"
-        self._inbox.show(self._now.config)
-        if self._restarted is not None:
-            detail, left, lost_at = self._restarted
-            self._restarted = None
+        if self._phase == "coming" and self._all(change.number, change.config, handover.READY):
+            change.start_seconds = time.monotonic() - change.began
+            for name in self._ranks:
+                self._workers.signal(name, handover.SIGNAL)
+            self._phase = "saving"
+        if self._phase == "saving" and change.ready >= self._ranks.keys():
+            cast(Alone, self._store).write(handover.key(change.number, handover.GO), "1")
+            self._show_first(change.ranks)
+            self._phase = "joining"
+        if self._phase == "joining" and self._all(change.number, change.config, handover.TRAINING):
+            stopped = self._store.read(handover.key(self.number, handover.STOPPED_AT))
+            pause_seconds = time.monotonic() - float(stopped) if stopped else None
+            self._tries.forget()
             self._drop_parts()
-            self._remember("restart", detail, left, time.monotonic() - lost_at)
+            self._phase, self.restarted_at = "running", change.number
+            answer = self._arrived(change, pause_seconds)
+            assert change.request is not None
+            self._inbox.answer(change.request, answer)
 
-    # Another plan
-
-    def _serve(self) -> None:
-        waiting = self._inbox.next()
-        if waiting is None:
-            return
-        path, request = waiting
-        try:
-            self._check(request)
-            self._begin(path, request.config)
-        except HetflowError as error:
-            answer = ResizeAnswer(status="refused", detail=error.message, hint=error.hint)
-            self._inbox.answer(path, answer)
-
-    def _check(self, request: ResizeRequest) -> None:
-        config = self._now.config
-        if self._change is not None:
-            raise ProblemError("a resize is in progress already", hint="ask again when it is done")
-        check_same_job(config, request.config)
-        if self._store.read(handover.key(self._now.number, f"job1/{handover.TRAINING}")):
+    def _change_to(self, config: LaunchConfig, path: Path) -> None:
+        """Start the workers of another plan beside the running ones."""
+        check_same_job(self.config, config)
+        if self._store.read(handover.key(self.number, f"job1/{handover.TRAINING}")):
             raise ProblemError("the script prepares several models; such a job cannot be resized")
-        assert config.pipeline is not None
-        if config.determinism != "none" and not config.pipeline.traits.flushes:
+        work, determinism = self.config.pipeline, self.config.determinism
+        assert work is not None
+        if determinism != "none" and not work.traits.flushes:
             raise ProblemError(
-                f"{config.pipeline.schedule} has no flush to change its plan at without changing "
-                f"the bits that {option('determinism', config.determinism)} promises",
+                f"{work.schedule} has no flush to change its plan at without changing the bits "
+                f"that {option('determinism', determinism)} promises",
                 hint=f"launch with {option('determinism', 'none')}, or with a schedule that "
                 "flushes",
             )
-
-    def _begin(self, path: Path, config: LaunchConfig) -> None:
-        """Start the workers of the new plan beside the running ones."""
-        new = self._next(config)
-        self._starter.follow(new.config, new.number, new.ranks)
-        self._change = _Change(new, path, f"asked for {devices_of(config)}", set())
-        self._phase = "coming"
-
-    def _next(self, config: LaunchConfig) -> _Side:
         self._highest += 1
-        ranks = {next(self._names): slot.rank for slot in config.workers}
-        return _Side(config, self._highest, ranks, time.monotonic())
-
-    def _ask_to_save(self) -> None:
-        change = self._change
-        if change is None or not self._all(change.new, handover.READY):
-            return
-        change.start_seconds = time.monotonic() - change.new.began
-        for name in self._now.ranks:
-            self._workers.signal(name, handover.SIGNAL)
-        self._phase = "saving"
-
-    def _let_go_on(self) -> None:
-        change = self._change
-        if change is None or change.saved < set(self._now.ranks):
-            return
-        self._store.write(handover.key(change.new.number, handover.GO), "1")
-        self._workers.show(_first(change.new))
-        self._phase = "joining"
-
-    def _arrive(self) -> None:
-        change = self._change
-        if change is None or not self._all(change.new, handover.TRAINING):
-            return
-        stopped = self._store.read(handover.key(self._now.number, handover.STOPPED_AT))
-        pause = time.monotonic() - float(stopped) if stopped else None
-        left = tuple(self._now.ranks)
-        self._now, self._change, self._phase = change.new, None, "running"
-        self._tries.forget()
-        self._drop_parts()
-        self._inbox.show(self._now.config)
-        self._remember("resize", change.detail, left, pause)
-        answer = ResizeAnswer(
-            status="done",
-            detail=f"{devices_of(self._now.config)} from now on",
-            generation=self._now.number,
-            joined=tuple(self._now.ranks),
-            left=left,
-            start_seconds=change.start_seconds,
-            pause_seconds=pause,
+        ranks = self._named(config)
+        change = Change(
+            config=config,
+            number=self._highest,
+            ranks=ranks,
+            joining=tuple(ranks),
+            leaving=tuple(self._ranks),
+            request=path,
+            detail=f"asked for {devices_of(config)}",
         )
-        self._inbox.answer(change.request, answer)
+        self._starter.follow(config, change.number, ranks)
+        self._change, self._phase = change, "coming"
 
     def _cancel(self, why: str) -> None:
-        change, self._change = self._change, None
-        if change is None:
-            return
-        self._end(change.new)
-        self._inbox.answer(change.request, ResizeAnswer(status="failed", detail=why))
-        self._phase = "running"
+        self._give_up(why)
+        if self._phase != "starting":
+            self._phase = "running"
 
     # Failures
 
@@ -211,81 +128,43 @@ class Repartitions:
         change, failed = self._change, set[str]()
         for failure in self._workers.failures():
             name = str(failure.rank)
-            if self._phase == "saving" and name in self._now.ranks:
-                if failure.exit_code == handover.STOPPED_EXIT_CODE and change is not None:
-                    change.saved.add(name)
-                    self._workers.forget(name)
-                    continue
-            failed.add(name)
+            has_saved = failure.exit_code == handover.STOPPED_EXIT_CODE
+            if change and self._phase == "saving" and name in self._ranks and has_saved:
+                change.ready.add(name)
+                self._workers.forget(name)
+            else:
+                failed.add(name)
         if not failed:
             return None
-        if change is None or failed & self._now.ranks.keys():
+        if change is None or failed & self._ranks.keys():
             return self._recover()
-        cause = self._cause(change.new.config, change.new.ranks)
+        cause = cause_among(self._workers, change.config, change.ranks)
         why = f"the new plan's workers failed: {cause.sentence() if cause else 'no cause known'}"
-        if self._phase == "coming":
-            self._cancel(why)
-        else:
-            self._go_back(why)
+        has_begun = self._phase != "coming"
+        self._cancel(why)
+        if has_begun:  # the workers before are gone, but their parts are there
+            said = f"back to the plan before: {why}"
+            self._again(said)
+            self._warn(said)
         return None
 
     def _recover(self) -> Failure | None:
-        cause = self._cause(self._now.config, self._now.ranks)
-        if cause is None or not self._can_restart(cause):
+        cause = self._cause()
+        # Nothing in the script stopped the worker, and there are tries left.
+        can = cause is not None and self._restarts and (cause.by_signal or cause.lost_peer)
+        if cause is None or not can or not self._tries.take(self.number):
             return cause
         self._cancel("a worker was lost meanwhile")
-        again = self._again(cause.sentence())
-        self._warn(f"{again}; starting again from the last checkpoint")
+        self._again(cause.sentence())
+        self._warn(f"{cause.sentence()}; starting again from the last checkpoint")
         return None
 
-    def _can_restart(self, cause: Failure) -> bool:
-        """Whether a worker died that nothing in the script stopped, and there are tries left."""
-        mendable = self._restarts and (cause.by_signal or cause.lost_peer)
-        return mendable and self._tries.take(self._now.number)
-
-    def _go_back(self, why: str) -> None:
-        """The workers before are gone, but their parts are there."""
-        self._cancel(why)
-        again = self._again(f"back to the plan before: {why}")
-        self._warn(again)
-
-    def _again(self, detail: str) -> str:
-        """Start the workers of the plan anew, from the newest checkpoint."""
-        left, lost_at = tuple(self._now.ranks), time.monotonic()
+    def _again(self, detail: str) -> None:
+        lost_at = time.monotonic()
         if self._restarted is not None:  # it had not come back from the loss before
             lost_at = self._restarted[2]
-        self._end(self._now)
-        self._now = self._next(self._now.config)
+        left = self._start_again(self.config)
         self._phase, self._restarted = "starting", (detail, left, lost_at)
-        self._starter.restart(self._now.config, self._now.number, self._now.ranks)
-        self._workers.show(_first(self._now))
-        return detail
-
-    def _end(self, side: _Side) -> None:
-        for name in side.ranks:
-            if self._workers.is_held(name):
-                self._workers.forget(name)
-
-    # Common
-
-    def _remember(
-        self,
-        kind: Literal["resize", "restart"],
-        detail: str,
-        left: tuple[str, ...],
-        pause_seconds: float | None,
-    ) -> None:
-        now = self._now
-        self.history.add(
-            now.number,
-            kind,
-            detail,
-            now.config,
-            now.ranks,
-            joined=tuple(now.ranks),
-            left=left,
-            pause_seconds=pause_seconds,
-        )
 
     def _drop_parts(self) -> None:
         """All workers have read the parts."""
@@ -295,14 +174,6 @@ class Repartitions:
     def finish(self) -> None:
         """The last to take a plan up may be done before they were seen to."""
         self.tick(0.0)
-
-    @property
-    def last(self) -> LastGeneration:
-        """Where the workers of the last generation report."""
-        now = self._now
-        return LastGeneration(
-            world_size=now.config.world_size, number=now.number, restarted_at=now.number
-        )
 
 
 def check_same_job(config: LaunchConfig, other: LaunchConfig) -> None:
@@ -339,7 +210,3 @@ def check_not_parallel(config: LaunchConfig) -> None:
 def _microbatches(config: LaunchConfig) -> dict[int, int]:
     """Samples of each microbatch of a batch."""
     return {node.index: node.batch_size for slot in config.workers for node in slot.virtual_nodes}
-
-
-def _first(side: _Side) -> str:
-    return min(side.ranks, key=side.ranks.__getitem__)

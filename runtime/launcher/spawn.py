@@ -7,16 +7,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, Literal
 
 from ...devices.collectives import INTERFACE_VARIABLES
-from ...schema.launch import Determinism
 from ...schema.options import speaks_flags
-from ..preload import Preload
+from ..preload import Forked, Preload
 from ..preload.process import dying_with
 from ..protocol import environment as names
-from ..protocol.pins import pins
+from ..protocol.environment import pins
 from .devices import Seat, View, view_alone, views
+from .request import LaunchRequest
 
 Entry = Literal["join", "follow", "restart"]
 
@@ -62,43 +62,15 @@ class NewGeneration:
     restarted_at: int
 
 
-def worker_commands(
+def commands_of(
+    request: LaunchRequest,
     seats: Sequence[Seat],
-    script: Sequence[str],
-    *,
-    folder: Path,
     meeting: Meeting,
-    world_size: int,
-    timeout_seconds: float,
-    inherited: Mapping[str, str],
-    determinism: Determinism = "none",
-    seed: int = 0,
-    checkpoint: Path | None = None,
-    checkpoint_every: int = 0,
-    from_scratch: bool = False,
-    compare_every: int | None = None,
-    handover: Path | None = None,
-    generation: "NewGeneration | None" = None,
+    generation: NewGeneration | None = None,
 ) -> list[WorkerCommand]:
-    """The command of each worker of this host. Pure.
-
-    Args:
-        seats: Slots with their devices, in order of ranks.
-        script: The script and its arguments, passed on untouched.
-        folder: The run's folder, which holds ``launch.json``.
-        meeting: Where the store listens.
-        world_size: Workers over all hosts.
-        timeout_seconds: Limit of any collective.
-        inherited: The environment workers inherit; what it sets for threads and interfaces stays.
-        determinism: The level, which fixes threads and kernels before torch is imported.
-        seed: Seed of the script's own streams, where a level fixes them.
-        checkpoint: Folder of checkpoints, if any.
-        checkpoint_every: Steps between checkpoints; 0 for those that are asked for only.
-        from_scratch: Whether to set the checkpoints aside that are there, and start at step 0.
-        compare_every: Steps between comparisons of all parameters; None for the default.
-        handover: Where a pipeline writes its parts when its plan changes, if it can.
-        generation: The generation that these workers join, where others train already.
-    """
+    """The commands of some workers of a launch; ``generation`` is None for those of the first."""
+    inherited, config, handover = os.environ, request.config, request.handover_folder
+    folder, checkpoint = request.folder.resolve(), request.checkpoint
     commands = []
     plan = generation.config if generation is not None else folder / "launch.json"
     joins = generation is not None and generation.entry == "join"
@@ -108,9 +80,9 @@ def worker_commands(
         name = generation.names[rank] if generation is not None else str(rank)
         settings = {
             "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
+            "WORLD_SIZE": str(config.world_size),
             "LOCAL_RANK": str(view.local_rank),
-            "LOCAL_WORLD_SIZE": str(world_size if joins else len(seats)),
+            "LOCAL_WORLD_SIZE": str(config.world_size if joins else len(seats)),
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": str(meeting.port),
             # The controller holds the store, also for scripts that call init_process_group.
@@ -120,33 +92,33 @@ def worker_commands(
             names.DEVICE_TYPE: seat.slot.device_type,
             names.WORKER: name,
             names.FAILURE: str(failure_path(folder, name)),
-            names.TIMEOUT: str(int(timeout_seconds)),
+            names.TIMEOUT: str(int(request.timeout_seconds)),
             "PYTHONUNBUFFERED": "1",
         }
-        settings |= _device_settings(view, meeting, inherited) | pins(determinism)
+        settings |= _device_settings(view, meeting, inherited) | pins(config.determinism)
         if handover is not None:
-            settings[names.HANDOVER] = str(handover)
+            settings[names.HANDOVER] = str(handover.resolve())
         if generation is not None:
             settings["TORCHELASTIC_RESTART_COUNT"] = str(generation.restarted_at)
             if generation.entry == "follow":
                 settings[names.FOLLOWS] = "1"
             elif generation.entry == "join":
                 settings[names.JOINS] = str(generation.number)
-        if determinism != "none":
-            settings |= {names.DETERMINISM: determinism, names.SEED: str(seed)}
-        if compare_every is not None:
-            settings[names.COMPARE_EVERY] = str(compare_every)
+        if config.determinism != "none":
+            settings |= {names.DETERMINISM: config.determinism, names.SEED: str(config.seed)}
+        if request.compare_every is not None:
+            settings[names.COMPARE_EVERY] = str(request.compare_every)
         if checkpoint is not None:
-            settings[names.CHECKPOINT] = str(checkpoint)
-            settings[names.CHECKPOINT_EVERY] = str(checkpoint_every)
-            settings |= {names.FROM_SCRATCH: "1"} if from_scratch else {}
+            settings[names.CHECKPOINT] = str(checkpoint.resolve())
+            settings[names.CHECKPOINT_EVERY] = str(request.checkpoint_every)
+            settings |= {names.FROM_SCRATCH: "1"} if request.from_scratch else {}
         commands.append(
             WorkerCommand(
                 rank=rank,
                 name=name,
                 device_type=seat.slot.device_type,
                 # -P keeps the working directory off the path: no file there can pose as a module.
-                arguments=(sys.executable, "-P", "-m", "hetflow.runtime.worker", *script),
+                arguments=(sys.executable, "-P", "-m", "hetflow.runtime.worker", *request.script),
                 environment=settings,
             )
         )
@@ -168,20 +140,8 @@ def failure_path(folder: Path, name: str) -> Path:
     return folder / "logs" / f"rank{name}.failed.json"
 
 
-class Process(Protocol):
-    """A worker's process: a ``subprocess.Popen``, or one that was forked."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None:
-        """Its exit code, if it has ended."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and give its exit code."""
-
-    def send_signal(self, number: int, /) -> None:
-        """Send it a signal, unless it has ended."""
+Process = subprocess.Popen[bytes] | Forked
+"""A worker's process."""
 
 
 def start(

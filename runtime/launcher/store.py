@@ -15,14 +15,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from ...schema.errors import LaunchError, ProblemError, TargetError
-from ..protocol.environment import TOKEN
-from ..protocol.launch_token import prefix_of
+from ..protocol.environment import TOKEN, prefix_of
 from ..protocol.record import WorkerReport, parse_report
-from .history import LastGeneration
 
 _SIOCGIFADDR = 0x8915
 
@@ -113,6 +112,15 @@ def join_store(host: str, port: int, timeout_seconds: float, join_seconds: float
     store = store_class(host, port, None, False, timeout=limit, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout_seconds))
     return store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastGeneration:
+    """Where a launch's last workers report: how many, which generation, and its last restart."""
+
+    world_size: int
+    number: int = 0
+    restarted_at: int = 0
 
 
 def read_reports(store: Any, last: LastGeneration) -> list[WorkerReport]:

@@ -1,55 +1,49 @@
 """What every way of looking after a launch's workers has in common.
 
-There are four, and a launch has one of them from its start to its end (controller.py):
+There are three, and a launch has one of them from its start to its end (controller.py):
 
-========================  ==========================  ===========================================
-class                     for                         when a worker dies
-========================  ==========================  ===========================================
-``Generations``           a split on one host         the others go on, or all start again
-``Repartitions``          a pipeline on one host      all start again, or the launch ends
-``Regroup``               several hosts that restart  all hosts start again from a checkpoint
-``FirstFailure``          several hosts that do not   the launch ends
-========================  ==========================  ===========================================
+================  ======================  ========================================================
+class             for                     when a worker dies
+================  ======================  ========================================================
+``Generations``   a split on one host     the others go on, or all start again from a checkpoint
+``Repartitions``  a pipeline on one host  all start again from a checkpoint, or the launch ends
+``Regroup``       several hosts           all hosts start again from a checkpoint, or all end
+================  ======================  ========================================================
+
+Each is a machine of states; docs/architecture.md draws them.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Literal
 
+from ...schema.errors import HetflowError, ProblemError
 from ...schema.launch import LaunchConfig, WorkerSlot
+from ...schema.resize import ResizeAnswer
+from ...schema.run import Generation, GenerationKind, GenerationWorker
 from ..protocol import handover
 from .failures import Failure, first_cause, silence
-from .heartbeat import Limits
-from .history import History, LastGeneration
+from .heartbeat import Limits, Watch
+from .hosts import Hosts
 from .inbox import Inbox
+from .mapping import devices_of
 from .request import LaunchRequest
-from .starting import Starter
-from .workers import Workers
+from .store import LastGeneration
+from .workers import Starter, Workers
 
 # How often a launch starts again from a checkpoint.
 
 MAX_TRIES = 3
 
 
-class Readable(Protocol):
-    """The launch's store, for who only reads it."""
-
-    def read(self, key: str) -> str | None:
-        """What workers have left there."""
-
-
-class Store(Readable, Protocol):
-    """The launch's store."""
-
-    def write(self, key: str, value: str) -> None:
-        """Leave something for workers."""
-
-
 class Tries:
     """Three restarts from one checkpoint; one that comes as far as a newer one counts anew."""
 
-    def __init__(self, store: Readable) -> None:
+    def __init__(self, store: Hosts) -> None:
         self._store = store
         self._place: str | None = None
         self._number = 0
@@ -103,24 +97,6 @@ def _staged(failure: Failure, config: LaunchConfig, ranks: Mapping[str, int]) ->
     return replace(failure, stages=tuple(config.pipeline.stages_of_rank.get(rank, ())))
 
 
-class Supervisor(Protocol):
-    """Decides what follows when workers fail, hang, or are to change."""
-
-    @property
-    def history(self) -> History:
-        """The generations so far."""
-
-    @property
-    def last(self) -> LastGeneration:
-        """Where the workers of the last generation report."""
-
-    def tick(self, wait_seconds: float) -> Failure | None:
-        """Take in what has happened, for about so long; a failure that ends the launch."""
-
-    def finish(self) -> None:
-        """All workers have left well: take in what happened last."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """A launch whose workers were started, as a supervisor finds it.
@@ -147,6 +123,174 @@ class Launched:
         """When a worker counts as hung."""
         return Limits(self.request.heartbeat_seconds, self.request.timeout_seconds)
 
-    def cause(self, config: LaunchConfig, ranks: dict[str, int]) -> Failure | None:
+
+@dataclass(slots=True, kw_only=True)
+class Change:
+    """The next mapping of work to workers, until all of them have changed to it.
+
+    ``number`` is its generation, and ``ranks`` has its workers by name; ``request`` is None where
+    the controller asked by itself. ``ready`` are the workers that it waits for and that have come.
+    """
+
+    config: LaunchConfig
+    number: int
+    ranks: dict[str, int]
+    joining: tuple[str, ...]
+    leaving: tuple[str, ...]
+    request: Path | None
+    detail: str
+    kind: Literal["resize", "replace"] = "resize"
+    began: float = field(default_factory=time.monotonic)
+    ready: set[str] = field(default_factory=set)
+    start_seconds: float | None = None
+
+
+class Supervisor(ABC):
+    """Decides what follows when workers fail, hang, or are to change.
+
+    Attributes:
+        config: What the workers of the newest generation run.
+        number: Its number, from 0. One that is announced may be higher.
+        restarted_at: The generation that last started from nothing or from a checkpoint.
+        generations: Those so far, for the run record.
+    """
+
+    def __init__(self, launched: Launched, hosts: Hosts) -> None:
+        self._launched, self._workers, self._inbox = launched, launched.workers, launched.inbox
+        self._starter, self._warn, self._store = launched.starter, launched.warn, hosts
+        self._watch, self._tries = Watch(launched.workers, launched.limits), Tries(hosts)
+        self.config, self.number, self.restarted_at = launched.config, 0, 0
+        self._highest = 0
+        # Names are never used again, so that nothing a worker has left is taken for another's.
+        self._fresh = map(str, count())
+        self._ranks = self._named(self.config)
+        self._change: Change | None = None
+        self._began = time.monotonic()
+        self.generations: list[Generation] = []
+        self._remember("start", "the launch", joined=tuple(self._ranks))
+
+    @abstractmethod
+    def tick(self, wait_seconds: float) -> Failure | None:
+        """Take in what has happened, for about so long; a failure that ends the launch."""
+
+    def finish(self) -> None:
+        """All workers have left well: take in what happened last."""
+        return None
+
+    @property
+    def last(self) -> LastGeneration:
+        """Where the workers of the last generation report."""
+        return LastGeneration(
+            world_size=self.config.world_size, number=self.number, restarted_at=self.restarted_at
+        )
+
+    def _named(self, config: LaunchConfig) -> dict[str, int]:
+        return {next(self._fresh): slot.rank for slot in config.workers}
+
+    def _here(self) -> dict[str, int]:
+        """The workers of this host."""
+        if self._launched.request.rendezvous is None:
+            return self._ranks
+        own = {slot.rank for slot in self._launched.slots}
+        return {name: rank for name, rank in self._ranks.items() if rank in own}
+
+    def _cause(self) -> Failure | None:
         """The first cause among this host's failures, given a moment to be seen."""
-        return cause_among(self.workers, config, ranks)
+        return cause_among(self._workers, self.config, self._here())
+
+    def _serve(self) -> None:
+        """Begin the change that somebody asks for, or say why not."""
+        waiting = self._inbox.next()
+        if waiting is None:
+            return
+        path, request = waiting
+        try:
+            if self._change is not None:
+                raise ProblemError(
+                    "a resize is in progress already", hint="ask again when it is done"
+                )
+            self._change_to(request.config, path)
+        except HetflowError as error:
+            answer = ResizeAnswer(status="refused", detail=error.message, hint=error.hint)
+            self._inbox.answer(path, answer)
+
+    def _change_to(self, config: LaunchConfig, path: Path) -> None:
+        raise NotImplementedError  # several hosts show no mapping, so nobody asks for another
+
+    def _arrived(self, change: Change, pause_seconds: float | None) -> ResizeAnswer:
+        """All workers have changed; the answer for who asked."""
+        self.config, self._ranks, self.number = change.config, change.ranks, change.number
+        self._change = None
+        self._inbox.show(self.config)
+        joined, left = change.joining, change.leaving
+        self._remember(change.kind, change.detail, joined, left, pause_seconds)
+        return ResizeAnswer(
+            status="done",
+            detail=f"{devices_of(self.config)} from now on",
+            generation=self.number,
+            joined=joined,
+            left=left,
+            start_seconds=change.start_seconds,
+            pause_seconds=pause_seconds,
+        )
+
+    def _give_up(self, why: str) -> None:
+        """Give a change up; the job continues unchanged."""
+        change, self._change = self._change, None
+        if change is None:
+            return
+        self._end(change.joining)
+        if change.request is not None:
+            self._inbox.answer(change.request, ResizeAnswer(status="failed", detail=why))
+        elif change.kind == "replace":
+            self._warn(f"no replacement: {why}")
+
+    def _start_again(self, config: LaunchConfig) -> tuple[str, ...]:
+        """End all workers, and start others from the last checkpoint; those before."""
+        left = tuple(self._ranks)
+        self._end(left)
+        self._highest += 1
+        self.config, self.number, self.restarted_at = config, self._highest, self._highest
+        self._ranks = self._named(config)
+        self._starter.restart(config, self.number, self._here())
+        self._show_first(self._ranks)
+        return left
+
+    def _end(self, names: Iterable[str]) -> None:
+        for name in filter(self._workers.is_held, names):
+            self._workers.forget(name)
+
+    def _show_first(self, ranks: Mapping[str, int]) -> None:
+        first = min(ranks, key=ranks.__getitem__)
+        if self._workers.is_held(first):
+            self._workers.show(first)
+
+    def _remember(
+        self,
+        kind: GenerationKind,
+        detail: str,
+        joined: tuple[str, ...] = (),
+        left: tuple[str, ...] = (),
+        pause_seconds: float | None = None,
+    ) -> None:
+        by_rank = {rank: name for name, rank in self._ranks.items()}
+        workers = tuple(
+            GenerationWorker(
+                name=by_rank[slot.rank],
+                device_type=slot.device_type,
+                virtual_nodes=tuple(node.index for node in slot.virtual_nodes),
+            )
+            for slot in self.config.workers
+        )
+        self.generations.append(
+            Generation(
+                number=self.number,
+                kind=kind,
+                at_seconds=time.monotonic() - self._began,
+                detail=detail,
+                workers=workers,
+                joined=joined,
+                left=left,
+                pause_seconds=pause_seconds,
+            )
+        )

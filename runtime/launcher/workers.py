@@ -8,11 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from ...schema import files
 from ...schema.errors import ProblemError
+from ...schema.launch import LaunchConfig
 from ...schema.options import option
 from ..preload import Preload
 from ..protocol.ended import ended_path, left_path
@@ -29,10 +32,22 @@ from ..protocol.messages import (
     encode,
     from_worker,
 )
+from .devices import Seat, seat_workers
 from .failures import Failure, failure_of, first_cause
 from .fence import Fence
 from .output import follow, tee
-from .spawn import Process, WorkerCommand, failure_path, signal_group, start
+from .request import LaunchRequest
+from .spawn import (
+    Entry,
+    Meeting,
+    NewGeneration,
+    Process,
+    WorkerCommand,
+    commands_of,
+    failure_path,
+    signal_group,
+    start,
+)
 
 # The controller's end of a worker's control channel: JSON lines over a socket pair.
 
@@ -475,6 +490,86 @@ class Workers:
             thread.join(timeout=2)
         for line in self._lines.values():
             line.close()
+
+
+class Starter:
+    """Starts this host's workers, and knows which devices they hold."""
+
+    def __init__(
+        self, request: LaunchRequest, workers: Workers, meeting: Meeting, folder: Path
+    ) -> None:
+        self._request, self._workers = request, workers
+        self._meeting, self._folder = meeting, folder
+        self._seats: dict[str, Seat] = {}
+
+    def first(self, seats: Sequence[Seat], watch: Callable[[], None]) -> None:
+        """Start the workers of the plan."""
+        commands = commands_of(self._request, seats, self._meeting)
+        self._workers.wait_until_ready(commands, watch)
+        self._workers.start(commands)
+        self._seats = {str(seat.slot.rank): seat for seat in seats}
+
+    def join(
+        self,
+        config: LaunchConfig,
+        number: int,
+        ranks: Mapping[str, int],
+        joining: Sequence[str],
+        restarted_at: int,
+    ) -> None:
+        """Start workers that join the running ones, on free devices.
+
+        Raises:
+            HetflowError: The machine lacks the devices.
+        """
+        self._start(config, number, ranks, joining, "join", restarted_at, self._held())
+
+    def follow(self, config: LaunchConfig, number: int, ranks: Mapping[str, int]) -> None:
+        """Start workers that wait for their turn, and then take over the devices of all others.
+
+        Raises:
+            HetflowError: The machine lacks the devices.
+        """
+        self._start(config, number, ranks, list(ranks), "follow", number, [])
+
+    def restart(self, config: LaunchConfig, number: int, ranks: Mapping[str, int]) -> None:
+        """Start workers that go on from the last checkpoint; those before are gone.
+
+        Raises:
+            HetflowError: The machine lacks the devices.
+        """
+        self._start(config, number, ranks, list(ranks), "restart", number, self._held())
+
+    def _held(self) -> list[str]:
+        """The devices of the workers that are there."""
+        there = self._workers.lines()
+        return [seat.device for name, seat in self._seats.items() if name in there]
+
+    def _start(
+        self,
+        config: LaunchConfig,
+        number: int,
+        ranks: Mapping[str, int],
+        names: Sequence[str],
+        entry: Entry,
+        restarted_at: int,
+        held: Sequence[str],
+    ) -> None:
+        slots = [config.workers[ranks[name]] for name in names]
+        seats = seat_workers(slots, config, held)
+        path = self._folder / f"generation-{number}.json"
+        files.write(path, config, force=True)
+        by_rank = {ranks[name]: name for name in names}
+        self._seats |= {by_rank[seat.slot.rank]: seat for seat in seats}
+        generation = NewGeneration(
+            number=number,
+            config=path.resolve(),
+            names=by_rank,
+            entry=entry,
+            restarted_at=restarted_at,
+        )
+        request = replace(self._request, config=config)
+        self._workers.start(commands_of(request, seats, self._meeting, generation))
 
 
 def _is_stopped(pid: int) -> bool:

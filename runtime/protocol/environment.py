@@ -7,14 +7,16 @@ sorts hosts). So each process states its type, and positions are assigned by typ
 imports torch or uses the network.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+from ...devices.backend import DEVICES
 from ...schema import files
 from ...schema.errors import FileError, TargetError
 from ...schema.launch import Determinism, LaunchConfig
@@ -272,3 +274,43 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
         return int(env.get(name) or default)
     except ValueError:
         raise TargetError(f"{name} must be a whole number, got {env[name]!r}") from None
+
+
+def pins(level: Determinism) -> dict[str, str]:
+    """The variables that a worker at this level needs before torch is imported."""
+    if level == "none":
+        return {}
+    fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    for backend in DEVICES.registered():
+        fixed |= backend.pins(level)
+    return fixed
+
+
+def missing_pins(level: Determinism, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that an environment made by another launcher lacks."""
+    return {name: value for name, value in pins(level).items() if environment.get(name) != value}
+
+
+class _Held:
+    token: ClassVar[str | None] = None
+
+
+def take_token() -> str:
+    """Remove the launch's token from the environment and return it; empty if there is none.
+
+    So the script's child processes and logs do not contain it.
+    """
+    found = os.environ.pop(TOKEN, None)
+    if found is not None:
+        _Held.token = found
+    return _Held.token or ""
+
+
+def prefix_of(token: str) -> str:
+    """Derive the prefix of all keys; it does not reveal the token, since keys can be listed."""
+    return hashlib.sha256(f"hetflow store {token}".encode()).hexdigest()[:32] if token else "open"
+
+
+def fingerprint_of(token: str) -> str:
+    """Derive the fingerprint by which hosts check that they were given the same token."""
+    return hashlib.sha256(f"hetflow fingerprint {token}".encode()).hexdigest()[:32]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetflow.api.export import export
-from hetflow.runtime.protocol.pins import pins
+from hetflow.runtime.protocol.environment import pins
 from hetflow.schema import files
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.tests import programs

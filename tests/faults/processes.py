@@ -12,7 +12,7 @@ from typing import IO
 from unittest import mock
 
 from hetflow.runtime.preload import VARIABLE, Preload, serving
-from hetflow.runtime.protocol.pins import pins
+from hetflow.runtime.protocol.environment import pins
 from hetflow.tests.programs import COMMANDS, Program
 
 MARK = "HETFLOW_TEST_CAMPAIGN"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hetflow import runtime as hf
-from hetflow.runtime.protocol.pins import pins
+from hetflow.runtime.protocol.environment import pins
 
 BATCH, SAMPLES, EPOCHS = 24, 68, 2  # the last batch is short
 

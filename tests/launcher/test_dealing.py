@@ -14,7 +14,8 @@ from hetflow.runtime.launcher import devices
 from hetflow.runtime.launcher.deploying import host_groups
 from hetflow.runtime.launcher.failures import Failure, first_cause
 from hetflow.runtime.launcher.hosts import assigned_slots, deal_slots
-from hetflow.runtime.launcher.spawn import Meeting, worker_commands
+from hetflow.runtime.launcher.request import LaunchRequest
+from hetflow.runtime.launcher.spawn import Meeting, commands_of
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import LaunchError, ProblemError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
@@ -137,15 +138,11 @@ def test_the_cause_is_no_echo_and_comes_first() -> None:
 
 
 def environments(config: LaunchConfig, seats: list[devices.Seat]) -> list[dict[str, str]]:
-    commands = worker_commands(
-        seats,
-        ["train.py"],
-        folder=Path("run"),
-        meeting=Meeting(address="localhost", port=1, interface=None),
-        world_size=len(config.workers),
-        timeout_seconds=60.0,
-        inherited={},
+    request = LaunchRequest(
+        plan=plan_of(("cpu", 1, 1)), config=config, script=("train.py",), folder=Path("run")
     )
+    meeting = Meeting(address="localhost", port=1, interface=None)
+    commands = commands_of(request, seats, meeting)
     return [command.environment for command in commands]
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.runtime.protocol.launch_token import prefix_of
-from hetflow.runtime.protocol.pins import pins
+from hetflow.runtime.protocol.environment import pins, prefix_of
 from hetflow.schema import files
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.run import RunRecord

@@ -9,11 +9,11 @@ from hetflow.devices.cuda import CudaBackend
 from hetflow.runtime.launcher.controller import supervision_of
 from hetflow.runtime.launcher.devices import seat_workers
 from hetflow.runtime.launcher.generations import Generations
-from hetflow.runtime.launcher.regroup import FirstFailure, Regroup
+from hetflow.runtime.launcher.regroup import Regroup
 from hetflow.runtime.launcher.repartition import Repartitions
 from hetflow.runtime.launcher.request import LaunchRequest
 from hetflow.runtime.launcher.spawn import Meeting, WorkerCommand
-from hetflow.runtime.launcher.starting import Starter
+from hetflow.runtime.launcher.workers import Starter
 from hetflow.runtime.protocol.environment import DEVICE
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.choices import OnFailure
@@ -42,9 +42,9 @@ def asked(plan: Plan, **options: Any) -> LaunchRequest:
         ({"on_failure": "replace"}, Generations, "device-losses"),
         ({"on_failure": "shrink"}, Generations, "device-losses"),
         ({"on_failure": "stop"}, Generations, "changes"),
-        ({"rendezvous": TWO_HOSTS}, FirstFailure, None),
+        ({"rendezvous": TWO_HOSTS}, Regroup, None),
         ({"rendezvous": TWO_HOSTS, "checkpoint": SAVED}, Regroup, "heartbeats"),
-        ({"rendezvous": TWO_HOSTS, "checkpoint": SAVED, "on_failure": "stop"}, FirstFailure, None),
+        ({"rendezvous": TWO_HOSTS, "checkpoint": SAVED, "on_failure": "stop"}, Regroup, None),
     ],
 )
 def test_a_split_is_looked_after_by_hosts_and_policy(

@@ -15,9 +15,8 @@ from torch import nn
 from hetflow.runtime.determinism import check_level, scan
 from hetflow.runtime.group import Place
 from hetflow.runtime.invariant import InvariantSum, Subtree, turns_of
-from hetflow.runtime.protocol.environment import Start
+from hetflow.runtime.protocol.environment import Start, pins
 from hetflow.runtime.protocol.lower import check_level as check_name
-from hetflow.runtime.protocol.pins import pins
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.plan import Plan
