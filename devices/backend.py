@@ -7,10 +7,10 @@ streams, memory, random state, the library for collectives.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..schema.plugins import Registry
@@ -172,6 +172,10 @@ class DeviceBackend(ABC):
     @abstractmethod
     def mark(self, device: "torch.device") -> Mark:
         """Mark the moment at which the work queued so far is done; does not wait."""
+
+    def marker(self, device: "torch.device") -> Callable[[], Mark]:
+        """``mark`` of one device, for who marks in every pass."""
+        return partial(self.mark, device)
 
     @abstractmethod
     def has_passed(self, mark: Mark) -> bool:

@@ -3,9 +3,8 @@
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from math import exp, lgamma, log
 from typing import Any
@@ -251,7 +250,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._backend = backend_of(device)
-        self._mark: Callable[[], Mark] = partial(self._backend.mark, device)
+        self._mark = self._backend.marker(device)
         self._open: _StepMarks | None = None
         self._asked: Mark | None = None
         self._first: Mark | None = None

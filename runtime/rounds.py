@@ -237,9 +237,9 @@ class Rounds:
             TargetError: Only some of its parts have losses.
         """
         held, self._open = self._open, None
-        self._leave_losses()
         if held is None:
             return
+        self._leave_losses()
         if not held.is_whole:
             raise self._unfinished()
         self._engine.drop()

@@ -108,6 +108,7 @@ class Session:
         self.clock.synchronised()
         seed_streams(self.seed, "between", self.num_steps, *(("round", round) if round else ()))
         self.num_steps += int(not round)
+        if self.last_loss is None:
+            tell_first_step()
         self.last_loss = loss
-        tell_first_step()
         return loss

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hetflow.runtime.gradients import hooks
 from hetflow.runtime.gradients import reducer as reducers
 from hetflow.runtime.gradients.reducer import GradientReducer
 from hetflow.schema.errors import TargetError
@@ -128,8 +127,7 @@ def test_no_room_for_sums_among_numbers_of_another_type() -> None:
 
 def pretend(backend: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every device for one of this kind."""
-    for module in (reducers, hooks):
-        monkeypatch.setattr(module, "backend_of", lambda _: backend)
+    monkeypatch.setattr(reducers, "backend_of", lambda _: backend)
 
 
 @pytest.mark.parametrize("is_host", [True, False])
