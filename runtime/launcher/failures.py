@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ...devices.watchdog import NUM_LINES, find_abort
+from ...devices.collectives import NUM_LINES, find_abort
 from ...schema.errors import LaunchError
 from ...schema.records import adapter_of, faults_of
 from ..protocol.ended import FailureNote, read_note

@@ -23,8 +23,8 @@ from ...schema.files import to_json
 from ...schema.launch import LaunchConfig, Rendezvous, WorkerSlot
 from ...schema.options import option
 from ..protocol.environment import TOKEN, fingerprint_of
-from ..protocol.greetings import Dealt, Greeting, Refused, answer_of, greeting_of, text_of
 from ..protocol.handover import STOPPED_EXIT_CODE
+from ..protocol.messages import Dealt, Greeting, Refused, answer_of, greeting_of, text_of
 from ..protocol.record import WorkerReport
 from .devices import inventory
 from .failures import Failure

@@ -10,7 +10,7 @@ import pytest
 from hetflow.runtime.launcher.failures import Failure
 from hetflow.runtime.launcher.hosts import dealt
 from hetflow.runtime.protocol.ended import FailureNote, read_note
-from hetflow.runtime.protocol.greetings import (
+from hetflow.runtime.protocol.messages import (
     Dealt,
     Greeting,
     Refused,

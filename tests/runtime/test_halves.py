@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetflow.runtime.pipeline.halves import backward_input
+from hetflow.runtime.pipeline.stage import backward_input
 
 WIDTH = 8
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetflow.runtime.meeting import Build, Meeting, check_builds, own_build, parse_build
+from hetflow.runtime.group import Build, Meeting, check_builds, own_build, parse_build
 from hetflow.runtime.peers import SharedStore
 from hetflow.schema.errors import LaunchError, PeerLostError, TargetError
 from hetflow.schema.launch import Determinism
