@@ -1,6 +1,6 @@
 """What the solver of pipeline, tensor and data parallelism sees of a problem."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import ceil
@@ -218,18 +218,16 @@ def degrees_of(profiles: Sequence[Profile]) -> dict[str, set[int]]:
 
 
 def _times(profile: Profile, degree: int, table: LayerGraph, names: Sequence[str]) -> ShardTimes:
-    node = {entry.id: entry for entry in table.nodes}
+    nodes = _in_order(table, names)
     whole = sum(n.weight_bytes for n in graph_of(profile).nodes)
     per_byte = profile.update_seconds / whole if whole else 0.0
     return ShardTimes(
         tensor_parallel_size=degree,
         microbatch_size=table.microbatch_size,
-        forward_seconds=tuple(node[name].forward_seconds for name in names),
-        backward_seconds=tuple(node[name].backward_seconds for name in names),
-        update_seconds=tuple(per_byte * node[name].weight_bytes for name in names),
-        core_seconds=tuple(
-            0.0 if (core := node[name].core) is None else core.forward_seconds for name in names
-        ),
+        forward_seconds=tuple(node.forward_seconds for node in nodes),
+        backward_seconds=tuple(node.backward_seconds for node in nodes),
+        update_seconds=tuple(per_byte * node.weight_bytes for node in nodes),
+        core_seconds=tuple(0.0 if n.core is None else n.core.forward_seconds for n in nodes),
     )
 
 
@@ -239,37 +237,32 @@ def _sizes(profiles: Sequence[Profile], names: Sequence[str]) -> tuple[ShardSize
     for profile in profiles:
         for degree, table in _tables(profile):
             by_degree.setdefault(degree, []).append(table)
+
+    def most(tables: list[LayerGraph], of: Callable[[LayerNode], int]) -> tuple[float, ...]:
+        """[layers] bytes for one sample, of the table that states the most."""
+        rows = [[of(node) / t.microbatch_size for node in _in_order(t, names)] for t in tables]
+        return tuple(map(max, zip(*rows, strict=True)))
+
     return tuple(
         ShardSizes(
             tensor_parallel_size=degree,
-            weight_bytes=tuple(max(_node(t, name).weight_bytes for t in tables) for name in names),
-            stashed_bytes=tuple(
-                max(_stashed(_node(t, name)) / t.microbatch_size for t in tables) for name in names
+            weight_bytes=tuple(
+                max(node.weight_bytes for node in same)
+                for same in zip(*(_in_order(table, names) for table in tables), strict=True)
             ),
-            selective_bytes=tuple(
-                max(_selective(_node(t, name)) / t.microbatch_size for t in tables)
-                for name in names
+            stashed_bytes=most(tables, _stashed),
+            selective_bytes=most(
+                tables, lambda node: node.core.stashed_bytes if node.core else _stashed(node)
             ),
-            core_bytes=tuple(
-                max(_made_again(_node(t, name)) / t.microbatch_size for t in tables)
-                for name in names
-            ),
+            core_bytes=most(tables, lambda node: node.core.made_bytes if node.core else 0),
         )
         for degree, tables in sorted(by_degree.items())
     )
 
 
-def _node(table: LayerGraph, name: str) -> LayerNode:
-    return next(node for node in table.nodes if node.id == name)
-
-
-def _selective(node: LayerNode) -> int:
-    """The same if attention cores are recomputed."""
-    return _stashed(node) if node.core is None else node.core.stashed_bytes
-
-
-def _made_again(node: LayerNode) -> int:
-    return 0 if node.core is None else node.core.made_bytes
+def _in_order(table: LayerGraph, names: Sequence[str]) -> list[LayerNode]:
+    node = {entry.id: entry for entry in table.nodes}
+    return [node[name] for name in names]
 
 
 def _stashed(node: LayerNode) -> int:

@@ -7,7 +7,7 @@ from math import prod
 
 from ...planning.checks import definitions
 from ...planning.checks.methods import METHOD_JUDGES, MethodJudge, StagePrices
-from ...planning.checks.pipeline_recount import crossing_bytes, sums
+from ...planning.checks.pipeline import crossing_bytes, sums
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, Stage
 

@@ -71,8 +71,8 @@ def is_proved(problem: PipelineProblem, bound: float, asked: Restrictions) -> bo
         or known == "own"
     ):
         return False
-    kinds = prod(definitions.devices_of(pool) + 1 for pool in problem.pools)
-    moves = sum(definitions.devices_of(pool) for pool in problem.pools)
+    kinds = prod(pool.num_devices + 1 for pool in problem.pools)
+    moves = sum(pool.num_devices for pool in problem.pools)
     if kinds * moves * len(problem.layers) ** 2 > MOST_WORK:
         return False
     return all(
@@ -109,7 +109,7 @@ class _Model:
         # [first] forward seconds of the layers before a stage, each on its fastest device
         ahead = zip(*(pool.forward_seconds for pool in problem.pools), strict=True)
         self.before = self._sums([min(seconds) for seconds in ahead])[0]
-        self.devices = [definitions.devices_of(pool) for pool in problem.pools]
+        self.devices = [pool.num_devices for pool in problem.pools]
         self.stages: dict[tuple[int, int, int], _Stage] = {}
 
     def _sums(self, values: Sequence[float]) -> Table:

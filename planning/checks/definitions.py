@@ -5,7 +5,7 @@ version here. The code is slow and simple on purpose; only the record classes ar
 """
 
 from collections.abc import Collection, Sequence
-from math import log2, prod
+from math import log2
 
 from ...schema.parallel import LinkCurve
 from ...schema.pipeline import (
@@ -355,8 +355,3 @@ def curve_seconds(curve: LinkCurve, message_bytes: float) -> float:
     highest = len(curve.coefficients) - 1
     rate = sum(each * size ** (highest - n) for n, each in enumerate(curve.coefficients))
     return curve.latency_seconds + message_bytes / rate
-
-
-def devices_of(pool: DevicePool) -> int:
-    """Devices of a pool: the product of its levels' components."""
-    return prod(level.num_components for level in pool.levels)

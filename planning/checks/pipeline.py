@@ -4,9 +4,10 @@ Everything is recomputed from the problem's layers and edges, independently of h
 plans. The code is slow and simple on purpose.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import isclose
+from itertools import combinations
+from math import inf
 
 from ...schema.errors import ProblemError
 from ...schema.pipeline import DevicePool, PipelineProblem
@@ -14,16 +15,8 @@ from ...schema.plan import Plan, Stage
 from ...schema.restrictions import Restrictions
 from . import definitions
 from .chain_bound import is_proved
-from .methods import METHOD_JUDGES
-from .pipeline_recount import (
-    crossing_bytes,
-    planned_memory,
-    pool_of,
-    seconds_per_input,
-    stage_memory,
-    timed_stage,
-)
-from .plan import device_faults, number_faults, question_faults, step_faults
+from .methods import METHOD_JUDGES, prices_of
+from .plan import device_faults, differ, number_faults, question_faults, step_faults
 from .proofs import Verdict
 from .schedule import lists_of
 from .step import PARTS, parts_of, step_seconds
@@ -67,7 +60,12 @@ def _header_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     faults = [
         f"{name} is {got}, the problem says {want}" for name, got, want in pairs if got != want
     ]
-    faults += [*question_faults(plan, problem), *_optimizer_faults(plan, problem)]
+    faults += question_faults(plan, problem)
+    asked, planned = problem.optimizer, plan.optimizer
+    if planned is not None and differ(
+        planned.state_bytes_per_weight_byte, asked.state_bytes_per_weight_byte, near=_TOLERANCE
+    ):
+        faults.append(f"memory is planned for {planned}, the problem says {asked}")
     if problem.recompute is not None and plan.recomputes != problem.recompute:
         faults.append(f"recompute is {plan.recomputes}, the problem says {problem.recompute}")
     if plan.solved == "nested":
@@ -88,15 +86,6 @@ def _header_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     return faults
 
 
-def _optimizer_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
-    asked, planned = problem.optimizer, plan.optimizer
-    if planned is None or isclose(
-        planned.state_bytes_per_weight_byte, asked.state_bytes_per_weight_byte, rel_tol=_TOLERANCE
-    ):
-        return []
-    return [f"memory is planned for {planned}, the problem says {asked}"]
-
-
 def _layer_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     stage_of = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
     known = {layer.id for layer in problem.layers}
@@ -113,37 +102,40 @@ def _layer_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
             faults.append(f"{before} feeds {after}, which is in an earlier stage")
         elif listed.index(before) > listed.index(after):
             faults.append(f"{before} feeds {after}, which its stage lists before it")
-    return faults + _tied_faults(plan, problem, stage_of)
-
-
-def _tied_faults(plan: Plan, problem: PipelineProblem, stage_of: dict[str, int]) -> list[str]:
-    """List tied weights over several stages without a flush: their stages update separately."""
-    if plan.traits.flushes:
-        return []
-    return [
+    # Without a flush the stages of tied weights would update them separately.
+    faults += [
         f"{layer.id} and {other} share weights in two stages, which {plan.schedule} updates apart"
         for layer in problem.layers
         for other in layer.shared_with
-        if stage_of[layer.id] != stage_of[other]
+        if not plan.traits.flushes and stage_of[layer.id] != stage_of[other]
     ]
+    return faults
 
 
 def _device_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
-    there = {pool.device_type: definitions.devices_of(pool) for pool in problem.pools}
+    there = {pool.device_type: pool.num_devices for pool in problem.pools}
     faults = [*_chunk_faults(plan), *device_faults(plan, there)]
-    for pool in problem.pools:
-        mine = [stage for stage in plan.stages if stage.device_type == pool.device_type]
-        if plan.traits.is_chunked:
-            mine = _one_of_each_device(mine)
-        used, known = sum(stage.num_replicas for stage in mine), definitions.devices_of(pool)
-        if problem.workers == "exactly" and used < known:
-            faults.append(f"{used} of {known} {pool.device_type} are used, not all")
-        faults += _held_faults(mine, pool)
+    taken: dict[tuple[str, int], int] = {}  # device -> its stage; the order of devices is free
     for index, stage in enumerate(plan.stages):
-        if pool_of(problem, stage) is None:
-            faults.append(f"stage {index}: no pool of {stage.device_type}")
+        name, own = stage.device_type, stage.first_device
+        if name not in there:
+            faults.append(f"stage {index}: no pool of {name}")
+        elif max(stage.held) >= there[name]:
+            last = there[name] - 1
+            faults.append(f"{name}: device {max(stage.held)} is held, the last is {last}")
         if not problem.replication and stage.num_replicas > 1:
             faults.append(f"stage {index}: {stage.num_replicas} replicas, none are allowed")
+        if plan.traits.is_chunked and any(
+            (name, own) == (other.device_type, other.first_device) for other in plan.stages[:index]
+        ):
+            continue  # stages of one position, which hold the same devices
+        twice = sorted(device for device in stage.held if (name, device) in taken)
+        faults += [f"device {device} of {name} is given out twice" for device in twice]
+        taken |= {(name, device): index for device in stage.held}
+    for name, known in there.items():
+        used = sum(other == name for other, _ in taken)
+        if problem.workers == "exactly" and used < known:
+            faults.append(f"{used} of {known} {name} are used, not all")
     return faults
 
 
@@ -167,49 +159,29 @@ def _chunk_faults(plan: Plan) -> list[str]:
     return faults
 
 
-def _one_of_each_device(stages: list[Stage]) -> list[Stage]:
-    """Select one stage of each set of stages on the same devices, in the order of the devices."""
-    held = {stage.first_device: stage for stage in stages}
-    return [held[first] for first in sorted(held)]
-
-
-def _held_faults(stages: list[Stage], pool: DevicePool) -> list[str]:
-    """List devices that two stages hold or that do not exist; the order of devices is free."""
-    taken: set[int] = set()
-    faults = []
-    for stage in stages:
-        twice = sorted(taken & set(stage.held))
-        faults += [f"device {device} of {pool.device_type} is given out twice" for device in twice]
-        taken |= set(stage.held)
-    last = definitions.devices_of(pool) - 1
-    if taken and max(taken) > last:
-        faults.append(f"{pool.device_type}: device {max(taken)} is held, the last is {last}")
-    return faults
-
-
 def _memory_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     faults = []
-    of_device: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    of_device: dict[tuple[str, int], list[int]] = {}
     for index, stage in enumerate(plan.stages):
-        used = stage_memory(plan, problem, index)
-        of_device.setdefault((stage.device_type, stage.first_device), []).append((index, used))
-        whole = planned_memory(plan, problem, index)
+        held = of_device.setdefault((stage.device_type, stage.first_device), [])
+        pool, whole = _pool(problem, stage), stage_memory(plan, problem, index)
+        if not held and pool.base_memory_bytes is not None:  # the first also states the worker's
+            whole += pool.workspace_bytes + pool.base_memory_bytes
+        held.append(index)
         if abs(whole - (stage.memory_bytes or 0)) > 1 + _TOLERANCE * whole:
             faults.append(
                 f"stage {index}: memory_bytes is {stage.memory_bytes}, it needs {whole:.0f}"
             )
     for held in of_device.values():
-        names = " + ".join(f"stage {index}" for index, _ in held)
-        used, stage = sum(bytes_ for _, bytes_ in held), plan.stages[held[0][0]]
-        pool = pool_of(problem, stage)
-        if pool is None or pool.memory_bytes is None:
-            continue
-        needed = used + pool.workspace_bytes + (pool.base_memory_bytes or 0)
+        pool = _pool(problem, plan.stages[held[0]])
+        needed = sum(stage_memory(plan, problem, index) for index in held)
+        needed += pool.workspace_bytes + (pool.base_memory_bytes or 0)
         # The published optimizer checks memory less strictly; its plans serve comparison only.
-        if needed > pool.memory_bytes + 1 and problem.stage_cost != "published":
+        if needed > (pool.memory_bytes or inf) + 1 and problem.stage_cost != "published":
+            names = " + ".join(f"stage {index}" for index in held)
             faults.append(
-                f"{names} needs {needed:.0f} bytes on a {stage.device_type} of "
-                f"{pool.memory_bytes}: {needed - pool.memory_bytes:.0f} too many"
+                f"{names} needs {needed:.0f} bytes on a {pool.device_type} of "
+                f"{pool.memory_bytes}: {needed - (pool.memory_bytes or 0):.0f} too many"
             )
     return faults
 
@@ -263,4 +235,220 @@ def _claim_faults(plan: Plan, problem: PipelineProblem) -> Iterator[str]:
         yield f"noam is {plan.noam}, expected {noam}"
 
 
-__all__ = ["check", "crossing_bytes", "seconds_per_input", "stage_memory", "timed_stage"]
+# The terms of a stage's cost, each by its definition.
+
+
+def _pool(problem: PipelineProblem, stage: Stage) -> DevicePool:
+    """Find the pool of a stage's device type."""
+    return next(pool for pool in problem.pools if pool.device_type == stage.device_type)
+
+
+def stage_memory(plan: Plan, problem: PipelineProblem, index: int) -> float:
+    """Bytes of memory of one replica of a stage under the plan's schedule."""
+    stage = plan.stages[index]
+    in_flight, versions = _held(plan, problem, index)
+    inside = set(stage.layers)
+    mine = [layer for layer in problem.layers if layer.id in inside]
+    copied, _ = definitions.tied_bytes(problem.layers, inside)
+    return definitions.replica_bytes(
+        sum(layer.weight_bytes for layer in mine) + copied,
+        sum(layer.kept_bytes for layer in mine),
+        crossing_bytes(plan, problem, index),
+        (in_flight, versions),
+        problem.optimizer.state_bytes_per_weight_byte,
+        recompute=plan.recomputes,
+    )
+
+
+def _held(plan: Plan, problem: PipelineProblem, index: int) -> tuple[int, int]:
+    """Microbatches in flight and weight versions of one replica of a stage."""
+    if plan.traits.is_uniform:
+        return lists_of(plan).held[index]
+    replicas = plan.stages[index].num_replicas
+    workers = sum(entry.num_replicas for entry in plan.stages[index:])
+    count = problem.num_microbatches
+    in_flight = definitions.in_flight(problem.schedule, workers, replicas, count)
+    return in_flight, definitions.weight_versions(problem.schedule, in_flight)
+
+
+def crossing_bytes(plan: Plan, problem: PipelineProblem, index: int) -> float:
+    """Bytes sent into or past stage ``index`` per microbatch.
+
+    These are the outputs of all earlier layers that stage ``index`` or a later stage needs.
+    """
+    before = {name for stage in plan.stages[:index] for name in stage.layers}
+    prices = prices_of(problem)
+    own = None if prices is None else prices.crossing_bytes(problem, before)
+    if own is not None:
+        return own
+    senders = {
+        source
+        for source, target in problem.links
+        if problem.layers[source].id in before and problem.layers[target].id not in before
+    }
+    return sum(problem.layers[source].activation_bytes for source in senders)
+
+
+def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
+    """Return a stage with its numbers counted again from its layers, links and pool.
+
+    All-reduces and updates are those of flat plans; None in nested ones, which do not count them.
+    """
+    stage = plan.stages[index]
+    pool = _pool(problem, stage)
+    names = set(stage.layers)
+    own = definitions.own_seconds(problem, pool, len(plan.stages))[0]
+    in_flight, versions = _held(plan, problem, index)
+    sent = 0.0
+    if index + 1 < len(plan.stages):
+        sent = _boundary_at(plan, problem, index + 1, _boundary_link(plan, problem, index + 1))
+    flat = plan.solved == "flat"
+    prices = prices_of(problem)
+    price = _flat_price if prices is None else prices.of_stage
+    return replace(
+        stage,
+        num_in_flight=in_flight,
+        weight_versions=versions,
+        seconds_per_input=price(plan, problem, index),
+        compute_seconds=sums(plan, problem, [index])[0],
+        forward_seconds=own
+        + sum(
+            seconds
+            for layer, seconds in zip(problem.layers, pool.forward_seconds, strict=True)
+            if layer.id in names
+        ),
+        output_seconds=sent,
+        reduce_seconds=_reduce_seconds(plan, problem, index) if flat else None,
+        update_seconds=_update_seconds(plan, problem, index) if flat else None,
+        tied_seconds=_tied_seconds(problem, stage) if flat else None,
+        pass_seconds=own,
+        message_seconds=definitions.message_seconds(problem) if sent else 0.0,
+        reduce_latency_seconds=pool.reduce_latency_seconds
+        if definitions.counts_overheads(problem) and pool.reduce_bytes_per_second is not None
+        else None,
+    )
+
+
+def _flat_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
+    """Seconds per input of a stage and its boundaries, over the link between its own replicas."""
+    ends = [cut for cut in (index, index + 1) if 0 < cut < len(plan.stages)]
+    bandwidth = _span(plan, problem, index)
+    boundaries = [_weighed_boundary(plan, problem, cut, bandwidth) for cut in ends]
+    return max([_flat_stage(plan, problem, index), *boundaries])
+
+
+def _tied_seconds(problem: PipelineProblem, stage: Stage) -> float | None:
+    """Seconds of the all-reduce of tied weights; None if the model has none.
+
+    Counted as a ring over the stage's replicas and one more member, at the slowest link.
+    """
+    if not any(layer.shared_with for layer in problem.layers):
+        return None
+    _, split = definitions.tied_bytes(problem.layers, set(stage.layers))
+    members = stage.num_replicas + 1
+    return definitions.ring_seconds(split, members, definitions.slowest_link(problem))
+
+
+def seconds_per_input(plan: Plan, problem: PipelineProblem) -> float:
+    """Seconds per input of the slowest stage or boundary of a plan (thesis 2.4.1)."""
+    prices = prices_of(problem)
+    if prices is not None:
+        return prices.objective(plan, problem)
+    return max(
+        [_flat_stage(plan, problem, index) for index in range(len(plan.stages))]
+        + [
+            _weighed_boundary(plan, problem, cut, _boundary_link(plan, problem, cut))
+            for cut in range(1, len(plan.stages))
+        ]
+    )
+
+
+def sums(plan: Plan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
+    """Sum the compute seconds and weight bytes of stages, on the first one's device type.
+
+    The fixed cost of passes is counted for a single stage only; for several stages it is counted at
+    a lower level of nesting.
+    """
+    names = {name for index in stages for name in plan.stages[index].layers}
+    pool = _pool(problem, plan.stages[stages[0]])
+    passes = 2 if plan.recomputes else 1
+    chosen = [i for i, layer in enumerate(problem.layers) if layer.id in names]
+    own = sum(definitions.own_seconds(problem, pool, len(plan.stages)))
+    return (
+        own + sum(passes * pool.forward_seconds[i] + pool.backward_seconds[i] for i in chosen),
+        sum(problem.layers[i].weight_bytes for i in chosen),
+    )
+
+
+def _slowest_link(pool: DevicePool, devices: Iterable[int]) -> float:
+    """Bytes per second of the slowest link between any two of the devices."""
+    pairs = combinations(tuple(devices), 2)
+    return min((definitions.link_between(pool.levels, *pair) for pair in pairs), default=inf)
+
+
+def _span(plan: Plan, problem: PipelineProblem, index: int) -> float:
+    stage = plan.stages[index]
+    return _slowest_link(_pool(problem, stage), stage.held)
+
+
+def _flat_stage(plan: Plan, problem: PipelineProblem, index: int) -> float:
+    compute, weights = sums(plan, problem, [index])
+    replicas = plan.stages[index].num_replicas
+    if problem.stage_cost == "thesis":
+        span = _span(plan, problem, index)
+        return definitions.thesis_seconds(compute, weights, replicas, span)
+    update, rings = (of(plan, problem, index) for of in (_update_seconds, _reduce_seconds))
+    return definitions.stage_seconds(problem, compute, update, replicas, rings)
+
+
+def _update_seconds(plan: Plan, problem: PipelineProblem, index: int) -> float:
+    """Seconds of a stage's update: the model's, in proportion to the stage's weights."""
+    total = sum(layer.weight_bytes for layer in problem.layers)
+    share = sums(plan, problem, [index])[1] / max(total, 1)
+    return _pool(problem, plan.stages[index]).update_seconds * share
+
+
+def _reduce_seconds(plan: Plan, problem: PipelineProblem, index: int) -> float:
+    """Seconds of one all-reduce of a stage's gradients over its replicas."""
+    stage, weights = plan.stages[index], sums(plan, problem, [index])[1]
+    link = _span(plan, problem, index)
+    return definitions.reduce_seconds(
+        problem, _pool(problem, stage), weights, stage.num_replicas, link
+    )
+
+
+def _boundary_link(plan: Plan, problem: PipelineProblem, index: int) -> float:
+    """Bytes per second of the slowest link between stages ``index`` - 1 and ``index``.
+
+    Every pair of their replicas counts.
+    """
+    before, after = plan.stages[index - 1], plan.stages[index]
+    prices = prices_of(problem)
+    if prices is not None:
+        return prices.link(problem, before, after)
+    if before.device_type == after.device_type:
+        return _slowest_link(_pool(problem, after), {*before.held, *after.held})
+    spans = (_span(plan, problem, index - 1), _span(plan, problem, index))
+    return min(*spans, problem.inter_bytes_per_second or 0.0)
+
+
+def _weighed_boundary(
+    plan: Plan, problem: PipelineProblem, index: int, bytes_per_second: float
+) -> float:
+    if not problem.count_boundaries:
+        return 0.0
+    seconds = _boundary_at(plan, problem, index, bytes_per_second)
+    count = problem.num_microbatches
+    flushes = problem.traits.flushes and problem.stage_cost == "ring"
+    return seconds * (count - 1) / count if flushes else seconds
+
+
+def _boundary_at(
+    plan: Plan, problem: PipelineProblem, index: int, bytes_per_second: float
+) -> float:
+    """Seconds of a microbatch's messages over the boundary before stage ``index``."""
+    return definitions.boundary_seconds(
+        crossing_bytes(plan, problem, index),
+        bytes_per_second,
+        definitions.message_seconds(problem),
+    )

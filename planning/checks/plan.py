@@ -299,19 +299,15 @@ def _broken(plan: Plan) -> Iterator[str]:
             yield "devices are not those of cluster"
     if asked.shard not in (None, plan.shard):
         yield f"shard is {asked.shard}, the plan has {plan.shard}"
-    counts: list[tuple[str, int | None]] = [
-        ("microbatch_size", None), ("num_stages", None), ("num_model_chunks", None)
-    ]  # fmt: skip
-    if plan.layers:
-        counts = [
-            ("microbatch_size", plan.microbatch_size),
-            ("num_stages", len(plan.stages)),
-            ("num_model_chunks", plan.num_model_chunks),
-        ]
-    for name, stated in counts:
+    counts = {
+        "microbatch_size": plan.microbatch_size,
+        "num_stages": len(plan.stages),
+        "num_model_chunks": plan.num_model_chunks,
+    }
+    for name, stated in counts.items():
         limit = getattr(asked, name)
-        if limit is not None and stated != limit:
-            yield f"{name} is {limit}, the plan has {stated}"
+        if limit is not None and (stated != limit or not plan.layers):
+            yield f"{name} is {limit}, the plan has {stated if plan.layers else None}"
     if asked.replication is not None and (asked.replication or _replicates(plan)):
         yield "replication is stated, and the plan has replicas or may have them"
     if asked.recompute is not None and (asked.recompute or _recomputes(plan)):

@@ -16,7 +16,7 @@ from . import definitions
 MOST_STEPS = 4e5
 """Shifts of 10,000 bits that a refutation may take, about 0.1 s; larger problems are not searched.
 
-Then only the bound that no split can beat and simple splits are compared (``batch_split``).
+Then only simple splits are compared (``batch_split``).
 """
 _BELOW = 1 - 1e-9
 
