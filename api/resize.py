@@ -58,7 +58,7 @@ def _mapping(
     profiles: Profiles | None,
 ) -> LaunchConfig:
     """Map the launch's virtual nodes to the requested devices."""
-    from ..runtime.launcher.mapping import check_shares_nothing, renumbered, spread
+    from ..runtime.launcher.mapping import renumbered, spread
     from ..runtime.protocol.lower import lower
 
     if (pool is None) == (plan is None):
@@ -68,7 +68,6 @@ def _mapping(
         )
     now = control.current(run)
     check_not_parallel(now)
-    check_shares_nothing(now)
     if now.pipeline is not None:
         return _recut(run, now, pool, plan, profiles)
     if plan is not None:
@@ -78,6 +77,11 @@ def _mapping(
     before = files.read_plan(run / "plan.json")
     if profiles is not None:
         return renumbered(now, lower(split_again(now, before, profiles, pool), now.seed))
+    if now.shard is not None:
+        raise ProblemError(
+            "the workers share states by their memory, which a plan knows",
+            hint=f"add {option('profiles', 'DIR')}, or give {option('plan', 'FILE')}",
+        )
     types = [name for name, number in devices.num_devices.items() for _ in range(number)]
     return spread(now, types, seconds_a_sample(now, before))
 

@@ -38,7 +38,8 @@ def split_again(now: LaunchConfig, before: Plan, profiles: Profiles, pool: Pool)
         strategy="split",
         optimizer=now.optimizer,
         virtual_nodes=len(sizes),
-        interpolate=True,
+        interpolate=now.shard is None,
+        shard=now.shard or "none",
     )
     return solve(question_of(asked))
 

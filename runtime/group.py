@@ -434,17 +434,14 @@ def enter_generation(place: Place, message: Resize | Recover, control: Control) 
     )
 
 
-def enter_handover(place: Place, message: Resize, control: Control) -> None:
-    """Join the next generation and the leaving worker that hands its state over.
-
-    The leaving worker's rank is the one after the last.
-    """
-    size = len(message.ranks) + 1
-    rank = message.ranks.get(control.worker, size - 1)
+def enter_handover(place: Place, message: Resize, control: Control) -> Place:
+    """Join the workers of the next generation and its guests, until ``close_group``."""
+    size, rank = len(message.together), message.together[control.worker]
     start = replace(place.start, config=message.config, world_size=size)
     with control.connections.opening():
         store = _connect(start).under(f"handover/{message.generation}")
         _init_group(rank, place.device, start, store, control)
+    return replace(place, start=start, rank=rank, world_size=size, store=store)
 
 
 def num_groups() -> int:
@@ -584,7 +581,7 @@ def _identity(device: torch.device) -> str | None:
 def _meeting(start: Start, store: SharedStore) -> Meeting:
     assert start.config is not None
     types = [slot.device_type for slot in start.config.workers]
-    types += ["leaving"] * (start.world_size - len(types))  # the guest of `enter_handover`
+    types += ["leaving"] * (start.world_size - len(types))  # the guests of `enter_handover`
     return Meeting(store=store, device_types=types, limit_seconds=start.timeout_seconds)
 
 

@@ -156,7 +156,7 @@ def broadcast_buffers(model: nn.Module, place: Place) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = moved = buffer.to(place.device)
-                if place.distributed:
+                if place.distributed and not place.is_outside:
                     _broadcast(moved.detach())
 
 

@@ -17,6 +17,7 @@ from ..devices.backend import backend_of
 from ..devices.collectives import is_on_devices
 from ..devices.emulated import base_type
 from ..schema.errors import TargetError
+from ..schema.launch import LaunchConfig
 from .agreement.agreement import SharedTensors
 from .buffers import VirtualNodeBuffers, buffers_apart, warn_of_saving
 from .checkpoints.checkpoint import shapes_of
@@ -34,6 +35,7 @@ from .outputs import OutputsOfBatch, in_order, message_of
 from .session import Session
 from .setup import final_tensors
 from .sharding.leaves import Order
+from .sharding.moving import move
 from .sharding.saving import SharedState
 from .sharding.states import SharedStates
 from .streams import seed_streams, streams_kept
@@ -71,10 +73,11 @@ class SplitEngine:
             len(session.batch_sizes) or 1,
             are_alike=_are_alike(session.place),
         )
-        self.whole_state = whole = WholeState(session, self.buffers, self.totals)
-        self.state: WholeState | SharedState = whole
-        if self.shared_states is not None:
-            self.state = SharedState(session, self.buffers, self.totals, self.shared_states)
+        self.state: WholeState | SharedState = (
+            WholeState(session, self.buffers, self.totals)
+            if self.shared_states is None
+            else SharedState(session, self.buffers, self.totals, self.shared_states)
+        )
         self._rest: dict[int, Message] = {}
         modules = session.model.modules()
         self._norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm)]
@@ -362,10 +365,24 @@ class SplitEngine:
 
     def take(self, place: Place) -> None:
         """Reduce with other workers from now on, in another place; ``move`` may follow."""
-        self.reducer.close()
-        self._session.take(place)
-        self.reducer = _reducer_of(self._session, has_buffers=bool(self.buffers.slots))
+        if self.shared_states is None:
+            self.reducer.close()
+            self._session.take(place)
+            self.reducer = _reducer_of(self._session, has_buffers=bool(self.buffers.slots))
+        else:
+            self._session.take(place)
+            self.shared_states.take(place, _order_of(place))
         self.totals.move(self.reducer, place, are_alike=_are_alike(place))
+
+    def move_shares(self, place: Place, config: LaunchConfig) -> None:
+        """Move shared states to the workers of another config; ``take`` follows.
+
+        Args:
+            place: This worker among those of both: those of the config come first there.
+            config: The config.
+        """
+        if self.shared_states is not None:
+            move(self.shared_states, self._session.optimizers, place, _shares_of(config))
 
     def shared(self) -> list[SharedTensors]:
         """Parameters, and buffers as the script last wrote them: equal on all workers."""
@@ -438,9 +455,17 @@ def _shared_states_of(session: Session) -> SharedStates | None:
     config = session.place.start.config
     if config is None or config.shard is None:
         return None
-    shares = [slot.state_share_bytes or 0 for slot in config.workers]
-    order = Order(holdings_of(session.place)) if is_invariant(config.determinism) else None
-    return SharedStates(session, config.shard, shares, order)
+    return SharedStates(session, config.shard, _shares_of(config), _order_of(session.place))
+
+
+def _shares_of(config: LaunchConfig) -> list[int]:
+    return [slot.state_share_bytes or 0 for slot in config.workers]
+
+
+def _order_of(place: Place) -> Order | None:
+    config = place.start.config
+    is_fixed = config is not None and is_invariant(config.determinism)
+    return Order(holdings_of(place)) if is_fixed else None
 
 
 def _num_sums(session: Session, *, has_buffers: bool) -> int:
@@ -503,6 +528,11 @@ class WholeState:
             "registered": [thing.state_dict() for thing in registered],
             "last_weight": self._totals.last_weight,
         }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that there are, by name."""
+        found = {name: p.grad for name, p in self._session.parameters.items()}
+        return {name: grad for name, grad in found.items() if grad is not None}
 
     def restore(self, path: Path, state: dict[str, Any]) -> None:
         """See ``StateParts``."""

@@ -183,8 +183,7 @@ def _runner_of(session: Session, engine: SplitEngine, epochs: Epochs, progress: 
     The workers of a script's second job never change.
     """
     control = session.place.control
-    is_fixed = engine.shared_states is not None
-    if control is None or not control.changes or control.num_jobs > 1 or is_fixed:
+    if control is None or not control.changes or control.num_jobs > 1:
         return Alone(engine)
     return Member(session, engine, epochs, progress, control)
 

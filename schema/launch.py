@@ -166,6 +166,11 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if self.shard is not None and not sum(s.state_share_bytes or 0 for s in self.workers):
             raise ProblemError("workers that share states must say their shares")
+        numbers = {len(slot.virtual_nodes) for slot in self.workers}
+        if self.shard in ("gradients", "all") and len(numbers) > 1:
+            raise ProblemError(
+                f"workers that share {self.shard} meet in every pass, and have {sorted(numbers)}"
+            )
         if [slot.rank for slot in self.workers] != list(range(len(self.workers))):
             raise ProblemError("worker ranks must be 0, 1, 2, ... in order")
         if self.pipeline is None:

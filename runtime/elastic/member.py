@@ -33,6 +33,7 @@ from ..group import Place, close_group, enter_generation, enter_handover, num_gr
 from ..peers import abort_groups, give_up_when
 from ..protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ..session import Session
+from ..sharding.saving import SharedState
 from ..split_engine import SplitEngine, WholeState
 from ..stopping import leave
 from ..totals import Sums
@@ -58,12 +59,14 @@ class Behind:
 
     Args:
         session: The state that the parts of the job share.
-        whole: Captures and restores the state of the job.
+        state: Captures and restores the state of the job.
         progress: The registered objects, and the script's position.
     """
 
-    def __init__(self, session: Session, whole: WholeState, progress: Progress) -> None:
-        self._session, self._whole, self._progress = session, whole, progress
+    def __init__(
+        self, session: Session, state: WholeState | SharedState, progress: Progress
+    ) -> None:
+        self._session, self._state, self._progress = session, state, progress
         self._found: State | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -73,12 +76,8 @@ class Behind:
         Args:
             buffers: All virtual nodes' buffers.
         """
-        state = self._whole.with_buffers(buffers, self._progress.registered)
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self._session.parameters.items()
-            if parameter.grad is not None
-        }
+        state = self._state.with_buffers(buffers, self._progress.registered)
+        gradients = self._state.gradients()
         return {"header": self._progress.header(), "state": state, "gradients": gradients}
 
     def take(self, found: State) -> None:
@@ -97,7 +96,7 @@ class Behind:
             return
         self._unhook()
         found, self._found = self._found, None
-        self._whole.restore_trained(THE_RUNNING_JOB, found["state"])
+        self._state.restore_trained(THE_RUNNING_JOB, found["state"])
         self._progress.load_registered(found["state"]["registered"])
         for name, parameter in self._session.parameters.items():
             gradient = found["gradients"].get(name)
@@ -161,7 +160,7 @@ class Member:
         self._progress, self._control = progress, control
         self._last: Any = None
         self._last_is_step = False
-        self._behind = Behind(session, engine.whole_state, progress)
+        self._behind = Behind(session, engine.state, progress)
         self._next: Resize | None = None
         self._arrived: Place | None = None
         self._position: dict[str, int] | None = None
@@ -171,7 +170,8 @@ class Member:
         self._is_outside = session.place.is_outside
         self._has_said_so = self._is_outside
         self._survives = control.survives
-        self._waits, self._repeats = False, True
+        # A step that a loss broke off cannot be repeated where updates were made on shares.
+        self._waits, self._repeats = False, engine.shared_states is None
         self._check_backend()
 
     def runs_passes(self, *, resizes: bool) -> None:
@@ -474,25 +474,25 @@ class Member:
         taking = [name for name, donor in message.donors.items() if donor == control.worker]
         state = self._state() if taking else {}
         close_group()
-        stays = control.worker in message.ranks
-        if message.guest is not None and (stays or control.worker == message.guest):
-            self._hand_over(message, state, taking)
-        if not stays:
+        if message.guests and control.worker in message.together:
+            self._hand_over(enter_handover(session.place, message, control), message, state, taking)
+            close_group()
+        if control.worker not in message.ranks:
             pause = time.perf_counter() - began
             control.send(Paused(generation=message.generation, pause_seconds=pause))
             self._leave()
         place = enter_generation(session.place, message, control)
-        if message.guest is None and taking:
-            wire.send(state, [message.ranks[name] for name in taking])
+        if not message.guests:
+            self._hand_over(place, message, state, taking)
         self._next, control.announced, self._arrived = None, None, place
         pause = time.perf_counter() - began
         control.send(Joined(generation=message.generation, pause_seconds=pause))
 
-    def _hand_over(self, message: Resize, state: Any, taking: list[str]) -> None:
-        """If no worker stays, a leaving worker sends its state to the joining workers."""
-        enter_handover(self._session.place, message, self._control)
-        wire.send(state, [message.ranks[name] for name in taking])
-        close_group()
+    def _hand_over(self, place: Place, message: Resize, state: Any, taking: list[str]) -> None:
+        """Send the state to joining workers, and move shares, among workers that have met."""
+        if taking:
+            wire.send(state, [message.ranks[name] for name in taking])
+        self._engine.move_shares(place, message.config)
 
     def _leave(self) -> None:
         """Wait until the others no longer need this worker; then leave the script for good."""
@@ -536,15 +536,28 @@ class Member:
         message = control.announced
         assert message is not None
         control.announced = None
-        if message.guest is not None:
-            enter_handover(session.place, message, control)
-            found = wire.receive(len(message.ranks))
+        if message.guests:
+            found = self._take_over(enter_handover(session.place, message, control), message)
             close_group()
         place = enter_generation(session.place, message, control)
-        if message.guest is None:
-            found = wire.receive(message.ranks[message.donors[control.worker]])
+        if not message.guests:
+            found = self._take_over(place, message)
         self._restore(found, place)
         control.send(Joined(generation=message.generation))
+
+    def _take_over(self, place: Place, message: Resize) -> dict[str, Any]:
+        """As ``_hand_over``, on a joining worker: receive the state, and its share."""
+        found: dict[str, Any] = wire.receive(message.together[message.donors[self._control.worker]])
+        if self._engine.shared_states is not None:
+            self._check(found)
+            self._engine.state.restore(THE_RUNNING_JOB, found["state"])
+        self._engine.move_shares(place, message.config)
+        return found
+
+    def _check(self, found: dict[str, Any]) -> Checkpoint:
+        start = Checkpoint(THE_RUNNING_JOB, found["header"], found["state"])
+        check_fits(start, self._engine.state.describe())
+        return start
 
     def _restore(self, found: dict[str, Any], place: Place) -> None:
         session = self._session
@@ -554,9 +567,7 @@ class Member:
         self._position = found["header"]["position"]
         self._order = found["order"].tolist() if found["order"] is not None else None
         self._control.num_operations = found["operations"]
-        start = Checkpoint(THE_RUNNING_JOB, found["header"], found["state"])
-        check_fits(start, self._engine.state.describe())
-        self._progress.go_on_from(start)
+        self._progress.go_on_from(self._check(found))
         session.watch.joined(session.num_steps, found["watched"])
         for name, gradient in found["gradients"].items():
             session.parameters[name].grad = gradient.to(session.device)

@@ -256,11 +256,12 @@ class Generations(Supervisor):
         config, ranks = seated(config, types, self._fresh)
         joining = tuple(name for name in ranks if name not in self._ranks)
         leaving = tuple(name for name in self._ranks if name not in ranks)
+        stay = [name for name in ranks if name in self._ranks]
+        before = [self.config.workers[self._ranks[name]] for name in stay]
         same = all(
-            config.workers[rank].virtual_nodes
-            == self.config.workers[self._ranks[name]].virtual_nodes
-            for name, rank in ranks.items()
-            if name in self._ranks
+            (slot.virtual_nodes, slot.state_share_bytes)
+            == (now.virtual_nodes, now.state_share_bytes)
+            for slot, now in zip((config.workers[ranks[n]] for n in stay), before, strict=True)
         )
         if not joining and not leaving and same:
             if path is not None:
@@ -286,19 +287,21 @@ class Generations(Supervisor):
         """Tell all workers, running and joining ones, of the next mapping.
 
         Each joining worker gets the state from a donor, the staying workers in turn. If no worker
-        stays, the first one is the guest: it meets the joining workers once, and leaves.
+        stays, the first one meets the joining workers once, and leaves; where workers share states,
+        all who leave do.
         """
         self._highest = change.number
         self._phase, self._joined, self._pauses = "switching", set(), []
         change.start_seconds = time.monotonic() - change.began if change.joining else None
         staying = [name for name in change.ranks if name in self._ranks]
+        shares = change.config.shard is not None
         givers = staying or [min(self._ranks, key=self._ranks.__getitem__)]
         message = Resize(
             generation=change.number,
             config=change.config,
             ranks=change.ranks,
             donors={name: givers[n % len(givers)] for n, name in enumerate(change.joining)},
-            guest=None if staying else givers[0],
+            guests=change.leaving if shares else () if staying else tuple(givers),
         )
         self._tell([*self._ranks, *change.joining], message)
 

@@ -133,19 +133,6 @@ def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
     return replace(config, predicted_step_seconds=None, workers=workers)
 
 
-def check_shares_nothing(config: LaunchConfig) -> None:
-    """Refuse workers that share states: no share moves while they run.
-
-    Raises:
-        ProblemError: They do.
-    """
-    if config.shard is not None:
-        raise ProblemError(
-            "workers that share states keep their devices",
-            hint="stop the run, and launch another plan of its virtual nodes from the checkpoint",
-        )
-
-
 def same_nodes(config: LaunchConfig, other: LaunchConfig) -> None:
     """Refuse a mapping of other virtual nodes.
 
@@ -154,8 +141,12 @@ def same_nodes(config: LaunchConfig, other: LaunchConfig) -> None:
     """
     if other.pipeline is not None:
         raise ProblemError("a running job cannot change into a pipeline", hint="give a split plan")
-    check_shares_nothing(config)
-    check_shares_nothing(other)
+    if config.shard != other.shard:
+        raise ProblemError(
+            f"the new plan shares {other.shard or 'nothing'}, the job shares "
+            f"{config.shard or 'nothing'}",
+            hint=f"solve with {option('shard', config.shard or 'none')}",
+        )
     own, theirs = ([n.batch_size for n in nodes_of(c)] for c in (config, other))
     if sorted(own) != sorted(theirs):
         raise ProblemError(

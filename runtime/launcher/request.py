@@ -59,8 +59,6 @@ class LaunchRequest:
             return self.on_failure
         if self._bound is None:
             return "shrink"
-        if self.config.shard is not None:
-            return "stop"
         return "replace" if self.checkpoint is not None else "stop"
 
     @property
@@ -76,11 +74,6 @@ class LaunchRequest:
         what = self._bound
         if what is None or self.on_failure in ("stop", None):
             return
-        if self.config.shard is not None:
-            raise TargetError(
-                f"a {what} ends where a worker dies",
-                hint=f"leave {option('on_failure')} out, and start again from a checkpoint",
-            )
         if self.on_failure == "shrink":
             raise TargetError(
                 f"a {what} cannot go on without a worker that dies",

@@ -157,7 +157,13 @@ class _Step:
 
 
 class Together(Protocol):
-    """Workers that call the model together, because each has only a part of it."""
+    """Workers that call the model together, because each has only a part of it.
+
+    Attributes:
+        moves: How often other workers have come; they have tested nothing yet.
+    """
+
+    moves: int
 
     def trying(self) -> AbstractContextManager[None]:
         """A context in which all call the function on the same samples, one call after another."""
@@ -182,6 +188,11 @@ class Promise:
         self, model: nn.Module, batch_sizes: Sequence[int], together: Together | None = None
     ) -> None:
         self._model, self._sizes, self._together = model, tuple(batch_sizes), together
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin anew, alike on all workers that call the model together."""
+        self._moves = 0 if self._together is None else self._together.moves
         self._tests: dict[Any, _Tests] = {}
         self._looked: list[tuple[int, Counts]] = []
         self._late, self._late_wishes = LateValues(), LateValues()
@@ -203,6 +214,8 @@ class Promise:
         Raises:
             TargetError: Its loss is not the mean of the losses of its parts.
         """
+        if self._together is not None and self._together.moves != self._moves:
+            self._forget()
         tests = self._of(function)
         tests.steps += 1
         self._looked.clear()

@@ -202,21 +202,28 @@ FromWorker = (
 class Resize:
     """The next generation is ready: all workers switch to it after the same step.
 
-    ``donors`` maps each joining worker to the worker that sends it the state. ``guest`` is a
-    leaving worker that connects to the joining ones once to send the state, if no worker stays.
+    ``donors`` maps each joining worker to the worker that sends it the state. ``guests`` are
+    leaving workers that meet the next ones once, to hand over what these cannot get otherwise: the
+    state where no worker stays, and shares of it.
     """
 
     generation: Index
     config: LaunchConfig
     ranks: Ranks
     donors: dict[str, str]
-    guest: str | None = None
+    guests: tuple[str, ...] = ()
     kind: Literal["resize"] = "resize"
 
     def __post_init__(self) -> None:
         _check_ranks(self.config, self.ranks)
         if not self.donors.keys() <= self.ranks.keys():
             raise ProblemError("donors names a worker that has no rank")
+
+    @property
+    def together(self) -> Ranks:
+        """The ranks where the next workers meet the guests, which come last."""
+        first = len(self.ranks)
+        return {**self.ranks, **{name: first + n for n, name in enumerate(self.guests)}}
 
 
 @record

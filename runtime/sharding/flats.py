@@ -5,7 +5,7 @@ of that slice. While its layer runs, the parameter is a view of the whole vector
 their memory back and keep their identity, because autograd may have saved views of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -61,6 +61,9 @@ class Flat:
         place: This worker among the others.
         keeps_whole: Whether weights are not shared, so that the whole vector stays.
         order: In which order virtual nodes add up; None: as the workers run them.
+
+    Attributes:
+        part: Where this worker's part of the vector begins and ends.
     """
 
     def __init__(
@@ -78,13 +81,13 @@ class Flat:
         self.shapes = [parameter.shape for _, parameter in members]
         ends = list(accumulate(shape.numel() for shape in self.shapes))
         self.bounds = list(pairwise([0, *ends]))
-        low, high = self._cuts[place.rank], self._cuts[place.rank + 1]
+        low, high = self.part = (self._cuts[place.rank], self._cuts[place.rank + 1])
         self._whole = torch.empty(ends[-1], dtype=first.dtype, device=place.device)
         for (start, end), (_, parameter) in zip(self.bounds, members, strict=True):
             self._whole[start:end].view(parameter.shape).copy_(parameter.detach())
             parameter.data = self._whole[:0]
         for part in self._parts(self._whole):
-            if place.distributed:
+            if place.distributed and not place.is_outside:
                 peers.broadcast(part, src=0)
         own = self._whole[low:high]
         self._own = own if keeps_whole else own.clone()
@@ -93,26 +96,54 @@ class Flat:
         self._gathering: list[peers.Transfer | None] | None = None
         self._reducing: list[tuple[Tensor, list[peers.Transfer | None]]] = []
         self._order = order
-        self._leaves = None if order is None else LeafSums(order.num_leaves)
-        self._own_leaves = None if order is None else LeafSums(order.num_leaves)
+        self._leaves: LeafSums | None = None
+        self._own_leaves: LeafSums | None = None
         self._coming: list[tuple[Sequence[Subtree | None], Tensor, peers.Transfer | None]] = []
         self.is_whole = False
         self.free()
+
+    @property
+    def own(self) -> Tensor:
+        """This worker's part of the weights."""
+        return self._own
+
+    def laid_out(self, slices: Mapping[int, Tensor]) -> Tensor:
+        """Slices of some members in this worker's part of a vector; the rest is 0."""
+        vector = next(iter(slices.values())).new_zeros(self.part[1] - self.part[0])
+        for number, value in slices.items():
+            self.own_of(vector, number).copy_(value)
+        return vector
+
+    def move(self, own: Tensor, cuts: Sequence[int], part: tuple[int, int]) -> None:
+        """Hold another part from now on; ``take`` follows. Nothing is gathered meanwhile.
+
+        Args:
+            own: This worker's part of the weights.
+            cuts: [next workers + 1] see ``cuts_of``.
+            part: Where it begins and ends.
+        """
+        self._cuts, self.part, self._sums, self._own = list(cuts), part, None, own
+        if self._keeps_whole:
+            self._own = self._whole[slice(*part)].copy_(own)
+        self.free()
+
+    def take(self, place: Place, order: Order | None) -> None:
+        """Be one of other workers from now on, in another order of sums."""
+        self._place, self._order = place, order
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         return [flat[low:high] for low, high in pairwise(self._cuts)]
 
     def slice_of(self, number: int, rank: int | None = None) -> slice:
         """A worker's slice of a member, in numbers of that member; by default this worker's."""
-        rank = self._place.rank if rank is None else rank
-        low, high = self._cuts[rank], self._cuts[rank + 1]
+        low, high = self.part if rank is None else self._cuts[rank : rank + 2]
         start, end = self.bounds[number]
         begin = min(max(low, start), end) - start
         return slice(begin, max(begin, min(high, end) - start))
 
     def own_of(self, flat: Tensor, number: int) -> Tensor:
         """The slice of a member in this worker's part of the vector."""
-        low, start = self._cuts[self._place.rank], self.bounds[number][0]
+        low, start = self.part[0], self.bounds[number][0]
         found = self.slice_of(number)
         if found.start == found.stop:
             return flat[:0]
@@ -176,14 +207,12 @@ class Flat:
         if self._order is not None:
             self._leaves = LeafSums(self._order.num_leaves)
             self._own_leaves = LeafSums(self._order.num_leaves)
-        if not any(parameter.grad is not None for _, parameter in self.members):
-            return False
-        self._sums = torch.zeros_like(self._own)
-        for number, (_, parameter) in enumerate(self.members):
-            if parameter.grad is not None:
-                self.own_of(self._sums, number).copy_(parameter.grad)
+        gradients = {n: p.grad for n, (_, p) in enumerate(self.members) if p.grad is not None}
+        if gradients:
+            self._sums = self.laid_out(gradients)
+        for _, parameter in self.members:
             parameter.grad = None
-        return True
+        return bool(gradients)
 
     def await_gradients(self) -> None:
         """Give each parameter room for its whole gradient; parameters are whole."""

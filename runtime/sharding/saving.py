@@ -1,6 +1,6 @@
 """Checkpoints of shared states: whole, as a split's, so that each loads under any sharding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,34 @@ class SharedState:
         self._totals.look()
         if not session.is_main:
             return None
+        parameters = {name: parameters[name] for name in session.parameters}
+        return self._state(parameters, optimizer, buffers, registered)
+
+    def with_buffers(self, buffers: dict[str, Any], registered: Sequence[Any]) -> dict[str, Any]:
+        """The state but for shares, of which optimizers show the kinds; see ``move``.
+
+        Args:
+            buffers: All virtual nodes' buffers, from their ``capture``.
+            registered: The script's objects.
+        """
+        self._totals.look()
+        states = state_of(self._session.optimizers)
+        for state in states if isinstance(states, list) else [states] if states else []:
+            state["state"] = {
+                number: own | {key: value[:0] for key, value in shared_in(own).items()}
+                for number, own in state["state"].items()
+            }
+        return self._state({}, states, buffers, registered)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """None: they move with the shares."""
+        return {}
+
+    def _state(
+        self, parameters: Any, optimizer: Any, buffers: Any, registered: Sequence[Any]
+    ) -> dict[str, Any]:
         return {
-            "parameters": {name: parameters[name] for name in session.parameters},
+            "parameters": parameters,
             "optimizer": optimizer,
             "buffers": buffers,
             "registered": [thing.state_dict() for thing in registered],
@@ -101,8 +127,14 @@ class SharedState:
         return copy_to_host(whole.view(shape)) if self._session.is_main else None
 
     def restore(self, path: Path, state: dict[str, Any]) -> None:
-        """See ``StateParts``."""
-        session, places = self._session, self._states.places()
+        """See ``StateParts``; what shares a state of ``with_buffers`` leaves out stay."""
+        self.restore_trained(path, state)
+        self._buffers.restore(state["buffers"])
+        self._totals.last_weight = state["last_weight"]
+
+    def restore_trained(self, path: Path, state: dict[str, Any]) -> None:
+        """Restore shares of parameters, and optimizers."""
+        session, places, is_whole = self._session, self._states.places(), bool(state["parameters"])
 
         def own(parameter: nn.Parameter, whole: Tensor) -> Tensor:
             flat, number = places[id(parameter)]
@@ -111,20 +143,21 @@ class SharedState:
             return whole.reshape(-1)[flat.slice_of(number)]
 
         with torch.no_grad():
-            for name, parameter in session.parameters.items():
-                parameter.copy_(own(parameter, state["parameters"][name]))
+            for name, whole in state["parameters"].items():
+                parameter = session.parameters[name]
+                parameter.copy_(own(parameter, whole))
 
         def loads(optimizer: torch.optim.Optimizer) -> Callable[[Any], object]:
             def load(saved: dict[str, Any]) -> None:
-                sliced = {
-                    number: {
+                sliced = {}
+                for number, entry, parameter in _entries(optimizer, saved):
+                    held = optimizer.state.get(parameter, {})
+                    sliced[number] = entry | {
                         key: own(parameter, value)
-                        if isinstance(value, Tensor) and value.dim()
-                        else value
-                        for key, value in entry.items()
+                        if is_whole
+                        else held.get(key, torch.zeros_like(parameter, dtype=value.dtype))
+                        for key, value in shared_in(entry).items()
                     }
-                    for number, entry, parameter in _entries(optimizer, saved)
-                }
                 optimizer.load_state_dict({**saved, "state": sliced})
 
             return load
@@ -132,8 +165,11 @@ class SharedState:
         load_optimizers(
             path, session.optimizers, [loads(o) for o in session.optimizers], state["optimizer"]
         )
-        self._buffers.restore(state["buffers"])
-        self._totals.last_weight = state["last_weight"]
+
+
+def shared_in(entry: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The values of a parameter's state that workers share: one number for each of the weights."""
+    return {k: value for k, value in entry.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def _entries(

@@ -27,6 +27,7 @@ from .. import peers
 from ..digest import InPieces, digest_of_pieces
 from ..engine import Step
 from ..gradients.hooks import Hooks
+from ..group import Place
 from ..initial_values import fill
 from ..nested_tensors import tensors_in
 from ..optimizers import is_elementwise
@@ -135,6 +136,9 @@ class SharedStates:
         shard: What is shared.
         shares: [workers] of the states, in any unit.
         order: In which order virtual nodes add up; None: as the workers run them.
+
+    Attributes:
+        moves: How often shares have moved to other workers.
     """
 
     def __init__(
@@ -153,9 +157,10 @@ class SharedStates:
                     "number by itself, and workers hold slices of parameters",
                     hint="use Adam, AdamW or SGD; or solve without " + option("shard"),
                 )
-        if session.place.distributed:
+        if session.place.distributed and not session.place.is_outside:
             check_same_shapes(dict(session.parameters), session.place)
         self.shapes = {name: p.detach().to("meta") for name, p in session.parameters.items()}
+        self._laid: list[Flat] = []
         self._rest, self._units, self._modules = self._cut(shares)
         self._trained = self._layout()
         self._flat_of = {index: flat for flat in self._flats for index, _ in flat.members}
@@ -186,7 +191,7 @@ class SharedStates:
         self._is_open, self._trains, self._carried = False, False, False
         self._node = 0  # whose pass runs
         self._ran: set[int] = set()
-        self._discards = False
+        self._discards, self.moves = False, 0
         self._factor: Tensor | None = None
         self._norm = clip_grad._get_total_norm
         clip_grad._get_total_norm = self._total_norm
@@ -223,6 +228,7 @@ class SharedStates:
                 order=self._sums_order,
             )
             flats.setdefault(name, []).append(made)
+            self._laid.append(made)
             before += sum(lengths)
         rest = Unit(flats.pop(""))
         units = {name: Unit(found) for name, found in flats.items()}
@@ -524,12 +530,11 @@ class SharedStates:
 
         def together(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
             found = unscale(*args, **kwargs)
-            for overflows in found.values():
+            for overflows in found.values() if self._session.place.distributed else ():
                 peers.all_reduce(overflows, op=torch.distributed.ReduceOp.MAX)
             return found
 
-        if self._session.place.distributed:
-            vars(scaler)["_unscale_grads_"] = together
+        vars(scaler)["_unscale_grads_"] = together
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by a factor of shape []."""
@@ -541,8 +546,8 @@ class SharedStates:
         return all(bool(p.detach().isfinite().all()) for p in self._parameters)
 
     def undo(self) -> None:
-        """Refuse to repeat a step: a lost worker ends a launch that shares states."""
-        raise AssertionError("no worker joins or leaves where states are shared")
+        """Refuse to repeat a step: where states are shared all start again after a loss."""
+        raise AssertionError("no step is repeated where states are shared")
 
     def close(self) -> None:
         """Remove the hooks; the parameters stay as they are."""
@@ -552,6 +557,36 @@ class SharedStates:
         self._own_hooks.remove()
         if clip_grad._get_total_norm == self._total_norm:
             clip_grad._get_total_norm = self._norm
+
+    # Other workers
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this worker has its share of the others still to come."""
+        return self._session.place.is_outside
+
+    def put_away(self) -> list[Flat]:
+        """Free all between two steps, and forget what joining workers cannot know.
+
+        Returns:
+            The vectors, in the order in which they are shared out.
+        """
+        for unit in self._all:
+            unit.free()
+        self._order = []
+        self.moves += 1
+        return self._laid
+
+    def take(self, place: Place, order: Order | None) -> None:
+        """Be one of other workers from now on; shares have moved.
+
+        Args:
+            place: This worker among them.
+            order: See the class.
+        """
+        self._sums_order = order
+        for flat in self._laid:
+            flat.take(place, order)
 
     # Outside of steps
 

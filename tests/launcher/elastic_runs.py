@@ -78,10 +78,11 @@ class Launch:
         seconds: float = 0.0,
         holds: Sequence[int] = (),
         script: Path = SCRIPT,
+        plan: Plan | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run = folder, folder / "run"
-        files.write(folder / "plan.json", plan_of(nodes))
+        files.write(folder / "plan.json", plan or plan_of(nodes))
         command = [*HETFLOW, "launch", "--determinism", "elastic", *options, "-o", str(self.run)]
         command += [str(folder / "plan.json"), str(script), str(folder / "digest")]
         command += [str(epochs), str(seconds), *map(str, holds)]

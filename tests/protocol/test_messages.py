@@ -57,7 +57,7 @@ TO_CONTROLLER: tuple[FromWorker, ...] = (
 )
 TO_WORKER: tuple[FromController, ...] = (
     Resize(generation=1, config=CONFIG, ranks={"0": 1, "2": 0}, donors={"2": "0"}),
-    Resize(generation=1, config=CONFIG, ranks={"2": 1, "3": 0}, donors={"2": "0"}, guest="0"),
+    Resize(generation=1, config=CONFIG, ranks={"2": 1, "3": 0}, donors={"2": "0"}, guests=("0",)),
     Recover(generation=1, config=CONFIG, ranks={"0": 0, "1": 1}, behind=("1",), donor="0"),
     Abort(generation=0),
     Leave(),

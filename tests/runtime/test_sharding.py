@@ -16,6 +16,7 @@ from torch import nn
 from hetflow.runtime.launcher.mapping import same_nodes
 from hetflow.runtime.protocol.lower import lower
 from hetflow.runtime.sharding.flats import ALIGNMENT, cuts_of
+from hetflow.runtime.sharding.moving import sources
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema import files
 from hetflow.schema.choices import Shard
@@ -147,6 +148,24 @@ def test_cuts_are_in_proportion_over_all_vectors(lengths: list[int], shares: lis
         assert abs(number - before * share / sum(shares)) <= (len(lengths) + 1) * ALIGNMENT
 
 
+@given(st.data())
+def test_only_what_changes_owners_travels(data: st.DataObject) -> None:
+    """Workers join, leave, and may hold the same numbers: each gets what it lacks, once."""
+    ends = st.lists(st.integers(0, 40), min_size=2, max_size=4).map(sorted)
+    before = [0, *data.draw(ends), 40]
+    copied = data.draw(st.integers(0, 5))
+    held = [*((max(low - copied, 0), high) for low, high in pairwise(before)), (0, 0)]
+    after = data.draw(ends)
+    wanted = [*pairwise([0, *after, 40])]
+    for rank, (first, last) in enumerate(wanted):
+        got: list[int] = []
+        for worker, begin, end in sources(held, (first, last), rank):
+            assert held[worker][0] <= begin < end <= held[worker][1]
+            assert worker == rank or not set(range(begin, end)) & set(range(*held[rank]))
+            got += range(begin, end)
+        assert sorted(got) == [*range(first, last)]
+
+
 def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
     return SimpleNamespace(
@@ -176,8 +195,10 @@ def test_a_launch_refuses_what_shares_cannot_follow(plan_of: Callable[..., Plan]
     plan = shared(plan_of(DEVICES), "all", (1, 3))
     config = lower(plan)
     assert [slot.state_share_bytes for slot in config.workers] == [1, 3]
-    with pytest.raises(ProblemError, match="keep their devices"):
+    with pytest.raises(ProblemError, match="shares nothing, the job shares all"):
         same_nodes(config, lower(plan_of(DEVICES)))
+    with pytest.raises(ProblemError, match=r"meet in every pass, and have \[1, 3\]"):
+        lower(shared(plan_of([(1, 2), (3, 2)]), "gradients", (1, 1)))
 
 
 SCRIPT_OF_OTHERS = """

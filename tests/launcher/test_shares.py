@@ -1,0 +1,63 @@
+"""Launches whose workers share states: they join, leave and are lost, and the bits stay."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.choices import Shard
+from hetflow.schema.plan import Plan
+from hetflow.tests.runtime.sharded_plans import shared
+
+from .elastic_runs import Launch, plan_of
+
+pytestmark = pytest.mark.processes
+
+
+def shares_of(
+    nodes: Sequence[int], shares: Sequence[int], shard: Shard, device_type: str = "cpu:fast"
+) -> Plan:
+    return shared(plan_of(nodes, [device_type] * len(nodes)), shard, shares)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    launch = Launch(tmp_path_factory.mktemp("whole") / "run", [8])
+    launch.digest()
+    found: str = launch.record()["parameters_digest"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["all", "optimizer"])
+def test_shares_move_and_are_restored_with_the_same_digest(
+    tmp_path: Path, undisturbed: str, shard: Shard
+) -> None:
+    """Some workers join; all are replaced by others of another type; one of these is killed."""
+    kept = ("--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "3")
+    plan = shares_of([4, 4], (1, 3), shard)
+    launch = Launch(tmp_path / "run", [], *kept, holds=[2, 5, 8], plan=plan)
+    for step, plan, joined, left in (
+        (2, shares_of([2, 2, 2, 2], (5, 1, 1, 0), shard), 2, 0),
+        (5, shares_of([4, 4], (1, 2), shard, "cpu:slow"), 2, 4),
+    ):
+        launch.wait_for_step(step, workers=2)
+        files.write(tmp_path / f"{step}.json", plan)
+        asked = launch.resize_later("--plan", str(tmp_path / f"{step}.json"), "--json")
+        launch.wait_for_newcomers(4 if step == 2 else 6)
+        launch.go(step)
+        out, err = asked.communicate(timeout=60)
+        assert asked.returncode == 0, err
+        answer = json.loads(out)
+        assert answer["status"] == "done"
+        assert [len(answer.get(key, [])) for key in ("joined", "left")] == [joined, left]
+    launch.wait_for_step(8, workers=2)
+    launch.kill(1)
+    launch.go(8)
+    assert launch.digest()
+    record = launch.record()
+    assert record["parameters_digest"] == undisturbed
+    kinds = [generation["kind"] for generation in record["generations"]]
+    assert kinds == ["start", "resize", "resize", "restart"]
