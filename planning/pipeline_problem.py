@@ -97,6 +97,7 @@ def pipeline_problem(
                 graph,
                 read,
                 problem.pool,
+                splits_backward=traits(schedule).splits_backward,
             )
             for profile, graph in zip(read.profiles, read.graphs, strict=True)
         ),
@@ -285,8 +286,13 @@ def _check_alike(
             )
 
 
-def _pool(profile: Profile, graph: LayerGraph, read: Layered, cluster: Cluster) -> DevicePool:
+def _pool(
+    profile: Profile, graph: LayerGraph, read: Layered, cluster: Cluster, *, splits_backward: bool
+) -> DevicePool:
     node = {entry.id: entry for entry in graph.nodes}
+    nodes = [node[entry.id] for entry in read.order]
+    knows_halves = all(each.input_gradient_share is not None for each in nodes)
+    halved = nodes if splits_backward and knows_halves else []
     busy = profile.busy if cluster.shares_servers(profile.device_type) else None
     costs, ratio = profile.pipeline, 1.0
     if busy is not None:
@@ -305,8 +311,14 @@ def _pool(profile: Profile, graph: LayerGraph, read: Layered, cluster: Cluster) 
     return DevicePool(
         device_type=profile.device_type,
         levels=read.links.levels[profile.device_type],
-        forward_seconds=tuple(ratio * node[entry.id].forward_seconds for entry in read.order),
-        backward_seconds=tuple(ratio * node[entry.id].backward_seconds for entry in read.order),
+        forward_seconds=tuple(ratio * each.forward_seconds for each in nodes),
+        backward_seconds=tuple(ratio * each.backward_seconds for each in nodes),
+        input_gradient_seconds=tuple(
+            ratio * each.backward_seconds * (each.input_gradient_share or 0.0) for each in halved
+        ),
+        repeated_seconds=tuple(
+            ratio * each.backward_seconds * (each.repeated_share or 0.0) for each in halved
+        ),
         update_seconds=(busy or profile).update_seconds,
         memory_bytes=profile.device_memory_bytes,
         workspace_bytes=_workspace(profile, graph),

@@ -183,6 +183,8 @@ def traced_rows(
         names = [*part.arguments, *part.inputs]
         piece = Piece(layer.id, part, [values[name] for name in names], made)
         row, answer = measure_piece(bench, ledger, piece, repeats, empty)
+        trained = [weight for weight in part.module.parameters() if weight.requires_grad]
+        row |= _halves(bench, piece, trained, repeats, empty[1])
         values.update(
             (name, detached(value))
             for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
@@ -191,6 +193,47 @@ def traced_rows(
         weights = weight_row(layer.id, part.module.parameters(), held)
         rows.append({"id": layer.id, "op": layer.op, **row, **weights})
     return rows, [list(edge) for edge in layered.edges]
+
+
+def _halves(
+    bench: Bench, piece: Piece, trained: list[Any], repeats: int, empty_seconds: float
+) -> Row:
+    """Time the halves of a layer's backward pass, as zero-bubble schedules run them.
+
+    Their ratio is told, as one layer alone is too short to tell what both compute. Nothing is told
+    of a layer whose graph cannot be walked twice, or does not fit twice.
+    """
+    try:
+        timed = [_timed_halves(bench, piece, trained) for _ in range(max(3, repeats // 4))]
+    except RuntimeError:
+        return {}
+    first, second = (max(0.0, median(one) - empty_seconds) for one in zip(*timed, strict=True))
+    return {"input_gradient_share": first / (first + second) if first else 0.0}
+
+
+def _timed_halves(bench: Bench, piece: Piece, weights: list[Any]) -> tuple[float, float]:
+    import torch
+
+    from ..runtime.pipeline.stage import WeightHalf, backward_input
+
+    inputs = _Inputs(piece.values)
+    results = _results(piece.made(piece.call(*inputs.copies)))
+    leaves = [leaf for leaf in inputs.leaves if leaf.requires_grad]
+    gradients, kept = _ones(results), list[WeightHalf | None]()
+    if not results:
+        return 0.0, 0.0
+
+    def second() -> None:
+        (half,) = kept
+        if half is not None:
+            half.run()
+        elif weights:
+            torch.autograd.backward(results, gradients, inputs=weights)
+
+    first = lambda: kept.append(backward_input(results, gradients, leaves, weights)[1])  # noqa: E731
+    seconds = bench.timed(first)[0], bench.timed(second)[0]
+    bench.optimizer.zero_grad(set_to_none=False)
+    return seconds
 
 
 def core_rows(

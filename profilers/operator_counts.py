@@ -549,7 +549,8 @@ def _table(bench: Bench, size: int) -> LayerTable:
         own = [name not in part.inputs for name in part.outputs]
         made = partial(chosen, own) if own else tensors_in
         inputs = [values[name] for name in (*part.arguments, *part.inputs)]
-        row, answer = _layer(ledger, Piece(layer.id, part, inputs, made))
+        trained = [weight for weight in part.module.parameters() if weight.requires_grad]
+        row, answer = _layer(ledger, Piece(layer.id, part, inputs, made), trained)
         values.update(
             (name, detached(value))
             for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
@@ -596,31 +597,73 @@ def _core(cores: FoundCores, layer: str, kept_bytes: int) -> CoreCounts | None:
     )
 
 
-def _layer(ledger: Ledger, piece: Piece) -> tuple[dict[str, Any], Any]:
+def _layer(ledger: Ledger, piece: Piece, trained: list[Any]) -> tuple[dict[str, Any], Any]:
     """A layer's operators and memory, and its answer."""
     import torch
 
-    leaves: list[Any] = []
-    pairs: list[tuple[Any, Any]] = []
-
-    def copied(tensor: Any) -> Any:
-        leaves.append(tensor.detach().requires_grad_(tensor.is_floating_point()))
-        pairs.append((leaves[-1].clone(), tensor))
-        return pairs[-1][0]
-
-    copies = [mapped(copied, value) for value in piece.values]
+    inputs = _Inputs(piece)
     with tallied() as forward:
-        answer = ledger.record(piece.id, lambda: piece.call(*copies), piece.made, pairs)
-    results = [tensor for tensor in piece.made(answer) if tensor.requires_grad]
+        answer = ledger.record(
+            piece.id, lambda: piece.call(*inputs.copies), piece.made, inputs.pairs
+        )
+    results = _results(piece, answer)
     ones = [torch.ones_like(result) for result in results]
     with tallied() as backward:
         if results:
             torch.autograd.backward(results, ones)
-    gradients = sum(_bytes(leaf.grad) for leaf in leaves if leaf.grad is not None)
+    gradients = sum(_bytes(leaf.grad) for leaf in inputs.leaves if leaf.grad is not None)
     workspace = max(0, forward.peak_bytes - forward.live_bytes, backward.peak_bytes - gradients)
     return {
         "forward": forward.operators,
         "backward": backward.operators,
+        "backward_halves": _halves(piece, trained, ones),
         "activation_bytes": sum(t.numel() * t.element_size() for t in piece.made(answer)),
         "workspace_bytes": workspace,
     }, answer
+
+
+class _Inputs:
+    """A layer's inputs: leaves, copies that in-place layers may write, and pairs for the ledger."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.leaves: list[Any] = []
+        self.pairs: list[tuple[Any, Any]] = []
+
+        def copied(tensor: Any) -> Any:
+            self.leaves.append(tensor.detach().requires_grad_(tensor.is_floating_point()))
+            self.pairs.append((self.leaves[-1].clone(), tensor))
+            return self.pairs[-1][0]
+
+        self.copies = [mapped(copied, value) for value in piece.values]
+
+
+def _results(piece: Piece, answer: Any) -> list[Any]:
+    return [tensor for tensor in piece.made(answer) if tensor.requires_grad]
+
+
+def _halves(
+    piece: Piece, trained: list[Any], ones: list[Any]
+) -> tuple[tuple[Operator, ...], tuple[Operator, ...]] | None:
+    """The operators of the inputs' gradients and of the weights', as under zero-bubble schedules.
+
+    None for a layer whose graph cannot be walked twice, which such schedules cannot run.
+    """
+    import torch
+
+    from ..runtime.pipeline.stage import backward_input
+
+    inputs = _Inputs(piece)
+    results = _results(piece, piece.call(*inputs.copies))
+    leaves = [leaf for leaf in inputs.leaves if leaf.requires_grad]
+    first, second = Tally(), Tally()
+    try:
+        with _recorder()(first):
+            _, half = backward_input(results, ones, leaves, trained) if results else ((), None)
+        with _recorder()(second):
+            if half is not None:
+                half.run()
+            elif results and trained:
+                torch.autograd.backward(results, ones, inputs=trained)
+    except RuntimeError:
+        return None
+    return first.operators, second.operators

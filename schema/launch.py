@@ -9,6 +9,7 @@ from .choices import Shard
 from .cluster import Cluster
 from .errors import ProblemError, TargetError
 from .layer_trace import LayerTrace
+from .operations import Kind
 from .optimizer import OptimizerState
 from .options import option, options
 from .plan import EmulatedDevice
@@ -49,7 +50,8 @@ class WorkerSlot:
 class PipelineStage:
     """One stage: its layers and the ranks that hold it.
 
-    An emulated device stretches its passes to ``forward_seconds`` and ``backward_seconds``. In a
+    An emulated device stretches its passes to ``forward_seconds`` and ``backward_seconds``, of
+    which ``weight_gradient_seconds`` are the second half's (None: half of them). In a
     parallel plan, ``tensor_parallel_sizes`` is the number of ranks of each replica, in order of the
     ranks; if empty, each rank is a replica. ``recompute`` None takes the value of the whole work.
     ``recompute_cores`` recomputes the cores of attention only.
@@ -59,6 +61,7 @@ class PipelineStage:
     ranks: tuple[Index, ...]
     forward_seconds: Seconds | None = None
     backward_seconds: Seconds | None = None
+    weight_gradient_seconds: Seconds | None = None
     tensor_parallel_sizes: tuple[Count, ...] = ()
     recompute: bool | None = None
     recompute_cores: bool | None = None
@@ -67,6 +70,14 @@ class PipelineStage:
         total = sum(self.tensor_parallel_sizes)
         if self.tensor_parallel_sizes and total != len(self.ranks):
             raise ProblemError(f"tensor_parallel_sizes add up to {total}, not {len(self.ranks)}")
+
+    def held_seconds(self, kind: Kind) -> float | None:
+        """What an emulated device stretches a pass to; None where none is stretched."""
+        whole, weight = self.backward_seconds, self.weight_gradient_seconds
+        if kind in (Kind.FORWARD, Kind.BACKWARD) or whole is None:
+            return self.forward_seconds if kind is Kind.FORWARD else whole
+        weight = whole / 2 if weight is None else weight
+        return weight if kind is Kind.BACKWARD_WEIGHT else whole - weight
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:

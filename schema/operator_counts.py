@@ -71,6 +71,7 @@ class LayerCounts:
     """One layer's passes; the bytes are those of ``LayerNode``.
 
     Every device of a tensor-parallel group holds ``whole_weight_bytes`` of the ``weight_bytes``.
+    ``backward_halves`` are the backward pass in two: the inputs' gradients, then the weights'.
     """
 
     id: Name
@@ -87,6 +88,7 @@ class LayerCounts:
     whole_weight_bytes: Bytes = 0
     core: CoreCounts | None = None
     frozen_weight_bytes: Bytes | None = None
+    backward_halves: tuple[tuple[Operator, ...], tuple[Operator, ...]] | None = None
 
 
 @record

@@ -79,6 +79,11 @@ class DevicePool:
     schedule flushes (flat plans, ``ring`` stage cost); None takes ``pass_seconds``.
     ``fixed_seconds`` is the cost of a step beyond passes, messages and updates.
 
+    Halves: where the schedule splits backward passes, ``input_gradient_seconds`` are the part of
+    ``backward_seconds`` for the inputs' gradients, and ``repeated_seconds`` what the other part
+    computes a second time. Empty: the halves are equal. The first stage's inputs need no gradients,
+    so its first half is empty and the second repeats nothing.
+
     All-reduces: ``reduce_bytes_per_second`` and ``reduce_latency_seconds`` are the measured rate
     and latency per hop of the ring between replicas; None and 0 take the links' rate.
     """
@@ -96,6 +101,8 @@ class DevicePool:
     reduce_latency_seconds: Seconds = 0.0
     reduce_bytes_per_second: PositiveRate | None = None
     lone_pass_seconds: Seconds | None = None
+    input_gradient_seconds: tuple[Seconds, ...] = ()
+    repeated_seconds: tuple[Seconds, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -274,7 +281,9 @@ def _check_pools(problem: PipelineProblem) -> None:
     if len({pool.device_type for pool in problem.pools}) != len(problem.pools):
         raise ProblemError("each device type may have one pool")
     for pool in problem.pools:
-        for times in (pool.forward_seconds, pool.backward_seconds):
+        halves = pool.input_gradient_seconds or pool.repeated_seconds
+        own = (pool.input_gradient_seconds, pool.repeated_seconds) if halves else ()
+        for times in (pool.forward_seconds, pool.backward_seconds, *own):
             if len(times) != len(problem.layers):
                 raise ProblemError(
                     f"{pool.device_type}: {len(times)} layer times for {len(problem.layers)} "

@@ -249,14 +249,16 @@ class Stage:
 
     Times: ``seconds_per_input`` is the stage's part of the objective. ``compute_seconds`` is the
     forward + backward time of a microbatch on the slowest replica, with recomputation if planned;
-    ``forward_seconds`` is its forward part. ``output_seconds`` is the time to send a microbatch's
-    output and to receive its gradient, ``transfer_seconds`` that of all messages that the stage
-    waits for. These include fixed costs: ``pass_seconds`` for each forward and each backward pass,
-    and ``message_seconds`` for each message; None if not counted. ``reduce_seconds`` is one
-    all-reduce of the stage's gradients, including ``reduce_latency_seconds`` per message of its
-    ring (None if all-reduces were not measured). ``tied_seconds`` is the all-reduce of weights tied
-    to other stages. ``update_seconds`` is one update of its weights; if the optimizer is sharded,
-    with the exchange of what each replica has updated.
+    ``forward_seconds`` is its forward part, ``weight_gradient_seconds`` that of the backward pass's
+    second half where a schedule splits it (None: half of it). ``output_seconds`` is the time to
+    send a microbatch's output and to receive its gradient, ``transfer_seconds`` that of all
+    messages that the stage waits for. These include fixed costs: ``pass_seconds`` for each forward
+    and each backward pass, and ``message_seconds`` for each message; None if not counted.
+    ``reduce_seconds`` is one all-reduce of the stage's gradients, including
+    ``reduce_latency_seconds`` per message of its ring (None if all-reduces were not measured).
+    ``tied_seconds`` is the all-reduce of weights tied to other stages. ``update_seconds`` is one
+    update of its weights; if the optimizer is sharded, with the exchange of what each replica has
+    updated.
     """
 
     layers: tuple[Name, ...] = ()
@@ -268,6 +270,7 @@ class Stage:
     seconds_per_input: Seconds | None = None
     compute_seconds: Seconds | None = None
     forward_seconds: Seconds | None = None
+    weight_gradient_seconds: Seconds | None = None
     output_seconds: Seconds | None = None
     transfer_seconds: Seconds | None = None
     reduce_seconds: Seconds | None = None

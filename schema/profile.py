@@ -11,6 +11,7 @@ from .optimizer import OptimizerState
 from .records import (
     Bytes,
     Count,
+    Fraction,
     MeasuredSeconds,
     Name,
     Positive,
@@ -115,6 +116,9 @@ class LayerNode:
         shared_with: Earlier layers whose parameters this layer uses too.
         shared_weight_bytes: Bytes of those parameters.
         core: What changes if attention cores are recomputed; None if nothing does.
+        input_gradient_share: The half of the backward pass that computes the inputs' gradients
+            alone, as zero-bubble schedules run it, over ``backward_seconds``; None if not known.
+        repeated_share: What the other half, of the weights' gradients, computes a second time.
     """
 
     id: Name
@@ -129,6 +133,8 @@ class LayerNode:
     shared_weight_bytes: Bytes | None = None
     core: LayerCore | None = None
     frozen_weight_bytes: Bytes | None = None
+    input_gradient_share: Fraction | None = None
+    repeated_share: Ratio | None = None
 
 
 @record

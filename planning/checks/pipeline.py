@@ -4,7 +4,7 @@ Everything is recomputed from the problem's layers and edges, independently of h
 plans. The code is slow and simple on purpose.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import inf
@@ -298,6 +298,12 @@ def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
     pool = _pool(problem, stage)
     names = set(stage.layers)
     own = definitions.own_seconds(problem, pool, len(plan.stages))[0]
+    compute = sums(plan, problem, [index])[0]
+    forward = own + _layer_sum(problem, names, pool.forward_seconds)
+    weight_half = None
+    if pool.input_gradient_seconds:  # the first stage's inputs are data: it has no input half
+        ahead = _layer_sum(problem, names, pool.input_gradient_seconds) if index else 0.0
+        weight_half = compute - forward - own - ahead
     in_flight, versions = _held(plan, problem, index)
     sent = 0.0
     if index + 1 < len(plan.stages):
@@ -310,13 +316,9 @@ def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
         num_in_flight=in_flight,
         weight_versions=versions,
         seconds_per_input=price(plan, problem, index),
-        compute_seconds=sums(plan, problem, [index])[0],
-        forward_seconds=own
-        + sum(
-            seconds
-            for layer, seconds in zip(problem.layers, pool.forward_seconds, strict=True)
-            if layer.id in names
-        ),
+        compute_seconds=compute,
+        forward_seconds=forward,
+        weight_gradient_seconds=weight_half,
         output_seconds=sent,
         reduce_seconds=_reduce_seconds(plan, problem, index) if flat else None,
         update_seconds=_update_seconds(plan, problem, index) if flat else None,
@@ -327,6 +329,11 @@ def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
         if definitions.counts_overheads(problem) and pool.reduce_bytes_per_second is not None
         else None,
     )
+
+
+def _layer_sum(problem: PipelineProblem, names: set[str], seconds: Sequence[float]) -> float:
+    """Seconds of some layers, from those of all."""
+    return sum(s for layer, s in zip(problem.layers, seconds, strict=True) if layer.id in names)
 
 
 def _flat_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
@@ -374,6 +381,8 @@ def sums(plan: Plan, problem: PipelineProblem, stages: list[int]) -> tuple[float
     passes = 2 if plan.recomputes else 1
     chosen = [i for i, layer in enumerate(problem.layers) if layer.id in names]
     own = sum(definitions.own_seconds(problem, pool, len(plan.stages)))
+    if pool.repeated_seconds and 0 not in stages:  # both halves compute some gradients
+        own += _layer_sum(problem, names, pool.repeated_seconds)
     return (
         own + sum(passes * pool.forward_seconds[i] + pool.backward_seconds[i] for i in chosen),
         sum(problem.layers[i].weight_bytes for i in chosen),

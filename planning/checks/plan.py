@@ -45,7 +45,8 @@ _STATED = {
     "pipeline": {
         "plan": f"{_OF_CUTS} noam stage_cost solved workers",
         "stage": f"{_OF_STAGES} num_in_flight weight_versions seconds_per_input forward_seconds "
-        "output_seconds tied_seconds pass_seconds message_seconds reduce_latency_seconds nesting",
+        "weight_gradient_seconds output_seconds tied_seconds pass_seconds message_seconds "
+        "reduce_latency_seconds nesting",
         "replicas": f"{_OF_REPLICAS} first_device devices memory_bytes",
         "predicted": f"{_STEP} {_PARTS} compute_seconds load_seconds virtual_node_seconds "
         "fixed_seconds transfer_seconds step_seconds_low step_seconds_high",

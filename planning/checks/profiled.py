@@ -14,7 +14,7 @@ from ...schema.parallel import ParallelProblem
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, ReplicaGroup
 from ...schema.problem import Problem, ShardedProblem
-from ...schema.profile import BatchPoint, LayerGraph, Profile
+from ...schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
 from ...schema.schedule_traits import traits
 
 
@@ -337,7 +337,10 @@ def _pool_terms(
     ordered = sorted(graph.nodes, key=lambda node: place[node.id])
     channels = 2 if traits(view.schedule).placement == "line" else 4
     base, beside = profile.base_memory_bytes, _most_beside(profile, problem, channels)
-    costs = profile.pipeline
+    costs, halved = profile.pipeline, list[LayerNode]()
+    if traits(view.schedule).splits_backward:
+        halved = [node for node in ordered if node.input_gradient_share is not None]
+    halved = halved if len(halved) == len(ordered) else []
     return {
         "memory_bytes": _device_bytes(problem.pool, profile),
         "base_memory_bytes": (base or 0) + beside if beside else base,
@@ -346,6 +349,12 @@ def _pool_terms(
         + _exchange_bytes(profile),
         "forward_seconds": tuple(slowed * node.forward_seconds for node in ordered),
         "backward_seconds": tuple(slowed * node.backward_seconds for node in ordered),
+        "input_gradient_seconds": tuple(
+            slowed * node.backward_seconds * (node.input_gradient_share or 0.0) for node in halved
+        ),
+        "repeated_seconds": tuple(
+            slowed * node.backward_seconds * (node.repeated_share or 0.0) for node in halved
+        ),
         "update_seconds": profile.update_seconds if busy is None else busy.update_seconds,
         "pass_seconds": 0.0 if costs is None else costs.pass_seconds,
         "fixed_seconds": 0.0 if costs is None else costs.fixed_seconds,

@@ -55,7 +55,9 @@ def _pass_seconds(stage: Stage, kind: str) -> float:
     if kind == "update":
         return (stage.update_seconds or 0.0) + (stage.tied_seconds or 0.0)
     backward = (stage.compute_seconds or 0.0) - forward
-    return backward if kind == "backward" else backward / 2  # the halves are taken as equal
+    weight = stage.weight_gradient_seconds
+    weight = backward / 2 if weight is None else weight  # not known: taken as equal
+    return {"backward": backward, "backward_weight": weight}.get(kind, backward - weight)
 
 
 def steady_seconds(plan: Plan) -> float:
@@ -130,6 +132,12 @@ def _bare(plan: Plan) -> Callable[[Stage], Stage]:
         own = stage.pass_seconds or 0.0
         forward = max(0.0, (stage.forward_seconds or 0.0) - own)
         whole = max((stage.compute_seconds or 0.0) - own - backwards * own, forward)
-        return replace(stage, forward_seconds=forward, compute_seconds=whole)
+        weight = stage.weight_gradient_seconds
+        return replace(
+            stage,
+            forward_seconds=forward,
+            compute_seconds=whole,
+            weight_gradient_seconds=None if weight is None else max(0.0, weight - own),
+        )
 
     return without

@@ -186,14 +186,40 @@ def _graph(table: LayerTable, estimator: Estimator) -> LayerGraph:
     return _layer_graph(
         table,
         (
-            _node(
+            _halved(
+                _node(
+                    layer,
+                    there * estimator.seconds(layer.forward),
+                    back * estimator.seconds(layer.backward),
+                    _core(layer.core, there, estimator),
+                ),
                 layer,
-                there * estimator.seconds(layer.forward),
-                back * estimator.seconds(layer.backward),
-                _core(layer.core, there, estimator),
+                estimator,
+                back,
             )
             for layer in table.layers
         ),
+    )
+
+
+def _halved(node: LayerNode, layer: LayerCounts, estimator: Estimator, scale: float) -> LayerNode:
+    """A layer with the two halves of its backward pass, where they were counted.
+
+    What the model's pass has beyond its layers' (``scale``) is the loss's, and sums of gradients
+    from several layers: both are in the first half.
+    """
+    alone = estimator.seconds(layer.backward)
+    if layer.backward_halves is None:
+        return node
+    if not alone:
+        return replace(node, input_gradient_share=0.0)
+    first, second = map(estimator.seconds, layer.backward_halves)
+    repeated = max(0.0, min(first, alone) + second - alone)
+    of_weights = (second - repeated) / (scale * alone)
+    return replace(
+        node,
+        input_gradient_share=min(1.0, max(0.0, 1.0 - of_weights)),
+        repeated_share=repeated / (scale * alone),
     )
 
 
@@ -408,8 +434,9 @@ def _carried_graph(
 
     def carried(node: LayerNode) -> LayerNode:
         layer = counted[node.id]
+        is_halved = node.input_gradient_share is not None
         return replace(
-            node,
+            node if is_halved else _halved(node, layer, target, 1.0),
             forward_seconds=_scaled(
                 node.forward_seconds, source.seconds(layer.forward), target.seconds(layer.forward)
             ),

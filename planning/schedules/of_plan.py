@@ -53,6 +53,14 @@ def times_of(stages: Sequence[Stage], *, flushes: bool) -> StageTimes:
         raise ProblemError(
             "the plan does not tell forward from backward time", hint="solve it again"
         )
+    backward = [
+        (stage.compute_seconds or 0.0) - seconds
+        for stage, seconds in zip(stages, forward, strict=True)
+    ]
+    halves = [
+        whole / 2 if stage.weight_gradient_seconds is None else stage.weight_gradient_seconds
+        for stage, whole in zip(stages, backward, strict=True)
+    ]
     links = tuple((stage.output_seconds or 0.0) / 2 for stage in stages[:-1])
     updates = [
         None if stage.update_seconds is None else stage.update_seconds + (stage.tied_seconds or 0)
@@ -60,10 +68,8 @@ def times_of(stages: Sequence[Stage], *, flushes: bool) -> StageTimes:
     ]
     return StageTimes(
         forward_seconds=forward,
-        backward_seconds=tuple(
-            (stage.compute_seconds or 0.0) - seconds
-            for stage, seconds in zip(stages, forward, strict=True)
-        ),
+        backward_seconds=tuple(backward),
+        backward_weight_seconds=tuple(map(min, halves, backward)),
         activation_seconds=links,
         gradient_seconds=links,
         reduce_seconds=_all_or_none([s.reduce_seconds for s in stages]) if flushes else None,

@@ -154,6 +154,12 @@ def _bare(halves: int) -> Callable[[Stage], Stage]:
         own = stage.pass_seconds or 0.0
         forward = max((stage.forward_seconds or 0.0) - own, 0.0)
         compute = max((stage.compute_seconds or 0.0) - (1 + halves) * own, forward)
-        return replace(stage, compute_seconds=compute, forward_seconds=forward)
+        weight = stage.weight_gradient_seconds
+        return replace(
+            stage,
+            compute_seconds=compute,
+            forward_seconds=forward,
+            weight_gradient_seconds=None if weight is None else max(weight - own, 0.0),
+        )
 
     return without

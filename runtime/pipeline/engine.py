@@ -621,7 +621,7 @@ class PipelineEngine:
             raise StageDone
 
         entered = session.clock.begin_pass()
-        with held(self._work.stages[number].forward_seconds):
+        with held(self._work.stages[number].held_seconds(operation.kind)):
             # An emulated device does not wait for samples, as a real one finds them prefetched.
             item, inputs = batch.input_of(microbatch - (late.offset if late else 0))
             began = session.clock.begin_pass()
@@ -656,9 +656,7 @@ class PipelineEngine:
 
     def _backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
         stage, number = self._stages[operation.stage], operation.stage
-        seconds = self._work.stages[number].backward_seconds
-        halves = operation.kind is not Kind.BACKWARD
-        with held(seconds if seconds is None or not halves else seconds / 2):
+        with held(self._work.stages[number].held_seconds(operation.kind)):
             if operation.kind is Kind.BACKWARD_WEIGHT:
                 stage.backward_weight(operation.microbatch)
                 return ()

@@ -215,6 +215,7 @@ def _stage_of(stage: Stage, ranks: tuple[int, ...], *, is_chain: bool) -> Pipeli
         ranks=ranks,
         forward_seconds=forward,
         backward_seconds=backward,
+        weight_gradient_seconds=None if backward is None else stage.weight_gradient_seconds,
         tensor_parallel_sizes=()
         if is_chain
         else tuple(g.tensor_parallel_size for g in stage.replicas for _ in range(g.num_replicas)),

@@ -162,6 +162,7 @@ def stage_between(
         seconds_per_input=costs.stage_seconds(first, last, number, replicas, span),
         compute_seconds=costs.stage_compute(first, last, number),
         forward_seconds=costs.stage_forward(first, last, number),
+        weight_gradient_seconds=costs.stage_weight_gradient(first, last, number),
         output_seconds=sent,
         reduce_seconds=reduction,
         update_seconds=pool.update_seconds * (weight / max(costs.total_weight, 1.0)),

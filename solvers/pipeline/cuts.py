@@ -27,6 +27,8 @@ class Cuts:
     Args:
         layer_sets: [cuts] layers before the cut, as bits.
         forward_seconds, backward_seconds: [pools, cuts].
+        input_gradient_seconds, repeated_seconds: [pools, cuts] of the two halves of a backward
+            pass, 0 where they are taken as equal.
         weight_bytes, activation_bytes: [cuts].
         crossing_bytes: [cuts] what crosses the cut, once for each layer that sends.
         before: [cuts, cuts] whether the first lies within the second; None where they are in
@@ -40,6 +42,8 @@ class Cuts:
     layer_sets: tuple[int, ...]
     forward_seconds: Floats
     backward_seconds: Floats
+    input_gradient_seconds: Floats
+    repeated_seconds: Floats
     weight_bytes: Floats
     activation_bytes: Floats
     crossing_bytes: Floats
@@ -202,9 +206,12 @@ def layers_of(inside: int) -> list[int]:
 
 
 def _sums(problem: PipelineProblem, sets: list[int], *, is_line: bool, complete: bool) -> Cuts:
+    none = (0.0,) * len(problem.layers)
     per_layer = np.array(
         [pool.forward_seconds for pool in problem.pools]
         + [pool.backward_seconds for pool in problem.pools]
+        + [pool.input_gradient_seconds or none for pool in problem.pools]
+        + [pool.repeated_seconds or none for pool in problem.pools]
         + [[layer.weight_bytes for layer in problem.layers]]
         + [[layer.kept_bytes for layer in problem.layers]],
         dtype=np.float64,
@@ -222,8 +229,10 @@ def _sums(problem: PipelineProblem, sets: list[int], *, is_line: bool, complete:
         layer_sets=tuple(sets),
         forward_seconds=sums[:pools],
         backward_seconds=sums[pools : 2 * pools],
-        weight_bytes=sums[2 * pools],
-        activation_bytes=sums[2 * pools + 1],
+        input_gradient_seconds=sums[2 * pools : 3 * pools],
+        repeated_seconds=sums[3 * pools : 4 * pools],
+        weight_bytes=sums[-2],
+        activation_bytes=sums[-1],
         crossing_bytes=_crossing(problem, sets, is_line),
         before=None if is_line else _inclusion(sets, len(problem.layers)),
         complete=complete,

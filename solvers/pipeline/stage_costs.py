@@ -106,14 +106,29 @@ class StageCosts:
         )
 
     def stage_compute(self, first: int, last: int, pool: int) -> float:
-        """Seconds of a microbatch's passes through the stage between two cuts."""
-        seconds = self.compute_seconds[pool]
-        return float(seconds[last] - seconds[first]) + float(self.own_seconds[pool])
+        """Seconds of a microbatch's passes through the stage between two cuts.
+
+        Of a backward pass in halves only the first stage, whose first half is empty, repeats
+        nothing; so ``compute_seconds`` are the least of any stage.
+        """
+        seconds, again = self.compute_seconds[pool], self.cuts.repeated_seconds[pool]
+        repeated = float(again[last] - again[first]) if first else 0.0
+        return float(seconds[last] - seconds[first]) + repeated + float(self.own_seconds[pool])
 
     def stage_forward(self, first: int, last: int, pool: int) -> float:
         """The forward pass's part of ``stage_compute``."""
         seconds = self.cuts.forward_seconds[pool]
         return float(seconds[last] - seconds[first]) + self.overheads.forward_seconds[pool]
+
+    def stage_weight_gradient(self, first: int, last: int, pool: int) -> float | None:
+        """The part of ``stage_compute`` for the weights' gradients; None where halves are equal."""
+        if not self.problem.pools[pool].input_gradient_seconds:
+            return None
+        inputs = self.cuts.input_gradient_seconds[pool]
+        ahead = float(inputs[last] - inputs[first]) if first else 0.0
+        ahead += self.overheads.forward_seconds[pool]  # each half is a pass of the runtime's
+        both = self.stage_compute(first, last, pool) - self.stage_forward(first, last, pool)
+        return both - ahead
 
     def output_seconds(self, cut: int, bytes_per_second: float) -> float:
         """Both messages of a microbatch over a cut between two stages."""

@@ -61,6 +61,7 @@ def profile(device_type: str, slowness: float) -> Profile:
             id=f"l{n}", op="Linear", forward_seconds=slowness * (0.001 + 0.0002 * n),
             backward_seconds=slowness * 0.002, activation_bytes=1 << 16,
             weight_bytes=(3 + n) << 20, stashed_bytes=1 << 18,
+            input_gradient_share=0.6, repeated_share=0.05,
         )
         for n in range(6)
     )  # fmt: skip

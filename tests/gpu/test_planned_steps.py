@@ -8,7 +8,6 @@ import pytest
 
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.schema.plan import Plan, Prediction, Proof, Stage
-from hetflow.schema.schedule_traits import traits
 from hetflow.tests.plan_parts import parallel_plan_of, replica_group
 from hetflow.tests.testing.hosts import real_types
 
@@ -21,8 +20,7 @@ NUMBER, SEED = 30, 1
 def tolerance(plan: Plan) -> float:
     """How far apart a plan's two steps may be, as docs/gpus.md says and why."""
     degrees = [{one.tensor_parallel_size for one in stage.replicas} for stage in plan.stages]
-    is_coarse = traits(plan.schedule).splits_backward or any(len(own) > 1 for own in degrees)
-    return 0.12 if is_coarse else 0.05
+    return 0.12 if any(len(own) > 1 for own in degrees) else 0.05
 
 
 @pytest.fixture(scope="module")

@@ -117,6 +117,12 @@ def test_flops_memory_and_layers_of_two_linear_layers(file: Path) -> None:
     assert sum(flops(layer.forward) for layer in table.layers) == products
     assert [layer.weight_bytes for layer in table.layers] == [4 * 20200, 0, 4 * 2010]
     assert sum(layer.stashed_bytes for layer in table.layers) == first.kept_bytes
+    # Each half of a product's backward pass is as large as its forward pass; ReLU has no weights.
+    halves = [[flops(half) for half in layer.backward_halves or ()] for layer in table.layers]
+    of_first, of_last = 2.0 * 8 * 100 * 200, 2.0 * 8 * 200 * 10
+    assert halves == [[of_first, of_first], [0.0, 0.0], [of_last, of_last]]
+    relu = table.layers[1].backward_halves
+    assert relu == (table.layers[1].backward, ())
 
 
 def test_an_autocast_of_a_gpu_counts(file: Path) -> None:

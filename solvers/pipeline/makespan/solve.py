@@ -144,6 +144,8 @@ def _subset(cuts: Cuts, chosen: Ints) -> Cuts:
         layer_sets=tuple(cuts.layer_sets[cut] for cut in chosen.tolist()),
         forward_seconds=cuts.forward_seconds[:, chosen],
         backward_seconds=cuts.backward_seconds[:, chosen],
+        input_gradient_seconds=cuts.input_gradient_seconds[:, chosen],
+        repeated_seconds=cuts.repeated_seconds[:, chosen],
         weight_bytes=cuts.weight_bytes[chosen],
         activation_bytes=cuts.activation_bytes[chosen],
         crossing_bytes=cuts.crossing_bytes[chosen],

@@ -64,7 +64,9 @@ class Option:
         way += float(self.costs.own_seconds[self.pools].sum())
         share = way / len(self.shape.layout.places)
         if self.problem.traits.flushes:
-            return max(self.rounds * share, way)
+            # Of a backward pass in halves only the first is on a microbatch's way.
+            is_way = not self.problem.traits.splits_backward
+            return max(self.rounds * share, way if is_way else 0.0)
         return share / self.shape.layout.num_replicas
 
     def raise_bound(self, heaviest: float | None) -> None:

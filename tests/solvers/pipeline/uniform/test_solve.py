@@ -21,7 +21,7 @@ from hetflow.planning.checks.pipeline import check, seconds_per_input, stage_mem
 from hetflow.planning.schedules.of_plan import schedule_of, times_of
 from hetflow.planning.schedules.timing import time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.pipeline import PipelineProblem
+from hetflow.schema.pipeline import DevicePool, PipelineProblem
 from hetflow.schema.plan import Plan
 from hetflow.schema.schedule_traits import planned_schedules, traits
 from hetflow.solvers.pipeline.assemble import ORDERED
@@ -38,6 +38,8 @@ def alike_problems(draw) -> PipelineProblem:
     schedule = draw(st.sampled_from(ALIKE))
     depth = 1 if schedule == "interleaved" else 2
     pools = tuple(dataclasses.replace(pool, levels=pool.levels[:depth]) for pool in problem.pools)
+    if traits(schedule).splits_backward and draw(st.booleans()):
+        pools = tuple(halved(pool, draw(st.sampled_from([0.0, 0.4, 0.9]))) for pool in pools)
     return dataclasses.replace(
         problem,
         pools=pools,
@@ -46,6 +48,15 @@ def alike_problems(draw) -> PipelineProblem:
         recompute=False,
         num_microbatches=draw(st.sampled_from([4, 6])),
         num_model_chunks=2 if schedule == "interleaved" else None,
+    )
+
+
+def halved(pool: DevicePool, share: float) -> DevicePool:
+    """A pool whose backward passes have unlike halves, which both compute a tenth of the whole."""
+    return dataclasses.replace(
+        pool,
+        input_gradient_seconds=tuple(share * seconds for seconds in pool.backward_seconds),
+        repeated_seconds=tuple(0.1 * seconds for seconds in pool.backward_seconds),
     )
 
 
