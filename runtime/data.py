@@ -101,11 +101,6 @@ class Passes:
         return map(self._rows.__getitems__, self._sampler)
 
 
-def as_they_are(rows: list[Tensor]) -> list[Tensor]:
-    """The collate function of ``Rows``, whose passes are collated already."""
-    return rows
-
-
 def _is_plain(tensor: Tensor) -> bool:
     """Whether rows by an index have the values and strides of single rows, stacked."""
     return (
@@ -370,7 +365,9 @@ class KeyedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self._seed = seed
-        self._draws = not _is_deterministic(dataset)
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        self._draws = type(dataset) is not TensorDataset
 
     def __getitem__(self, key: Key) -> Any:
         if self._draws:
@@ -393,12 +390,6 @@ class KeyedDataset(Dataset[Any]):
         if name == "dataset":  # not set yet while the object is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
-
-
-def _is_deterministic(dataset: object) -> bool:
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) is TensorDataset
 
 
 class PassSampler(Sampler[list[Key]]):
@@ -565,7 +556,7 @@ def pass_loader(
     if rows is not None:
         if not pins:
             return Passes(rows, sampler)
-        dataset, collate = rows, as_they_are
+        dataset, collate = rows, lambda passed: passed  # collated already
     return DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -20,10 +20,10 @@ from ..devices.backend import DEVICES
 from ..devices.cpu import DEVICE_TYPE
 from ..devices.emulated import base_type
 from ..schema.errors import TargetError
-from ..schema.launch import Determinism, LaunchConfig
+from ..schema.launch import Determinism
 from ..schema.options import command, option
 from .group import Place
-from .protocol.environment import missing_pins
+from .protocol.environment import pins
 
 # On no device: where several indices are equal, any of their values may win.
 _NEVER_DETERMINISTIC = (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
@@ -57,13 +57,6 @@ class Obstacle:
 def is_invariant(level: Determinism) -> bool:
     """Whether sums must not depend on the mapping of virtual nodes."""
     return level in ("elastic", "heterogeneous")
-
-
-def device_types_of(config: LaunchConfig | None, device: torch.device) -> set[str]:
-    """The real device types of a launch; an emulated type counts as the type it runs on."""
-    if config is None:
-        return {device.type}
-    return {base_type(slot.device_type, config) for slot in config.workers}
 
 
 def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[Obstacle]:
@@ -105,11 +98,15 @@ def check_level(model: nn.Module, level: Determinism, place: Place) -> None:
     """
     if level == "none":
         return
-    types = device_types_of(place.start.config, place.device)
+    config = place.start.config
+    # The real types of a launch: an emulated type counts as the type it runs on.
+    workers = config.workers if config is not None else ()
+    types = {base_type(slot.device_type, config) for slot in workers} or {place.device.type}
     obstacles = scan(model, level, types)
     if obstacles:
         raise _refusal(level, types, obstacles)
-    absent = missing_pins(level, os.environ)
+    # Another launcher may have started this process.
+    absent = {name: v for name, v in pins(level).items() if os.environ.get(name) != v}
     if absent:
         settings = " ".join(f"{name}={value}" for name, value in absent.items())
         raise TargetError(
@@ -117,7 +114,14 @@ def check_level(model: nn.Module, level: Determinism, place: Place) -> None:
             hint=f"start with {command('launch', determinism=level)}, or export {settings}",
         )
     if level == "heterogeneous" and DEVICE_TYPE in types:
-        _check_capability()
+        found = torch.backends.cpu.get_cpu_capability()
+        if found != "AVX2":
+            raise TargetError(
+                f"determinism heterogeneous needs AVX2 kernels on every CPU, here torch has "
+                f"{found}",
+                hint=f"use x86 CPUs from 2013 on, or {option('determinism', 'elastic')} on one "
+                "CPU type",
+            )
 
 
 def _refusal(level: Determinism, types: Collection[str], obstacles: list[Obstacle]) -> TargetError:
@@ -147,16 +151,6 @@ def refusal_of(error: RuntimeError, level: Determinism) -> TargetError | None:
         f"determinism {level} cannot hold: {operator.split()[-1]} has no deterministic form",
         hint=f"replace the operator, or use {option('determinism', 'none')}",
     )
-
-
-def _check_capability() -> None:
-    found = torch.backends.cpu.get_cpu_capability()
-    if found != "AVX2":
-        raise TargetError(
-            f"determinism heterogeneous needs AVX2 kernels on every CPU, here torch has {found}",
-            hint=f"use x86 CPUs from 2013 on, or {option('determinism', 'elastic')} on one "
-            "CPU type",
-        )
 
 
 def apply_level(level: Determinism) -> None:

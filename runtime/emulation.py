@@ -79,10 +79,6 @@ class PassHolder:
             self.num_overruns += 1
             self.worst_overrun_seconds = max(self.worst_overrun_seconds, overrun)
         self._deadline += self._allowed
-        _sleep_until(self._deadline)
-
-
-def _sleep_until(deadline: float) -> None:
-    left = deadline - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
+        left = self._deadline - time.perf_counter()
+        if left > 0:
+            time.sleep(left)

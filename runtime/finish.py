@@ -11,17 +11,17 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from ..schema import files
 from ..schema.errors import FileError, HetflowError, TargetError
+from ..schema.files import to_json
 from .error_origin import explained
 from .group import Place, leave
 from .log import log
 from .measurements import peak_memory_bytes
 from .protocol.messages import Finished
-from .protocol.record import WorkerReport, assemble, parse_report, report_text
+from .protocol.record import WorkerReport, assemble, parse_report
 from .session import Session
 from .worker import ScriptRun, fail_at_exit
 
@@ -192,6 +192,7 @@ def _report_of(session: Session, digest: str | None, *, at_rest: bool = True) ->
     """This worker's report; unless it is ``at_rest``, nothing waits for the device."""
     timings, place, holder = session.clock.timings(wait=at_rest), session.place, session.holder
     num_steps, num_samples = session.clock.done
+    loss = float("nan") if session.last_loss is None or not at_rest else float(session.last_loss)
     assert place.slot is not None
     return WorkerReport(
         rank=place.rank,
@@ -206,7 +207,7 @@ def _report_of(session: Session, digest: str | None, *, at_rest: bool = True) ->
         step_seconds=timings.step,
         step_seconds_spread=timings.spread,
         peak_memory_bytes=peak_memory_bytes(place.device),
-        final_loss=_finite(session.last_loss) if at_rest else None,
+        final_loss=loss if abs(loss) < float("inf") else None,
         parameters_digest=digest,
         emulated_passes=holder.num_passes if holder else 0,
         emulated_overruns=holder.num_overruns if holder else 0,
@@ -217,14 +218,9 @@ def _report_of(session: Session, digest: str | None, *, at_rest: bool = True) ->
     )
 
 
-def _finite(loss: torch.Tensor | None) -> float | None:
-    value = None if loss is None else float(loss)
-    return value if value is not None and abs(value) < float("inf") else None
-
-
 def _write_report(place: Place, own: WorkerReport) -> None:
     assert place.store is not None
-    place.store.set(f"report/{place.rank}", report_text(own))
+    place.store.set(f"report/{place.rank}", to_json(own))
 
 
 def _publish(place: Place, own: WorkerReport) -> None:
@@ -233,7 +229,10 @@ def _publish(place: Place, own: WorkerReport) -> None:
         _write_report(place, own)
     if place.start.run_folder is None or place.rank != 0 or place.start.plan is None:
         return
-    reports = [own, *(_read_report(place, rank) for rank in range(1, place.world_size))]
+    reports = [own]
+    for rank in range(1, place.world_size):
+        assert place.store is not None
+        reports.append(parse_report(place.store.get(f"report/{rank}")))
     record = assemble(
         place.start.plan,
         reports,
@@ -246,8 +245,3 @@ def _publish(place: Place, own: WorkerReport) -> None:
         files.write(place.start.run_folder / "run.json", record, force=True)
     except (FileError, OSError) as error:
         log.warning(f"the run record was not written: {error}")
-
-
-def _read_report(place: Place, rank: int) -> WorkerReport:
-    assert place.store is not None
-    return parse_report(place.store.get(f"report/{rank}"))

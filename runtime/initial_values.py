@@ -162,7 +162,11 @@ class Tape:
             made = _run(operation, resolved)
             for ref, tensor in zip(operation.made, made, strict=True):
                 if ref.storage not in real:
-                    real[ref.storage] = _laid_out(tensor, ref)
+                    if tensor.stride() != ref.stride or tensor.storage_offset() != ref.offset:
+                        # Laid out as the ref says, so that views of it mean the same.
+                        like = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
+                        tensor = like.copy_(tensor)
+                    real[ref.storage] = tensor
             for storage in self._touched(number):
                 if last_use[storage] == number and storage != wanted.storage:
                     real.pop(storage, None)
@@ -234,14 +238,6 @@ def _tensors_in(values: Any, depth: int = 0) -> list[Tensor]:
     return []
 
 
-def _laid_out(tensor: Tensor, ref: _Ref) -> Tensor:
-    """A tensor laid out in memory as its ref says, so that views of it mean the same."""
-    if tensor.stride() == ref.stride and tensor.storage_offset() == ref.offset:
-        return tensor
-    like = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
-    return like.copy_(tensor)
-
-
 class _OnMeta(TorchFunctionMode):
     """Makes torch's factories use the meta device, unless they are told a device.
 
@@ -279,7 +275,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         recorded = _mapped((tuple(args), kwargs), Tensor, self._noted)
         written = _written(func, args, kwargs)
-        if self._asks_for_values(func, kwargs, written):
+        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        is_real = kwargs.get("device") not in (None, _META)
+        if is_real or tags & set(func.tags) or any(not tensor.is_meta for tensor in written):
             real_args, real_kwargs = _on_host(recorded, tape.value)
             return func(*real_args, **real_kwargs)
         generator, state = kwargs.get("generator"), None
@@ -308,18 +306,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_small = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
         own = tensor.clone() if is_small else tensor
         return _Given(own, own._version)
-
-    def _asks_for_values(
-        self, func: Any, kwargs: Mapping[str, Any], written: Sequence[Tensor]
-    ) -> bool:
-        """Whether a result depends on values, or a real tensor is made or written."""
-        tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-        device = kwargs.get("device")
-        return (
-            any(tag in func.tags for tag in tags)
-            or (device is not None and device != _META)
-            or any(not tensor.is_meta for tensor in written)
-        )
 
     def _draw(self, func: Any, recorded: Any) -> None:
         """Run a random operation once, so that its stream advances as usual."""

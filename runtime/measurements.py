@@ -45,17 +45,13 @@ def median_interval(
     outside = 0.0
     best: tuple[float, float] | None = None
     for k in range(1, total // 2 + 1):
-        outside += _probability(total, k - 1)
+        # By logarithms: powers overflow for thousands of steps.
+        ways = lgamma(total + 1) - lgamma(k) - lgamma(total - k + 2)
+        outside += exp(ways - total * log(2))
         if 1 - 2 * outside < confidence:
             break
         best = (ordered[k - 1], ordered[total - k])
     return best
-
-
-def _probability(total: int, number: int) -> float:
-    """P(Binomial(total, 1/2) = number), by logarithms: powers overflow for thousands of steps."""
-    ways = lgamma(total + 1) - lgamma(number + 1) - lgamma(total - number + 1)
-    return exp(ways - total * log(2))
 
 
 def half_width(samples: Sequence[float]) -> float | None:
@@ -171,30 +167,23 @@ def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
     )
 
 
-def _wait(step: StepTimes) -> float:
-    return sum(step.gap_seconds) / len(step.gap_seconds)
-
-
 def stage_runs(steps: Sequence[StepTimes]) -> tuple[StageRun, ...]:
     """The seconds of each stage's forward and backward passes, for one microbatch each.
 
     Halves of a backward pass are added up.
     """
-    numbers = sorted({entry.stage for step in steps for entry in step.stages})
-    return tuple(run for run in (_stage_run(steps, number) for number in numbers) if run)
-
-
-def _stage_run(steps: Sequence[StepTimes], number: int) -> StageRun | None:
-    forward, backward = [], []
-    for step in steps:
-        ahead = [p.seconds for p in step.stages if p.stage == number and not p.is_backward]
-        back = [p.seconds for p in step.stages if p.stage == number and p.is_backward]
-        if ahead and back:
-            forward.append(sum(ahead) / len(ahead))
-            backward.append(sum(back) / len(ahead))
-    if not forward:
-        return None
-    return StageRun(stage=number, forward=_term(forward), backward=_term(backward))
+    runs = []
+    for number in sorted({entry.stage for step in steps for entry in step.stages}):
+        forward, backward = [], []
+        for step in steps:
+            ahead = [p.seconds for p in step.stages if p.stage == number and not p.is_backward]
+            back = [p.seconds for p in step.stages if p.stage == number and p.is_backward]
+            if ahead and back:
+                forward.append(sum(ahead) / len(ahead))
+                backward.append(sum(back) / len(ahead))
+        if forward:
+            runs.append(StageRun(stage=number, forward=_term(forward), backward=_term(backward)))
+    return tuple(runs)
 
 
 def _term(values: Sequence[float]) -> MeasuredTerm:

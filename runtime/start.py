@@ -162,7 +162,11 @@ def assemble(
             broadcast_state(model, session.optimizers, session.parameters, place)
         engine = SplitEngine(session, overlap=overlap)
         progress = Progress(session, engine.state, engine.buffers)
-        runner = _runner_of(session, engine, epochs, progress)
+        control = place.control
+        runner = Alone(engine)
+        # Under hetflow's own controller workers change; those of a script's second job never do.
+        if control is not None and control.changes and control.num_jobs < 2:
+            runner = Member(session, engine, epochs, progress, control)
     agreement = Agreement(_subject_of(session, engine, runner), watch)
     report_when_asked(session)
     try:
@@ -175,17 +179,6 @@ def assemble(
     together = engine.shared_states if isinstance(engine, SplitEngine) else None
     promise = Promise(model, session.batch_sizes, together) if tests else None
     return Job(session, engine, epochs, progress, runner, agreement, checkpoints, promise)
-
-
-def _runner_of(session: Session, engine: SplitEngine, epochs: Epochs, progress: Progress) -> Runner:
-    """The runner: one for changing workers under hetflow's own controller, else one for fixed ones.
-
-    The workers of a script's second job never change.
-    """
-    control = session.place.control
-    if control is None or not control.changes or control.num_jobs > 1:
-        return Alone(engine)
-    return Member(session, engine, epochs, progress, control)
 
 
 def _subject_of(session: Session, engine: StepEngine, runner: Runner) -> Subject:

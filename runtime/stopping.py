@@ -57,7 +57,10 @@ class StopRequests:
             return
         for number, handler in self._before.items():
             if signal.getsignal(number) is _noted:
-                signal.signal(number, _afterwards(number, handler))
+                after = signal.SIG_DFL if handler is None else handler
+                if number == handover.SIGNAL and after == signal.SIG_DFL:
+                    after = signal.SIG_IGN  # a request that comes too late must not end the process
+                signal.signal(number, after)
         late = [number for number in self._received if number != handover.SIGNAL]
         self._before.clear()
         self._received.clear()
@@ -88,9 +91,3 @@ def leave(session: Session) -> NoReturn:
 
 def _noted(number: int, frame: FrameType | None) -> None:
     StopRequests.note(number)
-
-
-def _afterwards(number: int, before: Any) -> Any:
-    if number == handover.SIGNAL and before in (signal.SIG_DFL, None):
-        return signal.SIG_IGN  # a request that comes too late must not end the process
-    return signal.SIG_DFL if before is None else before

@@ -335,15 +335,12 @@ class StepTotals:
         flags = self._flags()
         flags[_SETTINGS] = flags[_SQUARED] = 0.0
         if self._is_on_host:
-            flags += self._settings_digits()
+            if self._digits_of[0] != self.settings_number:
+                number = _digits(self.settings_number, _NUMBER_DIGITS)
+                square = _digits(self.settings_number**2, _SQUARE_DIGITS)
+                self._digits_of = self.settings_number, number + square
+            flags += self._digits_of[1]
         self._packed().pack(flags, self._losses, self._weights, unused, sums)
-
-    def _settings_digits(self) -> list[float]:
-        if self._digits_of[0] != self.settings_number:
-            number = _digits(self.settings_number, _NUMBER_DIGITS)
-            square = _digits(self.settings_number**2, _SQUARE_DIGITS)
-            self._digits_of = self.settings_number, number + square
-        return self._digits_of[1]
 
     def _unpacked(self, sums: Tensor) -> Sums:
         packed = self._packed()
@@ -448,13 +445,23 @@ class StepTotals:
         known: Sequence[Any] | None = found
         if isinstance(found, Tensor):
             head = found[: middle + self._num_nodes]
-            known = self._known_on_host(head, is_last=reducer is self._reducer)
+            if reducer is self._reducer and not backend_of(head.device).is_host:
+                known = self._late.exchange(head)  # the last step's: nothing waits for this one's
+            else:  # workers have changed since, and joining ones know the sums of this step
+                self._late.forget()
+                known = head.tolist()
         if known is not None:
             self.stops = known[_STOP]
             if known[_WEIGHTED] > 0:
                 weights = known[middle : middle + self._num_nodes]
                 self._known_weight = self._looked_at(weights)
-            self._compare_scales(known)
+            self.may_overflow_elsewhere |= known[_SCALERS] > 0 and not self._has_scaler
+            if 0 < known[_SCALED] < known[_WORKERS]:
+                raise TargetError(
+                    f"{known[_SCALED]:.0f} of {known[_WORKERS]:.0f} workers gave job.backward a "
+                    f"GradScaler that is enabled, so scaled gradients met others",
+                    hint="let all workers on devices of one type scale, or none; types may differ",
+                )
         elif not self._are_alike and not self._has_scaler:  # of a first step
             self.may_overflow_elsewhere |= bool(found[_SCALERS] > 0)
         factor = self._scale
@@ -471,34 +478,6 @@ class StepTotals:
             return torch.scalar_tensor(found_mean, dtype=torch.float64)
         mean: Tensor = loss / weight
         return mean
-
-    def _compare_scales(self, known: Sequence[float]) -> None:
-        """Look at which workers scale their losses.
-
-        Raises:
-            TargetError: Scaled gradients of some were summed with unscaled ones of others.
-        """
-        self.may_overflow_elsewhere |= known[_SCALERS] > 0 and not self._has_scaler
-        if 0 < known[_SCALED] < known[_WORKERS]:
-            raise TargetError(
-                f"{known[_SCALED]:.0f} of {known[_WORKERS]:.0f} workers gave job.backward a "
-                f"GradScaler that is enabled, so scaled gradients met others",
-                hint="let all workers on devices of one type scale, or none; types may differ",
-            )
-
-    def _known_on_host(self, sums: Tensor, *, is_last: bool) -> list[float] | None:
-        """The sums of a device that the host can know without waiting: those of the last step.
-
-        Args:
-            sums: This step's.
-            is_last: Whether the same workers take the next step.
-        """
-        if is_last and not backend_of(sums.device).is_host:
-            return self._late.exchange(sums)
-        # The workers have changed since, and joining workers know the sums of this step.
-        self._late.forget()
-        found: list[float] = sums.tolist()
-        return found
 
     def _looked_at(self, weights: Sequence[float]) -> float:
         """The sum of weights that the host has just learned.

@@ -60,7 +60,13 @@ def main(arguments: list[str]) -> None:
     if os.environ.get(PLAN):
         install()
     try:
-        _choose_device()
+        name = os.environ.get(DEVICE)
+        if name:  # the worker's own accelerator, for scripts that say ``.cuda()``
+            import torch
+
+            from ..devices.backend import backend_of
+
+            backend_of(name).set_current(torch.device(name))
         run_script(arguments)
         unplanned.check_end()
     except SystemExit as stop:
@@ -119,21 +125,12 @@ def fail_at_exit(error: BaseException) -> int:
     return ScriptRun.code[0]
 
 
-def _choose_device() -> None:
-    """Make the worker's own accelerator the current one, for scripts that say ``.cuda()``."""
-    name = os.environ.get(DEVICE)
-    if name:
-        import torch
-
-        from ..devices.backend import backend_of
-
-        backend_of(name).set_current(torch.device(name))
-
-
 def run_script(arguments: list[str]) -> None:
     """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` as ``__main__``."""
     if arguments[0] == "-m":
-        _run_module(arguments[1:])
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         _run_file(arguments)
 
@@ -147,12 +144,6 @@ def _run_file(arguments: list[str]) -> None:
     module.__builtins__ = builtins  # type: ignore[attr-defined]
     sys.modules["__main__"] = module
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
-
-
-def _run_module(arguments: list[str]) -> None:
-    sys.argv = arguments
-    sys.path.insert(0, os.getcwd())
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def _code_of(stop: SystemExit) -> int:

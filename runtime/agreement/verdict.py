@@ -328,7 +328,8 @@ def find_fault(workers: Sequence[Statement], step: int) -> Fault | None:
     alike = len({worker.arithmetic for worker in workers}) == 1
     parted = _parted_tensors(workers, alike=alike)
     since = _since(workers, step)
-    frozen = _frozen_somewhere(workers)
+    names = dict.fromkeys(name for worker in workers for name in worker.frozen)
+    frozen = next((n for n in names if not all(n in worker.frozen for worker in workers)), None)
     if frozen is not None:
         usual, others = _split(workers, lambda worker: frozen in worker.frozen)
         state = "frozen" if frozen in workers[others[0]].frozen else "trained"
@@ -363,11 +364,6 @@ def _parted_tensors(workers: Sequence[Statement], *, alike: bool) -> list[str]:
 def _since(workers: Sequence[Statement], step: int) -> str:
     agreed = min(worker.agreed_step for worker in workers)
     return f" (steps {agreed + 1} to {step})" if agreed + 1 < step else f" (step {step})"
-
-
-def _frozen_somewhere(workers: Sequence[Statement]) -> str | None:
-    names = dict.fromkeys(name for worker in workers for name in worker.frozen)
-    return next((n for n in names if not all(n in worker.frozen for worker in workers)), None)
 
 
 def _of_settings(

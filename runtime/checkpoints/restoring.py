@@ -149,7 +149,9 @@ def _fault_of_scheduler(scheduler: LRScheduler) -> str | None:
         The fault; None if there is none, or if a step cannot be tried: the scheduler cannot be
         copied, or its step needs a metric.
     """
-    if _needs_arguments(scheduler.step) or not _is_of_torch(scheduler):
+    given = inspect.signature(scheduler.step).parameters.values()
+    needs = any(each.default is inspect.Parameter.empty for each in given)
+    if needs or not _is_of_torch(scheduler):
         return None
     groups = [_settings(group) | {"params": []} for group in scheduler.optimizer.param_groups]
     stand_in = SimpleNamespace(param_groups=copy.deepcopy(groups), step=lambda: None)
@@ -165,11 +167,6 @@ def _fault_of_scheduler(scheduler: LRScheduler) -> str | None:
     except (*_MISFITS, ArithmeticError, NameError, AssertionError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
-
-
-def _needs_arguments(step: Callable[..., object]) -> bool:
-    given = inspect.signature(step).parameters.values()
-    return any(each.default is inspect.Parameter.empty for each in given)
 
 
 def _step_back(scheduler: LRScheduler) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from ...devices.backend import DEVICES, LocalDevice
+from ...devices.backend import DEVICES
 from ...devices.cpu import DEVICE_TYPE as CPU
 from ...devices.emulated import base_type
 from ...devices.local import IMAGINED, accelerators, devices_of_types
@@ -92,7 +92,10 @@ def seat_workers(
     bases = {slot.device_type: base_type(slot.device_type, config) for slot in slots}
     local = devices_of_types(set(bases.values()))
     hosts_own = {name: device for name, device in local.items() if device.is_host}
-    _check_hosts_own(config.workers if taken else slots, hosts_own)
+    for name, device in hosts_own.items():
+        number = sum(slot.device_type == name for slot in (config.workers if taken else slots))
+        if number > device.num_devices:
+            raise _too_few(name, number, device.num_devices)
     needed = Counter(slot.device_type for slot in slots)
     held = set(taken)
     seats = []
@@ -145,13 +148,6 @@ def imagined_seats(slots: Sequence[WorkerSlot], config: LaunchConfig) -> list[Se
         kind = CPU if base == CPU else IMAGINED
         seats.append(Seat(slot, kind, base if base == CPU else f"{kind}:{next(number)}"))
     return seats
-
-
-def _check_hosts_own(slots: Sequence[WorkerSlot], local: Mapping[str, LocalDevice]) -> None:
-    for name, device in local.items():
-        needed = sum(slot.device_type == name for slot in slots)
-        if needed > device.num_devices:
-            raise _too_few(name, needed, device.num_devices)
 
 
 def _too_few(device_type: str, needed: int, present: int) -> HetflowError:

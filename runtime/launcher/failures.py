@@ -48,7 +48,7 @@ class Failure:
     @property
     def by_signal(self) -> bool:
         """Whether it was killed: nothing in the script stopped it."""
-        return _is_signal(self.exit_code)
+        return self.exit_code > 128 and self.exit_code - 128 in signal.valid_signals()
 
     @property
     def precedence(self) -> int:
@@ -78,8 +78,10 @@ class Failure:
         where = f" on {self.host})" if self.host and self.host != socket.gethostname() else ")"
         if self.why:
             return f"{who}{where} {self.why}"
-        said = f": {self.error}" if self.error else ""
-        return f"{who}{where} {_manner(self.exit_code)}{said}"
+        how = f"failed with exit code {self.exit_code}"
+        if self.by_signal:
+            how = f"was killed by {signal.Signals(self.exit_code - 128).name}"
+        return f"{who}{where} {how}" + (f": {self.error}" if self.error else "")
 
     def to_text(self) -> str:
         """The failure as it travels through the store."""
@@ -128,21 +130,6 @@ def _staged(stages: Sequence[int]) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}, "
 
 
-def _manner(code: int) -> str:
-    if _is_signal(code):
-        return f"was killed by {signal.Signals(code - 128).name}"
-    return f"failed with exit code {code}"
-
-
-def _is_signal(code: int) -> bool:
-    return code > 128 and code - 128 in signal.valid_signals()
-
-
-def exit_code_of(returncode: int) -> int:
-    """The exit code as a shell reports it: 128 + n for a death by signal n."""
-    return 128 - returncode if returncode < 0 else returncode
-
-
 def failure_of(
     rank: int, device_type: str, returncode: int, described: Path, log: Path, *, why: str = ""
 ) -> Failure:
@@ -150,10 +137,12 @@ def failure_of(
 
     ``why`` is why the controller ended it, where it did.
     """
-    code = exit_code_of(returncode)
+    code = 128 - returncode if returncode < 0 else returncode  # as a shell reports it
     own = read_note(described)
     if own is None and code == 128 + signal.SIGABRT and not why:
-        own = _of_watchdog(log)
+        found = find_abort(tail_of(log, NUM_LINES).splitlines())
+        if found is not None:
+            own = FailureNote(error=found.said, lost_peer=True, timed_out=found.timed_out)
     own = own or FailureNote()
     return Failure(
         exit_code=code,
@@ -187,14 +176,6 @@ def interruption(number: int, detail: str | None = None) -> Failure:
         at_seconds=time.monotonic(),
         interrupted=True,
     )
-
-
-def _of_watchdog(log: Path) -> FailureNote | None:
-    """The failure note of a worker that NCCL's watchdog aborted, from its log; may be empty."""
-    found = find_abort(tail_of(log, NUM_LINES).splitlines())
-    if found is None:
-        return None
-    return FailureNote(error=found.said, lost_peer=True, timed_out=found.timed_out)
 
 
 def tail_of(path: Path, lines: int = TAIL_LINES) -> str:

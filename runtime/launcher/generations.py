@@ -361,16 +361,12 @@ class Generations(Supervisor):
         self._watch.look(self._left)
         if self._change is not None:
             self._watch.look(self._change.joining)
-        if self._phase == "breaking":
-            self._kill_held()
-
-    def _kill_held(self) -> None:
-        """End who is held by an exchange that was broken off: all may be, and so wait alike."""
-        limit, lines = self._launched.limits.progress_seconds, self._workers.lines()
-        for name in self._losses.unheard(self._alive(), limit):
-            if name in lines and lines[name].is_waiting:
-                why = f"did not come out of a broken exchange for {limit:g} s and was killed"
-                self._workers.kill(name, why)
+        if self._phase == "breaking":  # who is held by the broken exchange: all may, and wait alike
+            limit, lines = self._launched.limits.progress_seconds, self._workers.lines()
+            for name in self._losses.unheard(self._alive(), limit):
+                if name in lines and lines[name].is_waiting:
+                    why = f"did not come out of a broken exchange for {limit:g} s and was killed"
+                    self._workers.kill(name, why)
 
     @property
     def _survives(self) -> bool:
@@ -479,7 +475,15 @@ class Generations(Supervisor):
         try:
             operations = self._losses.check(alive)
         except LaunchError as error:
-            return self._restart_or_end(error)
+            if self._restarts and self._tries.take(self.restarted_at):
+                self._restart_all(error.message)
+                return None
+            return Failure(
+                exit_code=1,
+                error=error.message,
+                sentence_of_ours=error.message if self._losses.dead else None,
+                hint=None if self._has_checkpoints else told(_WITH_CHECKPOINTS),
+            )
         self._wanted = self._wanted or self.config
         self._highest += 1
         message = recovery(self.config, self._ranks, operations, self._highest)
@@ -488,18 +492,6 @@ class Generations(Supervisor):
         self._tell(list(self._ranks), message)
         self._show_first(self._ranks)
         return None
-
-    def _restart_or_end(self, error: LaunchError) -> Failure | None:
-        """What follows where the others cannot go on together, though they are there."""
-        if self._restarts and self._tries.take(self.restarted_at):
-            self._restart_all(error.message)
-            return None
-        return Failure(
-            exit_code=1,
-            error=error.message,
-            sentence_of_ours=error.message if self._losses.dead else None,
-            hint=None if self._has_checkpoints else told(_WITH_CHECKPOINTS),
-        )
 
     def _replace(self) -> None:
         """Start a replacement for the lost worker, beside the others."""

@@ -295,18 +295,15 @@ class Together:
 
     def _wait_for(self, store: Part, key: str, what: str, watch: Watch) -> bytes:
         wait = self._wait_of(what)
-        while not self._has(store, key):
-            watch()
-            if not wait.goes_on():
-                raise LaunchError(f"{what} did not come within {self._limit_seconds:g} s")
-            time.sleep(0.05)
-        return store.get(key)
-
-    def _has(self, store: Part, key: str) -> bool:
         try:
-            return store.check([key])
+            while not store.check([key]):
+                watch()
+                if not wait.goes_on():
+                    raise LaunchError(f"{what} did not come within {self._limit_seconds:g} s")
+                time.sleep(0.05)
         except Unreachable as error:
             raise LaunchError(self._lost(0, str(error)).error, exit_code=1) from None
+        return store.get(key)
 
     def starting(self) -> None:
         """The store is there already."""
@@ -669,7 +666,11 @@ def assigned_slots(
         hosts = [planned[slot.rank]] if slot.rank in planned else range(len(free))
         found = next(((host, n) for host in hosts for n in names if free[host].get(n)), None)
         if found is None:
-            return ranks, _shortage(config, devices, slot.device_type)
+            kind = slot.device_type
+            needed = sum(other.device_type == kind for other in config.workers)
+            present = sum(offered.get(kind, 0) for offered in devices)
+            said = f"the plan needs {needed} x {kind}, the {len(devices)} hosts have {present}"
+            return ranks, said
         host, name = found
         free[host][name] -= 1
         ranks[host].append(slot.rank)
@@ -686,12 +687,6 @@ def _hosts_of_devices(config: LaunchConfig, devices: Sequence[Mapping[str, int]]
             continue
         found |= {slot.rank: bisect_right(ends, slot.device or 0) for slot in slots}
     return found
-
-
-def _shortage(config: LaunchConfig, devices: Sequence[Mapping[str, int]], name: str) -> str:
-    needed = sum(slot.device_type == name for slot in config.workers)
-    present = sum(offered.get(name, 0) for offered in devices)
-    return f"the plan needs {needed} x {name}, the {len(devices)} hosts have {present}"
 
 
 def _digest(content: bytes) -> str:

@@ -15,7 +15,7 @@ from ..preload import Forked, Preload
 from ..preload.process import dying_with
 from ..protocol import environment as names
 from ..protocol.environment import pins
-from .devices import Seat, View, view_alone, views
+from .devices import Seat, view_alone, views
 from .request import LaunchRequest
 
 Entry = Literal["join", "follow", "restart"]
@@ -95,7 +95,13 @@ def commands_of(
             names.TIMEOUT: str(int(request.timeout_seconds)),
             "PYTHONUNBUFFERED": "1",
         }
-        settings |= _device_settings(view, meeting, inherited) | pins(config.determinism)
+        settings |= view.environment(inherited)
+        if view.own_device is not None:
+            settings[names.DEVICE] = view.own_device
+        for interface in INTERFACE_VARIABLES:
+            if meeting.interface and interface not in inherited:
+                settings[interface] = meeting.interface
+        settings |= pins(config.determinism)
         if handover is not None:
             settings[names.HANDOVER] = str(handover.resolve())
         if generation is not None:
@@ -123,16 +129,6 @@ def commands_of(
             )
         )
     return commands
-
-
-def _device_settings(view: View, meeting: Meeting, inherited: Mapping[str, str]) -> dict[str, str]:
-    settings = view.environment(inherited)
-    if view.own_device is not None:
-        settings[names.DEVICE] = view.own_device
-    for name in INTERFACE_VARIABLES:
-        if meeting.interface and name not in inherited:
-            settings[name] = meeting.interface
-    return settings
 
 
 def failure_path(folder: Path, name: str) -> Path:

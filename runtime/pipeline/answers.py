@@ -12,6 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -128,7 +129,8 @@ def made_again(form: Any) -> Any:
         return {key: made_again(entry) for key, entry in rest[0]}
     if kind == "left out":
         return LeftOut(rest[0])
-    made_by = _class_of(*rest[0])
+    module, name = rest[0]  # of a class that this process has loaded too: it runs the same script
+    made_by: Any = reduce(getattr, name.split("."), sys.modules[module])
     if kind == "named":
         return made_by(*(made_again(entry) for entry in rest[1]))
     made = made_by.__new__(made_by)
@@ -138,11 +140,3 @@ def made_again(form: Any) -> Any:
         else:
             object.__setattr__(made, key, made_again(entry))
     return made
-
-
-def _class_of(module: str, name: str) -> Any:
-    """A class of an answer, which this process has loaded too: it runs the same script."""
-    found: Any = sys.modules[module]
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

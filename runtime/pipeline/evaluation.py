@@ -175,7 +175,10 @@ class StageEvaluation:
             if stage:
                 values = self._pass_on(values, self._holdings[stage - 1], groups[stage - 1], group)
             if rank in group:
-                values = self._run_part(part, given, values, autocast)
+                part.refresh_buffers()
+                kind, (enabled, dtype) = self._place.device.type, autocast
+                with torch.autocast(kind, DTYPES[dtype], enabled=enabled), self._passing():
+                    values = part.module(*(given[name] for name in part.arguments), *values)
         last = groups[-1]
         for caller in callers:
             if caller not in last and rank in (caller, last[0]):
@@ -184,15 +187,6 @@ class StageEvaluation:
                 if rank == caller and sent is not None:
                     values = made_again(sent.value(self._place.device))
         return self._parts[-1].answer(values) if rank in callers else None
-
-    def _run_part(
-        self, part: StageModule, given: Mapping[str, Any], values: Sequence[Any], how: Autocast
-    ) -> Any:
-        part.refresh_buffers()
-        enabled, dtype = how
-        kind = self._place.device.type
-        with torch.autocast(kind, DTYPES[dtype], enabled=enabled), self._passing():
-            return part.module(*(given[name] for name in part.arguments), *values)
 
     def _pass_on(
         self, made: Any, holdings: Holdings, senders: Sequence[int], receivers: Sequence[int]

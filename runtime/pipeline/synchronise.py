@@ -234,8 +234,10 @@ class Synchroniser:
             gradients = [p.grad for p in self._held if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, scale)
+        ownership = self._ownership
         for name in self._carried:
-            self._add_carried(name)
+            parameter, carried = ownership.parameters[name], self._carried[name]
+            parameter.grad = carried if parameter.grad is None else parameter.grad + carried
         if table is not None:
             self._norms.wanted = {2.0} | {
                 norm for norm, asked in zip(NORMS, head[_ASKED:], strict=True) if asked
@@ -302,11 +304,6 @@ class Synchroniser:
         self._norms.take(table, known)
         self._stand_ins.show(table)
         self._parts.show(table, self.loss_scale)
-
-    def _add_carried(self, name: str) -> None:
-        parameter, carried = self._ownership.parameters[name], self._carried.get(name)
-        if carried is not None:
-            parameter.grad = carried if parameter.grad is None else parameter.grad + carried
 
     def _holders(self, name: str) -> Holders:
         return self._ownership.holders[name]

@@ -163,7 +163,9 @@ def exported_layers(
             module = program.module()
     except Exception as error:
         # Any error of a model's code on symbolic shapes is reported as the reason.
-        raise TargetError(f"torch.export: {_first_line(error)}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = f": {lines[0][:200]}" if lines else ""
+        raise TargetError(f"torch.export: {type(error).__name__}{said}") from error
     call = TracedCall(dict(inputs), dict(constants), getattr(module, _GUARDS, None))
     return _layered(model, module, call, called.form.rebuild)
 
@@ -188,11 +190,6 @@ def _program(called: _Called, inputs: tuple[Tensor, ...]) -> Any:
 def _export(called: _Called, inputs: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
     shapes = {"tensors": list(sizes)}
     return torch.export.export(called, (list(inputs),), dynamic_shapes=shapes, strict=False)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _layered(
@@ -249,15 +246,6 @@ def _value_in(root: nn.Module, name: str) -> Any:
     return held
 
 
-def _call_module(graph: fx.Graph, node: fx.Node, name: str) -> None:
-    """Call a module on an operator's first argument, in place of the operator."""
-    with graph.inserting_before(node):
-        made = graph.create_node("call_module", name, (node.args[0],))
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
-
-
 def _restore_modules(model: nn.Module, graph: fx.Graph) -> None:
     """Call the model's own modules again where operators would not do.
 
@@ -271,7 +259,11 @@ def _restore_modules(model: nn.Module, graph: fx.Graph) -> None:
         norm = model.get_submodule(call[1])
         is_norm = isinstance(norm, _NORMS) and norm.track_running_stats
         if is_shared_call(node.target) or (is_norm and _name_of(node) in _UPDATED):
-            _call_module(graph, node, call[1])
+            with graph.inserting_before(node):
+                made = graph.create_node("call_module", call[1], (node.args[0],))
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
         elif is_norm and not node.users:
             graph.erase_node(node)  # the module itself counts its batches
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -19,7 +20,7 @@ from typing import IO, Any
 from .messages import ForkRequest, Message, peer_is_ours, receive, send
 from .process import can_run, dying_with
 from .server import MODULE, start_preloaded
-from .settings import current_limits, current_umask, identity, import_settings
+from .settings import current_umask, identity, import_settings, resources
 
 VARIABLE = "HETFLOW_PRELOAD"
 """The socket of a preloaded process to use; ``off`` for fresh processes; else each launch has
@@ -360,7 +361,7 @@ def _fork_on(
             umask=current_umask(),
             niceness=os.getpriority(os.PRIO_PROCESS, 0),
             affinity=sorted(os.sched_getaffinity(0)),
-            limits=current_limits(),
+            limits={name: list(resource.getrlimit(n)) for name, n in resources().items()},
             ignored_signals=[
                 number
                 for number in signal.valid_signals()

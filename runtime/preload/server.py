@@ -226,7 +226,8 @@ class _Host:
         for number in (write, *descriptors):
             os.close(number)
         if pid > 0:
-            self._answer(pid, _all_of(read))
+            with open(read, "rb", closefd=False) as stream:
+                self._answer(pid, stream.read().decode("utf-8", "replace"))
         os.close(read)
         return None
 
@@ -237,11 +238,6 @@ class _Host:
             return
         self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
         _tell(self._connection, {"forked": pid})
-
-
-def _all_of(number: int) -> str:
-    with open(number, "rb", closefd=False) as stream:
-        return stream.read().decode("utf-8", "replace")
 
 
 def listen(path: Path, modules: Sequence[str]) -> None:

@@ -83,11 +83,6 @@ def without_import_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in settings}
 
 
-def current_limits() -> dict[str, list[int]]:
-    """Soft and hard limits of this process, by name."""
-    return {name: list(resource.getrlimit(number)) for name, number in resources().items()}
-
-
 def current_umask() -> int:
     """This process's umask, which can only be read by setting it; from /proc where it is there."""
     try:

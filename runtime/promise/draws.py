@@ -58,7 +58,7 @@ class Draws:
         self._is_first = True
         self._rows: Sequence[int] = range(num_samples)
         self._at = 0
-        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self.coarsest = 0.0
 
     @contextmanager
@@ -68,7 +68,9 @@ class Draws:
             for name in _OF_PYTHON:
                 stack.enter_context(_replaced(random, name, _constant))
             stack.enter_context(mock.patch.object(random, "shuffle", _in_place))
-            stack.enter_context(mock.patch.object(random, "sample", _first_of))
+            stack.enter_context(
+                mock.patch.object(random, "sample", lambda drawn, k, **_: list(drawn)[:k])
+            )
             for name in _OF_NUMPY:
                 stack.enter_context(_replaced(np.random, name, self._numpy))
             stack.enter_context(mock.patch.object(np.random, "shuffle", _in_place))
@@ -86,12 +88,8 @@ class Draws:
             with _Dispatched(self), _WithoutBatchStatistics():
                 yield
         finally:
-            for generator, state in self._generators.values():
+            for generator, state in self.generators.values():
                 generator.set_state(state)
-
-    def note_generator(self, generator: torch.Generator) -> None:
-        """Keep the state of a generator of the script's, to restore it after the call."""
-        self._generators.setdefault(id(generator), (generator, generator.get_state()))
 
     def take(self, drawn: list[Any]) -> None:
         """Keep these arrays or tensors, or overwrite them with those that were kept."""
@@ -149,7 +147,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
-                self._draws.note_generator(value)
+                self._draws.generators.setdefault(id(value), (value, value.get_state()))
         found = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
         for tensor in tensors:
@@ -222,10 +220,6 @@ def _constant(original: Callable[..., Any]) -> Callable[..., Any]:
             random.setstate(state)
 
     return draw
-
-
-def _first_of(population: Any, k: int, **_: Any) -> list[Any]:
-    return list(population)[:k]
 
 
 def _in_order(x: Any) -> Any:

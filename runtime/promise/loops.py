@@ -213,8 +213,15 @@ class _Graph:
                 hint='use reduction="mean", or divide by the number of samples of the batch',
             )
         elif name == MEAN and is_whole:
-            self._check_mean(node)
-        elif hasattr(node, "_saved_total_weight") and _counts_unlike(node):
+            number = node._saved_self_sym_numel
+            if self._sizes is not None and number % self._sizes[0]:
+                raise TargetError(
+                    f"the loss of {self._sizes[0]} samples is a mean over {number} things",
+                    hint=self._hint,
+                )
+        elif hasattr(node, "_saved_total_weight") and (
+            float(node._saved_total_weight) != node._saved_target.numel()
+        ):
             raise TargetError(
                 "the cross entropy ignores some targets or weights classes: its mean over a share "
                 "counts samples unlike one process does",
@@ -233,19 +240,6 @@ class _Graph:
             hint=f"divide by the number of samples, {own} here; {self._hint}",
         )
 
-    def _check_mean(self, node: Any) -> None:
-        number = node._saved_self_sym_numel
-        if self._sizes is not None and number % self._sizes[0]:
-            raise TargetError(
-                f"the loss of {self._sizes[0]} samples is a mean over {number} things",
-                hint=self._hint,
-            )
-
 
 def _is_sum(node: Any) -> bool:
     return type(node).__name__ == SUM or getattr(node, "_saved_reduction", None) == SUMMED
-
-
-def _counts_unlike(node: Any) -> bool:
-    targets = node._saved_target
-    return bool(float(node._saved_total_weight) != targets.numel())

@@ -375,7 +375,9 @@ class Promise:
         counts = counts_of(loss_and_weight(answer)[0], num_samples)
         is_unlike = not counts.on_device and tests.unlike([counts]) is not None
         is_due = tests.steps >= tests.due or is_unlike
-        if num_samples < 2 or not is_due or not _are_rows((inputs, outputs), num_samples):
+        if num_samples < 2 or not is_due:
+            return
+        if not all(_has_rows(leaf, num_samples) for leaf in tree_leaves((inputs, outputs))):
             return
 
         def call(given: tuple[Any, Any]) -> Any:
@@ -425,11 +427,6 @@ def _ranges(cut: Cut) -> list[tuple[int, int]]:
 
 def _called(function: Callable[..., Any], inputs: Any) -> Any:
     return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
-
-
-def _are_rows(value: Any, num_samples: int) -> bool:
-    """Whether a value is made of tensors, each with a row for each sample."""
-    return all(_has_rows(leaf, num_samples) for leaf in tree_leaves(value))
 
 
 def _has_rows(leaf: Any, num_samples: int) -> bool:
@@ -763,7 +760,8 @@ class _Calls:
                     leaf.grad = gradient
                 self._gradients.clear()
         if self._form.gives_outputs:
-            return Found(_as_rows(outputs_in(answer, len(rows))), None, len(rows))
+            held = [_on_host(rows).reshape(len(rows), -1) for rows in outputs_in(answer, len(rows))]
+            return Found(torch.cat(held, dim=1), None, len(rows))
         loss, weight = loss_and_weight(loss_and_rest(answer)[0] if self._form.has_aux else answer)
         number = None if weight is None else weight_number(weight)
         return Found(_on_host(loss).reshape(()), number, len(rows))
@@ -923,10 +921,6 @@ class Comparison:
             f"nodes would train on another loss: {kind}",
             hint=fix,
         )
-
-
-def _as_rows(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_on_host(tensor).reshape(len(tensor), -1) for tensor in tensors], dim=1)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..buffers import buffers_apart
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 _MOST_THINGS = 20_000
 _MOST_ENTRIES = 1_000  # of one container that are looked into
 _MOST_BYTES = 1 << 20  # of a tensor
@@ -94,7 +94,7 @@ class Untouched:
             self._meet_function(thing)
         elif isinstance(thing, torch.Generator):
             state = thing.get_state()
-            self._streams.append(lambda: _set_state(thing, state))
+            self._streams.append(partial(thing.set_state, state))
         elif isinstance(thing, np.random.Generator):
             numbers, held = thing.bit_generator.state, thing.bit_generator
             self._streams.append(lambda: setattr(held, "state", numbers))
@@ -158,7 +158,9 @@ class Untouched:
             return
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # an empty cell
-                self._meet_variable(cell)
+                value = cell.cell_contents
+                self._undo.append(partial(setattr, cell, "cell_contents", value))
+                self._ahead.append(value)
         names, outside = _names_in(function.__code__), function.__globals__
         for name in names & outside.keys():
             value = outside[name]
@@ -170,15 +172,6 @@ class Untouched:
             self._undo.append(undo)
             self._ahead.append(value)
         self._ahead += [function.__defaults__, function.__kwdefaults__, vars(function)]
-
-    def _meet_variable(self, cell: Any) -> None:
-        value = cell.cell_contents
-        self._undo.append(lambda: setattr(cell, "cell_contents", value))
-        self._ahead.append(value)
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
 
 
 def _is_as_before(container: Any, before: Any) -> bool:

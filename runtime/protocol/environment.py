@@ -98,7 +98,11 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
     env = os.environ if environment is None else environment
     seed = _integer(env, SEED, 0)
     if not env.get(PLAN):
-        _refuse_many_without_plan(env)
+        if "RANK" in env and _integer(env, "WORLD_SIZE", 1) > 1:
+            raise TargetError(
+                f"{env['WORLD_SIZE']} workers started without a plan",
+                hint=f"set {PLAN} to a plan file, or use `hetflow launch PLAN SCRIPT`",
+            )
         return Start(
             seed=seed,
             determinism=check_level(env.get(DETERMINISM) or "none"),
@@ -113,7 +117,9 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
             f"{env[PLAN]} needs {config.world_size} worker(s), but {world_size} started",
             hint=f"start it with `hetflow launch`, or as {config.world_size} processes",
         )
-    address, port = (None, None) if _is_on_its_own(env, world_size) else _endpoint(env)
+    # The only task of srun or Kubernetes needs no rendezvous.
+    has_store = SLOT in env or env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = _endpoint(env) if world_size > 1 or has_store else (None, None)
     return Start(
         config=config,
         plan=plan,
@@ -215,12 +221,6 @@ def _ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
     return 0, 1, 0
 
 
-def _is_on_its_own(env: Mapping[str, str], world_size: int) -> bool:
-    """Whether this is the only task of srun or Kubernetes, which needs no rendezvous."""
-    has_store = SLOT in env or env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return world_size == 1 and not has_store
-
-
 def _endpoint(env: Mapping[str, str]) -> tuple[str | None, int | None]:
     """Return the store's host and port: MASTER_ADDR and MASTER_PORT, else from the Slurm job."""
     if "RANK" not in env and "SLURM_PROCID" in env:
@@ -247,14 +247,6 @@ def _stated_type(env: Mapping[str, str], config: LaunchConfig) -> str | None:
     known = {slot.device_type for slot in config.workers}
     role = env.get("ROLE_NAME")
     return role if role in known else None
-
-
-def _refuse_many_without_plan(env: Mapping[str, str]) -> None:
-    if "RANK" in env and _integer(env, "WORLD_SIZE", 1) > 1:
-        raise TargetError(
-            f"{env['WORLD_SIZE']} workers started without a plan",
-            hint=f"set {PLAN} to a plan file, or use `hetflow launch PLAN SCRIPT`",
-        )
 
 
 def _is_from_scratch(env: Mapping[str, str]) -> bool:
@@ -284,11 +276,6 @@ def pins(level: Determinism) -> dict[str, str]:
     for backend in DEVICES.registered():
         fixed |= backend.pins(level)
     return fixed
-
-
-def missing_pins(level: Determinism, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that an environment made by another launcher lacks."""
-    return {name: value for name, value in pins(level).items() if environment.get(name) != value}
 
 
 class _Held:

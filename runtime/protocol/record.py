@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ...devices.emulated import is_emulated
-from ...schema.files import to_json
 from ...schema.launch import LaunchConfig
 from ...schema.plan import Plan
 from ...schema.records import Bytes, Index, Name, Seconds, adapter_of, record
@@ -185,11 +184,6 @@ class WorkerReport:
     stages: tuple[StageRun, ...] = ()
 
 
-def report_text(report: WorkerReport) -> str:
-    """Encode a report for the store."""
-    return to_json(report)
-
-
 def parse_report(text: bytes | str) -> WorkerReport:
     """Decode and validate a report."""
     report: WorkerReport = adapter_of(WorkerReport).validate_json(text)
@@ -220,7 +214,9 @@ def assemble(
     on_host = Counter(r.host for r in ordered)
     config = lower(plan) if as_planned and ordered else None
     devices = tuple(_device_run(plan, report, on_host[report.host], config) for report in ordered)
-    digests = {r.parameters_digest for r in ordered if r.parameters_digest}
+    if len({r.parameters_digest for r in ordered if r.parameters_digest}) > 1:
+        detail = "workers ended with different parameters; the script changes them by rank"
+        events = (*events, RunEvent(kind="failure", at_seconds=wall_seconds, detail=detail))
     return RunRecord(
         plan=plan,
         status=status,
@@ -234,7 +230,7 @@ def assemble(
         final_loss=next((r.final_loss for r in ordered), None),
         parameters_digest=next((r.parameters_digest for r in ordered), None),
         devices=devices,
-        events=(*events, *_differing(digests, wall_seconds)),
+        events=tuple(events),
         generations=tuple(generations) if not as_planned else (),
         terms=compared(plan, devices, measured) if as_planned and measured else (),
         provenance={**_emulation(ordered), **(provenance or {})} or None,
@@ -245,10 +241,17 @@ def _device_run(
     plan: Plan, report: WorkerReport, num_host_devices: int, config: LaunchConfig | None
 ) -> DeviceRun:
     """What one worker did; ``config`` is the plan lowered, None where workers are not its own."""
+    predicted, emulated = None, report.emulated_passes > 0
     if config is not None:
-        predicted, emulated = _prediction(plan, config, report)
-    else:
-        predicted, emulated = None, report.emulated_passes > 0
+        emulated = is_emulated(report.device_type)
+        passes = len(config.workers[report.rank].virtual_nodes)
+        if config.pipeline is None:
+            times = [group.pass_seconds for group in plan.groups for _ in range(group.num_devices)]
+            seconds = times[report.rank] or 0.0
+        else:
+            stages = config.pipeline.stages_of_rank[report.rank]
+            seconds = sum(plan.stages[stage].compute_seconds or 0.0 for stage in stages)
+        predicted = seconds * passes or None
     return DeviceRun(
         rank=report.rank,
         device_type=report.device_type,
@@ -268,27 +271,6 @@ def _device_run(
         terms=report.terms,
         stages=report.stages,
     )
-
-
-def _prediction(
-    plan: Plan, config: LaunchConfig, report: WorkerReport
-) -> tuple[float | None, bool]:
-    """Return a worker's predicted seconds of passes per step, and whether it is emulated."""
-    passes = len(config.workers[report.rank].virtual_nodes)
-    if config.pipeline is None:
-        times = [group.pass_seconds for group in plan.groups for _ in range(group.num_devices)]
-        seconds = times[report.rank] or 0.0
-    else:
-        stages = config.pipeline.stages_of_rank[report.rank]
-        seconds = sum(plan.stages[stage].compute_seconds or 0.0 for stage in stages)
-    return seconds * passes or None, is_emulated(report.device_type)
-
-
-def _differing(digests: set[str], at_seconds: float) -> list[RunEvent]:
-    if len(digests) < 2:
-        return []
-    detail = "workers ended with different parameters; the script changes them by rank"
-    return [RunEvent(kind="failure", at_seconds=at_seconds, detail=detail)]
 
 
 def _emulation(reports: Sequence[WorkerReport]) -> dict[str, Any]:
