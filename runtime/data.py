@@ -50,12 +50,7 @@ from .virtual_nodes import slices
 
 
 class Rows(Dataset[Any]):
-    """Passes of a dataset that consists of tensors, collated.
-
-    Args:
-        dataset: The dataset.
-        subsets: The subsets through which the script sees it, from the script's side.
-    """
+    """Passes of a dataset that consists of tensors, collated."""
 
     def __init__(self, dataset: TensorDataset, subsets: "Sequence[Subset[Any]]") -> None:
         self._dataset, self._subsets = dataset, tuple(subsets)

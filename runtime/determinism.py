@@ -66,11 +66,6 @@ def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[O
     Whether a CUDA kernel has a deterministic form also depends on sizes and types
     (AdaptiveAvgPool2d to one value is a mean; NLLLoss differs between classes and pictures). For
     these, torch refuses in the first pass, before any weight has changed (``refusal_of``).
-
-    Args:
-        model: The model to train.
-        level: The level asked for.
-        types: Real device types, such as ``cpu`` or ``V100``.
     """
     if level == "none":
         return []

@@ -84,10 +84,6 @@ class StateParts(Protocol):
     def restore(self, path: Path, state: dict[str, Any]) -> None:
         """Restore a state of ``capture``, except for the objects that the script registered.
 
-        Args:
-            path: The checkpoint it came from, for error messages.
-            state: The state.
-
         Raises:
             TargetError: The state does not fit the model or its optimizers.
         """
@@ -223,13 +219,7 @@ class Runner(Protocol):
     def order_of(
         self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
     ) -> Sequence[int]:
-        """The order of an epoch's samples, also if the others began it before this worker joined.
-
-        Args:
-            call: The number of the call of ``job.batches``.
-            loader: The script's loader.
-            draw: Draws the order without a collective.
-        """
+        """The order of an epoch's samples, even if others began it before this worker joined."""
 
 
 class Alone:

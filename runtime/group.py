@@ -121,9 +121,6 @@ class _Wait:
     def look(self, missing_ranks: Callable[[], list[int]]) -> None:
         """Check now and then which workers are missing; give up a wait that cannot end well.
 
-        Args:
-            missing_ranks: Gives the ranks whose values have not been written.
-
         Raises:
             LaunchError: A worker ended without arriving.
             PeerLostError: A worker did not arrive in time, or stopped after it arrived.

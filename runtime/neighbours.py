@@ -264,12 +264,6 @@ def meet_neighbours(
 ) -> dict[int, Neighbour]:
     """Connect with the workers that are on this host. Call it on all workers of a group.
 
-    Args:
-        rank: Of this worker.
-        world_size: Number of workers.
-        group: All of them, on their hosts.
-        limit_seconds: How long to wait for a worker.
-
     Returns:
         By rank, the connections. None where a worker could not make one of its own: then messages
         travel over the group between all of them.

@@ -190,13 +190,6 @@ _GIVE_ALL = (
 class OtherOptimizers:
     """Watches the steps of every optimizer of the process.
 
-    Args:
-        own: The optimizers given to ``prepare``.
-        names: Names of the job's parameters, by ``id``.
-        matters: Whether this job's state is ever saved or sent to another worker.
-        follow_steps: Whether an own optimizer may step only after ``job.backward``.
-        is_launched: Whether there is a plan, so that each worker has gradients of its own samples.
-
     Attributes:
         has_met_unknown: Whether an optimizer has stepped parameters that are not the job's.
     """
@@ -318,12 +311,6 @@ def check_leaves(
     A plain tensor that requires a gradient (an input) is accepted, unless an optimizer holds it, or
     an earlier pass depended on it too: the script keeps it then, and may update it by hand. This
     walks autograd's whole graph, so it is too slow for every step.
-
-    Args:
-        loss: The result of the script's function.
-        names: Names of the job's parameters, by ``id``.
-        met: The plain tensors of earlier passes; those of this one are added.
-        answered: Nodes of the graph at which to stop; by default none.
 
     Raises:
         TargetError: Names the parameter, if any module of the process has it.

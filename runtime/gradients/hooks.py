@@ -89,9 +89,6 @@ class ScriptHooks:
     def check(self, *, are_carried: bool) -> None:
         """Refuse hooks that could not be called as under plain PyTorch, after ``take``.
 
-        Args:
-            are_carried: Whether gradients of an earlier step are still in the parameters.
-
         Raises:
             TargetError: A hook changes gradients that are added to those of earlier steps; or the
                 script's function has made a hook.

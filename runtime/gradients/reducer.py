@@ -287,12 +287,6 @@ def _cuts(start: int, end: int, usual: int, unit: int) -> Iterator[tuple[int, in
 class BucketSums:
     """Starts the sums of buckets, and waits for them.
 
-    Args:
-        buffers: Their buffers and buckets.
-        firsts: Holds gradients back that must be in the buffers before a sum starts.
-        group: The process group; None is the default one.
-        invariant: Sums in an order that does not depend on the mapping; None is an all-reduce.
-
     Attributes:
         num_launched: How many buckets' sums were started in this step.
         defers_last: Whether ``launch_ready`` keeps the last bucket back.
@@ -381,14 +375,6 @@ class Arrivals:
 
     A step is ``begin``, backward passes with ``arm`` before the last, and ``finish``. It has hooks
     on parameters until ``close``.
-
-    Args:
-        names: [parameters] for errors.
-        parameters: All, trainable or not.
-        buffers: The views for their gradients, and buckets.
-        firsts: Writes the first gradients of a step into the views.
-        sums: Told when buckets are complete in an armed backward pass.
-        num_misses: As found by an object that watched these parameters before.
 
     Attributes:
         used: Indices of the parameters whose gradients have come in this step.

@@ -153,18 +153,10 @@ def start(
 ) -> Process:
     """Start one worker in its own session; it dies with this process, however that dies.
 
-    It is forked where a preloaded process is ready for its environment, and fresh elsewhere.
-
-    Args:
-        command: What to run.
-        stdout: Where its output goes.
-        stderr: Where its errors go.
-        inherited: The environment that it adds its own to.
-        preload: The launch's preloaded processes.
-        line: Its end of the line to the controller and what that is for, if it has one.
-        fence: A descriptor that it holds until its end.
-        token: The launch's; by the environment, which only this user and root can read, and no
-            part of the command, which is shown.
+    It is forked where a preloaded process is ready for its environment, and fresh elsewhere. It
+    has its end of the ``line`` to the controller, and holds the descriptor ``fence`` till it ends.
+    The token goes by the environment, which only this user and root can read, and is no part of
+    the command, which is shown.
     """
     extra = {names.CONTROL: str(line[0]), names.CHANNEL: line[1]} if line is not None else {}
     extra |= {names.TOKEN: token} if token else {}

@@ -98,12 +98,6 @@ def _tcp_store_class() -> Any:
 def join_store(host: str, port: int, timeout_seconds: float, join_seconds: float) -> Any:
     """Join a store held elsewhere.
 
-    Args:
-        host: Who holds it.
-        port: Where.
-        timeout_seconds: The longest wait for a key.
-        join_seconds: The longest wait until it answers for the first time.
-
     Raises:
         RuntimeError: It has not answered in time; torch's.
     """

@@ -274,14 +274,7 @@ Loss = tuple[Tensor, float]
 
 
 class DeviceSums:
-    """Sums what the workers' devices have to tell.
-
-    Args:
-        place: This worker among the others.
-        tellers: The ranks that send losses.
-        columns: The columns of a table of norms.
-        told: The columns that this worker sends, with their parameters.
-    """
+    """Sums what the workers' devices have to tell."""
 
     def __init__(
         self,

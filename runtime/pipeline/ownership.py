@@ -195,10 +195,6 @@ class Ownership:
     ) -> None:
         """Refuse stages that use other parameters than their workers hold.
 
-        Args:
-            used: [stages] the parameters that each uses.
-            ranks: [stages] the ranks of each.
-
         Raises:
             TargetError: Names the parameter.
         """

@@ -295,14 +295,7 @@ def _put(places: Sequence[tuple[nn.Module, str]], value: Tensor) -> None:
 class StageBuffers(VirtualNodeBuffers):
     """The buffers of one worker of a pipeline.
 
-    Args:
-        model: The script's model; ``hold_own`` was called for it.
-        local: This worker's virtual nodes.
-        batch_sizes: [virtual nodes] samples of each.
-        holders: The ranks that hold each buffer, by name.
-        own: This worker's stages, and the virtual nodes that each runs.
-        place: This worker among the others.
-        tells: False where another worker runs the same passes and has the same buffers.
+    ``tells`` is False where another worker runs the same passes and has the same buffers.
 
     Attributes:
         is_readable: Whether every buffer of the model has its value on this worker.
@@ -487,13 +480,7 @@ class _Kept:
 class Stage:
     """Runs one stage, and holds the activations of the microbatches in flight.
 
-    Args:
-        part: The stage's part of the model.
-        recompute: Whether activations are recomputed in the backward pass.
-        recompute_cores: Whether those of attention cores are (cores.py).
-        device: The device of its passes.
-        passing: Makes a context for every forward or backward pass, and inside a backward pass for
-            each recomputation of the stage.
+    ``passing`` makes a context for every pass, and for each recomputation in a backward pass.
     """
 
     def __init__(

@@ -284,13 +284,7 @@ class Synchroniser:
         return self._summed
 
     def _stand_in(self, table: Table, known: set[float], *, adds: bool) -> None:
-        """Put stand-ins with the norms of other workers' gradients in place.
-
-        Args:
-            table: The sum of all workers' tables.
-            known: The norms that it contains.
-            adds: Whether gradients were added to earlier ones after the table was made.
-        """
+        """Put stand-ins with the norms of other workers' gradients in place."""
         # All workers answer later questions together, so each needs a stand-in.
         all_ask = all(any(table.used[index] for index in asks) for asks in self._asks_of)
         if not all_ask and known != set(NORMS):

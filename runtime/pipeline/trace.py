@@ -59,9 +59,6 @@ class TracedCall:
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Refuse a call for which the graph is not valid.
 
-        Args:
-            arguments: Arguments by name (cut.py), defaults included.
-
         Raises:
             TargetError: An argument differs from the traced call's, or the model's code would take
                 another branch for its sizes; names it.

@@ -198,12 +198,7 @@ def _meeting(senders: Sequence[int], receivers: Sequence[int]) -> list[tuple[int
 
 
 def transport_of(place: Place, stages: Sequence[Sequence[Sequence[int]]]) -> Transport | None:
-    """Make the transport of this worker; None for a single worker. Call it on all workers.
-
-    Args:
-        place: This worker among the others.
-        stages: [stages] the tensor-parallel groups that hold each stage, as ranks.
-    """
+    """Make the transport of this worker; None for a single worker. Call it on all workers."""
     if not place.distributed:
         return None
     up, down = (subgroup(place, backend=HOST_COLLECTIVE) for _ in range(2))

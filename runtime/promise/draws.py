@@ -45,9 +45,6 @@ _OF_NUMPY = (
 class Draws:
     """The draws of one function's calls.
 
-    Args:
-        num_samples: Samples of the first call.
-
     Attributes:
         coarsest: The largest ``eps`` of the dtypes in which anything was computed.
     """

@@ -359,14 +359,6 @@ class Promise:
         tested; neither where the function fails on fewer rows. What is divided by on a device is
         not looked at, for the host would wait.
 
-        Args:
-            function: The script's function.
-            inputs: Its arguments for the microbatch.
-            outputs: What the model gave it.
-            num_samples: Samples of the microbatch.
-            answer: What the function made of it.
-            answering: A context in which calls of the model go to another function.
-
         Raises:
             TargetError: Its loss is not the mean of the losses of its parts.
         """
@@ -450,11 +442,6 @@ class _Answer:
 
 class _Answers:
     """What the model answers to all samples; some of them it need not be asked again.
-
-    Args:
-        model: The model.
-        draws: The draws of the calls.
-        num_samples: All samples.
 
     Attributes:
         known: Its answers, of tensors with a row for each sample.
@@ -801,13 +788,7 @@ def rounding_of(coarsest: float, inputs: Any) -> float:
 
 
 class Comparison:
-    """The loss of some samples together beside those of their parts.
-
-    Args:
-        whole: The call on all samples.
-        parts: The calls on their parts, in order.
-        rounding: Relative difference that counts as equal.
-    """
+    """The loss of some samples together beside those of their parts."""
 
     def __init__(self, whole: Found, parts: Sequence[Found], *, rounding: float) -> None:
         self._whole, self._parts, self._rounding = whole, parts, rounding

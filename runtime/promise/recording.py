@@ -69,11 +69,7 @@ class Slice:
     answers: frozenset[int]
 
     def tensors(self, own: Iterable[Tensor]) -> list[Tensor]:
-        """The tensors from outside, and those that were drawn, that may hold samples.
-
-        Args:
-            own: Parameters and buffers, which hold none.
-        """
+        """The tensors from outside, and those that were drawn, that may hold samples."""
         ours = {id(tensor) for tensor in own}
         drawn = [tensor for operator in self.operators for tensor in operator.drawn or ()]
         leaves = [leaf for leaf in self.leaves.values() if id(leaf) not in ours]

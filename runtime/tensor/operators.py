@@ -232,9 +232,6 @@ class SharedInput:
     """F for column-parallel layers side by side that read one value (queries, keys and values).
 
     They share one f, so each worker adds their gradients before the group sums them, once.
-
-    Args:
-        group: The tensor-parallel group.
     """
 
     def __init__(self, group: TensorGroup) -> None:

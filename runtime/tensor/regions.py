@@ -66,9 +66,6 @@ class Region(TorchFunctionMode):
     A checkpoint of the script's may end between the two. When the backward pass recomputes it, no
     row layer ends the region, so there it ends with the recomputation: as soon as autograd records
     otherwise than when it began.
-
-    Args:
-        group: The workers that share the layers.
     """
 
     def __init__(self, group: TensorGroup) -> None:

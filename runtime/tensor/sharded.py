@@ -372,12 +372,7 @@ class ShardedModel:
 
 
 def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:
-    """Make this worker's tensor-parallel group; every worker makes all groups, in one order.
-
-    Args:
-        place: This worker among the others.
-        groups: [groups] the ranks of each.
-    """
+    """Make this worker's tensor-parallel group; every worker makes all groups, in one order."""
     own = TensorGroup(ranks=(place.rank,))
     for ranks in groups:
         if len(ranks) > 1:
