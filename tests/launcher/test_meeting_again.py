@@ -56,7 +56,7 @@ def test_who_cannot_meet_again_starts_from_the_checkpoint(
             assert found is None
             assert processes.told == [f"{said}; starting again from the last checkpoint"]
             assert list(processes.held) == ["3", "4", "5"]
-            kinds = [entry.kind for entry in processes.supervisor.history.entries]
+            kinds = [entry.kind for entry in processes.supervisor.generations]
             assert kinds == ["start", "restart"]
         else:
             assert found is not None
