@@ -158,8 +158,11 @@ class StepEngine(Protocol):
     def runs_whole(self) -> bool:
         """Whether each worker runs passes of the whole model."""
 
-    def check_predicts(self) -> None:
+    def check_predicts(self) -> bool:
         """Refuse ``job.predict`` where no worker can run a whole pass.
+
+        Returns:
+            Whether workers call the model together, each in ``evaluating`` and equally often.
 
         Raises:
             TargetError: The plan is a pipeline.

@@ -582,7 +582,7 @@ class Job:
             TargetError: The loader shuffles or cannot be cut into virtual nodes; or the plan is a
                 pipeline, where no worker runs a whole pass.
         """
-        self._engine.check_predicts()
+        calls_together = self._engine.check_predicts()
         self._session.has_evaluated = True
         check_loader(loader, None, predicts=True)
         check_in_order(loader)
@@ -592,7 +592,13 @@ class Job:
             sampler.set_epoch(PREDICTION_EPOCH, [])
         else:
             sampler.set_epoch(PREDICTION_EPOCH, self._order(loader, PREDICTION_EPOCH))
-            self.sync_buffers()
+            self._merge_buffers()
+            if not calls_together:
+                self._engine.gather()
+
+        def first_sample(step: int) -> Any:
+            return self._epochs.read(loader, sampler.keys_of(step)([(0, 1)]))[0]
+
         return Prediction(
             self._session,
             self._runner,
@@ -601,6 +607,7 @@ class Job:
             passes,
             function,
             on_all=on_all,
+            together=(self._engine.evaluating, first_sample) if calls_together else None,
         )
 
     def finish(self, *, whole: bool = True) -> None:

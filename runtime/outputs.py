@@ -4,8 +4,10 @@ So that other workers read it: predictions (``job.predict``), a loss over the ou
 batch (``over_batch=``), other values (``has_aux=``).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
@@ -123,7 +125,11 @@ _LEAVES = -1  # in place of a step: a worker has left its loop over the outputs
 
 
 class Prediction:
-    """One call of ``job.predict``: iterate it once, on all workers."""
+    """One call of ``job.predict``: iterate it once, on all workers.
+
+    ``together`` is for workers that call the model together: a context for these calls, and the
+    first sample of a global batch, for a worker that has fewer passes of it than another.
+    """
 
     def __init__(
         self,
@@ -135,7 +141,9 @@ class Prediction:
         function: Callable[..., Any],
         *,
         on_all: bool,
+        together: tuple[Callable[[], AbstractContextManager[None]], Callable[[int], Any]] | None,
     ) -> None:
+        self._together = together
         self._session, self._runner, self._buffers = session, runner, buffers
         self._sampler, self._passes = sampler, passes
         self._function, self._on_all = function, on_all
@@ -204,15 +212,19 @@ class Prediction:
         self._source_step = None
         own = {key: output for key, output in self._own.items() if key[0] == step}
         self._own = own
+        shares = share_out(num_samples, sampler.batch_sizes)
         with self._evaluating():
             for item in passes:
                 inputs, key = next(self._source), (step, item.virtual_node)
                 if key not in own:  # else it was computed before another worker was lost
                     own[key] = self._run(step, item.virtual_node, inputs)
+            if self._together is not None:
+                numbers = Counter(compress(session.holders, shares))
+                for _ in range(max(numbers.values()) - len(passes)):
+                    self._run(step, 0, self._together[1](step))
         self._source_step = step + 1
         # The workers ran different passes; seed again, because the script may draw now.
         seed_streams(session.seed, "predicted", session.num_steps, step)
-        shares = share_out(num_samples, sampler.batch_sizes)
         return in_order(
             {node: output for (_, node), output in own.items()},
             [node for node, share in enumerate(shares) if share],
@@ -228,7 +240,7 @@ class Prediction:
         training = model.training
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._together[0]() if self._together else nullcontext():
                 yield
         finally:
             model.train(training)

@@ -421,17 +421,9 @@ class SplitEngine:
         """Gather shared weights as layers run; otherwise each worker has the whole model."""
         return nullcontext() if self.shared_states is None else self.shared_states.open()
 
-    def check_predicts(self) -> None:
-        """Accept ``job.predict`` where each worker runs whole passes.
-
-        Raises:
-            TargetError: The workers share states.
-        """
-        if self.shared_states is not None and self.shared_states.shares_weights:
-            raise TargetError(
-                "job.predict needs the whole model on each worker, and they share it",
-                hint="call the model in job.evaluation(), on all workers alike",
-            )
+    def check_predicts(self) -> bool:
+        """See ``StepEngine``: where weights are shared, workers call the model together."""
+        return self.shared_states is not None and self.shared_states.shares_weights
 
     def close(self) -> None:
         """Remove the hooks from the parameters, and give the script's own back."""

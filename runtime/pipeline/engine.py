@@ -768,7 +768,7 @@ class PipelineEngine:
             passing=self._sharded.passing,
         )
 
-    def check_predicts(self) -> None:
+    def check_predicts(self) -> bool:
         """Refuse ``job.predict``: no worker of a pipeline runs a whole pass.
 
         Raises:

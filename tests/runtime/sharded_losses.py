@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 import hetflow as hf
 from hetflow.schema.errors import TargetError
@@ -62,8 +62,8 @@ def masked_later(job: Any, model: nn.Module, _: Any = None) -> tuple[int, bool]:
 
 
 def predicted(job: Any, model: nn.Module, _: Any = None) -> list[float]:
-    """What a model predicts, short batch and all."""
-    loader = DataLoader(over_batch.data(), batch_size=BATCH)
+    """What a model predicts; of the last batch a worker has no sample."""
+    loader = DataLoader(Subset(over_batch.data(), range(BATCH + 1)), batch_size=BATCH)
     found = [float(f) for f in job.predict(loader, lambda x, y: model(x).sum(), on_all=True)]
     plain(losses.mean, job, model)
     return found

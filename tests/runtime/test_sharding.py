@@ -116,7 +116,6 @@ def test_losses_train_or_are_refused_as_without_sharing(
     own_ends = {
         ("all", "penalised"): "reads 0.weight outside of its layer",
         ("all", "with_gradient_penalty"): "gradients of gradients",
-        ("all", "predicted"): "job.predict needs the whole model",
     }
     for shard, name in product(("all", "gradients"), found[None]):
         expected, made = found[None][name], found[shard][name]
