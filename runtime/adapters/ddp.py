@@ -97,6 +97,9 @@ def adapt(_: Any) -> None:
     around(DataLoader, "__iter__", _deliver)
     around(torch.autograd, "backward", _backward)  # Tensor.backward calls it
     around(torch.amp.GradScaler, "scale", _scale)
+    for name, at in _GATHERS.items():
+        if hasattr(dist, name):
+            around(dist, name, partial(_gather, at))
     adapt_batch_norm()
     adapt_divisors()
 
@@ -183,6 +186,36 @@ def _scale(original: Any, self: Any, outputs: Any) -> Any:
     if begun() is not None and isinstance(outputs, Tensor) and self.is_enabled():
         _SCALED[scaled] = outputs
     return scaled
+
+
+# A script's gathers -> the places of the tensor and of the group among their arguments. Hetflow's
+# own, and those within torch, are bound to the functions before they were changed.
+_GATHERS = {
+    "all_gather": (("tensor", 1), ("group", 2)),
+    "all_gather_into_tensor": (("input_tensor", 1), ("group", 2)),
+    "all_gather_single": (("input", 1), ("group", 2)),
+    "gather": (("tensor", 0), ("group", 3)),
+}
+
+
+def _gather(places: Any, original: Any, *values: Any, **options: Any) -> Any:
+    """Refuse tensors of unlike sizes, by which gloo aborts and NCCL waits or mixes them up."""
+    current = begun()
+    tensor, group = (values[at] if len(values) > at else options.get(name) for name, at in places)
+    if current is not None and isinstance(tensor, Tensor):
+        number = torch.distributed.get_world_size(group)  # -1 outside of the group
+        own = torch.tensor(tensor.numel(), device=tensor.device)
+        sizes = [torch.empty_like(own) for _ in range(number)]
+        if number > 1:
+            torch.distributed.distributed_c10d.all_gather(sizes, own, group=group)
+        if len({int(size) for size in sizes}) > 1:
+            raise TargetError(
+                "the script gathers tensors of unlike sizes: a plan's workers have unlike shares "
+                "of a batch",
+                hint="torch.distributed.all_gather_object takes them; for a loss that sees the "
+                "whole batch train with hf.prepare, whose over_batch= takes it",
+            )
+    return original(*values, **options)
 
 
 def _take_whole_order(

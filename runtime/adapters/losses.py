@@ -12,17 +12,20 @@ by others of the batch, and shapes stay:
 - A batch of one sample repeated must give the same loss on each worker, whatever its number of
   samples. Where it grows with the number, the loss is a sum.
 
-A loss is known by the names in its graph, and each new one is tried.
+A loss is known by the names in its graph, and each new one is tried. Batches 2, 4, 8 and so on try
+it again: a mask, a threshold or a choice of experts may depend on values that come later.
 """
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...schema.errors import TargetError
@@ -188,6 +191,9 @@ class Losses:
         self._recording: Recording | None = None
         self._is_entered = False
         self._has_unknown = True  # the first
+        self._answers: set[Any] = set()  # nodes of autograd's graph that models returned
+        self._num_batches = 0
+        self._is_skipped = False
         self.is_untried = True
 
     # Recording
@@ -195,7 +201,9 @@ class Losses:
     def begin(self) -> None:
         """Begin to record, where there is a loss to be tried: the script has taken a batch."""
         self.end()
-        if self._has_unknown and self._recording is None:
+        self._num_batches += not self._is_skipped
+        is_due = self._num_batches.bit_count() == 1 and not _is_compiled()
+        if (self._has_unknown or is_due) and not self._is_skipped:
             self._recording = Recording()
             self.enter()
 
@@ -215,14 +223,17 @@ class Losses:
         """Forget what was recorded."""
         self.leave()
         self._recording = None
+        self._answers.clear()
 
     def skip(self) -> None:
         """Try no losses: a library's own step weighs its parts."""
         self.end()
-        self._has_unknown = self.is_untried = False
+        self._is_skipped, self._has_unknown, self.is_untried = True, False, False
 
     def made(self, outputs: Any) -> None:
         """Note what a wrapped model returned."""
+        leaves = (leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor))
+        self._answers.update(leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None)
         if self._recording is not None:
             self._recording.end_at(outputs)
 
@@ -256,8 +267,10 @@ class Losses:
                 f"the loss has {loss.numel()} elements; a plan's shares need the mean over samples",
                 hint="call backward on the loss's mean()",
             )
-        known_by = signature_of(loss)
+        known_by = signature_of(loss, self._answers)
         form = self._forms.get(known_by)
+        if form is not None and self._recording is not None:
+            self._try_again(loss, form)
         if form is None and self._recording is not None:
             form = self._forms[known_by] = self._tried(loss, known_by)
             self._has_unknown = self.is_untried = False
@@ -314,6 +327,30 @@ class Losses:
         if whole is not None and len(whole.operators) > len(ours.operators):
             self._check_model(_Trial(self._training, whole), loss)
         return form
+
+    def _try_again(self, loss: Tensor, form: _Form) -> None:
+        """Try a loss of a known form on a later batch, which may show what the first has hidden.
+
+        Raises:
+            TargetError: It is not what it was: a mask, a choice or a threshold depends on values.
+        """
+        assert self._recording is not None
+        ours = self._recording.slice_of(loss, whole=False)
+        trial = None if ours is None else _Trial(self._training, ours)
+        piece = self._training.piece
+        own = 0 if trial is None or piece is None or piece.own_samples < 2 else trial.num_tensors
+        heads = _of_all(self._training, [own])
+        if trial is None or len(set(heads.flatten().tolist())) > 1 or not own:
+            return
+        verdict = trial.verdict(loss, _ROWS)
+        is_as_known = verdict.is_mean or form.kind in ("targets", "divisor")
+        refuted = verdict.is_refuted or (verdict.is_divided and not is_as_known)
+        if bool(_of_all(self._training, [refuted]).any()):
+            raise TargetError(
+                f"the loss was the mean of its samples' losses in earlier batches, and is not in "
+                f"this one: {verdict.figures}",
+                hint=_HINT,
+            )
 
     def _check_model(self, trial: "_Trial", loss: Tensor) -> None:
         """Check that what the model returns for a sample depends on this sample alone."""
@@ -476,6 +513,12 @@ class _Trial:
             return self._replays.evaluated(change, self._recorded.leaves, None)[0]
         except Exception:
             return math.nan
+
+
+def _is_compiled() -> bool:
+    """Whether torch.compile has compiled anything: it would compile again while one records."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"]["total"])
 
 
 def _of_all(training: Training, numbers: Sequence[int]) -> Tensor:

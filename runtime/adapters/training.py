@@ -13,6 +13,7 @@ import functools
 import os
 import re
 import signal
+import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -39,10 +41,11 @@ from ...schema.errors import TargetError
 from ...schema.options import option
 from ...schema.plan import Plan
 from .. import peers
-from ..agreement.agreement import Watch
+from ..agreement.agreement import Comparison, KnownParameters, SharedTensors, Watch
 from ..digest import digest_of
 from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
+from ..gradients.hooks import Hooks, ScriptHooks
 from ..group import Place, gathered, join, make_group_of_one
 from ..measurements import StepClock
 from ..protocol.environment import PLAN, Start, read_environment
@@ -234,6 +237,11 @@ class Training:
         self._is_finished = False
         self._stops: StopRequests | None = None
         self._trained: set[int] = set()
+        self._own_hooks = Hooks()
+        self._script_hooks: list[ScriptHooks] = []  # [models]
+        self._reached: set[int] = set()  # numbers of the models that a backward pass goes through
+        self._replicas: WeakSet[DistributedDataParallel] = WeakSet()
+        self._watch = Watch(start.compare_every)
         register_optimizer_step_pre_hook(self._stepping)
         register_optimizer_step_post_hook(lambda *_: self.losses.enter())
         at_exit(self)
@@ -444,6 +452,7 @@ class Training:
                     hint="leave it out; hetflow cuts the batches",
                 )
             self._check_batch(piece)
+            self._compare(self._session.num_steps)
             self._is_begun = True
             self._session.num_steps += 1
             self._clock.begin_step(is_full=self._is_full(piece))
@@ -466,6 +475,35 @@ class Training:
                 self._is_held = True
         if not self.is_going_back:
             self.losses.enter()  # within the closure of an optimizer
+
+    def _compare(self, step: int) -> None:
+        """Compare the workers' models where that is due, after so many steps.
+
+        Raises:
+            TargetError: They have diverged: the script changes something by its own share.
+        """
+        if not self.place.distributed or self.watcher is not None or not self._watch.is_due(step):
+            return
+        parameters = self._parameters()
+        known = {id(parameter) for parameter in parameters.values()}
+        held = (p for o in self.optimizers for group in o.param_groups for p in group["params"])
+        others = [parameter for parameter in held if id(parameter) not in known]
+        names = {f"parameter {number} of no model": p for number, p in enumerate(others)}
+        comparison = Comparison(
+            KnownParameters(self.models, self.optimizers, parameters | names, keeps_groups=False),
+            self.optimizers,
+            shared=lambda: [SharedTensors(None, dict(parameters))],
+            place=lambda: self.place,
+            watch=self._watch,
+        )
+        try:
+            comparison.compare(step)
+        except TargetError as error:
+            raise TargetError(
+                str(error),
+                hint="let all workers decide alike: sum what is computed from a worker's own share "
+                "(a loss before its backward pass, a gradient's norm) over workers first",
+            ) from error
 
     def _is_full(self, piece: Piece) -> bool:
         return piece.num_samples == self.global_batch_size
@@ -516,6 +554,7 @@ class Training:
 
     def hold_sums(self, replica: DistributedDataParallel) -> None:
         """Let the last gradients of an emulated device's pass come when its time is over."""
+        self._replicas.add(replica)
         if self._holder is not None:
             replica.register_comm_hook(None, self._held_sum)
 
@@ -609,14 +648,33 @@ class Training:
 
     @contextmanager
     def going_back(self) -> Iterator[None]:
-        """A context for a backward pass, which begins with its share of the batch's loss."""
+        """A context for a backward pass, which begins with its share of the batch's loss.
+
+        The script's hooks on parameters are called at its end, with the whole batch's gradient.
+
+        Raises:
+            TargetError: A hook changes a gradient that is of several batches, or of a share.
+        """
         self.losses.leave()
+        hooks = self._script_hooks if self.place.distributed and not self.runs_whole else []
+        for of_model in hooks:
+            of_model.take()
+        are_carried = [of_model.are_carried for of_model in hooks]
+        self._reached.clear()
         self.is_going_back = True
         try:
             yield
         finally:
             self.is_going_back = False
             self.losses.enter()
+            for number, of_model in enumerate(hooks):
+                if number not in self._reached or sys.exception() is not None:
+                    of_model.put_back()
+        is_summed = all(replica.require_backward_grad_sync for replica in self._replicas)
+        for of_model, is_carried in zip(hooks, are_carried, strict=True):
+            of_model.run(
+                "of this worker's samples" if not is_summed else "of several passes" * is_carried
+            )
 
     def shares_of(self, roots: Sequence[Tensor]) -> list[float]:
         """[roots] what each counts in the global batch's loss, in a backward pass of all of them.
@@ -649,12 +707,15 @@ class Training:
             keep_freed_memory()
         for parameter in model.parameters():
             if parameter.requires_grad and id(parameter) not in self._trained:
-                parameter.register_hook(self._summed)  # type: ignore[no-untyped-call]
+                hook = functools.partial(self._summed, list(self.models).index(model))
+                self._own_hooks.add_on_gradient(parameter, hook)
                 self._trained.add(id(parameter))
+        self._script_hooks = [ScriptHooks(dict(made.named_parameters())) for made in self.models]
 
-    def _summed(self, gradient: Tensor) -> Tensor:
+    def _summed(self, number: int, gradient: Tensor) -> Tensor:
         if not self.is_going_back:  # torch.autograd.grad, which changes no .grad
             return gradient
+        self._reached.add(number)
         self.begin_pass()  # where the model was in evaluation mode, or two passes end together
         if not self._factor or not self.has_samples:  # such gradients may be no numbers
             return torch.zeros_like(gradient)

@@ -468,13 +468,114 @@ class Subject:
     compares_between_steps: bool
 
 
+class Comparison:
+    """Compares what all workers must have alike, together with the others.
+
+    Args:
+        known: The parameters.
+        optimizers: The optimizers, of which settings are compared.
+        shared: Gives the tensors to compare: the same sets, in the same order, on every worker.
+        place: Gives this worker's place among the others.
+        watch: Knows when workers last agreed.
+        together: Runs a function that needs all workers.
+
+    Attributes:
+        data: A digest of the batches that every worker draws by itself.
+    """
+
+    def __init__(
+        self,
+        known: KnownParameters,
+        optimizers: Sequence[Any],
+        *,
+        shared: Callable[[], list[SharedTensors]],
+        place: Callable[[], Place],
+        watch: Watch,
+        together: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+    ) -> None:
+        self._known, self._optimizers, self._watch = known, optimizers, watch
+        self._shared, self._place, self._together = shared, place, together
+        self.data = 0
+
+    def compare(self, step: int) -> None:
+        """Compare the shared tensors and settings. Call it on all workers, outside of collectives.
+
+        Raises:
+            TargetError: Workers have diverged: names the first parameter, the workers, since which
+                step, and why.
+        """
+        rows: Tensor = self._together(lambda: gathered(self._own_row(), place=self._place()))
+        data = rows[:, _DATA].tolist()
+        if len(set(data)) > 1:
+            other = next(rank for rank, number in enumerate(data) if number != data[0])
+            raise TargetError(
+                f"workers 0 and {other} drew unlike batches by step {step}, so samples were used "
+                f"twice or never",
+                hint="let every worker's stream give the same whole batches: no sharding by rank, "
+                "one seed on all workers; hetflow cuts them into shares",
+            )
+        if not self._agree(rows):
+            told: list[str] = self._together(
+                lambda: _texts(self._place(), json.dumps(self._statement().as_json()))
+            )
+            fault = find_fault([Statement.of_json(json.loads(text)) for text in told], step)
+            if fault is not None:
+                raise TargetError(fault.message, hint=fault.hint)
+            # Kinds of devices round differently, so the numbers in the steps' sums stay different.
+            self._watch.settings_are_exact = False
+        self._watch.agreed_step = step
+
+    def _own_row(self) -> Tensor:
+        held = self._shared() if self._place().distributed else []
+        numbers = [fingerprint(list(shared.tensors.values())) for shared in held]
+        head = [
+            _hash(arithmetic_of(self._place().device)),
+            _hash(repr(settings_of(self._optimizers))),
+            _hash(repr(self._known.frozen)),
+            self.data,
+        ]
+        return torch.cat([torch.tensor(head), *(number.reshape(1).cpu() for number in numbers)])
+
+    def _agree(self, rows: Tensor) -> bool:
+        if len(rows) == 1:
+            return True
+        columns = [rows[:, _SETTINGS], rows[:, _FROZEN]]
+        for number, shared in enumerate(self._shared()):
+            column = rows[:, _FINGERPRINTS + number]
+            columns.append(column if shared.holders is None else column[list(shared.holders)])
+        return all(bool((column == column[0]).all()) for column in columns)
+
+    def _statement(self) -> Statement:
+        known = self._known
+        tensors = {n: t for shared in self._shared() for n, t in shared.tensors.items()}
+        return Statement(
+            arithmetic=arithmetic_of(self._place().device),
+            joined_step=self._watch.joined_step,
+            agreed_step=self._watch.agreed_step,
+            settings=settings_of(self._optimizers),
+            groups=known.first_of_groups(),
+            frozen=self._known.frozen,
+            unheld=known.unheld(),
+            numbers={name: int(fingerprint([tensor])) for name, tensor in tensors.items()},
+            shadows={name: shadow_of(tensor) for name, tensor in tensors.items()},
+        )
+
+
 class Agreement:
     """One worker's knowledge of whether the others train the same model."""
 
     def __init__(self, subject: Subject, watch: Watch) -> None:
         self._subject, self._watch = subject, watch
         self._settings = SettingsNumber(subject.optimizers)
-        self._epoch, self._data = -1, 0
+        self._epoch = -1
+        self._comparison = Comparison(
+            subject.known,
+            subject.optimizers,
+            shared=subject.shared,
+            place=subject.place,
+            watch=watch,
+            together=subject.together,
+        )
         self._looks = False
         self._leaves = WeakIdKeyDictionary()  # plain tensors that losses depended on
         self._has_warned_of_schedule = False
@@ -485,11 +586,11 @@ class Agreement:
     @property
     def settings_number(self) -> int:
         """The number that this worker adds to the step's sums, along with its square."""
-        return self._settings.number ^ self._data & MOST
+        return self._settings.number ^ self._comparison.data & MOST
 
     def saw(self, digest: int) -> None:
         """Note the digest of a global batch that every worker draws by itself."""
-        self._data = digest
+        self._comparison.data = digest
 
     def registered(self, thing: object) -> None:
         """Note an object that the script gave to ``job.register``."""
@@ -565,75 +666,9 @@ class Agreement:
                 "restart or a resize would begin it anew; call job.register(scheduler)"
             )
 
-    # Comparisons
-
     def compare(self, step: int) -> None:
-        """Compare the shared tensors and settings. Call it on all workers, outside of collectives.
-
-        Raises:
-            TargetError: Workers have diverged: names the first parameter, the workers, since which
-                step, and why.
-        """
-        subject = self._subject
-        rows: Tensor = subject.together(lambda: gathered(self._own_row(), place=subject.place()))
-        data = rows[:, _DATA].tolist()
-        if len(set(data)) > 1:
-            other = next(rank for rank, number in enumerate(data) if number != data[0])
-            raise TargetError(
-                f"workers 0 and {other} drew unlike batches by step {step}, so samples were used "
-                f"twice or never",
-                hint="let every worker's stream give the same whole batches: no sharding by rank, "
-                "one seed on all workers; hetflow cuts them into shares",
-            )
-        if not self._agree(rows):
-            told: list[str] = subject.together(
-                lambda: _texts(subject.place(), json.dumps(self._statement().as_json()))
-            )
-            fault = find_fault([Statement.of_json(json.loads(text)) for text in told], step)
-            if fault is not None:
-                raise TargetError(fault.message, hint=fault.hint)
-            # Kinds of devices round differently, so the numbers in the steps' sums stay different.
-            self._watch.settings_are_exact = False
-        self._watch.agreed_step = step
-
-    def _own_row(self) -> Tensor:
-        subject = self._subject
-        held = subject.shared() if subject.place().distributed else []
-        numbers = [fingerprint(list(shared.tensors.values())) for shared in held]
-        head = [
-            _hash(arithmetic_of(subject.place().device)),
-            _hash(repr(settings_of(subject.optimizers))),
-            _hash(repr(self._frozen())),
-            self._data,
-        ]
-        return torch.cat([torch.tensor(head), *(number.reshape(1).cpu() for number in numbers)])
-
-    def _frozen(self) -> list[str]:
-        return self._subject.known.frozen
-
-    def _agree(self, rows: Tensor) -> bool:
-        if len(rows) == 1:
-            return True
-        columns = [rows[:, _SETTINGS], rows[:, _FROZEN]]
-        for number, shared in enumerate(self._subject.shared()):
-            column = rows[:, _FINGERPRINTS + number]
-            columns.append(column if shared.holders is None else column[list(shared.holders)])
-        return all(bool((column == column[0]).all()) for column in columns)
-
-    def _statement(self) -> Statement:
-        subject, known = self._subject, self._subject.known
-        tensors = {n: t for shared in subject.shared() for n, t in shared.tensors.items()}
-        return Statement(
-            arithmetic=arithmetic_of(subject.place().device),
-            joined_step=self._watch.joined_step,
-            agreed_step=self._watch.agreed_step,
-            settings=settings_of(subject.optimizers),
-            groups=known.first_of_groups(),
-            frozen=self._frozen(),
-            unheld=known.unheld(),
-            numbers={name: int(fingerprint([tensor])) for name, tensor in tensors.items()},
-            shadows={name: shadow_of(tensor) for name, tensor in tensors.items()},
-        )
+        """Compare shared tensors and settings, after so many steps; as ``Comparison.compare``."""
+        self._comparison.compare(step)
 
     def _warn(self, sentence: str) -> None:
         if self._subject.place().rank == 0:

@@ -38,6 +38,13 @@ class Hooks:
     def add(self, parameter: nn.Parameter, hook: GradientHook) -> None:
         """Call ``hook`` after each backward pass of a parameter."""
         handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._note(handle)
+
+    def add_on_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor], Tensor]) -> None:
+        """Let ``hook`` change each gradient that comes to a parameter."""
+        self._note(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _note(self, handle: RemovableHandle) -> None:
         _OWN.add(handle.id)
         self._handles.append(handle)
 
@@ -129,20 +136,41 @@ class ScriptHooks:
             held.home[held.key] = held.hook
         self._held = []
 
-    def run(self) -> None:
-        """Give the hooks back, and call each once with its parameter's gradient, if it has one."""
+    @property
+    def are_carried(self) -> bool:
+        """Whether a parameter whose gradient a hook sees has a gradient of an earlier pass."""
+        gradients = [held.parameter.grad for held in self._held if held.is_of_gradient]
+        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+    def run(self, unless: str = "") -> None:
+        """Give the hooks back, and call each once with its parameter's gradient, if it has one.
+
+        Args:
+            unless: What gradients are meanwhile, if none of them may be changed.
+
+        Raises:
+            TargetError: A hook has changed one that may not be.
+        """
         taken = self._held
         self.put_back()
         for held in taken:
             gradient = held.parameter.grad
             if gradient is None:
                 continue
+            before = gradient._version
+            with torch.no_grad():
+                changed = held.hook(gradient) if held.is_of_gradient else None
             if not held.is_of_gradient:
                 held.hook(held.parameter)
-                continue
-            with torch.no_grad():
-                changed = held.hook(gradient)
-                if changed is not None:
+            is_other = held.parameter.grad is not gradient or gradient._version != before
+            if unless and (changed is not None or is_other):
+                raise TargetError(
+                    f"the hook {_name_of(held.hook)} changes the gradient of {held.name}, which "
+                    f"is {unless}",
+                    hint="call its function before optimizer.step(), once for the update",
+                )
+            if changed is not None:
+                with torch.no_grad():
                     _replace(gradient, changed, held)
 
     @property

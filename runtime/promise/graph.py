@@ -6,7 +6,7 @@ changes, a function is tested again, on the samples of that pass.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -26,6 +26,7 @@ TERMS = {"AddBackward0", "SubBackward0"}
 SUM, MEAN = "SumBackward0", "MeanBackward0"
 _AVERAGED, SUMMED = 1, 2  # torch's numbers of reduction="mean" and "sum"
 _NODES = 48  # of a loss's graph that are looked at
+_NODES_OF_ANSWERS = 12  # of the graph of a loss that a model returns
 _VIEWS = (
     "AccumulateGrad", "Alias", "AsStrided", "Clone", "Expand", "NoneType", "Permute", "Reshape",
     "Squeeze", "TBackward", "ToCopy", "Transpose", "Unsafe", "Unsqueeze", "View",
@@ -150,22 +151,31 @@ def chain(loss: Tensor) -> Iterable[Any]:
         node, output = entries[0] if passes else (None, 0)
 
 
-def _nodes(root: Any) -> Iterator[Any]:
-    """The nodes of a graph, breadth first; None for what needs no gradient."""
+def _nodes(root: Any, ends: Collection[Any] = ()) -> Iterator[Any]:
+    """The nodes of a graph, breadth first, not beyond ``ends``; None for what needs no gradient."""
     waiting = [root]
     while waiting:
         node = waiting.pop(0)
         yield node
-        waiting += [following for following, _ in getattr(node, "next_functions", ())]
+        if node not in ends:
+            waiting += [following for following, _ in getattr(node, "next_functions", ())]
 
 
-def signature_of(loss: Tensor) -> int:
+def signature_of(loss: Tensor, answers: Collection[Any] = ()) -> int:
     """What a loss is known by: the first names of its graph, without views.
 
     PyTorch takes other views while operators are recorded.
+
+    Args:
+        loss: The loss.
+        answers: Nodes of what models returned. What they ran may differ between workers, as the
+            steps of a loop over a sequence do, so names end there. A few names behind tell what a
+            model computes that returns its loss.
     """
-    names = (type(node).__name__ for node in _nodes(loss.grad_fn))
-    told = islice((name for name in names if not name.startswith(_VIEWS)), _NODES)
+    is_answer = loss.grad_fn in answers
+    names = (type(node).__name__ for node in _nodes(loss.grad_fn, () if is_answer else answers))
+    most = _NODES_OF_ANSWERS if is_answer else _NODES
+    told = islice((name for name in names if not name.startswith(_VIEWS)), most)
     return crc32(" ".join(told).encode())
 
 

@@ -236,6 +236,40 @@ def test_a_script_for_torchrun_trains_as_one_process(tmp_path: Path, plan_of: Pl
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_hooks_and_sequences_of_a_script_do_as_in_one_process(
+    tmp_path: Path, plan_of: Plans
+) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    alone(tmp_path, SCRIPTS / "habits.py", "one", **variables)
+    plan = plan_of([(1, 16), (1, 8), (1, 6)])
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "habits.py", "many")
+    assert code == 0, stderr
+    assert_equal(tmp_path, parameters=1e-12, others=0)
+
+
+HABITS_REFUSED = {
+    "have_a_floor": "the loss was the mean of its samples' losses in earlier batches",
+    "clamp_parts": "changes the gradient of 0.weight, which is of this worker's samples",
+    "gather_features": "the script gathers tensors of unlike sizes",
+    "set_rates_alone": "lr of the optimizer's group",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_a_share_would_change_is_refused_in_a_line(tmp_path: Path, plan_of: Plans) -> None:
+    plan = plan_of([(1, 16), (1, 14)])
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "habits.py", "said", "refused")
+    assert code == 0, stderr
+    said = json.loads((tmp_path / "said").read_text())
+    assert said.keys() == HABITS_REFUSED.keys()
+    for kind, part in HABITS_REFUSED.items():
+        assert part in said[kind]
+        assert "\n" not in said[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_trainer_resumes_under_another_plan_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
     alone(tmp_path, SCRIPTS / "language.py", "one", "alone")
     saved = tmp_path / "alone" / "checkpoint-3"

@@ -1,0 +1,156 @@
+"""Habits of scripts for torchrun: hooks on parameters, loops over sequences; and what is refused.
+
+Usage: habits.py ANSWER [refused]
+"""
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+answer, *asked = sys.argv[1:]
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo")
+torch.set_default_dtype(torch.float64)
+drawn = torch.Generator().manual_seed(0)
+x, y = 3 + torch.randn(90, 6, generator=drawn), torch.randint(3, (90,), generator=drawn)
+rows = TensorDataset(x, y)
+sampler = DistributedSampler(rows, seed=2)
+loader = DataLoader(rows, batch_size=30 // world_size, sampler=sampler)
+
+
+def made(kind=None):
+    """A wrapped model and its optimizer."""
+    torch.manual_seed(1)
+    layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    model = DistributedDataParallel(layers if kind is None else kind())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Recurrent(nn.Module):
+    """Its graph is as long as the longest sequence of its samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8, padding_idx=0)
+        self.cells = nn.GRU(8, 8, batch_first=True)
+        self.out = nn.Linear(8, 10)
+
+    def forward(self, tokens):
+        """The logits of all places."""
+        return self.out(self.cells(self.embedding(tokens))[0])
+
+
+def padded(samples):
+    """Sequences of unlike lengths."""
+    lengths = [int(values.sum()) % 5 + 2 for values, _ in samples]
+    tokens = torch.zeros(len(samples), max(lengths), dtype=torch.long)
+    for row, ((values, _), length) in enumerate(zip(samples, lengths, strict=True)):
+        tokens[row, :length] = (values.repeat(2)[:length].abs() * 2).long().clamp(1, 9)
+    return tokens
+
+
+def train(change=None, *, after=False, steps=3):
+    """The parameters after a training with a hook on each of them."""
+    model, optimizer = made()
+    for parameter in model.parameters() if change else ():
+        add = parameter.register_post_accumulate_grad_hook if after else parameter.register_hook
+        add(change)
+    for inputs, targets in loader:
+        optimizer.zero_grad(set_to_none=after)
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def read_sequences():
+    """The parameters after a training on sequences."""
+    model, optimizer = made(Recurrent)
+    batches = DataLoader(rows, batch_size=30 // world_size, sampler=sampler, collate_fn=padded)
+    for _ in range(2):
+        for tokens in batches:
+            logits = model(tokens[:, :-1]).flatten(0, 1)
+            optimizer.zero_grad()
+            cross_entropy(logits, tokens[:, 1:].flatten(), ignore_index=0).backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def clamp_in_place(parameter):
+    """Change a gradient that has come."""
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+# What is refused
+
+
+def have_a_floor():
+    """A loss that is a mean in its first batches only."""
+    model, optimizer = made()
+    for step, (inputs, targets) in enumerate(batch for _ in range(6) for batch in loader):
+        floor = 1.1 if step > 3 else 0.0
+        optimizer.zero_grad()
+        ((cross_entropy(model(inputs), targets) - floor).abs() + floor).backward()
+        optimizer.step()
+
+
+def clamp_parts():
+    """A hook that changes what is added up over several batches."""
+    model, optimizer = made()
+    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for step, (inputs, targets) in enumerate(loader):
+        with nullcontext() if step % 2 else model.no_sync():
+            cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def gather_features():
+    """The outputs of all workers."""
+    model, _ = made()
+    for inputs, _ in loader:
+        found = model(inputs).detach()
+        dist.all_gather([torch.empty_like(found) for _ in range(world_size)], found)
+
+
+def set_rates_alone():
+    """A learning rate by the worker's own loss."""
+    model, optimizer = made()
+    for inputs, targets in (batch for _ in range(20) for batch in loader):
+        loss = cross_entropy(model(inputs), targets)
+        optimizer.param_groups[0]["lr"] = 0.1 * loss.item()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+if asked:
+    from hetflow.schema.errors import TargetError
+
+    said = {}
+    for act in (have_a_floor, clamp_parts, gather_features, set_rates_alone):
+        try:
+            act()
+        except TargetError as error:
+            said[act.__name__] = str(error)
+    found = said
+else:
+    seen = []
+    found = {  # hooks are called in order of the parameters, and not as their gradients come
+        "clamped": {"parameters": train(lambda gradient: gradient.clamp(-0.01, 0.01))},
+        "clamped after": {"parameters": train(clamp_in_place, after=True)},
+        "recorded": {"parameters": train(lambda gradient: seen.append(gradient.norm().item()))},
+        "norms": {"parameters": sorted(seen)},
+        "sequences": {"parameters": read_sequences()},
+    }
+if rank == 0:
+    with open(answer, "w") as stream:
+        json.dump(found, stream)
+dist.destroy_process_group()
