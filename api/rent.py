@@ -24,7 +24,7 @@ from ..schema.options import option
 from ..schema.requests.kinds import MachineSpeeds, Offers
 from ..schema.requests.rent import RentRequest
 from ..schema.spelling import nearest
-from ..solvers.market.deadline import DeadlineJob
+from ..solvers.market.job import RentJob
 from ..solvers.market.windows import Traces, apart, fewest_parts, traces_of
 from .calls import takes
 from .files import plan_of
@@ -167,7 +167,7 @@ def fleet(traces: Offers, *, resize_seconds: float = 60.0, **asked: Any) -> Rent
     return rent(traces, restart_seconds=resize_seconds, **asked)
 
 
-def asked_job(request: RentRequest) -> tuple[DeadlineJob, list[Traces], list[Traces]]:
+def asked_job(request: RentRequest) -> tuple[RentJob, list[Traces], list[Traces]]:
     """The job that a request has, what to replay on, and what to learn from."""
     speeds = _speeds(request)
     (offers, prices), (past, past_prices) = (
@@ -190,7 +190,7 @@ def asked_job(request: RentRequest) -> tuple[DeadlineJob, list[Traces], list[Tra
     traces, history = ([one.in_parts(parts) for one in each] for each in (traces, history))
     if request.learn_until is not None:
         traces, history = _split(traces, history, request.learn_until)
-    job = DeadlineJob(
+    job = RentJob(
         work_seconds=request.work_seconds,
         deadline_seconds=request.deadline_seconds,
         restart_seconds=request.restart_seconds,

@@ -1,15 +1,16 @@
 """``hetflow.rent.prices``."""
 
-from dataclasses import replace
+from math import inf
+from typing import Any
 
 from ..clusters.simulator.market.prices import compare_from
 from ..planning.market_prices import egress_dollars
 from ..schema.errors import ProblemError
-from ..schema.market import PriceReport, utc_seconds
+from ..schema.market import PriceReport, utc_seconds, utc_text
 from ..schema.options import option
 from ..schema.requests.rent import PricesRequest
 from ..schema.spelling import nearest
-from ..solvers.market.offers import History, MovingJob, history_of
+from ..solvers.market.offers import History, history_of, job_on
 from .calls import takes
 from .files import markets_of
 
@@ -53,14 +54,18 @@ def rent_prices(request: PricesRequest) -> PriceReport:
     read = markets_of(request.market)
     history = history_of(read, rates, fixed=True)
     clouds = [offer.cloud for offer in history.offers if offer.cloud]
-    job = MovingJob(
+    size = request.checkpoint_gigabytes
+    costs: dict[str, Any] = {
+        "restart_seconds": request.restart_seconds,
+        "cloud_move_dollars": request.cloud_move_dollars,
+        "egress_dollars": {} if size is None else egress_dollars(read, size, clouds),
+    }
+    job = job_on(
+        history.offers,
         work=request.work_hours * 3600 * rates[first],
-        work_per_second=dict(rates),
-        restart_seconds=request.restart_seconds,
-        cloud_move_dollars=request.cloud_move_dollars,
-        egress_dollars={}
-        if request.checkpoint_gigabytes is None
-        else egress_dollars(read, request.checkpoint_gigabytes, clouds),
+        work_per_second=rates,
+        deadline_seconds=request.deadline_seconds or inf,
+        **costs,
     )
     only = _cloud_of(history, request.cloud)
     begin = (
@@ -69,7 +74,16 @@ def rent_prices(request: PricesRequest) -> PriceReport:
         else utc_seconds(request.start, option("start"), "time")
     )
     found = compare_from(job, history, begin, cloud=only, device_type=first)
-    return replace(found, work_hours=request.work_hours)
+    return PriceReport(
+        start=utc_text(found.start_seconds),
+        work_hours=request.work_hours,
+        deadline_seconds=request.deadline_seconds,
+        rates=dict(rates),
+        bound_dollars=found.bound_dollars,
+        outcomes=found.outcomes,
+        refused=found.refused,
+        **costs,
+    )
 
 
 def _cloud_of(history: History, asked: str | None) -> str:

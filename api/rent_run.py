@@ -23,7 +23,7 @@ from ..schema.market import RentRun
 from ..schema.options import option
 from ..schema.plan import Plan
 from ..schema.requests.rent import RunRentRequest
-from ..solvers.market.deadline import DeadlineJob, Held, Moment
+from ..solvers.market.job import Held, Moment, RentJob
 from ..solvers.market.odds import interval_seconds
 from ..solvers.market.windows import Traces, windows_of
 from .calls import takes
@@ -88,8 +88,8 @@ def rent_run(request: RunRentRequest) -> RentRun:
     adviser = Adviser(ready, zones, history=history, policies=request.policies or None)
     policy = next(iter(adviser.policies))
 
-    def decide(job: DeadlineJob, now: Moment) -> Held:
-        return adviser.policies[policy](ready.at(job.spot_dollars_per_hour), now)
+    def decide(job: RentJob, now: Moment) -> Held:
+        return adviser.policies[policy](ready, now)
 
     predicted = replay(usual, decide, *window)
     record = RentRun(
@@ -103,7 +103,7 @@ def rent_run(request: RunRentRequest) -> RentRun:
         time_scale=request.time_scale,
         started_seconds=time.time(),
         predicted_seconds=predicted.seconds,
-        predicted_dollars=predicted.dollars - predicted.unused_dollars,
+        predicted_dollars=predicted.used_dollars,
         predicted_launches=predicted.num_launches,
     )
     record = _begun(folder, record)
@@ -145,7 +145,7 @@ def rent_run(request: RunRentRequest) -> RentRun:
     return agent.run()
 
 
-def _plans(request: RunRentRequest, job: DeadlineJob) -> list[Plan]:
+def _plans(request: RunRentRequest, job: RentJob) -> list[Plan]:
     """The plans for 1, 2, ... machines.
 
     Raises:
@@ -194,7 +194,7 @@ def _interval(request: RunRentRequest, traces: Sequence[Traces], step_seconds: f
     return max(1, round(seconds / step_seconds))
 
 
-def _compare(plan: Plan, job: DeadlineJob, asked_seconds: float) -> None:
+def _compare(plan: Plan, job: RentJob, asked_seconds: float) -> None:
     """Warn where the plan predicts another length of the work than was given."""
     step = plan.predicted.step_seconds
     if abs(step / asked_seconds - 1) > _FAR_OFF:

@@ -21,7 +21,7 @@ from hetflow.clusters.simulator.market.replay import replay
 from hetflow.formats.importers.availability import read_availability
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import Chain, chain_of
-from hetflow.solvers.market.deadline import DeadlineJob
+from hetflow.solvers.market.job import RentJob
 from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.windows import apart
 from hetflow.tests.data import reference
@@ -45,7 +45,7 @@ def drawn(chain: Chain, num_ticks: int, seed: int) -> list[list[int]]:
     return chain.available[:, states].tolist()
 
 
-def foresight(job: DeadlineJob, policy: dynamic_program.DynamicProgram) -> float:
+def foresight(job: RentJob, policy: dynamic_program.DynamicProgram) -> float:
     """Mean of the program's dollars over the least possible, in windows of its own chain."""
     windows = [drawn(policy.chain, job.num_ticks, seed) for seed in range(100)]
     return fmean(replay(job, policy, one).dollars / least_dollars(job, one) for one in windows)
@@ -53,7 +53,7 @@ def foresight(job: DeadlineJob, policy: dynamic_program.DynamicProgram) -> float
 
 def measure(zone: str, deadline_hours: float, overhead_hours: float) -> dict[str, object]:
     """One zone and deadline: dollars of every policy, and CPU seconds of deciding."""
-    job = DeadlineJob(
+    job = RentJob(
         work_seconds=48 * 3600.0,
         deadline_seconds=deadline_hours * 3600.0,
         restart_seconds=overhead_hours * 3600,

@@ -21,7 +21,7 @@ from hetflow.formats.importers.registry import TraceOptions
 from hetflow.schema.market import Capacity
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
-from hetflow.solvers.market.deadline import DeadlineJob
+from hetflow.solvers.market.job import RentJob
 from hetflow.solvers.market.offline import least_dollars
 from hetflow.tests.data import reference
 
@@ -88,7 +88,7 @@ def measure(case: Case, share: float, resize_seconds: float) -> dict[str, object
         on_demand_dollars_per_hour=0.90,
         spot_dollars_per_hour=0.27,
     )
-    job = DeadlineJob(
+    job = RentJob(
         work_seconds=work,
         speeds=report.speeds,
         deadline_seconds=report.deadline_seconds,

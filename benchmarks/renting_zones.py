@@ -26,7 +26,7 @@ from hetflow.formats.importers.availability import read_availability
 from hetflow.formats.importers.aws_spot_prices import read_aws_spot_prices
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
-from hetflow.solvers.market.deadline import DeadlineJob
+from hetflow.solvers.market.job import RentJob
 from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.price_statistics import availability_correlation
 from hetflow.solvers.market.windows import Traces, joined, traces_of
@@ -131,9 +131,9 @@ def main_moving(path: Path | None) -> None:
         path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def job_of(deadline_hours: float, restart_hours: float, num_zones: int) -> DeadlineJob:
+def job_of(deadline_hours: float, restart_hours: float, num_zones: int) -> RentJob:
     """The published job, with equal prices in all zones."""
-    return DeadlineJob(
+    return RentJob(
         work_seconds=48 * 3600.0,
         deadline_seconds=deadline_hours * 3600.0,
         restart_seconds=restart_hours * 3600,

@@ -421,6 +421,7 @@ class PriceReport:
     outcomes: dict[str, StrategyReplay]
     refused: dict[str, str] = Field(default_factory=dict)
     egress_dollars: dict[str, Dollars] = Field(default_factory=dict)
+    deadline_seconds: PositiveSeconds | None = None
 
 
 @lru_cache(maxsize=1024)  # parsed once for validation and once for use

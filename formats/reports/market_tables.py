@@ -149,7 +149,8 @@ def strategies_table(report: PriceReport) -> str:
         for name, outcome in report.outcomes.items()
     ]
     rows.append(("(bound)", f"{report.bound_dollars:.2f}", "-", "-", "-"))
-    lines = [f"from {report.start}"]
+    until = report.deadline_seconds
+    lines = [f"from {report.start}" + (f" within {until / 3600:g} h" if until else "")]
     lines.append(grid(("strategy", "$", "hours", "moves", "held"), rows))
     lines += [f"{name}: {why}" for name, why in report.refused.items()]
     return "\n".join(lines)

@@ -240,6 +240,10 @@ class PricesRequest:
     work_hours: Annotated[
         "PositiveSeconds", Option(help="Work to do, in hours of the first {rates}'s device.")
     ]
+    deadline_seconds: Annotated[
+        "PositiveSeconds | None",
+        Option(unit="hours", help="Time from the start until it must be done.", default="none"),
+    ] = None
     start: Annotated[
         str | None,
         Option(help="Start: 2020-03-07T00:00:00Z.", default="when all prices are known"),

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
+from .job import Counts
 
 _MOST_ZONES = 6
 _MOST_STATES, _MOST_COUNTS = 64, 144
@@ -60,7 +61,7 @@ class Chain:
         each = np.arange(len(self.transitions)) // powers[:, None] % base
         return np.asarray(each < len(self.classes), np.int64) if self.classes else each
 
-    def state_of(self, available: Sequence[int], run_lengths: Sequence[int]) -> int:
+    def state_of(self, available: Counts, run_lengths: Sequence[int]) -> int:
         """The state of the zones' runs so far."""
         states = [
             _state_of(there, length, self.num_machines, self.classes)

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chain import Chain, num_states
-from .deadline import DeadlineJob, Held, Moment, guarded
 from .grid import Modes, Span, TickBack, Values, spans_of
+from .job import Held, Moment, Prices, RentJob, guarded
 
 LATE_DOLLARS = 1e9
 """What is late costs in the program: more than any job, less than what float32 cannot hold."""
@@ -58,11 +58,11 @@ class DynamicProgram:
     launches: list[NDArray[np.integer]]
     expected_dollars: tuple[float, ...]
 
-    def __call__(self, job: DeadlineJob, now: Moment) -> Held:
+    def __call__(self, job: RentJob, now: Moment) -> Held:
         """Look the decision up, at a near point of the grid."""
         return guarded(job, now, self._wanted(job, now))
 
-    def _wanted(self, job: DeadlineJob, now: Moment) -> Held:
+    def _wanted(self, job: RentJob, now: Moment) -> Held:
         last = self.modes.num_places - 1
         place = last if now.zone is None else min(now.zone, last)
         ticks = self.ticks_a_decision
@@ -97,20 +97,20 @@ class Programs:
         chain: How spot machines come and go, as for ``solve``.
     """
 
-    def __init__(self, job: DeadlineJob, chain: Chain) -> None:
-        self._chain = chain
+    def __init__(self, job: RentJob, chain: Chain) -> None:
+        self._job, self._chain = job, chain
         self._made = {job.spot_dollars_per_hour: solve(job, chain)}
 
-    def __call__(self, job: DeadlineJob, now: Moment) -> Held:
+    def __call__(self, job: RentJob, now: Moment) -> Held:
         """Look the decision up."""
-        return self.of(job)(job, now)
+        return self.of(now.spot_dollars_per_hour)(job, now)
 
-    def of(self, job: DeadlineJob) -> DynamicProgram:
-        """The program at the prices that a job has."""
-        prices = job.spot_dollars_per_hour
+    def of(self, spot_dollars_per_hour: Prices) -> DynamicProgram:
+        """The program at some prices [zones]."""
+        prices = tuple(spot_dollars_per_hour)
         if prices not in self._made:
             prices = tuple(map(_rounded, prices))
-        program = self._made.pop(prices, None) or solve(job.at(prices), self._chain)
+        program = self._made.pop(prices, None) or solve(self._job.at(prices), self._chain)
         self._made[prices] = program
         if len(self._made) > _KEPT:
             self._made.pop(next(iter(self._made)))
@@ -121,7 +121,7 @@ def _rounded(dollars: float) -> float:
     return exp(_STEP * round(log(dollars) / _STEP)) if dollars > 0 else 0.0
 
 
-def ticks_a_decision(job: DeadlineJob) -> int:
+def ticks_a_decision(job: RentJob) -> int:
     """The fewest ticks to a decision with which the table has room."""
     ticks, states = 1, num_states(job.num_zones, job.num_machines)
     while ticks < job.num_ticks:
@@ -147,7 +147,7 @@ def _kind_of(modes: Modes) -> type[np.integer]:
     return np.uint8 if len(modes.launches) < 256 else np.int16
 
 
-def solve(job: DeadlineJob, chain: Chain, *, unit_seconds: float | None = None) -> DynamicProgram:
+def solve(job: RentJob, chain: Chain, *, unit_seconds: float | None = None) -> DynamicProgram:
     """Decide for every tick and state what to hold.
 
     Args:
@@ -166,6 +166,7 @@ def solve(job: DeadlineJob, chain: Chain, *, unit_seconds: float | None = None) 
     shape = modes.num_places, modes.num_modes, states, _width(spans[-1])
     values: Values = np.empty(shape, np.float32)
     values[:] = late_dollars(job, unit * np.arange(spans[-1][0], spans[-1][1] + 1.0))
+    dollars = back.dollars()
     moves, kind = chain.transitions.astype(np.float32), _kind_of(modes)
     stays, launches = [], []
     for tick in range(job.num_ticks - 1, -1, -1):
@@ -174,7 +175,7 @@ def solve(job: DeadlineJob, chain: Chain, *, unit_seconds: float | None = None) 
         launch = np.zeros((modes.num_places, *size), kind)
         expected = moves @ values
         values = back.values(
-            job, chain.available, expected, spans[tick + 1], spans[tick], (keeps, launch)
+            dollars, chain.available, expected, spans[tick + 1], spans[tick], (keeps, launch)
         )
         np.minimum(values, np.float32(LATE_DOLLARS), out=values)
         stays.append(np.packbits(keeps, axis=-1))
@@ -195,7 +196,7 @@ def _width(span: Span) -> int:
     return span[1] - span[0] + 1
 
 
-def late_dollars(job: DeadlineJob, work_seconds: NDArray[Any]) -> NDArray[np.float64]:
+def late_dollars(job: RentJob, work_seconds: NDArray[Any]) -> NDArray[np.float64]:
     """What so much work costs in the program if it is left at the deadline."""
     if job.num_machines == 1:
         return np.where(work_seconds > 0, LATE_DOLLARS, 0.0)
@@ -204,7 +205,7 @@ def late_dollars(job: DeadlineJob, work_seconds: NDArray[Any]) -> NDArray[np.flo
     return np.asarray(_LATE * dollars * work_seconds)
 
 
-def _unit(job: DeadlineJob) -> float:
+def _unit(job: RentJob) -> float:
     """Seconds of work in a unit."""
     if job.num_machines > 1:
         return job.work_seconds / _UNITS_OF_SEVERAL

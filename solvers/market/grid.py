@@ -11,7 +11,7 @@ from math import ceil, floor, gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from .deadline import DeadlineJob, Held
+from .job import Held, RentJob
 
 MOST_UNITS = 20_000
 _MOST_CELLS = 20_000_000  # of the values of one tick
@@ -27,7 +27,7 @@ class Modes:
     restart still to come after each tick held, which end with 0.
     """
 
-    job: DeadlineJob
+    job: RentJob
 
     @cached_property
     def holdings(self) -> tuple[tuple[int, int], ...]:
@@ -86,7 +86,7 @@ class Modes:
         return self.job.worked(self.job.last_resort(0), 0.0)
 
 
-def unit_seconds(job: DeadlineJob) -> float:
+def unit_seconds(job: RentJob) -> float:
     """Work of a unit: the greatest number of seconds of which all work done is a whole number.
 
     Where that would be too many units, or none would do, it is as small as there is room for.
@@ -145,9 +145,21 @@ class TickBack:
     late_dollars: float
     is_bound: bool
 
+    def dollars(self, spot: NDArray[np.float64] | None = None) -> Values:
+        """Dollars [holdings, zones, states] of a tick of each, at spot prices [zones, states].
+
+        None: at the job's prices, in every state.
+        """
+        job = self.modes.job
+        if spot is None:
+            spot = np.array(job.spot_dollars_per_hour)[:, None]
+        on_demand = np.array([job.on_demand(zone) for zone in range(job.num_zones)])[:, None]
+        rates = [few * spot + many * on_demand for few, many in self.modes.holdings]
+        return (np.array(rates) * job.tick_seconds / 3600).astype(np.float32)
+
     def values(
         self,
-        job: DeadlineJob,
+        dollars: Values,
         available: NDArray[np.int64],
         later: Values,
         ahead: Span,
@@ -157,7 +169,7 @@ class TickBack:
         """The least dollars from a tick on [places, modes, states, units of the span].
 
         Args:
-            job: At the prices of the tick.
+            dollars: Of the tick, as ``dollars`` has them.
             available: [zones, states] spot machines that can be had.
             later: The same of the next tick, as expected in each state of this one.
             ahead: The next tick's span.
@@ -175,14 +187,19 @@ class TickBack:
             for number in range(1, len(self.modes.holdings))
             if self.modes.holdings[number][0] <= available.max()
         ]
-        zones, levels = job.num_zones, self.modes.levels
+        zones, levels = self.modes.job.num_zones, self.modes.levels
+        leaving = np.array(
+            [self.modes.job.leaving_dollars(zone) for zone in range(zones)], np.float32
+        )[:, None, None]  # fmt: skip
         for number, after in holdings:
             first = later[:zones, after]
-            offers = self._held(job, available, first, ahead[0], span, number, -1)
+            held = dollars[number], available >= self.modes.holdings[number][0]
+            offers = self._held(*held, first, ahead[0], span, number, -1)
             paid = offers
             if zones > 1:  # the last place is that of a job without one, which does not move
-                moved = offers.min(axis=0) + np.float32(job.move_dollars)
-                paid = np.concatenate((np.minimum(offers, moved), offers.min(axis=0)[None]))
+                cheapest = offers.min(axis=0)
+                moved = cheapest + leaving
+                paid = np.concatenate((np.minimum(offers, moved), cheapest[None]))
             if decided is not None:
                 code = 1 + (number - 1) * zones
                 codes = np.full(paid.shape, code, decided[1].dtype)
@@ -194,9 +211,10 @@ class TickBack:
             np.minimum(paid, best, out=best)
         values: Values = np.repeat(best[:, None], self.modes.num_modes, axis=1)
         for number, after in holdings:
+            held = dollars[number], available >= self.modes.holdings[number][0]
             for level in range(len(levels)):
                 then = later[:zones, after + min(level + 1, len(levels) - 1)]
-                goes_on = self._held(job, available, then, ahead[0], span, number, level)
+                goes_on = self._held(*held, then, ahead[0], span, number, level)
                 if decided is not None:
                     np.less_equal(goes_on, best[:zones], out=decided[0][:, after + level])
                 np.minimum(goes_on, best[:zones], out=values[:zones, after + level])
@@ -206,8 +224,8 @@ class TickBack:
 
     def _held(
         self,
-        job: DeadlineJob,
-        available: NDArray[np.int64],
+        tick_dollars: Values,
+        is_there: NDArray[np.bool_],
         later: Values,
         first: int,
         span: Span,
@@ -215,16 +233,14 @@ class TickBack:
         level: int,
     ) -> Values:
         """Dollars [zones, states, units] if so much is held in the tick; level -1: launched."""
-        each = self.modes.holdings[holding]
         works = self.modes.worked[holding][level]
         done = {work: self._with_done(later, first, span, work) for work in set(works)}
         dollars = done[works[0]]
         if len(done) > 1:
             dollars = np.stack([done[work][zone] for zone, work in enumerate(works)])
-        prices = [job.tick_dollars(Held(*each, zone)) for zone in range(job.num_zones)]
-        dollars = dollars + np.array(prices, np.float32)[:, None, None]
-        if each[0]:
-            dollars[available < each[0]] = np.inf  # some are lost
+        dollars = dollars + tick_dollars[..., None]
+        if self.modes.holdings[holding][0]:
+            dollars[~is_there] = np.inf  # some are lost
         return dollars
 
     def _with_done(self, later: Values, first: int, span: Span, work_seconds: float) -> Values:

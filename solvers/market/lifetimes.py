@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
+from ...schema.odds import PreemptionRate, Survivors
 
 AGES_HOURS = (0.0, 1.0, 6.0, 24.0)
 """From where each class of ages goes to the next one, the last without end."""
 CONFIDENCE = 0.95
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +38,8 @@ class Lifetime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """Preemptions over the time at risk: an exponential lifetime's mean and its interval.
-
-    ``mean_seconds`` is infinite where nothing was preempted; ``interval_seconds`` is exact for
-    exponential lifetimes (chi-squared), and its upper end infinite in that case.
-    """
-
-    at_risk_seconds: float
-    num_preemptions: int
-    mean_seconds: float
-    interval_seconds: Interval
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """The Kaplan-Meier estimate of lifetimes whose age is known.
+    """The Kaplan-Meier estimate of lifetimes whose age is known, as ``ZoneOdds`` tells it.
 
     Attributes:
         num_lifetimes: Seen from their beginning.
@@ -63,8 +48,9 @@ class Survival:
         median_seconds: Where half are preempted; None where that is beyond the horizon.
         mean_seconds: Of the lifetime, or of the horizon where that is shorter (the area under
             the curve): a lower estimate of the mean where the longest is censored.
-        mean_interval_seconds: Of that, by Greenwood's formula.
-        surviving: (age in seconds, part that gets so old, its interval).
+        mean_low_seconds: Its interval's lower end, by Greenwood's formula.
+        mean_high_seconds: The upper end.
+        survivors: The part that gets so old, for each age.
     """
 
     num_lifetimes: int
@@ -72,8 +58,9 @@ class Survival:
     horizon_seconds: float
     median_seconds: float | None
     mean_seconds: float
-    mean_interval_seconds: Interval
-    surviving: tuple[tuple[float, float, Interval], ...]
+    mean_low_seconds: float
+    mean_high_seconds: float
+    survivors: tuple[Survivors, ...]
 
 
 def lifetimes(available: Sequence[int | None], tick_seconds: float) -> list[Lifetime]:
@@ -91,7 +78,7 @@ def lifetimes(available: Sequence[int | None], tick_seconds: float) -> list[Life
     return found
 
 
-def rate(seen: Iterable[Lifetime]) -> Rate:
+def rate(seen: Iterable[Lifetime]) -> PreemptionRate:
     """How often machines go, whatever their age.
 
     Raises:
@@ -99,22 +86,24 @@ def rate(seen: Iterable[Lifetime]) -> Rate:
     """
     each = list(seen)
     total, lost = sum(one.seconds for one in each), sum(one.is_preempted for one in each)
-    return _rate(total, lost)
+    return _rate(None, total, lost)
 
 
-def rates_by_age(seen: Iterable[Lifetime]) -> list[tuple[float, Rate | None]]:
-    """The same within each class of ``AGES_HOURS``; None where no machine got so old."""
+def rates_by_age(seen: Iterable[Lifetime]) -> list[PreemptionRate]:
+    """The same within each class of ``AGES_HOURS`` that a machine got to."""
     aged = [one for one in seen if one.has_age]
     edges = [3600 * hours for hours in AGES_HOURS]
-    rows: list[tuple[float, Rate | None]] = []
+    rows = []
     for low, high in zip(edges, [*edges[1:], inf], strict=True):
         total = sum(min(one.seconds, high) - low for one in aged if one.seconds > low)
         lost = sum(one.is_preempted and low < one.seconds <= high for one in aged)
-        rows.append((low, _rate(total, lost) if total > 0 else None))
+        if total > 0:
+            rows.append(_rate(low, total, lost))
     return rows
 
 
-def _rate(at_risk_seconds: float, lost: int) -> Rate:
+def _rate(age: float | None, at_risk_seconds: float, lost: int) -> PreemptionRate:
+    """Its interval is exact for exponential lifetimes (chi-squared)."""
     from scipy.stats import chi2
 
     if at_risk_seconds <= 0:
@@ -122,13 +111,13 @@ def _rate(at_risk_seconds: float, lost: int) -> Rate:
             "there never was a spot machine, so nothing is known of how long one lasts"
         )
     tail = (1 - CONFIDENCE) / 2
-    low = 2 * at_risk_seconds / float(chi2.ppf(1 - tail, 2 * lost + 2))
-    high = 2 * at_risk_seconds / float(chi2.ppf(tail, 2 * lost)) if lost else inf
-    return Rate(
+    return PreemptionRate(
+        from_age_seconds=age,
         at_risk_seconds=at_risk_seconds,
         num_preemptions=lost,
-        mean_seconds=at_risk_seconds / lost if lost else inf,
-        interval_seconds=(low, high),
+        mean_seconds=at_risk_seconds / lost if lost else None,
+        low_seconds=2 * at_risk_seconds / float(chi2.ppf(1 - tail, 2 * lost + 2)),
+        high_seconds=2 * at_risk_seconds / float(chi2.ppf(tail, 2 * lost)) if lost else None,
     )
 
 
@@ -155,12 +144,13 @@ def survival(seen: Iterable[Lifetime], ages_seconds: Sequence[float]) -> Surviva
     mean, error = _restricted_mean(curve.quantiles, curve.probabilities, seconds, preempted)
     below = np.flatnonzero(curve.probabilities <= 0.5)
 
-    def told(age: float) -> tuple[float, float, Interval]:
+    def told(age: float) -> Survivors:
         part = float(curve.evaluate(age))
+        low, high = (float(each.evaluate(age)) for each in (interval.low, interval.high))
         if part in (0.0, 1.0):  # Greenwood's formula says nothing here
             least = _least(int((preempted | (seconds >= age)).sum()))  # the others ended before
-            return age, part, (0.0, 1 - least) if part == 0.0 else (least, 1.0)
-        return age, part, (float(interval.low.evaluate(age)), float(interval.high.evaluate(age)))
+            low, high = (0.0, 1 - least) if part == 0.0 else (least, 1.0)
+        return Survivors(age_seconds=age, part=part, low=low, high=high)
 
     return Survival(
         num_lifetimes=len(aged),
@@ -168,8 +158,9 @@ def survival(seen: Iterable[Lifetime], ages_seconds: Sequence[float]) -> Surviva
         horizon_seconds=horizon,
         median_seconds=float(curve.quantiles[below[0]]) if len(below) else None,
         mean_seconds=mean,
-        mean_interval_seconds=(max(mean - error, 0.0), mean + error),
-        surviving=tuple(told(age) for age in ages_seconds if age <= horizon),
+        mean_low_seconds=max(mean - error, 0.0),
+        mean_high_seconds=mean + error,
+        survivors=tuple(told(age) for age in ages_seconds if age <= horizon),
     )
 
 

@@ -1,13 +1,14 @@
 """From windows of availability and price histories to every estimate there is."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import combinations
-from math import isfinite
+from typing import Any
 
 from ...planning.costs.checkpoints import daly_seconds, lost_share, young_seconds
 from ...schema.market import Availability, PriceHistory
-from ...schema.odds import OddsReport, PreemptionRate, PriceOdds, Survivors, Together, ZoneOdds
-from .lifetimes import Lifetime, Rate, lifetimes, rate, rates_by_age, survival
+from ...schema.odds import OddsReport, PriceOdds, Together, ZoneOdds
+from .lifetimes import Lifetime, Survival, lifetimes, rate, rates_by_age, survival
 from .price_statistics import availability_correlation, price_correlation, price_quantiles
 from .windows import joined
 
@@ -74,7 +75,7 @@ def interval_seconds(
         )
     ]
     mean = rate(seen).mean_seconds
-    return daly_seconds(checkpoint_seconds, mean) if isfinite(mean) else None
+    return None if mean is None else daly_seconds(checkpoint_seconds, mean)
 
 
 def _zone(
@@ -88,48 +89,26 @@ def _zone(
         seen += lifetimes(window.available, window.tick_seconds)
     ticks = [tick for window in windows for tick in window.available if tick is not None]
     found, curve = rate(seen), survival(seen, AGES_SECONDS)
-    mean = found.mean_seconds
-    told = checkpoint_seconds is not None and isfinite(mean)
-    daly = daly_seconds(checkpoint_seconds, mean) if checkpoint_seconds and told else None
+    mean, writing = found.mean_seconds, checkpoint_seconds
+    intervals: dict[str, Any] = {}
+    if mean is not None and writing:
+        daly = daly_seconds(writing, mean)
+        intervals = {
+            "young_seconds": young_seconds(writing, mean),
+            "daly_seconds": daly,
+            "lost_share": lost_share(daly, writing, mean),
+        }
+    told: dict[str, Any]
+    told = {} if curve is None else {one.name: getattr(curve, one.name) for one in fields(Survival)}
     return ZoneOdds(
         zone=zone[0],
         instance_type=zone[1],
         num_windows=num_windows,
         available_share=sum(ticks) / len(ticks),
-        rate=_rate(None, found),
-        by_age=tuple(_rate(age, one) for age, one in rates_by_age(seen) if one is not None),
-        num_lifetimes=0 if curve is None else curve.num_lifetimes,
-        num_censored=0 if curve is None else curve.num_censored,
-        horizon_seconds=None if curve is None else curve.horizon_seconds,
-        median_seconds=None if curve is None else curve.median_seconds,
-        mean_seconds=None if curve is None else curve.mean_seconds,
-        mean_low_seconds=None if curve is None else curve.mean_interval_seconds[0],
-        mean_high_seconds=None if curve is None else curve.mean_interval_seconds[1],
-        survivors=()
-        if curve is None
-        else tuple(
-            Survivors(age_seconds=age, part=part, low=low, high=high)
-            for age, part, (low, high) in curve.surviving
-        ),
-        young_seconds=young_seconds(checkpoint_seconds, mean)
-        if checkpoint_seconds and told
-        else None,
-        daly_seconds=daly,
-        lost_share=lost_share(daly, checkpoint_seconds, mean)
-        if checkpoint_seconds and daly
-        else None,
-    )
-
-
-def _rate(age: float | None, found: Rate) -> PreemptionRate:
-    low, high = found.interval_seconds
-    return PreemptionRate(
-        from_age_seconds=age,
-        at_risk_seconds=found.at_risk_seconds,
-        num_preemptions=found.num_preemptions,
-        mean_seconds=found.mean_seconds if isfinite(found.mean_seconds) else None,
-        low_seconds=low,
-        high_seconds=high if isfinite(high) else None,
+        rate=found,
+        by_age=tuple(rates_by_age(seen)),
+        **told,
+        **intervals,
     )
 
 

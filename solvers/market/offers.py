@@ -1,14 +1,12 @@
-"""Machines with known prices, and a job that may move among them.
+"""Offers: machines with prices over time, of markets.
 
-The model: the job uses one device of one machine at a time, and pays that device's share of the
-machine's price (who packs a machine full pays no more). It runs from start to end without a pause.
-The first launch and every move take ``restart_seconds``, in which the device is paid for and no
-work is done; a move between clouds also costs ``cloud_move_dollars`` and the egress of the cloud
-that is left. A strategy decides at the times at which a price changes.
+A job uses one device of one machine at a time, and pays that device's share of the machine's price
+(who packs a machine full pays no more). It runs from start to end without a pause. Each offer is a
+zone of ``solvers.market.job``, and a stretch in which no price changes is a tick.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isfinite, nan
 
@@ -19,42 +17,7 @@ from ...schema.errors import ProblemError
 from ...schema.market import Market, utc_seconds, utc_text
 from ...schema.options import option
 from ...schema.spelling import nearest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MovingJob:
-    """A job for one device, and what moving it costs.
-
-    Attributes:
-        work: What is to be done, in any unit.
-        work_per_second: By device type, in that unit; types that are not named cannot be used.
-        restart_seconds: From a launch until work goes on.
-        cloud_move_dollars: Of a move from one cloud to another, whichever they are.
-        egress_dollars: By cloud, of taking the checkpoint out of it; a cloud that is not named
-            takes nothing for that.
-    """
-
-    work: float
-    work_per_second: Mapping[str, float]
-    restart_seconds: float = 0.0
-    cloud_move_dollars: float = 0.0
-    egress_dollars: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not (isfinite(self.work) and self.work > 0):
-            raise ProblemError(f"work must be finite and > 0, got {self.work:g}")
-        for name, rate in self.work_per_second.items():
-            if not (isfinite(rate) and rate > 0):
-                raise ProblemError(f"work per second on {name} must be > 0, got {rate:g}")
-        if not (isfinite(self.restart_seconds) and self.restart_seconds >= 0):
-            raise ProblemError(f"restart seconds must be >= 0, got {self.restart_seconds:g}")
-        for dollars in (self.cloud_move_dollars, *self.egress_dollars.values()):
-            if not (isfinite(dollars) and dollars >= 0):
-                raise ProblemError(f"move dollars must be >= 0, got {dollars:g}")
-
-    def leaving_dollars(self, cloud: str) -> float:
-        """Dollars of a move from a cloud to another one."""
-        return self.cloud_move_dollars + self.egress_dollars.get(cloud, 0.0)
+from .job import RentJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +61,17 @@ class Prices:
 
     def all_known_seconds(self) -> float:
         """The first time at which the number of offers with a known price is at its maximum."""
-        known = np.isfinite(self.dollars_per_second).sum(axis=1)
-        return float(self.edges[int(np.argmax(known))])
+        return float(self.edges[int(np.argmax(self.is_known.sum(axis=1)))])
+
+    @cached_property
+    def is_known(self) -> NDArray[np.bool_]:
+        """[stretches, offers] whether the price is known, so that the machine can be had."""
+        return np.isfinite(self.dollars_per_second)
+
+    @cached_property
+    def dollars_per_hour(self) -> NDArray[np.float64]:
+        """[offers, stretches] of one device; NaN where unknown."""
+        return self.dollars_per_second.T * 3600
 
     @cached_property
     def clouds(self) -> NDArray[np.str_]:
@@ -203,6 +175,42 @@ class History:
             _table(self.offers, cut).since(start_seconds).until(end_seconds),
             goes_on=end_seconds < self.end_seconds,
         )
+
+
+def job_on(
+    offers: Sequence[Offer],
+    *,
+    work: float,
+    work_per_second: Mapping[str, float],
+    restart_seconds: float = 0.0,
+    cloud_move_dollars: float = 0.0,
+    egress_dollars: Mapping[str, float] | None = None,
+    deadline_seconds: float = inf,
+) -> RentJob:
+    """A job for one device of an offer at a time.
+
+    Args:
+        offers: The zones.
+        work: In any unit.
+        work_per_second: By device type, in that unit.
+        restart_seconds: From a launch until work goes on.
+        cloud_move_dollars: Of a move from one cloud to another, whichever they are.
+        egress_dollars: By cloud, of taking the checkpoint out of it; 0 for one that is not named.
+        deadline_seconds: From the start.
+
+    Raises:
+        ProblemError: A number is out of range.
+    """
+    egress = egress_dollars or {}
+    return RentJob(
+        work_seconds=work,
+        deadline_seconds=deadline_seconds,
+        restart_seconds=restart_seconds,
+        spot_dollars_per_hour=(0.0,) * len(offers),  # they move: prices are the offers'
+        rates=tuple(work_per_second[offer.device_type] for offer in offers),
+        clouds=tuple(offer.cloud for offer in offers),
+        move_dollars=tuple(cloud_move_dollars + egress.get(one.cloud, 0.0) for one in offers),
+    )
 
 
 def prices_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> Prices:

@@ -13,12 +13,14 @@ are taken for one at the lowest of their prices, between which moves are free: s
 if a looser one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
-from .offers import MovingJob, Prices
+from .job import RentJob
+from .offers import Prices
 
 _VALUES = 96  # of a unit of work; more sharpen the bound, any are valid
 _MOST_OFFERS = 64
@@ -32,7 +34,7 @@ class Bound:
     is_final: bool
 
 
-def least_dollars(job: MovingJob, prices: Prices) -> float:
+def least_dollars(job: RentJob, prices: Prices) -> float:
     """At least what any way to move among the offers costs; O(values x stretches x offers^2).
 
     Raises:
@@ -41,21 +43,22 @@ def least_dollars(job: MovingJob, prices: Prices) -> float:
     return bound(job, prices).dollars
 
 
-def bound(job: MovingJob, prices: Prices) -> Bound:
+def bound(job: RentJob, prices: Prices) -> Bound:
     """The same, and whether prices that go on could lower it; what they could is taken off.
 
     Raises:
         ProblemError: The job cannot end before the prices do.
     """
-    if len(prices.offers) > _MOST_OFFERS:
-        prices = _grouped(prices)
-    rates = np.array([job.work_per_second[offer.device_type] for offer in prices.offers])
-    known = np.isfinite(prices.dollars_per_second)
-    cost = np.where(known, prices.dollars_per_second, np.inf)
+    rates, clouds, leaving = _of_offers(job)
+    known, cost = prices.is_known, np.where(prices.is_known, prices.dollars_per_second, np.inf)
+    if len(rates) > _MOST_OFFERS:
+        groups = list(dict.fromkeys(zip(clouds.tolist(), rates.tolist(), strict=True)))
+        of_group = [np.flatnonzero((clouds == c) & (rates == r)) for c, r in groups]
+        cost = np.stack([cost[:, places].min(axis=1) for places in of_group], axis=1)
+        known, first = np.isfinite(cost), [int(places[0]) for places in of_group]
+        rates, clouds, leaving = rates[first], clouds[first], leaving[first]
     value = _values(cost, rates)[:, None]
-    clouds = np.array([offer.cloud for offer in prices.offers])
-    names = list(dict.fromkeys(str(name) for name in clouds))
-    groups = [clouds == name for name in names]
+    near = [clouds == name for name in dict.fromkeys(clouds.tolist())]
     held = np.full((len(value), len(rates)), np.inf)
     least, most_work, spent = np.inf, 0.0, 0.0
     is_final = not prices.goes_on
@@ -65,22 +68,20 @@ def bound(job: MovingJob, prices: Prices) -> Bound:
         if stretch == 0:
             entered = lost
         else:
-            within = [held[:, group].min(axis=1, keepdims=True) for group in groups]
-            leaving = [
-                least_held + job.leaving_dollars(name)
-                for least_held, name in zip(within, names, strict=True)
-            ]
-            anywhere = np.minimum.reduce(leaving)
-            for group, stayed in zip(groups, within, strict=True):
-                near = np.minimum(stayed, anywhere)
-                entered[:, group] = np.minimum(held[:, group], near + lost[:, group])
+            within = [held[:, cloud].min(axis=1, keepdims=True) for cloud in near]
+            anywhere = (held + leaving).min(axis=1, keepdims=True)
+            for cloud, stayed in zip(near, within, strict=True):
+                moved = np.minimum(stayed, anywhere) + lost[:, cloud]
+                entered[:, cloud] = np.minimum(held[:, cloud], moved)
         paid = cost[stretch] * length
         gained = value * rates * length
         step = np.where(known[stretch], paid - gained, np.inf)
         usable = np.where(known[stretch], entered, np.inf)
         most_work += float(np.max(rates * known[stretch])) * length
-        if most_work >= job.work * (1 - 1e-9):  # the job can have ended by the end of this stretch
-            last = (usable + np.minimum(step, 0.0)).min(axis=1) + value[:, 0] * job.work
+        if most_work >= job.work_seconds * (
+            1 - 1e-9
+        ):  # the job can have ended by the end of this stretch
+            last = (usable + np.minimum(step, 0.0)).min(axis=1) + value[:, 0] * job.work_seconds
             least = min(least, float(last.max()))
         held = usable + step
         cheapest = float(cost[stretch].min())
@@ -95,18 +96,10 @@ def bound(job: MovingJob, prices: Prices) -> Bound:
     return Bound(max(least, 0.0), is_final)
 
 
-def _grouped(prices: Prices) -> Prices:
-    """One offer for each cloud and device type, at the lowest price."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for place, offer in enumerate(prices.offers):
-        groups.setdefault((offer.cloud, offer.device_type), []).append(place)
-    cost = np.where(np.isnan(prices.dollars_per_second), np.inf, prices.dollars_per_second)
-    least = np.stack([cost[:, places].min(axis=1) for places in groups.values()], axis=1)
-    return replace(
-        prices,
-        offers=tuple(prices.offers[places[0]] for places in groups.values()),
-        dollars_per_second=np.where(np.isfinite(least), least, np.nan),
-    )
+def _of_offers(job: RentJob) -> tuple[NDArray[np.float64], NDArray[np.str_], NDArray[np.float64]]:
+    """[offers] rates, clouds, and dollars of leaving each."""
+    leaving = [job.leaving_dollars(zone) for zone in range(job.num_zones)]
+    return np.array(job.rates), np.array(job.clouds), np.array(leaving)
 
 
 def _values(cost: np.ndarray, rates: np.ndarray) -> np.ndarray:

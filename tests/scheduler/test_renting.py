@@ -22,10 +22,10 @@ from hetflow.clusters.simulator.market.advise import Adviser
 from hetflow.clusters.simulator.market.replay import replay
 from hetflow.schema.errors import LaunchError
 from hetflow.schema.market import RentRun
-from hetflow.solvers.market.deadline import DeadlineJob
+from hetflow.solvers.market.job import RentJob
 
 STEPS = 3600
-JOB = DeadlineJob(
+JOB = RentJob(
     work_seconds=3600.0,
     deadline_seconds=7200.0,
     restart_seconds=60.0,
@@ -146,7 +146,7 @@ def agent_of(
     every: int = 10,
     record: RentRun | None = None,
     cloud: Cloud | None = None,
-    job: DeadlineJob = JOB,
+    job: RentJob = JOB,
 ) -> tuple[Agent, Cloud]:
     """An agent in virtual time, of a new record that has the prediction."""
     zones = ("a", "b")
@@ -176,7 +176,7 @@ def agent_of(
             deadline_seconds=job.deadline_seconds, restart_seconds=JOB.restart_seconds,
             num_steps=STEPS, checkpoint_every=every, started_seconds=0.0,
             predicted_seconds=predicted.seconds,
-            predicted_dollars=predicted.dollars - predicted.unused_dollars,
+            predicted_dollars=predicted.used_dollars,
             predicted_launches=predicted.num_launches,
         ),
         clock=Clock(lambda: cloud.now, cloud.sleep, 2.0),

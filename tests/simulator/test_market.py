@@ -13,8 +13,8 @@ from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs
 from hetflow.schema.market import Availability, InstanceType, Market, PriceHistory, utc_text
 from hetflow.schema.simulation import JobOutcome, SimulationRun
-from hetflow.solvers.market.deadline import DeadlineJob
-from hetflow.solvers.market.named import PLAIN
+from hetflow.solvers.market.job import RentJob
+from hetflow.solvers.market.policies import PLAIN
 from hetflow.tests.profiles import examples
 
 RATES = Throughputs(
@@ -231,13 +231,13 @@ def test_a_job_under_a_policy_pays_what_the_replay_of_it_pays(policy: str, data:
     ticks = data.draw(st.lists(st.integers(0, 1), min_size=24, max_size=24))
     found = only(run(told(ticks), job(hours=2, slo_seconds=4 * HOUR), rent_policy=policy,
                      restart_seconds=300.0, pool="1xV100"))  # fmt: skip
-    one = DeadlineJob(
+    one = RentJob(
         work_seconds=2 * HOUR, deadline_seconds=4 * HOUR, restart_seconds=300.0, tick_seconds=600.0,
         on_demand_dollars_per_hour=4.0, spot_dollars_per_hour=(1.0,),
     )  # fmt: skip
     replayed = replay(one, PLAIN[policy], [ticks])
     assert found.finish_seconds <= 4 * HOUR
-    assert found.dollars == pytest.approx(replayed.dollars - replayed.unused_dollars, abs=1e-6)
+    assert found.dollars == pytest.approx(replayed.used_dollars, abs=1e-6)
 
 
 def test_a_policy_decides_for_jobs_with_a_deadline_alone() -> None:

@@ -8,8 +8,8 @@ from hetflow.clusters.simulator.market.advise import Adviser
 from hetflow.clusters.simulator.market.compare import chain_for
 from hetflow.clusters.simulator.market.replay import replay
 from hetflow.schema.market import RentState
-from hetflow.solvers.market.deadline import DeadlineJob, Held, Moment
-from hetflow.solvers.market.named import NAMES, policy_of
+from hetflow.solvers.market.job import Held, Moment, RentJob
+from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import Traces
 from hetflow.tests.profiles import examples
 
@@ -23,7 +23,7 @@ TRACE = st.lists(st.integers(0, 2), min_size=10, max_size=10)
 def test_a_job_that_follows_the_advice_holds_what_the_replay_holds(
     name: str, windows: tuple, speeds: tuple[float, ...]
 ) -> None:
-    job = DeadlineJob(
+    job = RentJob(
         work_seconds=4000.0, deadline_seconds=6000.0, restart_seconds=240.0, tick_seconds=600.0,
         on_demand_dollars_per_hour=3.0, spot_dollars_per_hour=(1.0, 0.9), move_dollars=0.05,
         speeds=speeds,
@@ -31,7 +31,7 @@ def test_a_job_that_follows_the_advice_holds_what_the_replay_holds(
     there = [[min(count, job.num_machines) for count in zone] for zone in windows]
     past = Traces(zones=ZONES, tick_seconds=600.0, ticks=tuple(map(tuple, windows)))
 
-    def follows(_: DeadlineJob, now: Moment) -> Held:
+    def follows(_: RentJob, now: Moment) -> Held:
         told = RentState(
             elapsed_seconds=now.tick * 600.0,
             work_left_seconds=now.work_left_seconds,

@@ -1,13 +1,13 @@
 """What a running job should hold now: a policy of the replays, asked for one decision."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import floor
 
 from ....schema.errors import ProblemError
 from ....schema.market import RentAdvice, RentState
 from ....schema.spelling import nearest
-from ....solvers.market import named
-from ....solvers.market.deadline import DeadlineJob, Held, Moment
+from ....solvers.market import policies as known
+from ....solvers.market.job import Held, Moment, RentJob
 from ....solvers.market.windows import Traces
 from .compare import chain_for
 
@@ -17,7 +17,7 @@ class Adviser:
 
     def __init__(
         self,
-        job: DeadlineJob,
+        job: RentJob,
         zones: Sequence[str],
         *,
         history: Sequence[Traces] = (),
@@ -38,8 +38,8 @@ class Adviser:
         self._job, self._zones = job, tuple(zones)
         learned = [one.of_zones(zones, job.num_machines) for one in history]
         chain = chain_for(job, [one.ticks for one in learned]) if learned else None
-        names = policies or (named.NAMES if chain else tuple(named.PLAIN))[::-1]
-        self.policies = {name: named.policy_of(name, job, chain) for name in names}
+        names = policies or (known.NAMES if chain else tuple(known.PLAIN))[::-1]
+        self.policies = {name: known.policy_of(name, job, chain) for name in names}
 
     def __call__(self, state: RentState) -> RentAdvice:
         """Ask the first policy, and the others beside it.
@@ -50,8 +50,6 @@ class Adviser:
         """
         zones, job = self._zones, self._job
         now = _moment(job, zones, state)
-        prices = zip(zones, job.spot_dollars_per_hour, strict=True)
-        job = job.at([state.spot_dollars_per_hour.get(name, price) for name, price in prices])
         asked = {name: policy(job, now) for name, policy in self.policies.items()}
         choice, held = next(iter(asked.items()))
         left = job.num_ticks - now.tick - job.ticks_for(now.work_left_seconds)
@@ -62,7 +60,7 @@ class Adviser:
             num_on_demand=held.num_on_demand,
             zone=zones[held.zone] if held.num_machines else None,
             is_change=held != now.held,
-            dollars_per_hour=job.tick_dollars(held) / job.tick_seconds * 3600,
+            dollars_per_hour=job.dollars_per_hour(held, now.spot_dollars_per_hour),
             spare_seconds=spare,
             decide_again_seconds=job.tick_seconds,
             reason=_reason(job, now, held, spare),
@@ -70,7 +68,7 @@ class Adviser:
         )
 
 
-def _moment(job: DeadlineJob, zones: Sequence[str], state: RentState) -> Moment:
+def _moment(job: RentJob, zones: Sequence[str], state: RentState) -> Moment:
     seen = (*state.available, *state.spot_dollars_per_hour)
     for name in (*seen, *([state.zone] if state.zone else [])):
         if name not in zones:
@@ -106,15 +104,18 @@ def _moment(job: DeadlineJob, zones: Sequence[str], state: RentState) -> Moment:
         zone=place,
         pending_seconds=pending,
         available=there,
-        run_lengths=tuple(_ticks_so(state.unchanged_seconds, name, job) for name in zones),
+        run_lengths=tuple(
+            1 + floor(state.unchanged_seconds.get(name, 0.0) / job.tick_seconds + 1e-9)
+            for name in zones
+        ),
+        spot_dollars_per_hour=[
+            state.spot_dollars_per_hour.get(name, price)
+            for name, price in zip(zones, job.spot_dollars_per_hour, strict=True)
+        ],
     )
 
 
-def _ticks_so(seconds: Mapping[str, float], name: str, job: DeadlineJob) -> int:
-    return 1 + floor(seconds.get(name, 0.0) / job.tick_seconds + 1e-9)
-
-
-def _reason(job: DeadlineJob, now: Moment, held: Held, spare_seconds: float) -> str:
+def _reason(job: RentJob, now: Moment, held: Held, spare_seconds: float) -> str:
     line = job.work_seconds * (now.tick * job.tick_seconds / job.deadline_seconds)
     ahead = job.work_seconds - now.work_left_seconds - line
     rest = f"the work is {abs(ahead) / 3600:.3g} h {'ahead of' if ahead >= 0 else 'behind'} a "

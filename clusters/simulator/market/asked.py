@@ -10,8 +10,8 @@ from math import floor
 
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.options import option
-from ....solvers.market.deadline import DeadlineJob, Held, Moment
-from ....solvers.market.named import PLAIN
+from ....solvers.market.job import Held, Moment, RentJob
+from ....solvers.market.policies import PLAIN
 
 FREE, SPOT, ON_DEMAND, NOTHING = range(4)
 """What a job may hold: anything (no policy says), one of a kind, or nothing."""
@@ -36,7 +36,7 @@ class Asked:
     """A job as a policy sees it: ``rate`` is that of the fastest machine that stays."""
 
     policy: str
-    job: DeadlineJob
+    job: RentJob
     rate: float
 
     @classmethod
@@ -45,7 +45,7 @@ class Asked:
     ) -> "Asked | None":
         """None where a policy has nothing to say: the job cannot end in time in whole ticks."""
         try:
-            job = DeadlineJob(
+            job = RentJob(
                 work_seconds=steps / rate,
                 deadline_seconds=deadline_seconds,
                 restart_seconds=restart_seconds,
@@ -72,6 +72,7 @@ class Asked:
             pending_seconds=pending,
             available=(int(has_spot),),
             run_lengths=(1,),
+            spot_dollars_per_hour=(0.0,),
         )
         wanted = PLAIN[self.policy](self.job, now)
         return SPOT if wanted.num_spot else ON_DEMAND if wanted.num_on_demand else NOTHING

@@ -6,19 +6,19 @@ from math import ceil, floor
 
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.market import PolicyReplay, RentReport
-from ....solvers.market import named
+from ....solvers.market import policies as known
 from ....solvers.market.chain import Chain, chain_of, most_zones
-from ....solvers.market.deadline import DeadlineJob, Policy
 from ....solvers.market.dynamic_program import Programs, ticks_a_decision
-from ....solvers.market.offline import least_dollars, prices_in
-from ....solvers.market.windows import Cut, Traces, Window, longer_ticks, windows_of
+from ....solvers.market.job import Policy, RentJob
+from ....solvers.market.offline import least_of_each
+from ....solvers.market.windows import Traces, Window, longer_ticks, windows_of
 from .replay import Outcome, replay
 
 _MOST_PAST, _MOST_PAST_MOVING = 100, 20  # windows of a history to replay on; where prices move
 
 
 def compare(
-    job: DeadlineJob,
+    job: RentJob,
     traces: Sequence[Traces],
     *,
     history: Sequence[Traces] = (),
@@ -54,31 +54,34 @@ def compare(
     too_many = bool(history) and policies is None and len(zones) > most
     learned = [] if too_many else [one.of_zones(zones, job.num_machines) for one in history]
     chain = chain_for(job, [one.ticks for one in learned]) if learned else None
-    names = policies or (named.NAMES if chain else tuple(named.PLAIN))
+    names = policies or (known.NAMES if chain else tuple(known.PLAIN))
     programs: Programs | None = None
-    bound = [least_dollars(job, *window) for _, window in cut.windows]
+    windows = [window for _, window in cut.windows]
+    bound = least_of_each(job, windows)
     replays = []
     for name in dict.fromkeys(names):
-        policy = named.policy_of(name, job, chain)
+        policy = known.policy_of(name, job, chain)
         programs = policy if isinstance(policy, Programs) else programs
-        outcomes = [replay(job, policy, *window) for _, window in cut.windows]
+        outcomes = [replay(job, policy, *window) for window in windows]
         replays.append(_summary(name, outcomes, bound))
     in_time = [entry for entry in replays if not entry.missed_deadlines]
     best = min(in_time, key=lambda entry: entry.mean_dollars, default=None)
     expected = None
     if programs is not None:
         first = [
-            programs.of(job.at(prices_in(prices, 0))).expected(tuple(zone[0] for zone in each))
-            for _, (each, prices) in cut.windows
+            programs.of(
+                job.spot_dollars_per_hour if prices is None else [zone[0] for zone in prices]
+            ).expected(tuple(zone[0] for zone in each))
+            for each, prices in windows
         ]
         mean = sum(first) / len(first)
         expected = mean if mean <= job.most_dollars else None  # what is late costs more
-    shared = 1 if programs is None else programs.of(job).ticks_a_decision
+    shared = ticks_a_decision(job) if programs is not None else 1
     return RentReport(
         work_seconds=job.work_seconds,
         deadline_seconds=job.deadline_seconds,
         restart_seconds=job.restart_seconds,
-        move_dollars=job.move_dollars,
+        move_dollars=job.leaving_dollars(0),
         speeds=job.speeds,
         on_demand_dollars_per_hour=dict(zip(zones, job.on_demand_dollars_per_hour, strict=True))
         if isinstance(job.on_demand_dollars_per_hour, tuple)
@@ -92,7 +95,7 @@ def compare(
         num_left_out=cut.num_left_out,
         unused_seconds=cut.unused_seconds,
         bound_dollars=tuple(bound),
-        alone_dollars=_alone(job, zones, cut) if job.num_zones > 1 else {},
+        alone_dollars=_alone(job, zones, windows) if job.num_zones > 1 else {},
         policies=tuple(replays),
         choice=None if best is None else best.policy,
         expected_dollars=expected,
@@ -104,7 +107,7 @@ def compare(
     )
 
 
-def chain_for(job: DeadlineJob, history: Sequence[Sequence[Sequence[int | None]]]) -> Chain:
+def chain_for(job: RentJob, history: Sequence[Sequence[Sequence[int | None]]]) -> Chain:
     """How spot machines come and go, in ticks as long as a decision.
 
     Args:
@@ -119,17 +122,25 @@ def chain_for(job: DeadlineJob, history: Sequence[Sequence[Sequence[int | None]]
     return chain_of(longer, job.num_machines)
 
 
-def _alone(job: DeadlineJob, zones: Sequence[str], cut: Cut) -> dict[str, tuple[float, ...]]:
+def _alone(
+    job: RentJob, zones: Sequence[str], windows: Sequence[Window]
+) -> dict[str, tuple[float, ...]]:
     """The least dollars [windows] in each zone alone, where its machines are fast enough."""
-    found = {}
-    for place, name in enumerate(zones):
+    alike: dict[RentJob, list[int]] = {}
+    for place in range(len(zones)):
         with suppress(InfeasibleError):
-            one = job.alone(place)
-            found[name] = tuple(
-                least_dollars(one, [each[place]], prices and [prices[place]])
-                for _, (each, prices) in cut.windows
-            )
-    return found
+            alike.setdefault(job.alone(place), []).append(place)
+    found = {}
+    for one, places in alike.items():
+        cut = [
+            Window([each[place]], prices and [prices[place]])
+            for place in places
+            for each, prices in windows
+        ]
+        least = iter(least_of_each(one, cut))
+        for place in places:
+            found[place] = tuple(next(least) for _ in windows)
+    return {zones[place]: found[place] for place in sorted(found)}
 
 
 def _summary(name: str, outcomes: Sequence[Outcome], bound: Sequence[float]) -> PolicyReplay:
@@ -150,7 +161,7 @@ def _summary(name: str, outcomes: Sequence[Outcome], bound: Sequence[float]) -> 
     )
 
 
-def interval_of(job: DeadlineJob, policy: Policy, history: Sequence[Traces]) -> tuple[float, float]:
+def interval_of(job: RentJob, policy: Policy, history: Sequence[Traces]) -> tuple[float, float]:
     """Between which dollars nine in ten further jobs should cost, if the future is like the past.
 
     The order statistics at 5 and 95 % of what the policy would have paid in windows of the history,
@@ -164,7 +175,7 @@ def interval_of(job: DeadlineJob, policy: Policy, history: Sequence[Traces]) -> 
     return ranked[floor(0.05 * last)], ranked[ceil(0.95 * last)]
 
 
-def _ranges(job: DeadlineJob, history: Sequence[Traces]) -> list[tuple[float, float]]:
+def _ranges(job: RentJob, history: Sequence[Traces]) -> list[tuple[float, float]]:
     """[zones] the least and the highest price that is known."""
     told = [[price] for price in job.spot_dollars_per_hour]
     for one in history:
@@ -173,7 +184,7 @@ def _ranges(job: DeadlineJob, history: Sequence[Traces]) -> list[tuple[float, fl
     return [(min(each), max(each)) for each in told]
 
 
-def _past_windows(traces: Sequence[Traces], job: DeadlineJob) -> list[Window]:
+def _past_windows(traces: Sequence[Traces], job: RentJob) -> list[Window]:
     """Windows of a history that are known throughout, an eighth of a window apart.
 
     Where there are more than 100, as many of them, evenly spread; 20 where prices move, as each

@@ -16,9 +16,9 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import Chain, chain_of
-from hetflow.solvers.market.deadline import DeadlineJob, Held, Policy
-from hetflow.solvers.market.named import NAMES, policy_of
+from hetflow.solvers.market.job import Held, Policy, RentJob
 from hetflow.solvers.market.offline import least_dollars
+from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import apart
 from hetflow.tests.data import reference
 
@@ -32,9 +32,9 @@ def job(
     restart: float = 0.5,
     on_demand: float = 3.0,
     spot: float = 1.0,
-) -> DeadlineJob:
+) -> RentJob:
     """Numbers in ticks of an hour."""
-    return DeadlineJob(
+    return RentJob(
         work_seconds=work * 3600,
         deadline_seconds=deadline * 3600,
         restart_seconds=restart * 3600,
@@ -57,7 +57,7 @@ def stated(holds: Sequence[Held]) -> Policy:
     return lambda job, now: holds[now.tick]
 
 
-def exhaustive(one: DeadlineJob, window: Sequence[int]) -> float:
+def exhaustive(one: RentJob, window: Sequence[int]) -> float:
     """The least dollars over every way to hold machines."""
     best = float("inf")
     offers = [
@@ -83,13 +83,13 @@ WINDOWS = st.lists(st.sampled_from([0, 1]), min_size=6, max_size=6)
 
 
 @given(one=JOBS, window=WINDOWS)
-def test_the_least_is_that_over_every_way(one: DeadlineJob, window: list[int]) -> None:
+def test_the_least_is_that_over_every_way(one: RentJob, window: list[int]) -> None:
     assert least_dollars(one, [window]) == pytest.approx(exhaustive(one, window), rel=1e-5)
 
 
 @given(one=JOBS, window=WINDOWS, history=st.lists(WINDOWS, min_size=1, max_size=3))
 def test_no_policy_is_late_or_below_the_least(
-    one: DeadlineJob, window: list[int], history: list[list[int]]
+    one: RentJob, window: list[int], history: list[list[int]]
 ) -> None:
     least = least_dollars(one, [window])
     for name in NAMES:
@@ -128,7 +128,7 @@ def test_a_market_that_is_known_is_played_as_the_optimum_would() -> None:
     history=st.lists(WINDOWS, min_size=1, max_size=2),
 )
 def test_the_dynamic_program_equals_exhaustive_search(
-    one: DeadlineJob, history: list[list[int]]
+    one: RentJob, history: list[list[int]]
 ) -> None:
     chain = one_chain(history)
     policy = dynamic_program.solve(one, chain)
@@ -138,7 +138,7 @@ def test_the_dynamic_program_equals_exhaustive_search(
 
 
 def _expected(
-    one: DeadlineJob, chain, tick: int, state: int, held: Held, pending: float, left: float
+    one: RentJob, chain, tick: int, state: int, held: Held, pending: float, left: float
 ) -> float:
     """Least expected dollars, by trying everything at every node of the tree."""
     if left <= 0:
@@ -195,7 +195,7 @@ def published_windows(region: str, overhead: float):
     [pytest.param(case, id=f"{case['deadline_h']}h-{case['overhead_h']}h") for case in PUBLISHED],
 )
 def test_cant_be_lates_table_to_the_cent(published: dict) -> None:
-    one = DeadlineJob(
+    one = RentJob(
         work_seconds=48 * 3600.0,
         deadline_seconds=published["deadline_h"] * 3600.0,
         restart_seconds=published["overhead_h"] * 3600,

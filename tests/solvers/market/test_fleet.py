@@ -17,10 +17,10 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Capacity
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
-from hetflow.solvers.market.deadline import DeadlineJob, Held, Moment, Policy, guarded
 from hetflow.solvers.market.grid import Modes
-from hetflow.solvers.market.named import NAMES, policy_of
+from hetflow.solvers.market.job import Held, Moment, Policy, RentJob, guarded
 from hetflow.solvers.market.offline import least_dollars
+from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import Window, apart, windows_of
 from hetflow.tests.data import reference
 from hetflow.tests.profiles import examples
@@ -34,9 +34,9 @@ def job(
     resize: float = 0.25,
     on_demand: float = 3.0,
     spot: float = 1.0,
-) -> DeadlineJob:
+) -> RentJob:
     """Numbers in ticks of an hour."""
-    return DeadlineJob(
+    return RentJob(
         work_seconds=work * 3600,
         speeds=speeds,
         deadline_seconds=deadline * 3600,
@@ -64,7 +64,7 @@ def stated(holds: Sequence[Held]) -> Policy:
     return lambda job, now: holds[now.tick]
 
 
-def ways(one: DeadlineJob, trace: Sequence[int]):
+def ways(one: RentJob, trace: Sequence[int]):
     """Every way to hold machines, in all ticks."""
     every = [Held(*each) for each in Modes(one).holdings]
     return product(*([held for held in every if held.num_spot <= there] for there in trace))
@@ -72,7 +72,7 @@ def ways(one: DeadlineJob, trace: Sequence[int]):
 
 @settings(max_examples=examples(40))
 @given(one=JOBS, trace=TRACES)
-def test_the_least_is_that_over_every_way(one: DeadlineJob, trace: list[int]) -> None:
+def test_the_least_is_that_over_every_way(one: RentJob, trace: list[int]) -> None:
     outcomes = [replay(one, stated(holds), [trace]) for holds in ways(one, trace)]
     best = min(outcome.dollars for outcome in outcomes if not outcome.is_late)
     assert least_dollars(one, [trace]) == pytest.approx(best, rel=1e-5)
@@ -95,7 +95,7 @@ def test_unlike_speeds_and_two_zones_have_an_exact_least() -> None:
     history=st.lists(TRACES, min_size=1, max_size=2),
 )
 def test_no_policy_is_late_or_below_the_bound(
-    one: DeadlineJob, trace: list[int], history: list[list[int]]
+    one: RentJob, trace: list[int], history: list[list[int]]
 ) -> None:
     chain = chain_of([[trace] for trace in history], one.num_machines)
     bound = least_dollars(one, [trace])
@@ -111,7 +111,7 @@ def test_no_policy_is_late_or_below_the_bound(
     move=st.sampled_from([0.0, 0.2]),
 )  # fmt: skip
 def test_several_machines_in_two_zones_are_never_late_or_below_the_least(
-    one: DeadlineJob, traces: tuple, history: tuple, move: float
+    one: RentJob, traces: tuple, history: tuple, move: float
 ) -> None:
     two = replace(one, spot_dollars_per_hour=(1.0, 0.5), move_dollars=move)
     chain = chain_of([history], two.num_machines)
@@ -125,7 +125,7 @@ def test_several_machines_in_two_zones_are_never_late_or_below_the_least(
 
 
 def _expected(
-    one: DeadlineJob, chain, tick: int, there: int, held: Held, pending: float, left: float
+    one: RentJob, chain, tick: int, there: int, held: Held, pending: float, left: float
 ) -> float:
     """Least expected dollars, by trying everything at every node of the tree."""
     if left <= 1e-9:
@@ -163,7 +163,7 @@ def _expected(
     history=st.lists(TRACES, min_size=1, max_size=2),
 )
 def test_the_dynamic_program_equals_exhaustive_search(
-    one: DeadlineJob, history: list[list[int]]
+    one: RentJob, history: list[list[int]]
 ) -> None:
     chain = chain_of([[trace] for trace in history], one.num_machines)
     # Quarters of machine hours are points of the grid, so nothing is interpolated.
@@ -217,7 +217,7 @@ def test_a_moment_keeps_what_is_held_where_the_wish_is_not_safe() -> None:
     one = job(work=4.0, resize=0.0, deadline=4.0)
     seen: list[Moment] = []
 
-    def waits(job: DeadlineJob, now: Moment) -> Held:
+    def waits(job: RentJob, now: Moment) -> Held:
         seen.append(now)
         return guarded(job, now, Held(0, 0))
 

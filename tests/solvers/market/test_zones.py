@@ -17,9 +17,9 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
-from hetflow.solvers.market.deadline import DeadlineJob, Held, Policy
-from hetflow.solvers.market.named import NAMES, policy_of
+from hetflow.solvers.market.job import Held, Policy, RentJob
 from hetflow.solvers.market.offline import least_dollars
+from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import joined, traces_of
 from hetflow.tests.data import reference
 from hetflow.tests.profiles import examples
@@ -35,9 +35,9 @@ def job(
     spot: tuple[float, ...] = (1.0, 1.0),
     move: float = 0.0,
     on_demand: float = 3.0,
-) -> DeadlineJob:
+) -> RentJob:
     """Numbers in ticks of an hour."""
-    return DeadlineJob(
+    return RentJob(
         work_seconds=work * 3600,
         deadline_seconds=deadline * 3600,
         restart_seconds=restart * 3600,
@@ -68,7 +68,7 @@ OFFERS = (Held(0, 0), *(Held(*each, zone) for each in ((1, 0), (0, 1)) for zone 
 
 
 def exhaustive(
-    one: DeadlineJob,
+    one: RentJob,
     windows: Sequence[Sequence[int]],
     prices: Sequence[Sequence[float]] | None = None,
 ) -> float:
@@ -88,7 +88,7 @@ def exhaustive(
 @settings(max_examples=examples(40))
 @given(one=JOBS, windows=WINDOWS, prices=st.none() | PRICES)
 def test_the_least_is_that_over_every_way(
-    one: DeadlineJob, windows: tuple, prices: tuple | None
+    one: RentJob, windows: tuple, prices: tuple | None
 ) -> None:
     least = least_dollars(one, windows, prices)
     assert least == pytest.approx(exhaustive(one, windows, prices), rel=1e-5)
@@ -133,7 +133,7 @@ def test_the_program_is_of_the_prices_of_now() -> None:
     history=st.lists(WINDOWS, min_size=1, max_size=2),
 )
 def test_no_policy_is_late_or_below_the_least(
-    one: DeadlineJob, windows: tuple, prices: tuple | None, history: list[tuple]
+    one: RentJob, windows: tuple, prices: tuple | None, history: list[tuple]
 ) -> None:
     least = least_dollars(one, windows, prices)
     for name in NAMES:
@@ -144,7 +144,7 @@ def test_no_policy_is_late_or_below_the_least(
 
 @settings(max_examples=examples(40))
 @given(one=JOBS, windows=WINDOWS)
-def test_another_zone_never_makes_the_least_dearer(one: DeadlineJob, windows: tuple) -> None:
+def test_another_zone_never_makes_the_least_dearer(one: RentJob, windows: tuple) -> None:
     least = least_dollars(one, windows)
     for zone in (0, 1):
         alone = least_dollars(one.alone(zone), [windows[zone]])
@@ -175,7 +175,7 @@ def test_a_market_that_is_known_is_played_as_the_optimum_would() -> None:
 
 
 def _expected(
-    one: DeadlineJob, chain, tick: int, state: int, held: Held, place: int | None, pending: float,
+    one: RentJob, chain, tick: int, state: int, held: Held, place: int | None, pending: float,
     left: float,
 ) -> float:  # fmt: skip
     """Least expected dollars, by trying everything at every node of the tree."""
@@ -221,7 +221,7 @@ def _expected(
     state=st.integers(0, 63),
 )
 def test_the_dynamic_program_equals_exhaustive_search(
-    one: DeadlineJob, history: list[tuple], state: int
+    one: RentJob, history: list[tuple], state: int
 ) -> None:
     chain = chain_of(history)
     # Quarters of hours are whole units, so nothing is interpolated.
@@ -312,7 +312,7 @@ def test_on_the_published_windows_ours_is_near_the_least_with_two_zones() -> Non
     assert None not in traces.ticks[0]
     middle = traces.begin_seconds + 850 * 600
     history, rest = traces.split(middle)
-    both = DeadlineJob(
+    both = RentJob(
         work_seconds=48 * 3600.0, deadline_seconds=52 * 3600.0, restart_seconds=72.0,
         tick_seconds=600.0, on_demand_dollars_per_hour=3.06,
         spot_dollars_per_hour=(0.9731, 0.9731),

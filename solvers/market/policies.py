@@ -1,9 +1,9 @@
-"""The published rules for a job under a deadline (Can't Be Late, NSDI 2024).
+"""The policies for a job under a deadline by name: the published rules, and the one that learns.
 
-A rule says what to hold as if all zones were one: a spot machine in any zone is as good. New spot
-machines are of the zone that the job is in, if that has some, else of the one with most for the job
-and of these the cheapest for the work. The paper has one machine; these are its policies then, and
-several machines follow the same rules.
+The rules are those of Can't Be Late (NSDI 2024). One says what to hold as if all zones were one: a
+spot machine in any zone is as good. New spot machines are of the zone that the job is in, if that
+has some, else of the one with most for the job and of these the cheapest for the work. The paper
+has one machine; these are its policies then, and several machines follow the same rules.
 
 With R0 the deadline, C0 the work and d the restart:
 
@@ -19,25 +19,31 @@ With R0 the deadline, C0 the work and d the restart:
   from the start.
 """
 
+from collections.abc import Mapping
 from itertools import product
 from math import ceil, floor
 
-from .deadline import DeadlineJob, Held, Moment, guarded
+from ...schema.errors import ProblemError
+from ...schema.options import told
+from ...schema.spelling import nearest
+from .chain import Chain
+from .dynamic_program import Programs
+from .job import Held, Moment, Policy, RentJob, guarded
 
 _SLICE_SECONDS, _SLICE_RESTARTS = 3600.0, 20
 
 
-def on_demand(job: DeadlineJob, now: Moment) -> Held:
+def on_demand(job: RentJob, now: Moment) -> Held:
     """As many on-demand machines from start to end as are cheapest: never late, and the dearest."""
     return pace_of(job, now.place)
 
 
-def greedy(job: DeadlineJob, now: Moment) -> Held:
+def greedy(job: RentJob, now: Moment) -> Held:
     """Spot machines, else wait; on demand to the end once the safety net holds."""
     return _in_time(job, now, _spot(job, now))
 
 
-def time_sliced(job: DeadlineJob, now: Moment) -> Held:
+def time_sliced(job: RentJob, now: Moment) -> Held:
     """Spot machines or nothing, on demand once the slice's work needs it."""
     wanted, end = _spot(job, now), _slice_end(job, now.tick)
     due = job.work_seconds * min(1.0, end * job.tick_seconds / job.deadline_seconds)
@@ -52,7 +58,7 @@ def time_sliced(job: DeadlineJob, now: Moment) -> Held:
     return _in_time(job, now, wanted)
 
 
-def uniform_progress(job: DeadlineJob, now: Moment) -> Held:
+def uniform_progress(job: RentJob, now: Moment) -> Held:
     """Spot machines, and on demand what is missing, by the work done so far."""
     wanted = _spot(job, now)
     margin = 2 * job.restart_seconds if now.held.num_on_demand else 0.0
@@ -66,7 +72,7 @@ def uniform_progress(job: DeadlineJob, now: Moment) -> Held:
     return _in_time(job, now, wanted)
 
 
-def pace_of(job: DeadlineJob, place: int) -> Held:
+def pace_of(job: RentJob, place: int) -> Held:
     """The on-demand machines that end in time for the fewest dollars; of these the fewest.
 
     They are of the zone that the job is in, unless those of another one cost less.
@@ -81,17 +87,17 @@ def pace_of(job: DeadlineJob, place: int) -> Held:
     return min(in_time)[-1]
 
 
-def _spot(job: DeadlineJob, now: Moment) -> Held:
+def _spot(job: RentJob, now: Moment) -> Held:
     """As many spot machines as one zone has for the job, without a needless move."""
-    most = [min(there, job.num_machines) for there in now.available]
+    most = [min(int(there), job.num_machines) for there in now.available]
     place = now.place
     if now.zone is None or not most[place]:
-        prices = [dollars / job.rate(z) for z, dollars in enumerate(job.spot_dollars_per_hour)]
+        prices = [dollars / job.rate(z) for z, dollars in enumerate(now.spot_dollars_per_hour)]
         place = min(range(job.num_zones), key=lambda zone: (-most[zone], prices[zone], zone))
     return Held(most[place], 0, place)
 
 
-def _in_time(job: DeadlineJob, now: Moment, wanted: Held) -> Held:
+def _in_time(job: RentJob, now: Moment, wanted: Held) -> Held:
     """What is wanted, while there is time for it.
 
     For one machine this is the paper's safety net, to the tick: on demand to the end, once one
@@ -103,7 +109,7 @@ def _in_time(job: DeadlineJob, now: Moment, wanted: Held) -> Held:
     return _safest(job, now) if must else wanted
 
 
-def _safest(job: DeadlineJob, now: Moment) -> Held:
+def _safest(job: RentJob, now: Moment) -> Held:
     """What still ends in time once the safety net holds.
 
     Spot machines that work lose nothing by going on, if none are faster: were they taken away,
@@ -116,8 +122,38 @@ def _safest(job: DeadlineJob, now: Moment) -> Held:
     return last
 
 
-def _slice_end(job: DeadlineJob, tick: int) -> int:
+def _slice_end(job: RentJob, tick: int) -> int:
     """The tick at which a tick's slice ends; slices have whole ticks, the last perhaps fewer."""
     seconds = max(_SLICE_SECONDS, _SLICE_RESTARTS * job.restart_seconds)
     ticks = max(1, floor(seconds / job.tick_seconds + 1e-9))
     return min(job.num_ticks, ticks * ceil((tick + 1) / ticks))
+
+
+PLAIN: Mapping[str, Policy] = {
+    "on_demand": on_demand,
+    "greedy": greedy,
+    "time_sliced": time_sliced,
+    "uniform_progress": uniform_progress,
+}
+LEARNED = "dynamic_program"
+NAMES = (*PLAIN, LEARNED)
+
+
+def policy_of(name: str, job: RentJob, history: Chain | None) -> Policy:
+    """A policy, ready for a job.
+
+    Raises:
+        ProblemError: There is none of that name, or it needs a history and there is none.
+    """
+    if name in PLAIN:
+        return PLAIN[name]
+    if name != LEARNED:
+        guess = nearest(name, NAMES)
+        raise ProblemError(
+            f"no rent policy {name!r}; known are {', '.join(NAMES)}",
+            hint=f"did you mean {guess!r}?" if guess else None,
+        )
+    if history is None:
+        hint = told("add {history=FILE}, or with zones by time {learn_until=TIME}")
+        raise ProblemError(f"{name} learns from a history", hint=hint)
+    return Programs(job, history)

@@ -1,13 +1,17 @@
-"""A job under a deadline, on spot machines that come and go or on some on demand, in some zones.
+"""A job on rented machines: spot machines that come and go at changing prices, some on demand.
 
-The model of Can't Be Late (NSDI 2024), for one machine or several, in one zone or several: time
-runs in ticks. A zone has machines of one type; where a place has several types, each is a zone of
-its own, with its speed. At the start of a tick the policy sees how many spot machines each zone
-has; a job that holds more than there are loses the rest, and keeps what is left. The policy then
-chooses what to hold in this tick, in one zone, and pays for the whole tick, at the spot prices of
-its start. Whenever the machines change, by choice or by loss, no work is done for
-``restart_seconds``, which may take several ticks. A launch in another zone than the last one also
-costs ``move_dollars``, the egress of the checkpoint. A job that ends after its deadline has failed.
+Time runs in ticks. A zone has machines of one type; where a place has several types, each is a zone
+of its own, with its speed. At the start of a tick the policy sees how many spot machines each zone
+has, and their prices; a job that holds more than there are loses the rest, and keeps what is left.
+The policy then chooses what to hold in this tick, in one zone. Whenever the machines change, by
+choice or by loss, no work is done for ``restart_seconds``, which may take several ticks. A launch
+in another zone than the last one also costs the egress of the checkpoint.
+
+With a deadline this is the model of Can't Be Late (NSDI 2024), for one machine or several: ticks
+are of one length and paid whole, and a job that ends after its deadline has failed. At changing
+prices it is that of Narayanan's thesis (section 6.3): a zone is one device of an offer, which can
+be had while its price is known; a tick is the time in which no price changes, and is paid by the
+second. A move within a cloud is then free.
 """
 
 from collections.abc import Sequence
@@ -16,9 +20,18 @@ from itertools import pairwise
 from math import ceil, floor, inf
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...schema.errors import InfeasibleError, ProblemError
 
+Counts = Sequence[int] | NDArray[np.integer]
+Prices = Sequence[float] | NDArray[np.float64]
 _MOST_TICKS = 1_000_000
+_NUMBERS = (
+    "spot_dollars_per_hour", "restart_seconds", "move_dollars", "on_demand_dollars_per_hour",
+    "rates",
+)  # fmt: skip
 
 
 class Held(NamedTuple):
@@ -35,20 +48,21 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlineJob:
-    """Work to do before a deadline, how it speeds up with machines, and what they cost.
+class RentJob:
+    """Work to do, perhaps before a deadline, how it speeds up with machines, and what they cost.
 
     Attributes:
         work_seconds: The work, in seconds of one machine.
-        deadline_seconds: From the start.
+        deadline_seconds: From the start; infinite: none.
         restart_seconds: No work is done for so long whenever the machines change.
-        tick_seconds: Length of a tick.
-        on_demand_dollars_per_hour: Of one machine, in every zone; or [zones].
-        spot_dollars_per_hour: [zones] of one machine; where prices move, now (``at``).
-        move_dollars: Of a launch in another zone than the last one.
+        tick_seconds: Length of a tick; where ticks differ, replays are told (``replay``).
+        on_demand_dollars_per_hour: Of one machine, in every zone; or [zones]. Infinite: none.
+        spot_dollars_per_hour: [zones] of one machine; where prices move, their means.
+        move_dollars: Of a launch in another zone than the last one; or [zones] of leaving each.
         speeds: [machines + 1] speed on 0, 1, ... machines, in work seconds per second. It never
             falls, and the last one is of all that the job can use.
         rates: [zones] how many times as fast its machines are; none: all alike.
+        clouds: [zones] where each is; moves within one are free. None: each zone is its own.
 
     Raises:
         ProblemError: A number is out of range.
@@ -56,41 +70,42 @@ class DeadlineJob:
     """
 
     work_seconds: float
-    deadline_seconds: float
+    deadline_seconds: float = inf
     restart_seconds: float
-    tick_seconds: float
-    on_demand_dollars_per_hour: float | tuple[float, ...]
+    tick_seconds: float = 1.0
+    on_demand_dollars_per_hour: float | tuple[float, ...] = inf
     spot_dollars_per_hour: tuple[float, ...]
-    move_dollars: float = 0.0
+    move_dollars: float | tuple[float, ...] = 0.0
     speeds: tuple[float, ...] = (0.0, 1.0)
     rates: tuple[float, ...] = ()
+    clouds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("work_seconds", "deadline_seconds", "tick_seconds"):
-            if not 0 < getattr(self, name) < inf:
-                raise ProblemError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not 0 < value < inf and (name != "deadline_seconds" or value != inf):
+                raise ProblemError(f"{name} must be > 0 and finite, got {value}")
         if not self.spot_dollars_per_hour:
             raise ProblemError("there is no zone; give a spot price for each")
-        prices = [("spot_dollars_per_hour", price) for price in self.spot_dollars_per_hour]
-        prices += [("restart_seconds", self.restart_seconds), ("move_dollars", self.move_dollars)]
-        told = self.on_demand_dollars_per_hour
-        for name, given in (("on_demand_dollars_per_hour", told), ("rates", self.rates or 1.0)):
-            if isinstance(given, tuple) and len(given) != self.num_zones:
+        for name in _NUMBERS:
+            given = getattr(self, name)
+            each = given if isinstance(given, tuple) else (given,)
+            if isinstance(given, tuple) and len(given) != (self.num_zones if given else 0):
                 raise ProblemError(f"{name}: {len(given)} for {self.num_zones} zones")
-        prices += [("on_demand_dollars_per_hour", self.on_demand(z)) for z in range(self.num_zones)]
-        for rate in self.rates:
-            if not 0 < rate < inf:
-                raise ProblemError(f"rates must be > 0 and finite, got {rate}")
-        for name, price in prices:
-            if not 0 <= price < inf:
-                raise ProblemError(f"{name} must be >= 0 and finite, got {price}")
+            for value in each:
+                if name == "rates" and not 0 < value < inf:
+                    raise ProblemError(f"rates must be > 0 and finite, got {value}")
+                if not 0 <= value < inf and not (name.startswith("on_demand") and value == inf):
+                    raise ProblemError(f"{name} must be >= 0 and finite, got {value}")
+        self._check_speeds()
+        if self.has_no_on_demand or self.deadline_seconds == inf:
+            return
         if not self.deadline_seconds / self.tick_seconds <= _MOST_TICKS:
             raise ProblemError(
                 f"the deadline of {self.deadline_seconds:g} s is more than {_MOST_TICKS} ticks of "
                 f"{self.tick_seconds:g} s",
                 hint="give longer ticks, or an earlier deadline",
             )
-        self._check_speeds()
         needed = self.ticks_for(self.work_seconds)
         if needed > self.num_ticks:
             many = self.num_machines > 1
@@ -121,6 +136,11 @@ class DeadlineJob:
                     f"speeds must not fall, but {number} machines have {more} and "
                     f"{number - 1} have {less}"
                 )
+
+    @property
+    def has_no_on_demand(self) -> bool:
+        """Whether there are no machines that stay, so that nobody can vouch for a deadline."""
+        return self.on_demand_dollars_per_hour == inf
 
     @property
     def num_zones(self) -> int:
@@ -165,28 +185,40 @@ class DeadlineJob:
             speed = self.speed(held.num_machines, held.zone)
         return ceil((work_seconds / speed + self.restart_seconds) / self.tick_seconds - 1e-9)
 
-    def worked(self, held: Held, pending_seconds: float) -> float:
+    def worked(
+        self, held: Held, pending_seconds: float, tick_seconds: float | None = None
+    ) -> float:
         """Work done in a tick that begins with so much of a restart still to come."""
-        working_seconds = max(self.tick_seconds - pending_seconds, 0.0)
-        return self.speed(held.num_machines, held.zone) * working_seconds
+        seconds = self.tick_seconds if tick_seconds is None else tick_seconds
+        return self.speed(held.num_machines, held.zone) * max(seconds - pending_seconds, 0.0)
 
-    def tick_dollars(self, held: Held) -> float:
+    def dollars_per_hour(self, held: Held, spot: Prices | None = None) -> float:
+        """Of holding, at the spot prices [zones] of now; None: the job's."""
+        prices = self.spot_dollars_per_hour if spot is None else spot
+        dollars = held.num_spot * prices[held.zone] if held.num_spot else 0.0
+        return dollars + (held.num_on_demand and held.num_on_demand * self.on_demand(held.zone))
+
+    def tick_dollars(self, held: Held, spot: Prices | None = None) -> float:
         """Dollars for one tick of holding, without a move."""
-        rate = held.num_spot * self.spot_dollars_per_hour[held.zone]
-        rate += held.num_on_demand * self.on_demand(held.zone)
-        return rate * self.tick_seconds / 3600
+        return self.dollars_per_hour(held, spot) * self.tick_seconds / 3600
+
+    def leaving_dollars(self, zone: int) -> float:
+        """Dollars of a launch in another cloud than that of a zone, if the last one was in it."""
+        told = self.move_dollars
+        return told[zone] if isinstance(told, tuple) else told
 
     def moving_dollars(self, before: int | None, zone: int) -> float:
         """Dollars of a launch in a zone, by the zone of the launch before it (None: the first)."""
-        return 0.0 if before is None or before == zone else self.move_dollars
+        if before is None or before == zone:
+            return 0.0
+        is_near = bool(self.clouds) and self.clouds[before] == self.clouds[zone]
+        return 0.0 if is_near else self.leaving_dollars(before)
 
-    def at(self, spot_dollars_per_hour: Sequence[float] | None) -> "DeadlineJob":
-        """The job at the spot prices [zones] of another time; None: the same ones."""
-        if spot_dollars_per_hour is None or spot_dollars_per_hour == self.spot_dollars_per_hour:
-            return self
+    def at(self, spot_dollars_per_hour: Sequence[float]) -> "RentJob":
+        """The job at the spot prices [zones] of another time."""
         return replace(self, spot_dollars_per_hour=tuple(spot_dollars_per_hour))
 
-    def alone(self, zone: int) -> "DeadlineJob":
+    def alone(self, zone: int) -> "RentJob":
         """The job, if it had to stay in a zone.
 
         Raises:
@@ -220,10 +252,10 @@ class DeadlineJob:
         dearest = max(
             self.spot_dollars_per_hour + tuple(map(self.on_demand, range(self.num_zones)))
         )
-        moves = self.move_dollars if self.num_zones > 1 else 0.0
+        moves = max(map(self.leaving_dollars, range(self.num_zones))) * (self.num_zones > 1)
         return self.num_ticks * (self.num_machines * dearest * self.tick_seconds / 3600 + moves)
 
-    def in_longer_ticks(self, ticks: int) -> "DeadlineJob":
+    def in_longer_ticks(self, ticks: int) -> "RentJob":
         """The same in ticks so many times as long; the deadline is one that it can keep."""
         length = ticks * self.tick_seconds
         least = -(-self.ticks_for(self.work_seconds) // ticks) * length
@@ -233,12 +265,13 @@ class DeadlineJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a policy sees at the start of a tick.
+    """What a policy sees at the start of a tick, and at the prices of now.
 
     ``held`` is what is still held: spot machines that were taken away are not. ``zone`` is that of
     the last launch, None before the first. ``pending_seconds`` is what is left of a restart, the
     whole of it if some machines were just lost. ``available`` [zones] spot machines can be held;
     ``run_lengths`` [zones] counts the ticks that this has been as it is now, this one included.
+    ``spot_dollars_per_hour``: [zones] of one machine.
     """
 
     tick: int
@@ -246,8 +279,9 @@ class Moment:
     held: Held
     zone: int | None
     pending_seconds: float
-    available: tuple[int, ...]
-    run_lengths: tuple[int, ...]
+    available: Counts
+    run_lengths: Counts
+    spot_dollars_per_hour: Prices
 
     @property
     def place(self) -> int:
@@ -258,12 +292,12 @@ class Moment:
 class Policy(Protocol):
     """Decides what to hold; may keep no state but what a moment tells."""
 
-    def __call__(self, job: DeadlineJob, now: Moment) -> Held:
+    def __call__(self, job: RentJob, now: Moment) -> Held:
         """What to hold in this tick; no more spot machines than the zone has."""
         ...
 
 
-def guarded(job: DeadlineJob, now: Moment, wanted: Held) -> Held:
+def guarded(job: RentJob, now: Moment, wanted: Held) -> Held:
     """What is wanted if it is safe, else what is held if that is, else the last resort.
 
     A choice is safe if the last resort, launched in the next tick, would still end in time, or if
@@ -276,7 +310,7 @@ def guarded(job: DeadlineJob, now: Moment, wanted: Held) -> Held:
     return job.last_resort(now.place)
 
 
-def _is_safe(job: DeadlineJob, now: Moment, choice: Held) -> bool:
+def _is_safe(job: RentJob, now: Moment, choice: Held) -> bool:
     pending = now.pending_seconds if choice == now.held else job.restart_seconds
     later = job.num_ticks - now.tick - 1
     left = now.work_left_seconds - job.worked(choice, pending)
