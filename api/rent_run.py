@@ -69,11 +69,6 @@ def rent_run(request: RunRentRequest) -> RentRun:
     ((_, window), *_) = windows_of(traces[:1], job.num_ticks, None, most=most).windows
     engine, devices = machines_for(plans, request.engine)
     is_real = rents(engine)
-    if is_real and most > 1:
-        raise ProblemError(
-            f"the engine {request.engine} rents one machine at a time",
-            hint=f"leave {option('num_machines')} out",
-        )
     if is_real and request.time_scale != 1:
         raise ProblemError(f"{option('time_scale')} is for replays", hint="leave it out")
     notice_seconds = 0.0 if is_real else request.notice_seconds  # clouds' own do not come here
@@ -85,7 +80,9 @@ def rent_run(request: RunRentRequest) -> RentRun:
     lost_seconds = 0.0 if notice_seconds else every * fastest_seconds
     ready = replace(job, restart_seconds=job.restart_seconds + lost_seconds)
     usual = replace(job, restart_seconds=job.restart_seconds + lost_seconds / 2)
-    adviser = Adviser(ready, zones, history=history, policies=request.policies or None)
+    adviser = Adviser(
+        ready, zones, history=history, policies=request.policies or None, of_one_kind=is_real
+    )
     policy = next(iter(adviser.policies))
 
     def decide(job: RentJob, now: Moment) -> Held:
@@ -121,12 +118,15 @@ def rent_run(request: RunRentRequest) -> RentRun:
             notice_seconds=notice_seconds,
             save_seconds=request.save_seconds,
             grace_seconds=request.grace_seconds,
-            move_dollars=job.move_dollars,
+            move_dollars=job.leaving_dollars(0),
         ),
         engine=engine,
         devices=devices,
         feed=RealFeed(
-            zones=zones, tick_seconds=job.tick_seconds, retry_seconds=request.retry_seconds
+            zones=zones,
+            tick_seconds=job.tick_seconds,
+            retry_seconds=request.retry_seconds,
+            num_machines=most,
         )
         if is_real
         else ReplayedFeed(

@@ -1,5 +1,8 @@
 """Leases on machines that SkyPilot rents: one cluster a lease, in the zone that is asked for.
 
+Each server of a lease's devices is a node of its cluster, which has spot machines or none. Of
+several nodes, the first one's launch holds the rendezvous; if one goes, the lease is over.
+
 Only SkyPilot's Python functions are called (versions after 0.8, which answer with requests). A
 lease's folder must be at the same path on the rented machine, on storage that both see: the task
 that ``HETFLOW_SKYPILOT_TASK`` names (YAML) says how, with its ``file_mounts`` or ``volumes``, and
@@ -18,6 +21,7 @@ from typing import Any
 
 from ...devices.cpu import DEVICE_TYPE
 from ...schema.cluster import Cluster
+from ...schema.deployment import PORT
 from ...schema.errors import BackendError, ProblemError
 from .lease_folder import (
     ASKED,
@@ -31,7 +35,7 @@ from .lease_folder import (
     read_json,
     write_atomically,
 )
-from .protocol import EngineDevice, Fate, Work
+from .protocol import FIRST_STEP, EngineDevice, Fate, Work
 from .registry import engine
 
 TASK = "HETFLOW_SKYPILOT_TASK"
@@ -62,7 +66,7 @@ class SkyPilotEngine:
     rents = True
 
     def __init__(self, pool: Cluster) -> None:
-        """Rent machines with the devices of a pool.
+        """Rent machines with the devices of a pool's servers.
 
         Raises:
             BackendError: SkyPilot is not installed.
@@ -73,37 +77,45 @@ class SkyPilotEngine:
             raise BackendError(
                 f"SkyPilot cannot be imported: {error}", hint="pip install 'skypilot>=0.9'"
             ) from None
+        servers = [group.devices for group in pool.servers for _ in range(group.count)]
         self._devices = tuple(
-            EngineDevice(f"{name}:{number}", name, "rented")
-            for name, count in pool.num_devices.items()
+            EngineDevice(f"rented-{place}/{name}:{number}", name, f"rented-{place}")
+            for place, devices in enumerate(servers)
+            for name, count in devices.items()
             for number in range(count)
         )
         self._looks: dict[Path, _Look] = {}
 
     def devices(self) -> tuple[EngineDevice, ...]:
-        """Those that a machine is to have."""
+        """Those that the machines are to have."""
         return self._devices
 
     def start(self, work: Work) -> None:
-        """Ask for a machine that runs the launch.
+        """Ask for machines that run the launch.
 
         Raises:
-            ProblemError: The devices are of several types.
+            ProblemError: The devices are of several types, or not as many on each machine.
         """
         if read_json(work.folder / SUBMITTED) is not None:
             return
         sky, cluster = self._sky, _cluster_of(work.folder)
-        kinds = Counter(device.device_type for device in work.devices)
-        if len(kinds) > 1:
+        kinds = dict.fromkeys(device.device_type for device in work.devices)
+        machines = Counter(device.server for device in work.devices)
+        numbers = set(machines.values())
+        if len(kinds) > 1 or len(numbers) > 1:
             raise ProblemError(
-                f"a rented machine has devices of one type, not of {', '.join(kinds)}",
-                hint="give a plan for one type",
+                f"a rented machine has devices of one type, not of {', '.join(kinds)}"
+                if len(kinds) > 1
+                else f"rented machines are alike, but have {sorted(numbers)} devices",
+                hint="give a plan for one type, on as many devices of each machine",
             )
-        ((kind, number),) = kinds.items()
+        (kind,), (number,) = kinds, numbers
         write_atomically(work.folder / WORK, document_of(work))
         template = os.environ.get(TASK)
         task = sky.Task(name=cluster) if template is None else sky.Task.from_yaml(template)
-        task.run = shlex.join(["exec", "python3", *work.command[1:]])
+        task.run = _program(work, len(machines), f"{number}x{kind}")
+        if len(machines) > 1:
+            task.num_nodes = len(machines)
         task.update_envs(dict(work.environment))
         wanted = {"use_spot": work.is_spot, "zone": work.zone, "accelerators": {kind: number}}
         if kind == DEVICE_TYPE:
@@ -164,6 +176,27 @@ class SkyPilotEngine:
         self._looks.pop(folder, None)
         self._sky.down(_cluster_of(folder))
         return Fate("ended", code, has_begun=has_begun)
+
+
+def _program(work: Work, num_nodes: int, devices: str) -> str:
+    """What each node runs; those of several differ in their rank, and in the run's folder."""
+    words = [shlex.quote(word) for word in work.command[1:]]
+    if num_nodes == 1:
+        return " ".join(["exec", "python3", *words])
+    output = shlex.quote(str((work.folder / FIRST_STEP).parent))
+    hosts = f'--nnodes {num_nodes} --node-rank "$rank" --rdzv-endpoint "$host:{PORT}"'
+    verb = words.index("launch") + 1
+    words[verb:] = [hosts, "--devices", devices] + [
+        '"$output"' if word == output else word for word in words[verb:]
+    ]
+    return "\n".join(
+        (
+            'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+            f"rank=$SKYPILOT_NODE_RANK output={output}",
+            '[ "$rank" = 0 ] || output="$output-host$rank"',
+            " ".join(["exec", "python3", *words]),
+        )
+    )
 
 
 def _cluster_of(folder: Path) -> str:

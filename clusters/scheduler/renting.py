@@ -11,6 +11,7 @@ survive the agent is its folder: started again, it goes on.
 """
 
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,9 @@ from typing import Protocol
 
 from ...runtime.protocol import environment
 from ...schema import files
-from ...schema.cluster import Cluster
+from ...schema.cluster import Cluster, ServerGroup
 from ...schema.errors import FileError, HetflowError, LaunchError, ProblemError
+from ...schema.frames import listed
 from ...schema.market import RentAdvice, RentHeld, RentRun, RentState
 from ...schema.plan import Plan
 from ...schema.run import RunRecord
@@ -112,18 +114,21 @@ class ReplayedFeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealFeed:
-    """A market whose machines are rented: a zone has one, but for a while after it had none."""
+    """A market whose machines are rented: a zone has all, but for a while after it lacked one."""
 
     zones: tuple[str, ...]
     tick_seconds: float
     retry_seconds: float
+    num_machines: int = 1
     gone: dict[str, float] = field(default_factory=dict)
 
     def sight(self, tick: int) -> Sight:
         """Zones in which no machine was lost, or refused, for a while."""
         now = tick * self.tick_seconds
         waits = {zone: now - self.gone.get(zone, -self.retry_seconds) for zone in self.zones}
-        there = {zone: int(waits[zone] >= self.retry_seconds) for zone in self.zones}
+        there = {
+            zone: self.num_machines * (waits[zone] >= self.retry_seconds) for zone in self.zones
+        }
         return Sight(available=there, unchanged_seconds={}, spot_dollars_per_hour={})
 
     def goes_at(self, tick: int, zone: str, num_spot: int) -> float | None:
@@ -168,12 +173,15 @@ class Training:
             "--determinism", "elastic", "--grace", str(self.grace_seconds),
             str(self.plans[num_machines - 1]), *self.script,
         )  # fmt: skip
+        given = {environment.FIRST_STEP: str(folder / FIRST_STEP)}
+        if len({device.server for device in devices}) > 1:
+            given[environment.TOKEN] = secrets.token_hex(16)
         return Work(
             folder=folder,
             command=command,
             directory=self.directory,
             devices=devices,
-            environment={environment.FIRST_STEP: str(folder / FIRST_STEP)},
+            environment=given,
         )
 
 
@@ -192,15 +200,21 @@ def machines_for(
     """An engine, and its devices for each plan; launches on this host end with this process.
 
     Raises:
-        ProblemError: There is no such engine, or it has too few devices.
+        ProblemError: There is no such engine, it has too few devices, or it rents machines and
+            plans are not for one, two, ... alike.
     """
     most: dict[str, int] = {}
     for plan in plans:
         for kind, number in plan.devices_by_type.items():
             most[kind] = max(number, most.get(kind, 0))
-    pool = Cluster.parse(",".join(f"{number}x{kind}" for kind, number in most.items()))
-    is_local = name == LocalEngine.name
-    engine = LocalEngine(pool, bound=True) if is_local else ENGINES.get(name)(pool)
+    pool = Cluster.of(most)
+    if name == LocalEngine.name:
+        engine: Engine = LocalEngine(pool, bound=True)
+    else:
+        factory = ENGINES.get(name)
+        if len(plans) > 1 and getattr(factory, "rents", False):
+            pool = _machines_alike(plans, pool)
+        engine = factory(pool)
     found = {
         kind: [one for one in engine.devices() if one.device_type == kind and one.is_up]
         for kind in most
@@ -215,6 +229,23 @@ def machines_for(
         tuple(one for kind, number in plan.devices_by_type.items() for one in found[kind][:number])
         for plan in plans
     )
+
+
+def _machines_alike(plans: Sequence[Plan], pool: Cluster) -> Cluster:
+    """A server for each machine, which has the devices of the plan for one.
+
+    Raises:
+        ProblemError: A plan is for other devices than those of so many machines.
+    """
+    machine = plans[0].devices_by_type
+    for number, plan in enumerate(plans, start=1):
+        if plan.devices_by_type != {kind: number * each for kind, each in machine.items()}:
+            raise ProblemError(
+                f"the plan for {number} machines is on {listed(plan.devices_by_type)}; a machine "
+                f"has {listed(machine)}, as the first plan has it",
+                hint="give plans for 1, 2, ... machines that are alike",
+            )
+    return replace(pool, servers=(ServerGroup(count=len(plans), devices=machine),))
 
 
 def rents(engine: Engine) -> bool:

@@ -1,7 +1,8 @@
 """The SkyPilot engine on a module with the functions of SkyPilot 0.14 that it calls; no cloud."""
 
+import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from hetflow.clusters.engines import skypilot
 from hetflow.clusters.engines.protocol import FIRST_STEP, Fate, RentingEngine, Work
 from hetflow.clusters.engines.registry import ENGINES
-from hetflow.schema.cluster import Cluster
+from hetflow.schema.cluster import Cluster, DeviceType, ServerGroup
 from hetflow.schema.errors import BackendError, ProblemError
 
 
@@ -42,6 +43,7 @@ class Task:
     run: str = ""
     envs: dict[str, str] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
+    num_nodes: int = 1
     source: str | None = None
 
     @staticmethod
@@ -184,11 +186,42 @@ def test_a_task_of_ones_own_says_mounts_and_setup(
     assert sky.tasks[0][1].source == "mounts.yaml"
 
 
+def test_machines_of_a_fleet_meet_on_the_first_one(sky: Sky, tmp_path: Path) -> None:
+    """Each node runs the task's text; here a program that notes what it is given stands there."""
+    machines = (ServerGroup(count=3, devices={"V100": 2}),)
+    pool = Cluster(device_types={"V100": DeviceType()}, servers=machines)
+    engine, folder = ENGINES.get("skypilot")(pool), tmp_path / "a lease"
+    folder.mkdir()
+    command = ("/here/python", "-m", "hetflow", "launch", "--output", f"{folder}/run", "p.json")
+    two = engine.devices()[:4]
+    engine.start(Work(folder=folder, command=command, directory=folder, devices=two))
+    ((_, task, _),) = sky.tasks
+    assert task.num_nodes == 2
+    assert task.resources["accelerators"] == {"V100": 2}
+    (tmp_path / "python3").write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    (tmp_path / "python3").chmod(0o755)
+    for rank, own in ((0, "run"), (1, "run-host1")):
+        given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_RANK": str(rank),
+                 "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}  # fmt: skip
+        said = subprocess.run(
+            ["bash", "-c", task.run], env=given, capture_output=True, text=True, check=True
+        ).stdout
+        assert said.split("\n") == [
+            "-m", "hetflow", "launch", "--nnodes", "2", "--node-rank", str(rank),
+            "--rdzv-endpoint", "10.0.0.1:29400", "--devices", "2xV100", "--output",
+            f"{folder}/{own}", "p.json", "",
+        ]  # fmt: skip
+
+
 def test_what_cannot_be_rented_is_said(sky: Sky, tmp_path: Path, monkeypatch: Any) -> None:
     engine = ENGINES.get("skypilot")(Cluster.parse("1xV100,1xP100"))
     work = Work(folder=tmp_path, command=("p",), directory=tmp_path, devices=engine.devices())
     with pytest.raises(ProblemError, match="devices of one type, not of V100, P100"):
         engine.start(work)
+    uneven = (ServerGroup(count=1, devices={"V100": 2}), ServerGroup(count=1, devices={"V100": 1}))
+    engine = ENGINES.get("skypilot")(Cluster(device_types={"V100": DeviceType()}, servers=uneven))
+    with pytest.raises(ProblemError, match=r"are alike, but have \[1, 2\] devices"):
+        engine.start(replace(work, devices=engine.devices()))
     monkeypatch.setitem(sys.modules, "sky", None)
     with pytest.raises(BackendError, match="SkyPilot cannot be imported"):
         ENGINES.get("skypilot")(Cluster.parse("1xV100"))

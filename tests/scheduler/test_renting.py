@@ -1,9 +1,12 @@
 """The agent that rents: in virtual time against the replay, and for real with kills."""
 
 import random
+import sys
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,11 +19,13 @@ from hetflow.clusters.scheduler.renting import (
     RealFeed,
     ReplayedFeed,
     Training,
+    machines_for,
+    rents,
     saved_steps,
 )
 from hetflow.clusters.simulator.market.advise import Adviser
 from hetflow.clusters.simulator.market.replay import replay
-from hetflow.schema.errors import LaunchError
+from hetflow.schema.errors import LaunchError, ProblemError
 from hetflow.schema.market import RentRun
 from hetflow.solvers.market.job import RentJob
 
@@ -147,10 +152,11 @@ def agent_of(
     record: RentRun | None = None,
     cloud: Cloud | None = None,
     job: RentJob = JOB,
+    of_one_kind: bool = False,
 ) -> tuple[Agent, Cloud]:
     """An agent in virtual time, of a new record that has the prediction."""
     zones = ("a", "b")
-    adviser = Adviser(job, zones, policies=[policy])
+    adviser = Adviser(job, zones, policies=[policy], of_one_kind=of_one_kind)
     predicted = replay(job, adviser.policies[policy], windows)
     machines = [EngineDevice(f"cpu:{number}", "cpu", "here") for number in range(job.num_machines)]
     cloud = cloud or Cloud(folder, every)
@@ -288,6 +294,43 @@ def test_a_zone_without_machines_is_left_alone_for_a_while(tmp_path: Path) -> No
     assert run.num_moves == 0
     # Two launches in b; a machine that never came is not paid.
     assert run.dollars == pytest.approx((3600 + 2 * 60) / 3600 * 1.2, rel=0.01)
+
+
+@pytest.mark.parametrize("policy", ["greedy", "uniform_progress"])
+def test_a_rented_fleet_is_of_one_kind_and_lost_at_once(tmp_path: Path, policy: str) -> None:
+    """Three machines of SkyPilot are one cluster: spot or on demand, and gone with the first."""
+    job = replace(JOB, speeds=(0.0, 1.0, 2.0, 3.0), work_seconds=3 * 3600.0)
+    folder = tmp_path / "run"
+    agent, cloud = agent_of(folder, [[1] * 24, [2] * 24], policy, job=job, of_one_kind=True)
+    agent.feed = RealFeed(zones=("a", "b"), tick_seconds=JOB.tick_seconds, retry_seconds=1e6,
+                          num_machines=3)  # fmt: skip
+    sleep, lost = cloud.sleep, []
+
+    def lose(seconds: float) -> None:
+        sleep(seconds)
+        if cloud.now > 400 * (len(lost) + 1) and len(lost) < 2 and cloud.running:
+            lost.append(cloud.rented[-1])
+            cloud.end(next(iter(cloud.running)), None)
+
+    agent.clock = Clock(lambda: cloud.now, lose, 2.0)
+    run = agent.run()
+    assert (run.status, run.is_late, run.num_preemptions) == ("done", False, 2)
+    assert lost == [("a", True), ("b", True)]
+    assert not any(row.num_spot and row.num_on_demand for row in run.held)
+    assert cloud.machines[0] == 3
+
+
+def test_machines_that_are_rented_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sky", SimpleNamespace())  # type: ignore[arg-type]
+    plans = [SimpleNamespace(devices_by_type={"V100": number}) for number in (2, 4, 6)]
+    engine, devices = machines_for(plans, "skypilot")  # type: ignore[arg-type]
+    assert rents(engine)
+    assert [Counter(one.server for one in each) for each in devices] == [
+        {f"rented-{place}": 2 for place in range(number)} for number in (1, 2, 3)
+    ]
+    plans[1] = SimpleNamespace(devices_by_type={"V100": 3})
+    with pytest.raises(ProblemError, match="plan for 2 machines is on 3xV100; a machine has 2x"):
+        machines_for(plans, "skypilot")  # type: ignore[arg-type]
 
 
 def test_a_training_that_fails_ends_the_run(tmp_path: Path) -> None:

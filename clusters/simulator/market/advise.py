@@ -7,7 +7,7 @@ from ....schema.errors import ProblemError
 from ....schema.market import RentAdvice, RentState
 from ....schema.spelling import nearest
 from ....solvers.market import policies as known
-from ....solvers.market.job import Held, Moment, RentJob
+from ....solvers.market.job import Held, Moment, Policy, RentJob
 from ....solvers.market.windows import Traces
 from .compare import chain_for
 
@@ -22,6 +22,7 @@ class Adviser:
         *,
         history: Sequence[Traces] = (),
         policies: Sequence[str] | None = None,
+        of_one_kind: bool = False,
     ) -> None:
         """Make the policies.
 
@@ -31,6 +32,8 @@ class Adviser:
             history: What ``dynamic_program`` learns from.
             policies: Names, of which the first decides; None for all, ``dynamic_program`` first
                 where there is a history, else ``uniform_progress``.
+            of_one_kind: Whether spot machines and on-demand ones cannot be held at once; where a
+                policy wants both, all are on demand.
 
         Raises:
             ProblemError: The history is of other zones, or there is no policy of that name.
@@ -40,6 +43,8 @@ class Adviser:
         chain = chain_for(job, [one.ticks for one in learned]) if learned else None
         names = policies or (known.NAMES if chain else tuple(known.PLAIN))[::-1]
         self.policies = {name: known.policy_of(name, job, chain) for name in names}
+        if of_one_kind:
+            self.policies = {name: _unmixed(each) for name, each in self.policies.items()}
 
     def __call__(self, state: RentState) -> RentAdvice:
         """Ask the first policy, and the others beside it.
@@ -66,6 +71,15 @@ class Adviser:
             reason=_reason(job, now, held, spare),
             others={name: _text(one, zones) for name, one in asked.items() if name != choice},
         )
+
+
+def _unmixed(policy: Policy) -> Policy:
+    def decide(job: RentJob, now: Moment) -> Held:
+        held = policy(job, now)
+        is_mixed = held.num_spot and held.num_on_demand
+        return Held(0, held.num_machines, held.zone) if is_mixed else held
+
+    return decide
 
 
 def _moment(job: RentJob, zones: Sequence[str], state: RentState) -> Moment:
