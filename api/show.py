@@ -127,8 +127,7 @@ def _refuse_unread(record: Any, request: ShowRequest) -> None:
 
 
 def _timelines(plan: Plan, request: ShowRequest) -> str:
-    from ..formats.reports.timeline import html_timeline, terminal_timeline
-    from ..formats.reports.trace import trace_json
+    from ..formats.reports.timeline import html_timeline, terminal_timeline, trace_json
 
     paths = [Path(path) for path in (request.html, request.trace) if path is not None]
     files.check_outputs(*paths, force=request.force)

@@ -55,10 +55,9 @@ def start(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = Fal
     hetflow queue
     """
     from ..clusters.mechanisms.rounds.rules import RoundRules
-    from ..clusters.scheduler.serve import serve
+    from ..clusters.scheduler.serve import serve, systemd_unit
     from ..clusters.scheduler.settings import Settings
     from ..clusters.scheduler.submission import read_entities
-    from ..clusters.scheduler.unit import systemd_unit
     from ..planning.inputs import pool_of
 
     request = requests.StartRequest(**asked)
@@ -143,9 +142,9 @@ def usage(
     """
     from typing import cast, get_args
 
+    from ..clusters.scheduler.history import Period, csv_of
+    from ..clusters.scheduler.history import usage as used
     from ..clusters.scheduler.store import Store
-    from ..clusters.scheduler.usage import Period, csv_of
-    from ..clusters.scheduler.usage import usage as used
     from ..schema.files import write_text
 
     per = requests.UsageRequest(**asked).per

@@ -12,3 +12,6 @@ StageCost = Literal["ring", "thesis", "published"]
 Shard = Literal["optimizer", "gradients", "all"]
 """Which states the replicas of a stage share; each includes those before it (ZeRO 5)."""
 AnyShard = Literal["auto", "none", "optimizer", "gradients", "all"]
+
+
+Precision = Literal["float32", "tf32", "float16", "bfloat16"]

@@ -1,6 +1,6 @@
 """The record of how a profile was estimated instead of measured."""
 
-from .precision import Precision
+from .choices import Precision
 from .records import Name, Ratio, record, register_keys
 
 

@@ -29,8 +29,7 @@ from ...schema.plan import Plan
 from ..engines.protocol import Engine, ResizingEngine, UnsuitableDevicesError
 from ..mechanisms.cluster.seats import Seat
 from ..mechanisms.rounds.decide import round_end
-from ..mechanisms.rounds.state import RoundState
-from ..mechanisms.rounds.stored import resumed, stored
+from ..mechanisms.rounds.state import RoundState, resumed, stored
 from . import leases, resizes
 from .known_jobs import KnownJobs
 from .leases import Ended, Lease
@@ -38,12 +37,12 @@ from .ledger import Ledger
 from .occupancy import occupancy
 from .places import Places
 from .plans import Rate, as_job, plan_on, rates_to
+from .resizes import due
 from .rests import FIRST_SECONDS, LONGEST_SECONDS, Rests
 from .settings import Settings
 from .sharing import sharing_of
 from .store import Store
 from .submission import prospect
-from .transitions import due
 
 _log = logging.getLogger("hetflow")
 MOST_FAILURES = 10

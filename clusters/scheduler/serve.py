@@ -2,9 +2,10 @@
 
 import logging
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -225,3 +226,25 @@ def _interrupts() -> Iterator[threading.Event]:
         for number, handler in before.items():
             with suppress(TypeError):  # one that Python did not set
                 signal.signal(number, handler)
+
+
+def systemd_unit(arguments: Sequence[str]) -> str:
+    """The unit that runs `hetflow` with these arguments, in this folder."""
+    words = [sys.executable, "-m", "hetflow", *arguments]
+    return (
+        "[Unit]\nDescription=hetflow scheduler\nAfter=network.target\n\n[Service]\n"
+        f"ExecStart={' '.join(map(_quoted, words))}\n"
+        f"WorkingDirectory={_escaped(str(Path.cwd()))}\n"
+        # Jobs outlive the scheduler, and the next one adopts them.
+        "KillMode=process\nRestart=on-failure\n\n[Install]\nWantedBy=default.target\n"
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _quoted(word: str) -> str:
+    """A word of ExecStart: systemd expands % and $ and reads backslashes in quotes."""
+    escaped = _escaped(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    return '"' + escaped.replace("\n", "\\n") + '"'

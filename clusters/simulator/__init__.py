@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from .cluster.failures import FailureOptions
     from .events.fair_share import FairShareOptions, simulate_fair_share
     from .events.proposals import ProposalOptions, simulate_proposals
-    from .metrics import summarise
+    from .metrics import Simulation, summarise
     from .mixes import split_throughput
-    from .outcomes import Simulation
     from .rounds.options import RoundOptions
     from .rounds.simulate import simulate_rounds
-    from .traces.draws import TraceOptions, draw_jobs
+    from .traces.arrivals import TraceOptions, draw_jobs
 
 _NAMES = {
     "..mechanisms.allocators.named": "allocator_named",
@@ -33,12 +32,11 @@ _NAMES = {
     ".cluster.failures": "FailureOptions",
     ".events.fair_share": "FairShareOptions simulate_fair_share",
     ".events.proposals": "ProposalOptions simulate_proposals",
-    ".metrics": "summarise",
+    ".metrics": "Simulation summarise",
     ".mixes": "split_throughput",
-    ".outcomes": "Simulation",
     ".rounds.options": "RoundOptions",
     ".rounds.simulate": "simulate_rounds",
-    ".traces.draws": "TraceOptions draw_jobs",
+    ".traces.arrivals": "TraceOptions draw_jobs",
 }
 
 __all__ = [

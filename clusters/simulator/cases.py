@@ -28,11 +28,10 @@ from .cluster.failures import FailureOptions
 from .events.fair_share import FairShareOptions, simulate_fair_share
 from .events.proposals import ProposalOptions, simulate_proposals
 from .market.many_jobs import MarketOptions, simulate_market
-from .metrics import summarise
-from .outcomes import Simulation
+from .metrics import Simulation, summarise
 from .rounds.options import RoundOptions
 from .rounds.simulate import simulate_rounds
-from .traces.draws import TraceOptions, draw_jobs
+from .traces.arrivals import TraceOptions, draw_jobs
 
 Progress = Callable[[int, float], None] | None
 Run = Callable[["Case", Iterable[Job], Pool, Progress], Simulation]

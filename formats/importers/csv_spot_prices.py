@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...schema.errors import FileError, ProblemError
 from ...schema.market import PriceHistory, utc_text
-from .csv_lines import csv_lines, row_of
+from .csv_tables import csv_lines, row_of
 from .price_cells import dollars_of, files_of, seconds_of
 from .registry import price_importer
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ...schema.errors import FileError, ProblemError
 from ...schema.market import InstanceType
-from .csv_lines import csv_lines, row_of
+from .csv_tables import csv_lines, row_of
 from .price_cells import dollars_of
 
 _NEEDED = ("Instance", "GPU type", "# GPUs")

@@ -16,7 +16,7 @@ from typing import Any
 from ...schema.cluster import is_device_type
 from ...schema.errors import FileError, ProblemError
 from ...schema.market import InstanceType
-from .csv_lines import csv_lines, row_of
+from .csv_tables import csv_lines, row_of
 from .price_cells import dollars_of
 
 CATALOGUE_COLUMNS = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "SpotPrice")

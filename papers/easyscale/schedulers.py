@@ -11,7 +11,7 @@ from ...clusters.mechanisms.proposals import admit_gangs
 from ...clusters.simulator.cases import SCHEDULERS, Scheduler, by_proposals
 from ...clusters.simulator.events.events import Counts, Entry, EventCluster
 from ...clusters.simulator.events.proposals import ProposalOptions, est_rate
-from ...clusters.simulator.outcomes import Simulation
+from ...clusters.simulator.metrics import Simulation
 from ...schema.jobs import Job
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...clusters.mechanisms.allocators.las import WarmLas
 from ...clusters.mechanisms.allocators.shares import OPTIMA, Shares
-from ...clusters.mechanisms.allocators.warm_las import WarmLas
 from ...clusters.mechanisms.cluster.active import Active
 from ...solvers.allocation.engine import solve_alone
 from ...solvers.allocation.interior.method import over_rows

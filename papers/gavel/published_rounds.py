@@ -12,7 +12,7 @@ from ...clusters.simulator.cases import (
     allocator_of,
     round_options,
 )
-from ...clusters.simulator.outcomes import Simulation
+from ...clusters.simulator.metrics import Simulation
 from ...clusters.simulator.rounds.simulate import simulate_rounds
 from ...schema.jobs import Job
 from .baselines import Gandiva

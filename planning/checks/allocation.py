@@ -6,14 +6,18 @@ the certificate's prices. The code is slow and simple on purpose.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from math import fsum, inf, isclose
 
-from ...schema.jobs import Allocation, AllocationProblem, Certificate, Job
-from .allocation_bounds import bound_of
-from .allocation_idle import idle_faults
-from .allocation_levels import unproved_levels
-from .allocation_policies import Pool, spent_dollars
-from .judges import Judge, judge_of, objective_of
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schema.jobs import Allocation, AllocationProblem, Certificate, Job, LevelPrices
+from .allocation_bounds import bound_of, priced_capacity
+from .allocation_policies import Floats, Pool, spent_dollars
+from .judges import Judge, has_levels, judge_of, objective_of, rising
 
 TOLERANCE = 1e-6
 
@@ -213,3 +217,225 @@ def _optimality(certificate: Certificate) -> list[str]:
     if certificate.gap > 2 * TOLERANCE:
         return [f"called optimal, but with a gap of {certificate.gap}"]
     return []
+
+
+# Check by weak duality that water filling raised every level as far as possible (thesis 5.4.3).
+#
+# A job was stopped correctly if it has reached its maximum, or if some prices of the certificate
+# prove it. Prices prove it if the whole pool costs no more at these prices than the throughputs of
+# this job and of the jobs that stopped before it. More for this job would then have to be taken
+# from one of them.
+
+
+# No job could have risen by more than this fraction of its throughput, or than twice this fraction
+# of its best throughput.
+LEVEL_TOLERANCE = 1e-5
+# The pool's worth at the prices must be paid up to this fraction, or twice the certificate's gap.
+SLACK = 2e-9
+# Jobs whose stopping times differ by less than this fraction stopped together.
+TOGETHER = 1e-6
+
+
+def unproved_levels(allocation: Allocation, pool: Pool, reached: dict[str, float]) -> list[str]:
+    """List the jobs for which no prices of the certificate prove that they could rise no further.
+
+    Args:
+        allocation: The allocation with its certificate.
+        pool: The problem as the policy sees it.
+        reached: Effective throughput of each job, steps per second.
+    """
+    if not has_levels(allocation) or allocation.certificate.bound is None:
+        return []
+    policy = judge_of(allocation.policy)
+    if policy is not None and policy.sees is not None:
+        pool = policy.sees(pool)
+    known = rising(allocation, pool)
+    if known is None:
+        return []
+    unit, tree = known
+    has, stops = tree.times({name: reached[name] / unit[name] for name in pool.jobs})
+    final = _Final(
+        pool=pool,
+        reached=_by_job(reached, pool),
+        has=_by_job(has, pool),
+        stops=_by_job(stops, pool),
+        slack=max(SLACK, 2 * (allocation.certificate.gap or 0.0)),
+    )
+    best = np.array([pool.best_in_company(name) for name in pool.jobs])
+    loose = final.reached < best * (1 - LEVEL_TOLERANCE)
+    for prices in allocation.certificate.levels:
+        loose &= ~final.proved(prices)
+    return [
+        f"job {name!r}: nothing shows that {reached[name]} steps/s is all it can have"
+        for name, is_loose in zip(pool.jobs, loose, strict=True)
+        if is_loose
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Final:
+    """What jobs have in the end [jobs]: throughputs, and the volumes of ``Tree.times``."""
+
+    pool: Pool
+    reached: Floats
+    has: Floats
+    stops: Floats
+    slack: float
+
+    def proved(self, prices: LevelPrices) -> NDArray[np.bool_]:
+        """Whether slightly more throughput costs more than the other jobs leave over [jobs]."""
+        pool = self.pool
+        # For a job with almost no throughput, the increase is relative to its best one.
+        best = pool.rates.max(axis=1)
+        more = np.maximum(self.reached * (1 + LEVEL_TOLERANCE), 2 * LEVEL_TOLERANCE * best)
+        if pool.problem.space_sharing:
+            worth = priced_capacity(prices, pool)
+            price = _by_job(prices.job_prices, pool)
+            pays, wanted = price * self.reached, price * more
+        else:
+            worth = fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.capacity.items())
+            rents = pool.rents(prices.resource_prices)
+            pays = least_cost(pool.rates, rents, self.reached)
+            wanted = least_cost(pool.rates, rents, more)
+        order = np.argsort(self.has, kind="stable")
+        paid_by = np.array([0.0, *accumulate(pays[order].tolist())])
+        stopped = np.searchsorted(self.has[order], self.stops * (1 + TOGETHER), side="right")
+        # What cannot be reached at all costs infinitely much; then nothing is proved.
+        with np.errstate(invalid="ignore"):
+            enough = paid_by[stopped] - pays + wanted >= worth * (1 - self.slack)
+        stops: NDArray[np.bool_] = (wanted > pays) & enough
+        return stops
+
+
+def _by_job(values: Mapping[str, float], pool: Pool) -> Floats:
+    return np.array([values.get(name, 0.0) for name in pool.jobs])
+
+
+def least_cost(rates: Floats, rents: Floats, throughput: Floats) -> Floats:
+    """Return the lowest cost of each job's throughput; infinite where it cannot be reached.
+
+    A cheapest way splits the job's time over at most two columns, or a column and idling.
+
+    Args:
+        rates: Steps per second [jobs, columns].
+        rents: What all of a job's time on a column costs [jobs, columns].
+        throughput: Steps per second [jobs].
+    """
+    idle = np.zeros((len(rates), 1))
+    speeds, costs = np.hstack((idle, rates)).T, np.hstack((idle, rents)).T
+    least = np.full(len(rates), inf)
+    for slow, low in zip(speeds, costs, strict=True):
+        for fast, high in zip(speeds, costs, strict=True):
+            part = np.zeros(len(rates))
+            np.divide(throughput - slow, fast - slow, out=part, where=fast > slow)
+            cost = low + part * (high - low)
+            fits = (slow <= throughput) & (throughput <= fast)
+            least = np.minimum(least, np.where(fits, cost, inf))
+    return least
+
+
+# Devices that an allocation leaves idle, counted from the definition.
+#
+# An idle device is usable if a job could run faster on it while everything else stays as it is. A
+# job could move there the time that it does not use, and the time that it spends on slower columns
+# or in a slower pair (if its partner does not lose by running alone). Of the columns that hold a
+# device type, the one that uses most idle devices of the type counts.
+
+
+# Smaller fractions of a job's time, and of the devices of a type, are rounding errors.
+NEGLIGIBLE_TIME = 1e-5
+NEGLIGIBLE_PART = 1e-6
+# A column on which a job runs slower than this fraction of its best rate is of no use to it.
+NEGLIGIBLE_RATE = 1e-6
+# Numbers of devices that differ by less than this fraction of the type's devices are the same.
+SAME_PART = 2e-5
+
+
+def idle_faults(allocation: Allocation, pool: Pool) -> list[str]:
+    """List wrong counts of idle devices, and usable devices that filling should have shared."""
+    idle = idle_devices(allocation, pool)
+    usable = usable_devices(allocation, pool, idle)
+    types = pool.problem.num_devices
+    faults = [
+        f"{number} idle {what}{name} stated, {counted[name]} counted"
+        for what, stated, counted in (
+            ("", allocation.idle_devices, idle),
+            ("usable ", allocation.usable_idle_devices, usable),
+        )
+        if stated is not None
+        for name, number in ({name: 0.0 for name in types} | stated).items()
+        if name not in types or abs(number - counted[name]) > SAME_PART * types[name]
+    ]
+    if allocation.fill is None:
+        return faults
+    known = judge_of(allocation.policy)
+    if known is not None and known.sees is not None:  # other columns stay idle on purpose
+        usable = usable_devices(allocation, known.sees(pool), idle)
+    return faults + [
+        f"called filled, but {number} idle {name} could speed jobs up"
+        for name, number in usable.items()
+        if number > SAME_PART * types[name]
+    ]
+
+
+def idle_devices(allocation: Allocation, pool: Pool) -> dict[str, float]:
+    """Count the devices of each resource that no job holds, on average over time."""
+    held: dict[str, list[float]] = {name: [] for name in pool.capacity}
+    for name, shares in allocation.x.items():
+        for column, time in shares.items():
+            for resource, number in pool.holds(name, column).items():
+                held[resource].append(number * time)
+    for pair in allocation.pairs:
+        for column, time in pair.shares.items():
+            for resource, number in pool.holds(pair.jobs[0], column).items():
+                held[resource].append(number * time)
+    left = {name: number - fsum(held[name]) for name, number in pool.capacity.items()}
+    return {
+        name: number if number > NEGLIGIBLE_PART * pool.capacity[name] else 0.0
+        for name, number in left.items()
+    }
+
+
+def usable_devices(allocation: Allocation, pool: Pool, idle: dict[str, float]) -> dict[str, float]:
+    """Count the idle devices of each type that jobs could use, each type considered alone."""
+    moves = _movable(allocation, pool)
+    held = {resource: pool.held(resource) for resource in pool.capacity}
+    room = np.full_like(moves, inf)
+    for resource, number in held.items():
+        left = np.full_like(moves, inf)
+        np.divide(idle[resource], number, out=left, where=number > 0)
+        room = np.minimum(room, left)
+    moves = np.where(moves > NEGLIGIBLE_TIME, np.minimum(moves, room), 0.0)
+    return {
+        device: min(idle[device], fsum((held[device] * moves).max(axis=1)))
+        for device in pool.problem.num_devices
+    }
+
+
+def _movable(allocation: Allocation, pool: Pool) -> Floats:
+    """Return the fraction of its time that each job could move to each column and run faster.
+
+    Returns:
+        Fractions [jobs, columns]; 0 where the job does not run.
+    """
+    rates = pool.rates
+    place = {name: row for row, name in enumerate(pool.jobs)}
+    column = {name: number for number, name in enumerate(pool.columns)}
+    times = np.zeros_like(rates)
+    for name, shares in allocation.x.items():
+        for c, time in shares.items():
+            times[place[name], column[c]] = time
+    slower, spent = np.zeros_like(rates), times.sum(axis=1)
+    for own_rate, time_there in zip(rates.T, times.T, strict=True):
+        slower += np.where(own_rate[:, None] < rates, time_there[:, None], 0.0)
+    for pair in allocation.pairs:
+        for name, other in (pair.jobs, pair.jobs[::-1]):
+            row = place[name]
+            for c, time in pair.shares.items():
+                spent[row] += time
+                own, beside = pool.pair_rates((name, other), c)
+                if pool.rate(other, c) >= beside:
+                    slower[row] += np.where(own < rates[row], time, 0.0)
+    useful = rates > NEGLIGIBLE_RATE * rates.max(axis=1, keepdims=True)
+    unused = np.maximum(1.0 - spent, 0.0)
+    return np.where(useful, slower + unused[:, None], 0.0)

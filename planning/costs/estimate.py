@@ -7,6 +7,7 @@ run can show (waiting for samples, the runtime's own costs) stays unknown.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ...schema.choices import Precision
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.estimate import Estimate
 from ...schema.operator_counts import (
@@ -18,7 +19,6 @@ from ...schema.operator_counts import (
     PassCounts,
 )
 from ...schema.options import option
-from ...schema.precision import Precision
 from ...schema.profile import (
     BatchPoint,
     LayerCore,

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from ...schema.choices import Precision
 from ...schema.operator_counts import Operator
-from ...schema.precision import Precision
 from .device_table import DeviceSpec
 
 Unit = Literal["vector", "tf32", "half"]

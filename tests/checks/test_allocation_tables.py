@@ -5,8 +5,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from hetflow.planning.checks.allocation_idle import idle_devices, usable_devices
-from hetflow.planning.checks.allocation_levels import least_cost
+from hetflow.planning.checks.allocation import idle_devices, least_cost, usable_devices
 from hetflow.planning.checks.allocation_policies import Pool
 from hetflow.schema.jobs import (
     Allocation,

@@ -30,8 +30,7 @@ from hetflow.clusters.mechanisms.proposals import (
     admit_gangs,
     decide,
 )
-from hetflow.clusters.mechanisms.rounds.state import RoundState
-from hetflow.clusters.mechanisms.rounds.stored import resumed, stored
+from hetflow.clusters.mechanisms.rounds.state import RoundState, resumed, stored
 from hetflow.clusters.simulator import ProposalOptions, simulate_proposals
 from hetflow.clusters.simulator.events.proposals import est_rate
 from hetflow.papers.easyscale.taking import take

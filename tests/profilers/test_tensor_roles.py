@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from torch import nn
 
-from hetflow.profilers.tensor_roles import (
+from hetflow.profilers.operator_counts import (
     NoTensorRolesError,
     heads_divisor,
     shared_layers,

@@ -8,8 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 from hetflow.formats.reports.grid import fitted_to
-from hetflow.formats.reports.timeline import html_timeline, svg_timeline, terminal_timeline
-from hetflow.formats.reports.trace import trace_json
+from hetflow.formats.reports.timeline import (
+    html_timeline,
+    svg_timeline,
+    terminal_timeline,
+    trace_json,
+)
 from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.timing import StageTimes, Timing, time_schedule
 from hetflow.schema.operations import PASSES, SENDS

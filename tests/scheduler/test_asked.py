@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
+from hetflow.clusters.scheduler.history import usage
 from hetflow.clusters.scheduler.notices import Notices
 from hetflow.clusters.scheduler.settings import Settings
 from hetflow.clusters.scheduler.submission import array_indices, submit, submit_array, user_name
-from hetflow.clusters.scheduler.usage import usage
 from hetflow.clusters.scheduler.view import ask, queue
 from hetflow.schema.errors import HetflowError, ProblemError
 from hetflow.tests.engines.leases import until

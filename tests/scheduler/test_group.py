@@ -28,10 +28,10 @@ from hetflow.clusters.engines.local import LocalEngine
 from hetflow.clusters.engines.protocol import OUTPUT, Fate, Work
 from hetflow.clusters.scheduler import group, leases, requests
 from hetflow.clusters.scheduler.group import MOST_OF_USER, SOCKET, Group
+from hetflow.clusters.scheduler.history import usage
 from hetflow.clusters.scheduler.leases import CHECKPOINT, PLAN
 from hetflow.clusters.scheduler.requests import answer_member
 from hetflow.clusters.scheduler.store import FILE, RUN
-from hetflow.clusters.scheduler.usage import usage
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import HetflowError, ProblemError
 from hetflow.schema.files import read_plan, to_json, write

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.clusters.scheduler.known_jobs import MOST_RATIOS, corrected, note, ratio_on, ratios_of
 from hetflow.clusters.scheduler.leases import PLAN, RUN
-from hetflow.clusters.scheduler.measured import MOST_RATIOS, corrected, note, ratio_on, ratios_of
 from hetflow.clusters.scheduler.store import Store
 from hetflow.schema.files import read_plan, write
 from hetflow.schema.jobs import MixThroughput, ModelThroughput

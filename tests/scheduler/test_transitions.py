@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.scheduler.leases import Lease
-from hetflow.clusters.scheduler.transitions import due
+from hetflow.clusters.scheduler.resizes import due
 from hetflow.tests.profiles import examples
 
 

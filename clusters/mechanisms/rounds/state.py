@@ -1,12 +1,14 @@
 """The state of rounds between two decisions."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
+from ....schema.errors import ProblemError
 from ....schema.jobs import Job
-from ..arrays import Floats, Ints
+from ..arrays import NOWHERE, Floats, Ints
 from ..cluster.active import Active
 from ..cluster.pool import Pool
 from ..cluster.servers import Servers
@@ -88,3 +90,106 @@ class RoundState:
         self.active.sweep()
         self.pairs.drop(np.array(places, dtype=np.int64), number)
         self.lost_jobs()
+
+
+FORMAT = "hetflow.rounds/1"
+_BY_COLUMN = ("received", "share", "deficit", "held")
+_BY_JOB = ("left", "isolated", "started", "restarts")
+_OF_JOB = tuple(field.name for field in fields(Job))
+_OF_PAIRS = ("first", "second", "column")
+
+
+def stored(state: RoundState) -> dict[str, Any]:
+    """What ``resumed`` needs besides the pool, as plain JSON values; numbers are exact.
+
+    Jobs that have left must have been swept from ``state.active``.
+    """
+    active, columns = state.active, state.pool.columns
+    jobs = []
+    for place, job in enumerate(active.jobs):
+        kind = int(active.last_type[place])
+        row: dict[str, Any] = {
+            "job": {name: value for name in _OF_JOB if (value := getattr(job, name)) is not None},
+            "alone_seconds": active.alone[place],
+            "last_column": None if kind == NOWHERE else columns[kind],
+        }
+        for name in _BY_JOB:
+            row[name] = getattr(active, name)[place].item()
+        for name in _BY_COLUMN:
+            row[name] = dict(zip(columns, getattr(active, name)[:, place].tolist(), strict=True))
+        jobs.append(row)
+    pairs = {name: getattr(state.pairs, name).tolist() for name in PairShares.__slots__}
+    return {
+        "schema": FORMAT,
+        "columns": list(columns),
+        "mixes": _mixes(state.pool),
+        "jobs": jobs,
+        "given_up": sorted(active.given_up),
+        "up": dict(zip(state.pool.types, state.up.tolist(), strict=True)),
+        "worker_seconds": dict(zip(columns, state.worker_seconds.tolist(), strict=True)),
+        "last_reset_seconds": state.last_reset,
+        "changed": state.changed,
+        "order": state.order,
+        "random": state.random.bit_generator.state,
+        "pairs": pairs,
+        "servers": None if state.servers is None else state.servers.sizes,
+        "seats": None
+        if state.servers is None
+        else {
+            job: [kind, sorted(at.items())] for job, (kind, at) in state.servers.held.items()
+        },
+    }  # fmt: skip
+
+
+def _mixes(pool: Pool) -> list[str]:
+    return [name for name, mix in zip(pool.columns, pool.is_mix.tolist(), strict=True) if mix]
+
+
+def resumed(document: Mapping[str, Any], pool: Pool) -> RoundState:
+    """The state that was stored.
+
+    Args:
+        document: What ``stored`` gave.
+        pool: The same device types, with throughputs that know all jobs; numbers may differ, and
+            mixes may have come or gone.
+
+    Raises:
+        ProblemError: It is of another format or other device types, or a job is unknown.
+    """
+    if document.get("schema") != FORMAT:
+        raise ProblemError(f"a state of rounds says {FORMAT!r}, got {document.get('schema')!r}")
+    gone = {*document.get("mixes", ()), *_mixes(pool)}
+    if [c for c in document["columns"] if c not in gone] != [
+        c for c in pool.columns if c not in gone
+    ]:
+        raise ProblemError(
+            f"the stored rounds are on {', '.join(document['columns'])}, the pool has "
+            f"{', '.join(pool.columns)}; start on the same device types"
+        )
+    state = RoundState.empty(pool, document["servers"])
+    active, rows = state.active, document["jobs"]
+    active.add([Job(**row["job"]) for row in rows], 0.0)
+    for place, row in enumerate(rows):
+        active.alone[place] = row["alone_seconds"]
+        for name in _BY_JOB:
+            getattr(active, name)[place] = row[name]
+        for name in _BY_COLUMN:
+            values = [row[name].get(column, 0.0) for column in pool.columns]
+            getattr(active, name)[:, place] = values
+        last = row["last_column"]
+        active.last_type[place] = pool.columns.index(last) if last in pool.columns else NOWHERE
+    active.given_up.update(document["given_up"])
+    state.see(np.array([document["up"][name] for name in pool.types], dtype=np.int64))
+    worked = document["worker_seconds"]
+    state.worker_seconds[:] = [worked.get(column, 0.0) for column in pool.columns]
+    state.last_reset, state.changed = document["last_reset_seconds"], document["changed"]
+    state.order = document["order"]
+    state.random.bit_generator.state = document["random"]
+    for name, values in document["pairs"].items():
+        kind = np.int64 if name in _OF_PAIRS else np.float64
+        setattr(state.pairs, name, np.array(values, dtype=kind))
+    if state.servers is not None:
+        state.servers.held = {
+            job: (kind, dict(map(tuple, at))) for job, (kind, at) in document["seats"].items()
+        }
+    return state

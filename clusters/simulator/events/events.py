@@ -13,7 +13,7 @@ from ...mechanisms.cluster.pool import Pool
 from ...mechanisms.cluster.seats import Placement
 from ..cluster.failures import FailureEvents, FailureOptions
 from ..cluster.span_book import SpanBook
-from ..outcomes import Simulation
+from ..metrics import Simulation
 from ..traces.arrivals import Queue
 
 Counts = tuple[int, ...]

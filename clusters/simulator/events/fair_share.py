@@ -16,7 +16,7 @@ from ...mechanisms.cluster.layout import Layout
 from ...mechanisms.cluster.pool import Pool
 from ...mechanisms.fair_share import Claim, admit_whole, share_elastically
 from ..cluster.failures import FailureOptions
-from ..outcomes import Simulation
+from ..metrics import Simulation
 from .events import Counts, Entry, EventCluster
 
 

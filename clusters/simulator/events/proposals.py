@@ -17,7 +17,7 @@ from ...mechanisms.cluster.pool import Pool
 from ...mechanisms.easyscale import Variant
 from ...mechanisms.proposals import Bidder, Stock, decide
 from ..cluster.failures import FailureOptions
-from ..outcomes import Simulation
+from ..metrics import Simulation
 from .events import Counts, Entry, EventCluster
 
 

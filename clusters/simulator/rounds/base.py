@@ -30,7 +30,7 @@ from ...mechanisms.rounds.decide import (
 from ...mechanisms.rounds.state import RoundState
 from ..cluster.failures import Failures, Fleet, Seats
 from ..cluster.span_book import SpanBook
-from ..outcomes import Simulation
+from ..metrics import Simulation
 from ..traces.arrivals import Queue
 from .options import STEPS_LEFT, RoundOptions
 

@@ -1,17 +1,213 @@
-"""Rounds on a flat pool, compiled: the same choices and the same digits as ``Rounds``.
+"""Rounds on a flat pool, compiled by numba: the same choices and digits as ``Rounds``.
 
-From event to event the rounds run in one call of ``quick_stretch.run_stretch``. Jobs that end keep
+From event to event the rounds run in one call of ``run_stretch``. Jobs that end keep
 their places until an allocation needs these.
 """
 
+from typing import Any
+
 import numpy as np
 
+from ....solvers.compiling import compiled
 from ...mechanisms.arrays import Floats, Ints
 from ...mechanisms.rounds.decide import type_order
 from ...mechanisms.rounds.rules import ANY_SHARE
 from .base import Rounds
 from .options import STEPS_LEFT
-from .quick_stretch import run_stretch
+
+NOWHERE = -1
+# Rows of the blocks of ``Active``.
+RATE, RELATIVE, RECEIVED, SHARE, DEFICIT, HELD = range(6)
+LEFT, STARTED = 0, 3
+SCALE, LAST_TYPE, RESTARTS = 0, 1, 3
+
+
+@compiled
+def _goes_first(a: Any, b: Any, priority: Any, deficit: Any, by_deficit: Any) -> Any:
+    """Whether place a goes before place b: higher priority, larger deficit, first to stand."""
+    if priority[a] != priority[b]:
+        return priority[a] > priority[b]
+    if by_deficit and deficit[a] != deficit[b]:
+        return deficit[a] > deficit[b]
+    return a < b
+
+
+@compiled
+def _sink(heap: Any, at: Any, number: Any, priority: Any, deficit: Any, by_deficit: Any) -> None:
+    """Let the entry at a place of a heap sink to where it belongs."""
+    place = heap[at]
+    while True:
+        child = 2 * at + 1
+        if child >= number:
+            break
+        if child + 1 < number and _goes_first(
+            heap[child + 1], heap[child], priority, deficit, by_deficit
+        ):
+            child += 1
+        if not _goes_first(heap[child], place, priority, deficit, by_deficit):
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = place
+
+
+@compiled
+def _take(
+    wanted: Any, number: Any, kind: Any, free: Any, scale: Any, chosen: Any,
+    priority: Any, deficit: Any, by_deficit: Any,
+) -> None:  # fmt: skip
+    """Give a type's devices to the jobs that want them, in order, skipping jobs that do not fit."""
+    for at in range(number // 2 - 1, -1, -1):
+        _sink(wanted, at, number, priority, deficit, by_deficit)
+    while number and free:
+        place = wanted[0]
+        number -= 1
+        wanted[0] = wanted[number]
+        _sink(wanted, 0, number, priority, deficit, by_deficit)
+        if scale[place] <= free:
+            chosen[place] = kind
+            free -= scale[place]
+
+
+@compiled
+def _choose(
+    pairs: Any, scale: Any, number: Any, free: Any, order: Any, published: Any, fills_idle: Any,
+    any_share: Any, chosen: Any, wanted: Any, priority: Any,
+) -> None:  # fmt: skip
+    """Write the type that each job runs on into ``chosen`` (``priorities.choose_by_type``)."""
+    least = 0.0 if fills_idle else any_share
+    for place in range(number):
+        chosen[place] = NOWHERE
+    for kind in order:
+        wanting = needed = 0
+        for place in range(number):
+            if chosen[place] != NOWHERE:
+                continue
+            rank = pairs[SHARE, kind, place] / pairs[RECEIVED, kind, place]
+            if fills_idle and not published:
+                relative = pairs[RELATIVE, kind, place]
+                if relative <= 0.0:
+                    continue
+                if not rank > 0.0:
+                    rank = relative - 2.0
+            elif not (pairs[RATE, kind, place] > 0.0 and rank >= least):
+                continue
+            priority[place] = rank
+            wanted[wanting] = place
+            wanting += 1
+            needed += scale[place]
+        if needed <= free[kind]:
+            for at in range(wanting):
+                chosen[wanted[at]] = kind
+        else:
+            _take(
+                wanted, wanting, kind, free[kind], scale, chosen, priority, pairs[DEFICIT, kind],
+                published,
+            )  # fmt: skip
+
+
+@compiled
+def run_stretch(
+    pairs: Any, floats: Any, ints: Any, number: Any, free: Any, orders: Any, draws_orders: Any,
+    worker_seconds: Any, busy: Any, now: Any, until: Any, due: Any, most: Any,
+    round_seconds: Any, lost_seconds: Any, ends: Any, fills_idle: Any, limits: Any,
+    chosen: Any, wanted: Any, priority: Any, ended: Any, finish: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Run rounds until a job ends or arrives, an allocation is due, or ``most`` are run.
+
+    Args:
+        pairs: The blocks of ``Active``, written in place, and the ``number`` of places in use.
+        floats: See ``pairs``.
+        ints: See ``pairs``.
+        number: See ``pairs``.
+        free: Devices of each type [types].
+        orders: In which order types are served [rounds, types]; where ``draws_orders`` is not
+            set, the first row is every round's.
+        draws_orders: See ``orders``.
+        worker_seconds: Sum of the seconds received, added to [types].
+        busy: Device-seconds, added to [types].
+        now: The time, in seconds.
+        until: When the next job arrives.
+        due: The time of the last allocation, and how long after it the next one is due.
+        most: Rounds to run at most.
+        round_seconds: See ``RoundOptions``.
+        lost_seconds: What a restart and what a resize costs.
+        ends: Whether the convention is the published one, and ``ends_early`` of ``RoundOptions``.
+        fills_idle: See ``RoundOptions``.
+        limits: ``ANY_SHARE`` and ``STEPS_LEFT`` of ``options``.
+        chosen: Scratch [places], as are ``wanted`` and ``priority``.
+        wanted: See ``chosen``.
+        priority: See ``chosen``.
+        ended: Receives the places of jobs that end [places].
+        finish: Receives when they do [places].
+
+    Returns:
+        The time, the rounds run, and how many jobs ended.
+    """
+    types = len(free)
+    left, started = floats[LEFT], floats[STARTED]
+    scale, last_type, restarts = ints[SCALE], ints[LAST_TYPE], ints[RESTARTS]
+    (reset, wait), (any_share, steps_left) = due, limits
+    (restart_seconds, resize_seconds), (published, ends_early) = lost_seconds, ends
+    rounds = done = 0
+    while True:
+        order = orders[rounds if draws_orders else 0]
+        _choose(
+            pairs, scale, number, free, order, published, fills_idle, any_share, chosen, wanted,
+            priority,
+        )  # fmt: skip
+        rounds += 1
+        longest, anybody = 0.0, False
+        for kind in range(types):
+            worked = spent = 0.0
+            for place in range(number):
+                if chosen[place] != kind:
+                    continue
+                rate, moved = pairs[RATE, kind, place], last_type[place] != kind
+                lost = 0.0
+                if moved:
+                    lost = restart_seconds if last_type[place] == NOWHERE else resize_seconds
+                possible = rate * (round_seconds - lost)
+                if published:
+                    possible = max(np.floor(possible), 1.0)
+                steps = min(possible, left[place])
+                seconds = steps / rate + lost
+                left[place] -= steps
+                pairs[HELD, kind, place] += seconds
+                pairs[RECEIVED, kind, place] += seconds
+                worked += seconds
+                spent += seconds * scale[place]
+                priority[place] = seconds
+                if not anybody or seconds > longest:
+                    longest, anybody = seconds, True
+                if moved:
+                    if started[place] < 0.0:
+                        started[place] = now
+                    else:
+                        restarts[place] += 1
+            worker_seconds[kind] += worked
+            busy[kind] += spent
+        goes_on = False
+        for place in range(number):
+            last_type[place] = chosen[place]
+            if chosen[place] == NOWHERE:
+                continue
+            if left[place] <= steps_left:
+                ended[done], finish[done] = place, now + priority[place]
+                done += 1
+            else:
+                goes_on = True
+        end = now + round_seconds
+        if published and anybody:
+            end = now + longest
+        elif ends_early and anybody:
+            end = end if goes_on else min(end, now + longest)
+        elif ends_early:
+            end = min(end, until)
+        now = end
+        if done or now >= until or rounds >= most or now - reset >= wait:
+            return now, rounds, done
+
 
 _AHEAD = 256  # orders of types drawn at once
 _MOST = 100_000  # rounds in one call, some 0.1 s: nothing interrupts it

@@ -7,7 +7,7 @@ from ....schema.jobs import Job
 from ....solvers.compiling import can_compile
 from ...mechanisms.allocators.shares import Allocator
 from ...mechanisms.cluster.pool import Pool
-from ..outcomes import Simulation
+from ..metrics import Simulation
 from ..traces.arrivals import Queue
 from .base import Rounds
 from .combined import CombinedRounds

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.papers.piper import knapsack
+from hetflow.papers.piper import solve as planner
 from hetflow.papers.piper.check import check, counted_memory, counted_seconds
 from hetflow.papers.piper.problem import (
     SteadyChoice,
@@ -161,7 +161,7 @@ def test_the_plan_is_the_fastest_of_all(problem: SteadyProblem) -> None:
 @given(problems())
 def test_where_knapsacks_are_too_large_a_bound_is_left(problem: SteadyProblem) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knapsack, "_MOST_PARTIAL", 0)
+        patch.setattr(planner, "_MOST_PARTIAL", 0)
         try:
             plan = solve(problem)
         except InfeasibleError:

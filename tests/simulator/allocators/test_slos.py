@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetflow.clusters.mechanisms.allocators.slos import solve_what_can_be_met
+from hetflow.clusters.mechanisms.allocators.named import solve_what_can_be_met
 from hetflow.clusters.simulator import (
     Pool,
     RoundOptions,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
-from hetflow.clusters.simulator.outcomes import Simulation
+from hetflow.clusters.simulator.metrics import Simulation
 from hetflow.clusters.simulator.rounds.base import Rounds
 from hetflow.clusters.simulator.traces.arrivals import Queue
 from hetflow.schema.errors import ProblemError

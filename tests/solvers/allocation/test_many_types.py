@@ -11,10 +11,9 @@ from hetflow.planning.checks.allocation import check
 from hetflow.planning.inputs import pool_of
 from hetflow.schema.errors import TooLittleTimeError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs
-from hetflow.solvers.allocation import allocate, simplex
+from hetflow.solvers.allocation import allocate, policy, simplex
 from hetflow.solvers.allocation.engine import solve_alone
 from hetflow.solvers.allocation.program import Program
-from hetflow.solvers.allocation.water_filling import filling
 from hetflow.solvers.allocation.water_filling.vertex import least_cost
 
 
@@ -99,7 +98,7 @@ def test_filling_ends_by_itself_and_goes_on_under_a_limit(monkeypatch):
     """2,000 jobs on 200 types had their optimum in 4 s, and were filled for minutes."""
     jobs, rates = tables(40, 12)
     problem = allocation_problem(jobs, rates, pool_of(pool(12, 4)))
-    monkeypatch.setattr(filling, "MOST_WORK", 2.0 * 40 * 12)
+    monkeypatch.setattr(policy, "MOST_WORK", 2.0 * 40 * 12)
     found = allocate(problem, "las")
     assert check(found, problem) == []
     assert (found.fill, found.certificate.termination) == (None, "optimal")

@@ -22,7 +22,8 @@ from hetflow.schema.jobs import (
     Throughputs,
 )
 from hetflow.solvers.allocation import all_policies, allocate, engine, instance_of
-from hetflow.solvers.allocation.water_filling import filling, stepwise
+from hetflow.solvers.allocation import policy as policies
+from hetflow.solvers.allocation.water_filling import stepwise
 from hetflow.solvers.allocation.water_filling.bottlenecks import best_levels
 from hetflow.solvers.allocation.water_filling.tree import Tree
 from hetflow.tests.profiles import examples
@@ -204,7 +205,7 @@ def test_where_filling_breaks_down_the_optimum_stands_and_says_so(monkeypatch):
     def broken(*_):
         raise BackendError("no more numbers")
 
-    monkeypatch.setattr(filling, "fill", broken)
+    monkeypatch.setattr(policies, "fill", broken)
     problem = half_used()
     found = allocate(problem, "las")
     assert check(found, problem) == []

@@ -1,1 +1,0 @@
-"""One policy a file, registered as it is imported; ``policy.POLICIES`` finds the files."""
