@@ -281,47 +281,140 @@ def _cuts(start: int, end: int, usual: int, unit: int) -> Iterator[tuple[int, in
 # parameter completes each bucket. From then on only these have hooks, and on the host those with
 # large gradients, which are written while they are in the caches.
 
-# Sums of buckets over the workers, which start in the same order on every worker.
+LARGE_BYTES = 1 << 15
+"""Gradients of so many bytes are written to a host's memory when they come."""
+MOST_MISSES = 3
+"""Steps that began to learn anew, after which every parameter keeps its hook."""
+_gradient = attrgetter("grad")
 
 
-class BucketSums:
-    """Starts the sums of buckets, and waits for them.
+def have_no_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether ``grad`` of all parameters is None."""
+    return {*map(_gradient, parameters)} <= {None}
+
+
+class Arrivals:
+    """Watches gradients come, and sums buckets that are complete over the workers.
+
+    Sums start in the same order on every worker. A step is ``begin``, backward passes with ``arm``
+    before the last, ``finish``, ``launch_rest`` and ``wait``. It has hooks on parameters until
+    ``close``.
 
     Attributes:
         num_launched: How many buckets' sums were started in this step.
-        defers_last: Whether ``launch_ready`` keeps the last bucket back.
         factor: [] what this worker's gradients are multiplied by before they are summed, if it is
             not None.
+        used: Indices of the parameters whose gradients have come in this step.
+        num_misses: Steps in which a bucket was not complete when its last gradient was thought to
+            have come.
     """
 
     def __init__(
         self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
         buffers: FlatBuffers,
         firsts: FirstGradients,
         *,
         group: dist.ProcessGroup | None,
         invariant: InvariantSum | None,
+        num_misses: int,
     ) -> None:
-        self._buffers, self._firsts = buffers, firsts
-        self._group, self._invariant = group, invariant
+        self._names, self._parameters, self._buffers = names, parameters, buffers
+        self._firsts, self._group, self._invariant = firsts, group, invariant
         self._works: list[peers.Transfer] = []
         self._write_sums: Callable[[Tensor], None] | None = None
-        self.num_launched, self.defers_last = 0, False
+        self.num_launched, self._defers_last = 0, False
         self.factor: Tensor | None = None
+        self._trained = [parameters[index] for index in buffers.views]
+        self._hooks = Hooks()
+        self._is_armed = False
+        self.used: set[int] = set()
+        self._fired: set[int] = set()  # in the armed backward pass
+        self._awaited: set[int] = set()  # whose first gradient of the step has not come
+        self._is_single = False  # the step is one pass, and no gradient was there when it began
+        self._learns, self._has_learned, self.num_misses = False, False, num_misses
+        self._is_lean = False  # only some parameters have hooks
+        self._versions: dict[int, int] = {}  # of buffers that hold gradients, in a lean step
+        self._watch_all()
 
-    def begin(self, write_sums: Callable[[Tensor], None] | None) -> None:
-        """Start a step; ``write_sums`` as for ``GradientReducer.begin``."""
+    def have_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return have_no_gradients(self._trained)
+
+    def begin(
+        self,
+        write_sums: Callable[[Tensor], None] | None,
+        *,
+        awaits_all: bool,
+        num_passes: int | None,
+    ) -> None:
+        """Start a step; the other arguments are those of ``GradientReducer.begin``.
+
+        ``awaits_all`` says that each parameter's next gradient is its first, which is written over
+        what its view holds. Otherwise every ``grad`` is its view by now.
+        """
         # Kept only until it was called: it may refer to the owner, which must be freed at once.
         self._write_sums = write_sums if self._buffers.sums is not None else None
         self._works.clear()
         self.num_launched, self.factor = 0, None
         if self._invariant is not None:
             self._invariant.begin()
+        self.used.clear()
+        self._versions.clear()
+        self._awaited.clear()
+        self._is_single = awaits_all and num_passes is not None and num_passes <= 1
+        self._choose_hooks()
+        if awaits_all:
+            self._awaited.update(self._buffers.views)
+
+    def arm(self, *, starts_sums: bool, defers_last: bool) -> None:
+        """Let the next backward pass start sums as buckets fill, if ``starts_sums``.
+
+        With ``defers_last``, the last bucket is kept back until ``launch_rest``.
+        """
+        self._is_armed, self._defers_last = starts_sums, defers_last
+        self._fired.clear()
+        for bucket in self._buffers.buckets:
+            bucket.num_ready = 0
+        self._learns = (
+            starts_sums and self._is_single and len(self._awaited) == len(self._buffers.views)
+        )
+        if self._is_lean and not self.have_none():
+            # The script's function went back by itself: what has come may not be all.
+            self._is_armed = False
+
+    def finish(self) -> None:
+        """End the passes: the buffers are complete; what no pass has used is zero."""
+        self._is_armed = False
+        self._complete()
+        if self._learns and self.num_misses < MOST_MISSES:
+            # Was each bucket complete when its last gradient was thought to have come?
+            self._has_learned = all(bucket.is_ready for bucket in self._buffers.buckets)
+            self.num_misses += int(self._is_lean and not self._has_learned)
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        self._hooks.remove()
+
+    def _complete(self) -> None:
+        views = self._buffers.views
+        if self._is_lean:
+            self._check_versions()
+            self._take_all([i for i in self._awaited if self._parameters[i].grad is not None])
+        self._firsts.write()
+        if not self._awaited:
+            return
+        with torch.no_grad():
+            torch._foreach_zero_([views[index] for index in self._awaited])
+        for index in self._awaited:
+            self._parameters[index].grad = views[index]
+        self._awaited.clear()
 
     def launch_ready(self) -> None:
         """Start the sums of the next buckets whose gradients have come."""
         buckets = self._buffers.buckets
-        limit = len(buckets) - int(self.defers_last)
+        limit = len(buckets) - int(self._defers_last)
         while self.num_launched < limit and buckets[self.num_launched].is_ready:
             self._launch_next()
 
@@ -357,112 +450,6 @@ class BucketSums:
         if self._invariant is not None:
             self._invariant.wait()
 
-
-LARGE_BYTES = 1 << 15
-"""Gradients of so many bytes are written to a host's memory when they come."""
-MOST_MISSES = 3
-"""Steps that began to learn anew, after which every parameter keeps its hook."""
-_gradient = attrgetter("grad")
-
-
-def have_no_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Whether ``grad`` of all parameters is None."""
-    return {*map(_gradient, parameters)} <= {None}
-
-
-class Arrivals:
-    """Watches gradients come, and starts the sums of buckets that are complete.
-
-    A step is ``begin``, backward passes with ``arm`` before the last, and ``finish``. It has hooks
-    on parameters until ``close``.
-
-    Attributes:
-        used: Indices of the parameters whose gradients have come in this step.
-        num_misses: Steps in which a bucket was not complete when its last gradient was thought to
-            have come.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        buffers: FlatBuffers,
-        firsts: FirstGradients,
-        sums: BucketSums,
-        *,
-        num_misses: int = 0,
-    ) -> None:
-        self._names, self._parameters, self._buffers = names, parameters, buffers
-        self._firsts, self._sums = firsts, sums
-        self._trained = [parameters[index] for index in buffers.views]
-        self._hooks = Hooks()
-        self._is_armed = False
-        self.used: set[int] = set()
-        self._fired: set[int] = set()  # in the armed backward pass
-        self._awaited: set[int] = set()  # whose first gradient of the step has not come
-        self._is_single = False  # the step is one pass, and no gradient was there when it began
-        self._learns, self._has_learned, self.num_misses = False, False, num_misses
-        self._is_lean = False  # only some parameters have hooks
-        self._versions: dict[int, int] = {}  # of buffers that hold gradients, in a lean step
-        self._watch_all()
-
-    def have_none(self) -> bool:
-        """Whether no parameter has a gradient."""
-        return have_no_gradients(self._trained)
-
-    def begin(self, *, awaits_all: bool, num_passes: int | None) -> None:
-        """Start a step.
-
-        Args:
-            awaits_all: Whether each parameter's next gradient is its first, which is written over
-                what its view holds. Otherwise every ``grad`` is its view by now.
-            num_passes: Backward passes of the step, if known.
-        """
-        self.used.clear()
-        self._versions.clear()
-        self._awaited.clear()
-        self._is_single = awaits_all and num_passes is not None and num_passes <= 1
-        self._choose_hooks()
-        if awaits_all:
-            self._awaited.update(self._buffers.views)
-
-    def arm(self, *, starts_sums: bool) -> None:
-        """Let the next backward pass start sums as buckets fill, if ``starts_sums``."""
-        self._is_armed = starts_sums
-        self._fired.clear()
-        for bucket in self._buffers.buckets:
-            bucket.num_ready = 0
-        self._learns = (
-            starts_sums and self._is_single and len(self._awaited) == len(self._buffers.views)
-        )
-        if self._is_lean and not self.have_none():
-            # The script's function went back by itself: what has come may not be all.
-            self._is_armed = False
-
-    def finish(self) -> None:
-        """End the passes: the buffers are complete; what no pass has used is zero."""
-        self._is_armed = False
-        self._complete()
-        self._learn()
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters."""
-        self._hooks.remove()
-
-    def _complete(self) -> None:
-        views = self._buffers.views
-        if self._is_lean:
-            self._check_versions()
-            self._take_all([i for i in self._awaited if self._parameters[i].grad is not None])
-        self._firsts.write()
-        if not self._awaited:
-            return
-        with torch.no_grad():
-            torch._foreach_zero_([views[index] for index in self._awaited])
-        for index in self._awaited:
-            self._parameters[index].grad = views[index]
-        self._awaited.clear()
-
     def _take_all(self, indices: Iterable[int]) -> None:
         indices = list(indices)
         self.used.update(indices)
@@ -481,7 +468,7 @@ class Arrivals:
         view, bucket = self._buffers.views[index], self._buffers.bucket_of.get(index)
         is_host = backend_of(view.device).is_host
         used, awaited, have_fired = self.used, self._awaited, self._fired
-        take, launch_ready = self._firsts.take, self._sums.launch_ready
+        take, launch_ready = self._firsts.take, self.launch_ready
 
         def fired(parameter: Tensor) -> None:
             used.add(index)
@@ -501,15 +488,6 @@ class Arrivals:
         return fired
 
     # A hook for each bucket
-
-    def _learn(self) -> None:
-        """After a step's passes, note whether each bucket was complete when its last one came."""
-        if not self._learns or self.num_misses >= MOST_MISSES:
-            return
-        in_time = all(bucket.is_ready for bucket in self._buffers.buckets)
-        if self._is_lean and not in_time:
-            self.num_misses += 1
-        self._has_learned = in_time
 
     def _choose_hooks(self) -> None:
         """Let all parameters have hooks in this step, or only those that need one."""
@@ -551,7 +529,7 @@ class Arrivals:
             self._take_all([index for index in bucket.parameters if index in awaited])
             bucket.num_ready = len(parameters)
             self._versions[bucket.place[0]] = 0
-            self._sums.launch_ready()
+            self.launch_ready()
             for number in self._versions:  # only this object changes buffers that hold gradients
                 self._versions[number] = self._buffers.flats[number]._version
 
@@ -649,15 +627,13 @@ class GradientReducer:
             alignment=self._invariant.alignment if self._invariant is not None else 1,
             num_sums=self._num_sums,
         )
-        self._sums = BucketSums(
-            self._buffers, self._firsts, group=self._group, invariant=self._invariant
-        )
         self._arrivals = Arrivals(
             self._names,
             self._parameters,
             self._buffers,
             self._firsts,
-            self._sums,
+            group=self._group,
+            invariant=self._invariant,
             num_misses=num_misses,
         )
 
@@ -691,7 +667,7 @@ class GradientReducer:
     @property
     def num_launched(self) -> int:
         """How many buckets this worker has begun to reduce in this step."""
-        return self._sums.num_launched
+        return self._arrivals.num_launched
 
     @property
     def carried(self) -> bool:
@@ -721,11 +697,10 @@ class GradientReducer:
         """
         self._rebuild_if_changed()
         self._firsts.begin()
-        self._sums.begin(write_sums)
         is_fresh = self._arrivals.have_none()
         # Several passes over a tree of sums move whole buffers, so these must be whole at once.
         awaits_all = is_fresh and (self._invariant is None or self._invariant.num_turns == 1)
-        self._arrivals.begin(awaits_all=awaits_all, num_passes=num_passes)
+        self._arrivals.begin(write_sums, awaits_all=awaits_all, num_passes=num_passes)
         self._carried.clear()
         if self._before is not None:
             self._before.clear()
@@ -773,7 +748,7 @@ class GradientReducer:
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply this worker's gradients of this step by a factor [] before they are summed."""
-        self._sums.factor = factor
+        self._arrivals.factor = factor
 
     def enter(self, node: int) -> None:
         """Begin a virtual node's pass."""
@@ -813,9 +788,8 @@ class GradientReducer:
             defer_last: Keep the last bucket back until ``finish``. On an emulated device, the last
                 gradient counts as ready when the stretched pass ends, not the real one.
         """
-        self._sums.defers_last = defer_last
         is_last_turn = self._invariant is None or self._invariant.in_last_turn
-        self._arrivals.arm(starts_sums=self._distributed and is_last_turn)
+        self._arrivals.arm(starts_sums=self._distributed and is_last_turn, defers_last=defer_last)
 
     def launch_rest(self) -> None:
         """Start to reduce the buckets that the last backward did not."""
@@ -823,11 +797,11 @@ class GradientReducer:
         if self._invariant is not None:
             self._invariant.settle()
         if self._distributed or self._invariant is not None:
-            self._sums.launch_rest()
+            self._arrivals.launch_rest()
 
     def wait(self) -> None:
         """Wait until every bucket is reduced. On CUDA this blocks the stream, not the host."""
-        self._sums.wait()
+        self._arrivals.wait()
 
     def finish(self) -> None:
         """Reduce what is left and wait: afterwards gradients are the sums over all workers."""
