@@ -25,7 +25,6 @@ from .generations import Generations
 from .hosts import Alone, Hosts, Together, expected_slots
 from .inbox import Inbox
 from .output import Lines
-from .regroup import Regroup
 from .repartition import Repartitions
 from .request import (
     LaunchRequest,
@@ -37,7 +36,7 @@ from .request import (
 )
 from .spawn import Meeting, WorkerCommand, commands_of
 from .store import LastGeneration
-from .supervisor import Launched, Supervisor
+from .supervisor import Launched, Regroup, Supervisor
 from .workers import Signals, Starter, Workers
 
 # Which way a launch is looked after: chosen once, from what was asked.

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -162,7 +163,7 @@ class PatientStore:
 
     def __init__(self, store: Any, limit_seconds: float) -> None:
         self._store, self._limit_seconds = store, limit_seconds
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], _Reply]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._gone: str | None = None
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -184,34 +185,23 @@ class PatientStore:
             Unreachable: None came.
         """
         if self._gone is None:
-            reply = _Reply()
+            reply: Future[Answer] = Future()
             self._asked.put((question, reply))
-            if not reply.is_there.wait(self._limit_seconds):
+            try:
+                return reply.result(self._limit_seconds)
+            except TimeoutError:
                 self._gone = f"its launcher did not answer for {self._limit_seconds:g} s"
-            elif reply.error is not None:
+            except RuntimeError:
                 self._gone = "its launcher is gone, and the store with it"
-            else:
-                answer: Answer = reply.answer
-                return answer
         raise Unreachable(self._gone)
 
     def _serve(self) -> None:
         while True:
             question, reply = self._asked.get()
             try:
-                reply.answer = question()
+                reply.set_result(question())
             except RuntimeError as error:
-                reply.error = error
-            reply.is_there.set()
-
-
-class _Reply:
-    """What the thread has found."""
-
-    def __init__(self) -> None:
-        self.is_there = threading.Event()
-        self.answer: Any = None
-        self.error: RuntimeError | None = None
+                reply.set_exception(error)
 
 
 class Part:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from ...schema.errors import HetflowError, ProblemError
 from ...schema.launch import LaunchConfig, WorkerSlot
@@ -28,7 +28,7 @@ from ...schema.run import Generation, GenerationKind, GenerationWorker
 from ..protocol import handover
 from .failures import Failure, first_cause, silence
 from .heartbeat import Limits, Watch
-from .hosts import Hosts
+from .hosts import Hosts, Together
 from .inbox import Inbox
 from .mapping import devices_of
 from .request import LaunchRequest
@@ -294,3 +294,39 @@ class Supervisor(ABC):
                 pause_seconds=pause_seconds,
             )
         )
+
+
+class Regroup(Supervisor):
+    """This host's part of a launch over several: no worker joins or is replaced.
+
+    Each host's controller supervises its own workers. If one of them dies, all hosts stop theirs.
+    When the last worker is gone, node 0 decides whether all start again.
+    """
+
+    def __init__(self, launched: Launched, hosts: Hosts) -> None:
+        super().__init__(launched, hosts)
+        self._hosts = cast(Together, hosts)
+
+    def tick(self, wait_seconds: float) -> Failure | None:
+        """Take in what has happened, after so long; a failure that ends the launch."""
+        time.sleep(wait_seconds)
+        self._workers.hear()
+        self._watch.look(self._here())  # nobody, where workers have no line to their controller
+        failure = self._cause() or self._hosts.failure_elsewhere()
+        if failure is None or self._launched.request.policy == "stop":
+            return failure
+        return failure if self._hosts.stop_behind(failure) is not None else self._again(failure)
+
+    def _again(self, failure: Failure) -> Failure | None:
+        """Start anew with all other hosts; the failure where that is not to be."""
+        cause = self._hosts.tell_failure(failure)
+        if cause.interrupted or not (cause.by_signal or cause.lost_peer):
+            return cause
+        self._end(self._ranks)  # before the others are told that they are gone
+        may, watch = lambda: self._tries.take(self.number), self._launched.check_signals
+        if not self._hosts.starts_again(may, watch):
+            return self._hosts.why_not(cause)
+        left = self._start_again(self.config)
+        self._warn(f"{cause.sentence()}; starting again from the last checkpoint")
+        self._remember("restart", cause.sentence(), tuple(self._ranks), left)
+        return None

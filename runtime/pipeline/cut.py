@@ -21,7 +21,7 @@ from ...schema.errors import TargetError
 from ...schema.options import option
 from ..tensor.roles import Sharing
 from ..tensor.sequence import spreads_tokens
-from .crossing import Holding, Holdings
+from .channels import Holding, Holdings
 
 # A model as named layers over a graph; which tracer made the graph does not matter.
 #

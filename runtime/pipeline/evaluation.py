@@ -26,7 +26,7 @@ from ..tensor.operators import TensorGroup, gather_tokens_from, scatter_tokens_t
 from ..tensor.sequence import check_length
 from ..wire import Message, carried
 from .answers import made_again, portable
-from .crossing import Holding, Holdings
+from .channels import Holding, Holdings
 from .cut import CALL, StageModule, by_placeholder
 from .transport import Transport
 

@@ -16,8 +16,7 @@ from ...schema.operations import ACTIVATIONS, PASSES, RECEIVES, SENDS, Kind, Ope
 from ..data import Batch
 from ..protocol.lower import schedule_of
 from ..tensor.operators import TensorGroup
-from .channels import Inbox, Message, Outbox
-from .crossing import Holdings, Receiver, Sender
+from .channels import Holdings, Inbox, Message, Outbox, Receiver, Sender
 from .optimizer import ScheduledSteps
 from .stage import Stage
 from .synchronise import Synchroniser

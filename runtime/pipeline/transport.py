@@ -140,7 +140,7 @@ class Transport:
 class Routes:
     """Which workers of two tensor-parallel groups send messages to each other.
 
-    Each worker sends its part of a value (crossing.py), to all whose parts overlap with it.
+    Each worker sends its part of a value (channels.py), to all whose parts overlap with it.
 
     Attributes:
         rank: This worker's rank.

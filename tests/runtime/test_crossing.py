@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hetflow.profilers.zoo.transformer import GPT
 from hetflow.runtime import peers
-from hetflow.runtime.pipeline.channels import HEADER_BYTES, Inbox, Outbox
-from hetflow.runtime.pipeline.crossing import Holding, Receiver, Sender
+from hetflow.runtime.pipeline.channels import HEADER_BYTES, Holding, Inbox, Outbox, Receiver, Sender
 from hetflow.runtime.pipeline.cut import cut, holdings_of
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.runtime.pipeline.transport import Lines, Routes
