@@ -177,7 +177,7 @@ def make_exact() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced is the intention
         library.impl("sqrt", _sqrt, "CPU")
-        library.impl("sqrt_", _sqrt_, "CPU")
+        library.impl("sqrt_", lambda values: values.copy_(_sqrt(values)), "CPU")
         library.impl("sqrt.out", _sqrt_out, "CPU")
     return library
 
@@ -195,10 +195,6 @@ def _sqrt(values: "Tensor") -> "Tensor":
     if kind.is_floating_point:  # float16 and bfloat16: rounded from float32, as torch does
         return _sqrt(values.float()).to(kind)
     return _sqrt(values.to(torch.get_default_dtype()))
-
-
-def _sqrt_(values: "Tensor") -> "Tensor":
-    return values.copy_(_sqrt(values))
 
 
 def _sqrt_out(values: "Tensor", *, out: "Tensor") -> "Tensor":

@@ -85,20 +85,6 @@ def shape_difference(theirs: Mapping[str, str], own: Mapping[str, str]) -> str:
     return "the parameters stand in another order"
 
 
-def check_file(path: Path) -> None:
-    """Refuse anything but a regular file: reading a pipe would wait for ever.
-
-    Raises:
-        BrokenCheckpoint: The file is absent, or is no regular file.
-    """
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from None
-    if not stat.S_ISREG(mode):
-        raise BrokenCheckpoint(f"{path.name} is no file")
-
-
 def check_body(body: Any) -> None:
     """Check the outer form of a manifest of ``FORMAT``: its tensors must fill their file exactly.
 
@@ -552,8 +538,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _content(path: Path) -> bytes:
-    check_file(path)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
+            raise BrokenCheckpoint(f"{path.name} is no file")
         return path.read_bytes()
     except OSError as error:
         raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from None

@@ -121,16 +121,13 @@ def is_complete(path: Path) -> bool:
 def _is_of_one_run(parts: list[Path]) -> bool:
     """Whether all these parts are there, and of one run; only their headers are read."""
     try:
-        _check_one_run([_header_of(part) for part in parts])
+        headers = [checkpoint.read_manifest(part)["header"] for part in parts]
+        for part, header in zip(parts, headers, strict=True):
+            check_part_header(part, header)
+        _check_one_run(headers)
     except (BrokenCheckpoint, FileError):
         return False
     return True
-
-
-def _header_of(part: Path) -> dict[str, Any]:
-    header: dict[str, Any] = checkpoint.read_manifest(part)["header"]
-    check_part_header(part, header)
-    return header
 
 
 def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:

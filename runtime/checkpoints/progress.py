@@ -116,7 +116,13 @@ class Progress:
             if call == position["call"]:
                 self._check_position(self._found, length, num_steps)
                 self.restore()
-                self._warn_of_copies()
+                copy = unregistered_copy(self._session.model, self._registered)
+                if copy is not None and self._session.is_main:
+                    log.warning(
+                        f"a copy of the model ({copy}) is not registered: if it follows the "
+                        f"training, as an average of the weights does, this restart began it anew; "
+                        f"call job.register(copy)"
+                    )
                 first = position["step"]
                 if first == num_steps:
                     self.epoch_done(call)
@@ -145,16 +151,6 @@ class Progress:
                 f"the script registers {len(self._registered)} object(s), {found.path} has "
                 f"{len(saved)}",
                 hint="register the same objects in the same order, or start with an empty folder",
-            )
-
-    def _warn_of_copies(self) -> None:
-        """Warn of copies of the model, such as averages of its weights, that begin anew here."""
-        copy = unregistered_copy(self._session.model, self._registered)
-        if copy is not None and self._session.is_main:
-            log.warning(
-                f"a copy of the model ({copy}) is not registered: if it follows the training, as "
-                f"an average of the weights does, this restart began it anew; call "
-                f"job.register(copy)"
             )
 
     def entered(self, call: int, step: int) -> None:

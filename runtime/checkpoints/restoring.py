@@ -91,29 +91,20 @@ def load_optimizers(
         )
     for number, (optimizer, load, state) in enumerate(zip(optimizers, loads, states, strict=True)):
         name = f"optimizer {number + 1}" if len(optimizers) > 1 else "the optimizer"
-        _load_optimizer(path, name, optimizer, load, state)
-
-
-def _load_optimizer(
-    path: Path,
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    load: Callable[[Any], object],
-    saved: dict[str, Any],
-) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):  # an object with an optimizer's methods
-        return _load(path, name, load, saved)
-    settings = [_settings(group) for group in optimizer.param_groups]
-    _load(path, name, load, saved)
-    for number, (group, before) in enumerate(zip(optimizer.param_groups, settings, strict=True)):
-        where = f"{name}'s group {number}"
-        for setting, value in before.items():
-            if setting in optimizer.defaults and setting not in group:
-                raise _misfit(path, where, f"{setting} is absent")
-            group.setdefault(setting, value)  # a setting that a scheduler has added since
-        differs = _difference(before, _settings(group)) or _fault_of_group(optimizer, group)
-        if differs:
-            raise _misfit(path, where, differs)
+        if not isinstance(optimizer, torch.optim.Optimizer):  # an object with its methods
+            _load(path, name, load, state)
+            continue
+        before = [_settings(group) for group in optimizer.param_groups]
+        _load(path, name, load, state)
+        for index, (group, own) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+            where = f"{name}'s group {index}"
+            for setting, value in own.items():
+                if setting in optimizer.defaults and setting not in group:
+                    raise _misfit(path, where, f"{setting} is absent")
+                group.setdefault(setting, value)  # a setting that a scheduler has added since
+            differs = _difference(own, _settings(group)) or _fault_of_group(optimizer, group)
+            if differs:
+                raise _misfit(path, where, differs)
 
 
 def load_registered(path: Path, number: int, thing: Any, saved: Any) -> None:

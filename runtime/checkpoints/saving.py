@@ -155,7 +155,10 @@ class Checkpoints:
         folder = start.checkpoint_folder or self._handover.folder
         self._has_folder = folder is not None
         self._every = start.checkpoint_every if folder is not None else 0
-        self._folder = _own_folder(folder) if folder is not None else Path()
+        self._folder = folder or Path()
+        if folder is not None:  # of a script's several jobs, each has a folder of its own
+            number, OpenedFolders.jobs = OpenedFolders.jobs, OpenedFolders.jobs + 1
+            self._folder = folder / f"job{number}" if number else folder
         self._writing: threading.Thread | None = None
         self._failed: Exception | None = None
         self._unwritten: list[int] = []  # steps whose checkpoints could not be written
@@ -380,11 +383,6 @@ class Checkpoints:
         """Tell the user a sentence; only the main worker prints it."""
         if self._session.is_main:
             log.info(sentence)
-
-
-def _own_folder(folder: Path) -> Path:
-    number, OpenedFolders.jobs = OpenedFolders.jobs, OpenedFolders.jobs + 1
-    return folder / f"job{number}" if number else folder
 
 
 def unusable(

@@ -144,9 +144,10 @@ def failure_of(
         if found is not None:
             own = FailureNote(error=found.said, lost_peer=True, timed_out=found.timed_out)
     own = own or FailureNote()
+    said = [line for line in tail_of(log).splitlines() if line.strip()]
     return Failure(
         exit_code=code,
-        error=own.error or last_line(log),
+        error=own.error or (said[-1].strip()[:300] if said else ""),
         rank=rank,
         device_type=device_type,
         host=socket.gethostname(),
@@ -188,9 +189,3 @@ def tail_of(path: Path, lines: int = TAIL_LINES) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
-
-
-def last_line(path: Path) -> str:
-    """The last line of a log that says anything."""
-    said = [line for line in tail_of(path).splitlines() if line.strip()]
-    return said[-1].strip()[:300] if said else ""

@@ -156,7 +156,8 @@ class Together:
                 not suffice.
         """
         place = self._place
-        store = self._hold() if self.is_first else self._connect(watch)
+        address = place.host, place.port
+        store = hold_store(listen(*address)) if self.is_first else self._connect(watch)
         self._all = PatientStore(behind(self.token, store), SILENCE_SECONDS)
         self._store = self._all.under("launcher")
         self._open = PatientStore(store, SILENCE_SECONDS).under("hetflow")
@@ -185,9 +186,6 @@ class Together:
         meeting = Meeting(address=place.host, port=place.port, interface=interface)
         return [self._config.workers[rank] for rank in mine], meeting
 
-    def _hold(self) -> Any:
-        return hold_store(listen(self._place.host, self._place.port))
-
     def _connect(self, watch: Watch) -> Any:
         """Join node 0's store.
 
@@ -199,7 +197,14 @@ class Together:
         """
         place, said = self._place, [f"nothing listens on {self._endpoint}"]
         found: list[Any] = []
-        _check_name(place.host, place.port)
+        try:
+            socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN:  # a name server that is away may come back
+                raise LaunchError(
+                    f"{option('rdzv_endpoint')} names {place.host}, which has no address: "
+                    f"{error.strerror}"
+                ) from None
         wait = self._wait_of(f"host 0 of {place.num_nodes} at {self._endpoint}")
         is_over = threading.Event()
 
@@ -545,17 +550,6 @@ class _Wait:
             self._has_told = True
             _log.warning(f"waiting for {self._what}, at most {self._limit_seconds:g} s")
         return waited <= self._limit_seconds
-
-
-def _check_name(host: str, port: int) -> None:
-    """Refuse a host name that has no address; a name server that is away may come back."""
-    try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        if error.errno != socket.EAI_AGAIN:
-            raise LaunchError(
-                f"{option('rdzv_endpoint')} names {host}, which has no address: {error.strerror}"
-            ) from None
 
 
 def _script(script: Sequence[str]) -> bytes:

@@ -108,12 +108,8 @@ def _is_pure(node: fx.Node, attribute: Attribute) -> bool:
         return _is_pure_region(node, attribute)
     if target is getattr:
         return node.args[1] in _SIZES
-    return target in _ARITHMETIC or _is_symbolic(target)
-
-
-def _is_symbolic(target: Any) -> bool:
     is_torch = getattr(target, "__module__", "") == torch.__name__
-    return is_torch and target.__name__.startswith("sym_")
+    return target in _ARITHMETIC or is_torch and target.__name__.startswith("sym_")
 
 
 def _is_pure_region(node: fx.Node, attribute: Attribute) -> bool:

@@ -646,28 +646,26 @@ class PipelineEngine:
 
     def backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
         """Run a backward pass, or half of one; see ``Passes``."""
-        sums, stage = self._synchroniser.replica_sums, self._work.stages[operation.stage]
+        number, kind, late = operation.stage, operation.kind, self._unflushed
+        stage, work = self._stages[number], self._work.stages[number]
+        sums = self._synchroniser.replica_sums
+        made: tuple[Any, ...] = ()
         began = self._session.clock.begin_pass()
-        sums.enter(operation, is_stretched=stage.backward_seconds is not None)
-        made = self._backward_pass(operation, gradients)
+        sums.enter(operation, is_stretched=work.backward_seconds is not None)
+        with held(work.held_seconds(kind)):
+            if late is not None and kind is Kind.BACKWARD:
+                late.lend(operation)
+            if kind is Kind.BACKWARD_WEIGHT:
+                stage.backward_weight(operation.microbatch)
+            elif kind is Kind.BACKWARD_INPUT:
+                made = stage.backward_input(operation.microbatch, gradients)
+            else:
+                made = stage.backward(operation.microbatch, gradients)
+        if late is not None and kind is Kind.BACKWARD:
+            late.collect(operation)
+            late.passed(operation)
         sums.leave()
         self._session.clock.end_stage_pass(operation.stage, began, is_backward=True)
-        return made
-
-    def _backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
-        stage, number = self._stages[operation.stage], operation.stage
-        with held(self._work.stages[number].held_seconds(operation.kind)):
-            if operation.kind is Kind.BACKWARD_WEIGHT:
-                stage.backward_weight(operation.microbatch)
-                return ()
-            if operation.kind is Kind.BACKWARD_INPUT:
-                return stage.backward_input(operation.microbatch, gradients)
-            if self._unflushed is not None:
-                self._unflushed.lend(operation)
-            made = stage.backward(operation.microbatch, gradients)
-        if self._unflushed is not None:
-            self._unflushed.collect(operation)
-            self._unflushed.passed(operation)
         return made
 
     def reduce(self, operation: Operation) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -136,7 +136,11 @@ class Executor:
         if self._program is None or self._program.schedule is not schedule:
             self._program = _Program(schedule, self._rank)
             for channel in self._program.channels - self._receivers.keys():
-                self._receivers[channel] = self._receiver(*channel)
+                peer, activation = channel
+                ways = self._routes.incoming(peer, activation)
+                inboxes = [(lane, Inbox(self._lines(way))) for lane, way in ways]
+                degree = len(self._routes.groups[peer])
+                self._receivers[channel] = Receiver(inboxes, self._group, degree, self._device)
         self._next = 0
         return schedule.ranks[self._rank]
 
@@ -198,18 +202,12 @@ class Executor:
     def _send(self, step: _Step, values: tuple[Any, ...], holdings: Holdings) -> None:
         assert self._program is not None
         if step.channel not in self._senders:
-            self._senders[step.channel] = self._sender(*step.channel)
+            peer, activation = step.channel
+            ways = self._routes.outgoing(peer, activation)
+            outboxes = [(lane, Outbox(self._lines(way))) for lane, way in ways]
+            degree = len(self._routes.groups[peer])
+            self._senders[step.channel] = Sender(outboxes, self._group, degree)
         self._senders[step.channel].send(values, holdings, limit=self._program.most_under_way)
-
-    def _sender(self, peer: int, activation: bool) -> Sender:
-        found = self._routes.outgoing(peer, activation)
-        outboxes = [(lane, Outbox(self._lines(channel))) for lane, channel in found]
-        return Sender(outboxes, self._group, len(self._routes.groups[peer]))
-
-    def _receiver(self, peer: int, activation: bool) -> Receiver:
-        found = self._routes.incoming(peer, activation)
-        inboxes = [(lane, Inbox(self._lines(channel))) for lane, channel in found]
-        return Receiver(inboxes, self._group, len(self._routes.groups[peer]), self._device)
 
     def _lines(self, channel: Channel) -> Lines:
         assert self._transport is not None
@@ -238,16 +236,12 @@ class Executor:
             self._gradients[op.stage - 1, op.microbatch] = made
 
 
-def held(seconds: float | None) -> AbstractContextManager[None]:
-    """Run a pass inside; on an emulated device, leave no earlier than its stated seconds."""
-    return nullcontext() if seconds is None else _held(seconds)
-
-
 @contextmanager
-def _held(seconds: float) -> Iterator[None]:
+def held(seconds: float | None) -> Iterator[None]:
+    """Run a pass inside; on an emulated device, leave no earlier than its stated seconds."""
     began = time.perf_counter()
     yield
-    left = began + seconds - time.perf_counter()
+    left = began + (seconds or 0.0) - time.perf_counter()
     if left > 0:
         time.sleep(left)
 

@@ -323,18 +323,12 @@ class ReplicaSums:
             if bucket.is_launched:
                 raise came_twice(name)
             if self._armed in stages:
-                self._count(bucket)
+                # If one comes twice, the bucket is launched too early, and the next one finds that.
+                bucket.num_missing -= 1
+                if bucket.num_missing == 0 and not self._holds_back:
+                    self._launch_ready()
 
         return fired
-
-    def _count(self, bucket: _Bucket) -> None:
-        """Note that a parameter's gradient of a stage's last pass has come.
-
-        If one comes twice, the bucket is launched too early, and the next one finds that.
-        """
-        bucket.num_missing -= 1
-        if bucket.num_missing == 0 and not self._holds_back:
-            self._launch_ready()
 
     # Sums
 
@@ -361,7 +355,12 @@ class ReplicaSums:
     def _filled(self, bucket: _Bucket) -> Tensor:
         """The bucket's buffer with what this worker contributes."""
         gradients = [slot.parameter.grad for slot in bucket.slots]
-        flat = self._lend(bucket) if bucket.flat is None else bucket.flat
+        if bucket.flat is None:  # lent for this sum; if too many have one, the oldest ends first
+            while len(self._lent) >= MOST_LENT:
+                self._settle(self._lent.popleft())
+            self._lent.append(bucket)
+            bucket.flat = self._buffer(bucket)
+        flat = bucket.flat
         if not bucket.views:
             flat.zero_()  # where others contribute
         if self._told is None:
@@ -385,14 +384,6 @@ class ReplicaSums:
         if cleared:
             torch._foreach_zero_(cleared)
         return flat
-
-    def _lend(self, bucket: _Bucket) -> Tensor:
-        """Give a bucket a buffer for this sum; if too many have one, finish the oldest first."""
-        while len(self._lent) >= MOST_LENT:
-            self._settle(self._lent.popleft())
-        self._lent.append(bucket)
-        bucket.flat = self._buffer(bucket)
-        return bucket.flat
 
     def _settle(self, bucket: _Bucket) -> None:
         """Wait for a sum, and make it the parameters' gradients."""

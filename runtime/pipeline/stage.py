@@ -514,7 +514,15 @@ class Stage:
         weights: Weights | None,
     ) -> Any:
         """Run the stage on one microbatch; then ``keep`` takes what is to be differentiated."""
-        leaves, values = self._leaves_of(*received)
+        leaves: list[Tensor] = []
+        values: list[Any] = []
+        for value, wanted in zip(*received, strict=True):
+            if isinstance(value, Tensor):
+                value = value.to(self._device)
+                if wanted:
+                    value = value.detach().requires_grad_()
+                    leaves.append(value)
+            values.append(value)
         own = [arguments[name] for name in self.part.arguments]
         self._leaves[microbatch] = leaves
         self.part.refresh_buffers()
@@ -525,20 +533,6 @@ class Stage:
             contexts = lambda: (nullcontext(), _KeptBuffers(self._buffered))  # noqa: E731
             return checkpoint(call, *inputs, use_reentrant=False, context_fn=contexts)
         return self._call(weights, *inputs)
-
-    def _leaves_of(
-        self, values: tuple[Any, ...], wants: tuple[bool, ...]
-    ) -> tuple[list[Tensor], list[Any]]:
-        leaves, passed = [], []
-        for value, wanted in zip(values, wants, strict=True):
-            if isinstance(value, Tensor):
-                value = value.to(self._device)
-                if wanted:
-                    leaf = value.detach().requires_grad_()
-                    leaves.append(leaf)
-                    value = leaf
-            passed.append(value)
-        return leaves, passed
 
     def _call(self, weights: Weights | None, *inputs: Any) -> Any:
         part = self.part

@@ -87,7 +87,9 @@ class Synchroniser:
             [i for i, (name, _) in enumerate(self._parameters) if rank not in self._holders(name)]
             for rank in range(place.world_size)
         ]
-        is_on_device = is_between_devices(place, transport)
+        # Collectives may go from device to device, so that no host need wait for its own.
+        carrier = place.device if transport is None else transport.device
+        is_on_device = not backend_of(carrier).is_host
         self._columns = Columns(
             [(name, ownership.holders[name][0]) for name, _ in self._parameters],
             ownership.lanes,
@@ -428,9 +430,3 @@ def _numbers(taken: Sequence[_Taken]) -> list[float]:
         found: list[float] = torch.stack(losses).tolist()
         return found
     return [float(loss) for loss, _, _ in taken]
-
-
-def is_between_devices(place: Place, transport: Transport | None) -> bool:
-    """Whether collectives go from device to device, so that no host need wait for its own."""
-    carrier = place.device if transport is None else transport.device
-    return not backend_of(carrier).is_host

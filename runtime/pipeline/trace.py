@@ -472,7 +472,13 @@ def _group(model: nn.Module, nodes: list[fx.Node]) -> tuple[Layer, ...]:
     heads = [next((n for n in group if n.op == "call_module"), group[0]) for group in groups]
     names = numbered([str(h.target) if h.op == "call_module" else h.name for h in heads])
     return tuple(
-        Layer(name, _operation(model, head), tuple(members))
+        Layer(
+            name,
+            type(model.get_submodule(str(head.target))).__name__
+            if head.op == "call_module"
+            else str(getattr(head.target, "__name__", head.target)),  # of its first function
+            tuple(members),
+        )
         for name, head, members in zip(names, heads, groups, strict=True)
     )
 
@@ -491,10 +497,3 @@ def _check_written(model: nn.Module, layers: tuple[Layer, ...]) -> None:
                 f"the forward of {type(model).__name__} writes buffer {str(root.target)!r} in one "
                 "layer and reads it in another, which may be on another device"
             )
-
-
-def _operation(model: nn.Module, node: fx.Node) -> str:
-    """The class name of a layer's module, or the name of its first function."""
-    if node.op == "call_module":
-        return type(model.get_submodule(str(node.target))).__name__
-    return str(getattr(node.target, "__name__", node.target))

@@ -245,13 +245,6 @@ def _is_readable(channel: socket.socket, seconds: float | None) -> bool:
     return bool(poller.poll(None if seconds is None else seconds * 1000))
 
 
-def _own_connection(environment: Mapping[str, str]) -> Connection:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = start_preloaded("--connection", theirs, dict(environment))
-    return Connection(ours, process)
-
-
 def _shared_connection(path: str, environment: Mapping[str, str]) -> Connection:
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -294,7 +287,10 @@ class Preload:
             if self._place:
                 self._connections[key] = _shared_connection(self._place, environment)
             else:
-                self._connections[key] = _own_connection(environment)
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    process = start_preloaded("--connection", theirs, dict(environment))
+                self._connections[key] = Connection(ours, process)
         except (OSError, PreloadError) as error:
             self._tell(str(error))
             self._place = OFF

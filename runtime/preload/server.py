@@ -31,7 +31,7 @@ from ...devices.backend import initialized
 from ...schema.errors import LaunchError
 from .messages import ForkRequest, Message, peer_is_ours, receive, send
 from .process import BOUND_BY_NANOBIND, become, dying_with, set_title
-from .settings import identity, import_settings, without_import_settings
+from .settings import identity, import_settings
 
 MODULE = "hetflow.runtime.preload"
 # What a worker would import until it has made its first optimizer, with which _dynamo comes.
@@ -346,6 +346,9 @@ class _Preloaded:
 
     def __init__(self, settings: dict[str, str], modules: Sequence[str]) -> None:
         self.channel, theirs = socket.socketpair()
-        environment = without_import_settings(os.environ) | import_settings(settings)
+        environment = {**os.environ}
+        for name in import_settings(environment):
+            del environment[name]
+        environment |= import_settings(settings)
         with theirs:
             self.process = start_preloaded("--connections", theirs, environment, modules)

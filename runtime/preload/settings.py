@@ -77,12 +77,6 @@ def resources() -> dict[str, int]:
     return {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
 
 
-def without_import_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without those variables."""
-    settings = import_settings(environment)
-    return {name: value for name, value in environment.items() if name not in settings}
-
-
 def current_umask() -> int:
     """This process's umask, which can only be read by setting it; from /proc where it is there."""
     try:

@@ -248,7 +248,14 @@ class ShardedModel:
         self._entry: tuple[nn.Module, Callable[..., Any]] | None = None
         self._spreads, self._is_shared = sequence_parallel, group.degree > 1
         if sequence_parallel:
-            self._add_sequence(model, sharing, group)
+            for name, kind in sharing.sequence.items():
+                module = model.get_submodule(name)
+                if kind == "begin":
+                    self._entry = (module, spread_first(module.forward, scattering(group)))
+                elif group.degree > 1 and kind == "norm":
+                    self._forwards.append((module, _gathering(module.forward, group)))
+                elif group.degree > 1 and isinstance(module, nn.Dropout):
+                    self._forwards.append((module, partial(dropped_tokens, module, group)))
         if group.degree == 1:
             return
         for name, role in sharing.roles.items():
@@ -260,16 +267,6 @@ class ShardedModel:
         for name, attributes in sharing.sizes.items():
             module = model.get_submodule(name)
             self._sizes += [(module, attribute, group.degree) for attribute in attributes]
-
-    def _add_sequence(self, model: nn.Module, sharing: Sharing, group: TensorGroup) -> None:
-        for name, role in sharing.sequence.items():
-            module = model.get_submodule(name)
-            if role == "begin":
-                self._entry = (module, spread_first(module.forward, scattering(group)))
-            elif group.degree > 1 and role == "norm":
-                self._forwards.append((module, _gathering(module.forward, group)))
-            elif group.degree > 1 and isinstance(module, nn.Dropout):
-                self._forwards.append((module, partial(dropped_tokens, module, group)))
 
     @contextmanager
     def traceable(self) -> Iterator[None]:
