@@ -1,7 +1,6 @@
 """What ``hetflow import`` reads: layers become a profile, prices and traces a market."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ..formats.importers.instance_types import read_instance_types
 from ..formats.importers.pipedream import profile_of
@@ -19,7 +18,7 @@ from ..schema.files import read_text
 from ..schema.market import Market
 from ..schema.options import command, option
 from ..schema.pipeline import check_joined
-from ..schema.profile import LayerGraph, Profile
+from ..schema.profile import Profile
 from ..schema.requests.import_ import ImportRequest
 from ..schema.spelling import nearest
 
@@ -122,7 +121,11 @@ def _layers(request: ImportRequest) -> Imported:
     graph = chosen.read(text, microbatch_size=size, name=str(file))
     if not request.keep_placeholders and chosen.without_placeholders is not None:
         graph = chosen.without_placeholders(graph)
-    _refuse_broken(graph, file)
+    try:
+        layers, edges, _ = layers_of_graph(graph)
+        check_joined([layer.id for layer in layers], edges)
+    except ProblemError as error:
+        raise ProblemError(f"{file}: {error.message}", hint=error.hint) from None
     profile = profile_of(
         graph,
         model=request.model or file.name.split(".")[0],
@@ -158,12 +161,3 @@ def _device(request: ImportRequest) -> tuple[str, int]:
             hint="write a number and a unit, for example 16GB",
         )
     return name, memory_bytes
-
-
-def _refuse_broken(graph: LayerGraph, file: Path) -> None:
-    """Refuse a graph with a cycle or in several parts, which nothing could be planned for."""
-    try:
-        layers, edges, _ = layers_of_graph(graph)
-        check_joined([layer.id for layer in layers], edges)
-    except ProblemError as error:
-        raise ProblemError(f"{file}: {error.message}", hint=error.hint) from None

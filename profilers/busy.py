@@ -115,7 +115,8 @@ def measure_sync_in_loop(
         for size in sizes:
             progress(f"gradient synchronisation at {size}", max(0.0, end - clock()))
             nodes = [size] * (1 if crew.is_of_script else _NUM_NODES)
-            num_steps = _num_steps(pass_seconds[size])
+            wanted = round(_REHEARSAL_SECONDS / (_NUM_NODES * max(pass_seconds[size], 1e-6)))
+            num_steps = max(3, min(_MOST_STEPS, _SETTLING_STEPS + wanted))
             config = config_of([nodes] * crew.num_workers)
             apart = slowest(crew.beside(nodes, num_steps=num_steps))
             whole = slowest(crew.together(config, num_steps=num_steps))
@@ -152,12 +153,6 @@ def sizes_to_measure(pass_seconds: dict[int, float]) -> list[int]:
     limit = min(_LONG_SECONDS, max(_SHORT_SECONDS, _SPAN * pass_seconds[sizes[0]]))
     short = [size for size in sizes if pass_seconds[size] < limit] or sizes[:1]
     return [short[index] for index in sorted({0, len(short) // 2, len(short) - 1})]
-
-
-def _num_steps(pass_seconds: float) -> int:
-    """Of one rehearsal, those included in which it settles."""
-    wanted = round(_REHEARSAL_SECONDS / (_NUM_NODES * max(pass_seconds, 1e-6)))
-    return max(3, min(_MOST_STEPS, _SETTLING_STEPS + wanted))
 
 
 def slowest(workers: Sequence[Sequence[StepTimes]]) -> float:
@@ -231,7 +226,8 @@ def measure_busy(
         clock: Wall seconds.
         progress: Told what is being measured now, and how many seconds it takes at most.
     """
-    number = _num_busy(request, sync.num_devices)
+    local = request.local.num_devices
+    number = min(local, sync.num_devices) if request.local.is_host else local
     pass_seconds = {point.batch_size: point.step_seconds for point in alone.points}
     found: Carried | None = None
     skipped: str | None = "emulated types are held to their table"
@@ -272,11 +268,6 @@ def measure_busy(
         peak_bytes=peaks,
         beside_bytes=beside,
     )
-
-
-def _num_busy(request: DeviceRequest, sync_devices: int) -> int:
-    local = request.local.num_devices
-    return min(local, sync_devices) if request.local.is_host else local
 
 
 def _sync_of(

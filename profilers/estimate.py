@@ -111,7 +111,13 @@ def estimate_target(
             optimizer=_optimizer_of(options.carried) or options.optimizer,
         )
     counts = _counts(target, specs, options)
-    how = _provenance(options, began)
+    how = {
+        "command": options.command,
+        "hetflow": __version__,
+        "platform": sys.platform,
+        "estimated_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "estimated_in_seconds": time.monotonic() - began,
+    }
     profiles = []
     for spec in specs:
         estimator = Estimator(spec=spec, precision=options.precision)
@@ -121,16 +127,6 @@ def estimate_target(
             profile = estimated_profile(counts, estimator, model=target.model)
         profiles.append(replace(profile, provenance={**how, **(profile.provenance or {})}))
     return tuple(profiles)
-
-
-def _provenance(options: EstimateOptions, began: float) -> dict[str, Any]:
-    return {
-        "command": options.command,
-        "hetflow": __version__,
-        "platform": sys.platform,
-        "estimated_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "estimated_in_seconds": time.monotonic() - began,
-    }
 
 
 def _measured_spec(measured: Profile) -> DeviceSpec:

@@ -250,7 +250,8 @@ class _End:
         """One message each way, or one way; seconds until what this worker gets is there."""
         sends = kind == "both" or (kind == "there") == (self.rank == 0)
         receives = kind == "both" or not sends
-        begin = self._agreed_moment()
+        self.meet()
+        begin = self.agreed(time.monotonic() + _LEAD_SECONDS)
         while time.monotonic() < begin:
             pass
         if sends:
@@ -281,10 +282,6 @@ class _End:
         import torch.distributed as dist
 
         dist.barrier(group=self._agreeing)
-
-    def _agreed_moment(self) -> float:
-        self.meet()
-        return self.agreed(time.monotonic() + _LEAD_SECONDS)
 
     def _wait(self) -> None:
         backend_of(self.device).synchronize(self.device)

@@ -58,7 +58,11 @@ def find_layers(bench: Bench, microbatch_size: int) -> Found:
     reasons: list[str] = []
     coarse: Found | None = None
     try:
-        coarse = _by_fx(bench, call)
+        from ..runtime.pipeline.trace import layers_of
+
+        layered = layers_of(bench.model)
+        _check_answer(bench, layered, call)
+        coarse = Found(layered, LayerTrace(way="fx"))
         if not coarse.layered or not coarse.layered.whole:
             return coarse
         reasons.append(f"torch.fx: cannot go into {coarse.layered.whole[0]}")
@@ -111,14 +115,6 @@ def call_of(bench: Bench, batch: Any) -> Call:
     if not seen:
         raise TargetError("the workload's loss does not call the model")
     return seen[0]
-
-
-def _by_fx(bench: Bench, call: Call) -> Found:
-    from ..runtime.pipeline.trace import layers_of
-
-    layered = layers_of(bench.model)
-    _check_answer(bench, layered, call)
-    return Found(layered, LayerTrace(way="fx"))
 
 
 def _by_export(bench: Bench, call: Call, reason: str) -> Found:

@@ -217,19 +217,15 @@ def _recorder() -> Any:
         ) -> Any:
             named = named or {}
             answer = function(*arguments, **named)
-            _note(self._tally, function, arguments, named, answer)
+            held = {storage_key(tensor) for tensor in _tensors((arguments, named))}
+            for tensor in _tensors(answer):
+                self._tally.allocated(tensor.untyped_storage(), held)
+            counted = counted_call(function, arguments, named, answer)
+            if counted is not None:
+                self._tally.called(*counted)
             return answer
 
     return Recorder
-
-
-def _note(tally: Tally, function: Any, arguments: Any, named: Any, answer: Any) -> None:
-    held = {storage_key(tensor) for tensor in _tensors((arguments, named))}
-    for tensor in _tensors(answer):
-        tally.allocated(tensor.untyped_storage(), held)
-    counted = counted_call(function, arguments, named, answer)
-    if counted is not None:
-        tally.called(*counted)
 
 
 def counted_call(

@@ -246,7 +246,13 @@ def _measure(
         target,
         request,
         costs,
-        _sync_options(options, curve),
+        links.SyncOptions(
+            num_devices=options.sync_devices,
+            links=bool(options.links),
+            fallback_batch_size=curve.results[0].batch_size,
+            optimizer=options.optimizer or DEFAULT_OPTIMIZER,
+            budget_seconds=options.exchange_seconds,
+        ),
         BusyOptions(policy=options.loop, sync_seconds=options.sync_seconds, with_curve=is_real),
         clock,
         say,
@@ -411,16 +417,6 @@ def _optimizer(kept: dict[str, Any], weight_bytes: int, options: ProfileOptions)
         name=kept["name"] if kept["is_own"] else named,
         state_bytes_per_weight_byte=kept["state_bytes"] / weight_bytes,
         is_default=options.optimizer is None and not kept["is_own"],
-    )
-
-
-def _sync_options(options: ProfileOptions, curve: Curve) -> links.SyncOptions:
-    return links.SyncOptions(
-        num_devices=options.sync_devices,
-        links=bool(options.links),
-        fallback_batch_size=curve.results[0].batch_size,
-        optimizer=options.optimizer or DEFAULT_OPTIMIZER,
-        budget_seconds=options.exchange_seconds,
     )
 
 

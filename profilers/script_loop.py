@@ -140,7 +140,9 @@ class _Loop:
         self._own_size: int | None = None
         self._num_asked, self._num_updates = 0, 0
         self._serving: Generator[None, None, None] | None = None
-        _watch_updates(self)
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self.updated(optimizer))
 
     # What the adapters tell
 
@@ -383,12 +385,6 @@ def _prepared(script: str) -> TargetError:
         f"{script} calls hf.prepare, and such a script is measured by a factory",
         hint=f"let a function of it give (model, make_batch, loss), and name it: {script}:workload",
     )
-
-
-def _watch_updates(loop: _Loop) -> None:
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    register_optimizer_step_pre_hook(lambda optimizer, *_: loop.updated(optimizer))
 
 
 def _argument_of(arguments: list[str], size: int | None) -> str:

@@ -344,7 +344,14 @@ def as_workload(answer: object, name: str) -> Workload:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TargetError(f"{name}: the model has no parameter to train")
     if dataset is not None:
-        _check_dataset(dataset, rule)
+        from torch.utils.data import DataLoader
+
+        held = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+        if not hasattr(held, "__getitem__") or not hasattr(held, "__len__") or not len(held):
+            raise TargetError(
+                f"{rule}; dataset must be map-style (__len__ and __getitem__) and not empty, or a "
+                f"DataLoader over such a one, got {type(held).__name__}"
+            )
     return Workload(
         model=model,
         make_batch=make_batch,
@@ -352,17 +359,6 @@ def as_workload(answer: object, name: str) -> Workload:
         make_optimizer=make_optimizer,
         dataset=dataset,
     )
-
-
-def _check_dataset(dataset: Any, rule: str) -> None:
-    from torch.utils.data import DataLoader
-
-    held = dataset.dataset if isinstance(dataset, DataLoader) else dataset
-    if not hasattr(held, "__getitem__") or not hasattr(held, "__len__") or not len(held):
-        raise TargetError(
-            f"{rule}; dataset must be map-style (__len__ and __getitem__) and not empty, or a "
-            f"DataLoader over such a one, got {type(held).__name__}"
-        )
 
 
 def one_line(error: BaseException, file: str | None = None, doing: str = "") -> str:

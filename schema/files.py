@@ -277,7 +277,17 @@ def check_writable(path: Path, *, force: bool) -> None:
             would take the place of, or its folder cannot be written.
     """
     try:
-        _check_place(path, force=force)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise FileError(f"{path}: is no regular file", hint="name one, or write to stdout")
+        if path.exists() and not force:
+            raise FileError(
+                f"{path}: exists already", hint=f"give {option('force', True)} to overwrite it"
+            )
+        folder = path.parent
+        if not folder.is_dir():
+            raise FileError(f"{folder}: no such folder", hint="create it first")
+        if path.is_dir() or not os.access(folder, os.W_OK):
+            raise FileError(f"{path}: cannot be written")
     except (OSError, ValueError) as error:  # a name that is too long, or holds a NUL
         raise FileError(f"{path}: cannot be written: {_reason(error)}") from None
 
@@ -299,20 +309,6 @@ def check_outputs(*paths: Path | None, force: bool) -> None:
 
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _check_place(path: Path, *, force: bool) -> None:
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise FileError(f"{path}: is no regular file", hint="name one, or write to stdout")
-    if path.exists() and not force:
-        raise FileError(
-            f"{path}: exists already", hint=f"give {option('force', True)} to overwrite it"
-        )
-    folder = path.parent
-    if not folder.is_dir():
-        raise FileError(f"{folder}: no such folder", hint="create it first")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        raise FileError(f"{path}: cannot be written")
 
 
 @contextmanager

@@ -85,7 +85,19 @@ class Registry(Generic[T]):
         if name not in self._entries:
             for point in self._points():
                 if point.name == name:
-                    self._load(point)
+                    origin = f"plug-in {point.name!r} of {_distribution(point)} ({point.value})"
+                    try:
+                        point.load()
+                    except Exception as error:  # a plug-in may raise anything
+                        raise ProblemError(
+                            f"{origin} cannot be loaded: {type(error).__name__}: {error}",
+                            hint="fix or uninstall that distribution",
+                        ) from error
+                    if point.name not in self._entries and not self.is_optional:
+                        raise ProblemError(
+                            f"{origin} registers no {self.kind} {point.name!r}",
+                            hint="give the entry point the name that the module registers",
+                        )
         return self.loaded(name)
 
     def get(self, name: str) -> T:
@@ -166,21 +178,6 @@ class Registry(Generic[T]):
 
     def _points(self) -> Iterator[EntryPoint]:
         yield from entry_points(group=self.group)
-
-    def _load(self, point: EntryPoint) -> None:
-        origin = f"plug-in {point.name!r} of {_distribution(point)} ({point.value})"
-        try:
-            point.load()
-        except Exception as error:  # a plug-in may raise anything
-            raise ProblemError(
-                f"{origin} cannot be loaded: {type(error).__name__}: {error}",
-                hint="fix or uninstall that distribution",
-            ) from error
-        if point.name not in self._entries and not self.is_optional:
-            raise ProblemError(
-                f"{origin} registers no {self.kind} {point.name!r}",
-                hint="give the entry point the name that the module registers",
-            )
 
 
 def _distribution(point: EntryPoint) -> str:

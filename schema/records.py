@@ -152,7 +152,14 @@ def _sentence(fault: Any, error: ValidationError) -> str:
     if kind == "missing":
         return "missing; add it"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return _unknown_key(str(fault["loc"][-1]), fault, error)
+        key = str(fault["loc"][-1])
+        missing = [
+            str(f["loc"][-1])
+            for f in error.errors(include_url=False)
+            if f["type"] == "missing" and f["loc"][:-1] == fault["loc"][:-1]
+        ]
+        guess = nearest(key, missing + sorted(_KNOWN_KEYS - {key}))
+        return f"unknown key; did you mean {guess!r}?" if guess else "unknown key; remove it"
     if kind == "value_error":
         return str(context["error"])
     if kind in _RULES:
@@ -160,16 +167,6 @@ def _sentence(fault: Any, error: ValidationError) -> str:
     if kind == "literal_error":
         return f"must be {context['expected']}, got {_shown(fault['input'])}"
     return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, got {_shown(fault['input'])}"
-
-
-def _unknown_key(key: str, fault: Any, error: ValidationError) -> str:
-    missing = [
-        str(f["loc"][-1])
-        for f in error.errors(include_url=False)
-        if f["type"] == "missing" and f["loc"][:-1] == fault["loc"][:-1]
-    ]
-    guess = nearest(key, missing + sorted(_KNOWN_KEYS - {key}))
-    return f"unknown key; did you mean {guess!r}?" if guess else "unknown key; remove it"
 
 
 def _shown(value: object) -> str:

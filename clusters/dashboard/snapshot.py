@@ -132,7 +132,11 @@ def snapshot(store: Store, *, now: float, window_seconds: float | None) -> Snaps
     Raises:
         FileError: The state cannot be read.
     """
-    since = _since(store, now, window_seconds)
+    first = store.rows("SELECT submitted FROM jobs ORDER BY number LIMIT 1")
+    began = first[0]["submitted"] if first else now
+    if window_seconds is not None:
+        began = max(began, now - window_seconds)
+    since = float(min(began, now - _SHORTEST_SECONDS))
     rows, left_out = _turns(store, since)
     if left_out:  # the time axis begins where all is shown
         since = min(max(since, rows.pop()["ended"]), now - _SHORTEST_SECONDS)
@@ -160,14 +164,6 @@ def snapshot(store: Store, *, now: float, window_seconds: float | None) -> Snaps
         num_jobs_left_out=num_open - num_shown,
         names=_names(store, {lease.job for lease in leases}),
     )
-
-
-def _since(store: Store, now: float, window_seconds: float | None) -> float:
-    first = store.rows("SELECT submitted FROM jobs ORDER BY number LIMIT 1")
-    began = first[0]["submitted"] if first else now
-    if window_seconds is not None:
-        began = max(began, now - window_seconds)
-    return float(min(began, now - _SHORTEST_SECONDS))
 
 
 def _turns(store: Store, since: float) -> tuple[list[Row], int]:

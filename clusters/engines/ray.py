@@ -93,10 +93,6 @@ class RayEngine:
         """
         self._ray = _connected()
         self._num_devices = dict(pool.num_devices)
-        self._chosen = self._choose()
-
-    def _choose(self) -> list[tuple[EngineDevice, int]]:
-        """The pool's devices, and the number of each among its node's of that type."""
         now = devices_of(self._ray.nodes(), list(self._num_devices))
         found: list[tuple[EngineDevice, int]] = []
         for device_type, wanted in self._num_devices.items():
@@ -113,7 +109,7 @@ class RayEngine:
                     f"ray start --resources '{{\"{device_type}\": {wanted}}}'",
                 )
             found += have[:wanted]
-        return found
+        self._chosen = found
 
     def devices(self) -> tuple[EngineDevice, ...]:
         """The pool's devices; those of nodes that are gone are down.

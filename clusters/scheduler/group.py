@@ -174,7 +174,8 @@ class Group:
                     return
                 time.sleep(0.1)  # no file descriptor is left, say
                 continue
-            uid = _user_of(connection)
+            data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            uid = int(_CREDENTIALS.unpack(data)[1])
             with self._guard:
                 is_many = self._connected[uid] >= MOST_OF_USER
                 self._connected[uid] += not is_many
@@ -200,7 +201,15 @@ class Group:
     def _answered(self, connection: socket.socket, uid: int, until: float) -> dict[str, Any]:
         try:
             text = _received(connection, MOST_BYTES, until).decode(errors="replace")
-            member = self._member(uid)
+            if not self._may_run_as(uid):
+                owner = _name_of(os.geteuid())
+                raise ProblemError(
+                    f"this cluster runs jobs as {owner} alone",
+                    hint=f"only a scheduler that root runs with {option('engine', 'local')} runs "
+                    "each job as its "
+                    "submitter",
+                )
+            member = account(uid)
             with closing(Store.open(self._folder)) as store:
                 return {"answer": self._answer(store, text, member)}
         except HetflowError as error:
@@ -210,17 +219,6 @@ class Group:
         except Exception:  # no request may end the scheduler
             _log.warning(f"a request of user {uid} could not be answered", exc_info=True)
             return {"error": "the scheduler could not answer", "hint": "tell the cluster's owner"}
-
-    def _member(self, uid: int) -> Account:
-        if not self._may_run_as(uid):
-            owner = _name_of(os.geteuid())
-            raise ProblemError(
-                f"this cluster runs jobs as {owner} alone",
-                hint=f"only a scheduler that root runs with {option('engine', 'local')} runs "
-                "each job as its "
-                "submitter",
-            )
-        return account(uid)
 
 
 def _check_above(folder: Path) -> None:
@@ -237,11 +235,6 @@ def _check_above(folder: Path) -> None:
                 f"{folder}: others may rename what is in {above}",
                 hint="take a folder below one that only root or you may write to, such as /var/lib",
             )
-
-
-def _user_of(connection: socket.socket) -> int:
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(data)[1])
 
 
 def _name_of(uid: int) -> str:

@@ -215,7 +215,10 @@ def credit(store: Store, lease: Lease, now: float) -> None:
 def begin(store: Store, lease: Lease, now: float) -> None:
     """Mark a planned lease as starting: from here on its launch may be there."""
     with store.transaction():
-        _set(store, lease, "starting", started=now)
+        store.run(
+            "UPDATE leases SET state = ?, started = ? WHERE job = ? AND number = ?",
+            'starting', now, lease.job, lease.number,
+        )  # fmt: skip
         store.run(
             "UPDATE jobs SET state = 'running', reason = NULL, started = coalesce(started, ?) "
             "WHERE number = ?", now, lease.job,
@@ -294,7 +297,12 @@ def start(
         "--determinism", asked.level, "--grace", str(grace_seconds),
         str(folder / PLAN), asked.script, *asked.arguments,
     ]  # fmt: skip
-    before = _launches_before(store, lease)
+    rows = store.rows(
+        "SELECT coalesce(launch, number) AS launch FROM leases WHERE job = ? AND number != ? "
+        "AND started IS NOT NULL ORDER BY started DESC, number DESC LIMIT 1",
+        lease.job, lease.number,
+    )  # fmt: skip
+    before = [store.lease_folder(lease.job, row["launch"]) for row in rows]
     engine.start(
         Work(
             folder=folder, command=tuple(command), directory=Path(asked.directory), devices=held,
@@ -336,16 +344,6 @@ def held_seconds(store: Store, job: int, now: float) -> float:
         "ON jobs.number = job WHERE job = ? AND began >= coalesce(released, began)", now, job,
     )  # fmt: skip
     return float(row["seconds"])
-
-
-def _launches_before(store: Store, lease: Lease) -> list[Path]:
-    """The folder of the launch that the job had last, if it had one."""
-    rows = store.rows(
-        "SELECT coalesce(launch, number) AS launch FROM leases WHERE job = ? AND number != ? "
-        "AND started IS NOT NULL ORDER BY started DESC, number DESC LIMIT 1",
-        lease.job, lease.number,
-    )  # fmt: skip
-    return [store.lease_folder(lease.job, row["launch"]) for row in rows]
 
 
 def pursue(store: Store, engine: Engine, lease: Lease, grace_seconds: float, now: float) -> None:
@@ -432,10 +430,3 @@ def last_words(output: Path, exit_code: int | None) -> str:
     errors = [line for line in lines if line.startswith("hetflow: ") and "warning:" not in line]
     said = errors or [line for line in lines if line.strip()]
     return f"{ended}: {said[-1].strip()[:_LONGEST_REASON]}" if said else ended
-
-
-def _set(store: Store, lease: Lease, state: str, *, started: float) -> None:
-    store.run(
-        "UPDATE leases SET state = ?, started = ? WHERE job = ? AND number = ?",
-        state, started, lease.job, lease.number,
-    )  # fmt: skip

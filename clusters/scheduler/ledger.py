@@ -64,17 +64,12 @@ class Ledger:
         for lease in given:
             place = places.get(str(lease.job))
             if lease.trained is not None and place is not None:
-                self._count_lease(state, place, lease, lease.trained, now)
-
-    def _count_lease(
-        self, state: RoundState, place: int, lease: Lease, trained: float, now: float
-    ) -> None:
-        active = state.active
-        seconds = max(0.0, now - max(trained, lease.credited or trained))
-        kinds = Counter(kind for kind, _, _ in self._places.seat(lease.devices))
-        rate = self._receive(state, place, kinds, seconds)
-        active.left[place] = max(_LEAST_STEPS, active.left[place] - seconds * rate)
-        leases.credit(self._store, lease, now)
+                active = state.active
+                seconds = max(0.0, now - max(lease.trained, lease.credited or lease.trained))
+                kinds = Counter(kind for kind, _, _ in self._places.seat(lease.devices))
+                rate = self._receive(state, place, kinds, seconds)
+                active.left[place] = max(_LEAST_STEPS, active.left[place] - seconds * rate)
+                leases.credit(self._store, lease, now)
 
     def _receive(self, state: RoundState, place: int, kinds: Counter[int], seconds: float) -> float:
         """Count the time that a job had on devices of each type; its steps per second there."""

@@ -144,7 +144,11 @@ class Scheduler:
             self._take_clock(now)
         self._now = now
         self._settle(now)
-        self._stop_overdue(now)
+        for lease in leases.open_leases(self._store):
+            if lease.goes_on and self._overdue(lease.job, now) is not None:
+                with self._store.transaction():
+                    leases.drop_planned(self._store, lease.job, now)
+                    leases.ask_to_stop(self._store, lease, now)
         self._obey(now)
         self._hold_oversized(now)
         what = self._due_decision(now)
@@ -293,7 +297,15 @@ class Scheduler:
             return
         asked = ended.exit_code in _ASKED or lease.state == "stopping"
         if not ended.has_begun and not asked:
-            self._rest(ended, now)
+            server = self._server_of(ended.lease)
+            seconds = self._rests.begin(server, now)
+            reason = f"it could not begin on {server}, which is left alone for {seconds:.0f} s"
+            _log.warning(f"job {ended.lease.job}: {reason} ({ended.reason})")
+            self._store.run(
+                "UPDATE jobs SET state = 'queued', reason = ? WHERE number = ?",
+                f"{reason}: {ended.reason}", ended.lease.job,
+            )  # fmt: skip
+            self._has_news = True
             return
         if (overdue := self._overdue(lease.job, now)) is not None:
             self._hold(lease.job, overdue, now)
@@ -310,26 +322,6 @@ class Scheduler:
             self._failed[lease.job] = now + _wait_seconds(row["failures"])
         if row["failures"] >= MOST_FAILURES or (row["failures"] and ended.exit_code == _USAGE):
             self._hold(lease.job, ended.reason or "it failed", now)
-
-    def _rest(self, ended: Ended, now: float) -> None:
-        """Let a job whose launch could not begin wait for its turn, and the server rest."""
-        server = self._server_of(ended.lease)
-        seconds = self._rests.begin(server, now)
-        reason = f"it could not begin on {server}, which is left alone for {seconds:.0f} s"
-        _log.warning(f"job {ended.lease.job}: {reason} ({ended.reason})")
-        self._store.run(
-            "UPDATE jobs SET state = 'queued', reason = ? WHERE number = ?",
-            f"{reason}: {ended.reason}", ended.lease.job,
-        )  # fmt: skip
-        self._has_news = True
-
-    def _stop_overdue(self, now: float) -> None:
-        """Ask jobs to save and end whose time limit is over; they are held then."""
-        for lease in leases.open_leases(self._store):
-            if lease.goes_on and self._overdue(lease.job, now) is not None:
-                with self._store.transaction():
-                    leases.drop_planned(self._store, lease.job, now)
-                    leases.ask_to_stop(self._store, lease, now)
 
     def _overdue(self, job: int, now: float) -> str | None:
         """Why a job has to end by its time limit; None where it need not."""

@@ -17,8 +17,6 @@ from ...schema.options import option
 from ..engines.protocol import EngineDevice
 from ..mechanisms import easyscale, elastic
 from ..mechanisms.allocators.named import PolicyAllocator, allocator_named, most_devices
-from ..mechanisms.allocators.shares import Allocator
-from ..mechanisms.cluster.pool import Pool
 from ..mechanisms.cluster.seats import Seat
 from ..mechanisms.rounds.assign import next_round
 from ..mechanisms.rounds.state import RoundState
@@ -153,7 +151,7 @@ class RoundSharing:
         self, state: RoundState, known: KnownJobs, occupied: Occupancy, now: float
     ) -> dict[str, Seat]:
         """As ``Sharing``: the jobs that lack most of their shares."""
-        allocator = self._for_pool(state.pool)
+        allocator = self._mixing if state.pool.uses_mixes else self._alone
         rules = replace(self._settings.rules, fills_idle=not allocator.leaves_idle)
         found = next_round(
             state, allocator, now, rules,
@@ -161,9 +159,6 @@ class RoundSharing:
             kept=occupied.kept, taken=occupied.taken,
         )  # fmt: skip
         return {**found, **occupied.kept}
-
-    def _for_pool(self, pool: Pool) -> Allocator:
-        return self._mixing if pool.uses_mixes else self._alone
 
 
 class FairSharing:

@@ -43,7 +43,33 @@ def read_gavel_throughputs(path: Path, *, pairs: bool = True) -> Throughputs:
     except ValueError:
         raise FileError(f"{path}: holds a whole number of thousands of digits") from None
     try:
-        return _throughputs(_rows(table), pairs)
+        rows = _rows(table)
+        alone: dict[Key, dict[str, float]] = {}
+        apart: dict[Key, dict[str, float]] = {}
+        shared: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = {}
+        for device, key, rates in rows:
+            where = f"{device}, {key}"
+            single = _rate(rates.get("null"), where)
+            if device.endswith(_APART):
+                apart.setdefault(key, {})[device.removesuffix(_APART)] = single
+                continue
+            alone.setdefault(key, {})[device] = single
+            if pairs:
+                _add_pairs(shared, device, key, rates)
+        models = tuple(
+            ModelThroughput(
+                model=key[0],
+                scale_factor=key[1],
+                steps_per_second=rates,
+                unconsolidated_steps_per_second=apart.get(key) if key[1] > 1 else None,
+            )
+            for key, rates in alone.items()
+        )
+        together = tuple(
+            PairThroughput(models=(a, b), scale_factor=scale, steps_per_second=rates)
+            for (a, b, scale), rates in shared.items()
+        )
+        return Throughputs(models=models, pairs=together)
     except HetflowError as error:
         raise FileError(f"{path}: {error.message}") from None
 
@@ -67,35 +93,6 @@ def _key(text: str, where: str) -> Key:
     if not match or int(match[2]) < 1:
         raise FileError(f"{where}: key {text[:60]!r} is not ('job type', scale factor)")
     return match[1], int(match[2])
-
-
-def _throughputs(rows: list[tuple[str, Key, dict[str, Any]]], pairs: bool) -> Throughputs:
-    alone: dict[Key, dict[str, float]] = {}
-    apart: dict[Key, dict[str, float]] = {}
-    shared: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = {}
-    for device, key, rates in rows:
-        where = f"{device}, {key}"
-        single = _rate(rates.get("null"), where)
-        if device.endswith(_APART):
-            apart.setdefault(key, {})[device.removesuffix(_APART)] = single
-            continue
-        alone.setdefault(key, {})[device] = single
-        if pairs:
-            _add_pairs(shared, device, key, rates)
-    models = tuple(
-        ModelThroughput(
-            model=key[0],
-            scale_factor=key[1],
-            steps_per_second=rates,
-            unconsolidated_steps_per_second=apart.get(key) if key[1] > 1 else None,
-        )
-        for key, rates in alone.items()
-    )
-    together = tuple(
-        PairThroughput(models=(a, b), scale_factor=scale, steps_per_second=rates)
-        for (a, b, scale), rates in shared.items()
-    )
-    return Throughputs(models=models, pairs=together)
 
 
 def _add_pairs(

@@ -138,7 +138,10 @@ def read_sacct(path: Path) -> SacctLog:
     text = read_text(path)
     try:
         rows = list(_rows_of_json(text) if text.lstrip().startswith("{") else _rows(text))
-        found = _joined(rows)
+        parts: dict[str, list[_Row]] = {}
+        for row in rows:
+            parts.setdefault(row.id.partition("+")[0], []).append(row)
+        found = [_job(number, each) for number, each in parts.items()]
     except ProblemError as error:
         raise FileError(f"{path}: {error.message}", hint=error.hint) from None
     jobs = [one for one in found if one is not None]
@@ -274,14 +277,6 @@ def _number(value: Any) -> int | None:
     if isinstance(value, Mapping):
         return int(value["number"]) if value.get("set") and not value.get("infinite") else None
     return None if value is None else int(value)
-
-
-def _joined(rows: Sequence[_Row]) -> list[SacctJob | None]:
-    """One job for the components and starts of each; None for those that are left out."""
-    parts: dict[str, list[_Row]] = {}
-    for row in rows:
-        parts.setdefault(row.id.partition("+")[0], []).append(row)
-    return [_job(number, each) for number, each in parts.items()]
 
 
 @dataclass(slots=True)

@@ -164,7 +164,7 @@ def terms_table(run: RunRecord) -> str:
     """One row per term; terms that are off by more than 5 % of the step are marked."""
     rows = [
         (
-            _term_name(entry),
+            (entry.term if entry.times == 1 else f"{entry.term}, {entry.times} times"),
             entry.device_type or "-",
             milliseconds(entry.predicted_seconds),
             milliseconds(entry.measured_seconds),
@@ -174,10 +174,6 @@ def terms_table(run: RunRecord) -> str:
         for entry in run.terms
     ]
     return grid(("term", "device", "predicted", "measured", "error of the step", ""), rows)
-
-
-def _term_name(entry: TermComparison) -> str:
-    return entry.term if entry.times == 1 else f"{entry.term}, {entry.times} times"
 
 
 def _of_step(entry: TermComparison, step: float | None) -> str:

@@ -126,7 +126,8 @@ def _block(
         below = levels[number - 1].num_components if number and order == 0 else 1
         return _published_seconds(compute, weights, replicas, bandwidth, below)
     below = prod(level.num_components for level in levels[:number])
-    return _ring_seconds(compute, weights, replicas, bandwidth, below)
+    ring = definitions.ring_seconds(weights, replicas, bandwidth)
+    return max(compute, ring / below) / replicas
 
 
 def _nested_boundaries(
@@ -161,18 +162,6 @@ def _published_seconds(
     """The stage cost of PipeDream's published code, seconds: (C + 4(m-1) w / (B m) / g) / m."""
     per_link = 4 * (num_replicas - 1) * weight_bytes / (bytes_per_second * num_replicas)
     return (compute_seconds + per_link / devices_below) / num_replicas
-
-
-def _ring_seconds(
-    compute_seconds: float,
-    weight_bytes: float,
-    num_replicas: int,
-    bytes_per_second: float,
-    devices_below: int,
-) -> float:
-    """Stage cost at one level, in seconds; the devices of a component share its ring traffic."""
-    ring = definitions.ring_seconds(weight_bytes, num_replicas, bytes_per_second)
-    return max(compute_seconds, ring / devices_below) / num_replicas
 
 
 def _objective(plan: Plan, problem: PipelineProblem) -> float:

@@ -590,7 +590,18 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         problem,
         pool,
         _devices(problem, path, device),
-        memory_bytes=_memory(problem, ranges, block, in_flight, versions) + worker_bytes(pool),
+        memory_bytes=round(
+            stage_bytes(
+                ranges.total(ranges.weights, block),
+                ranges.total(ranges.activations, block),
+                float(ranges.crossing[block.first - 1]) if block.first else 0.0,
+                in_flight,
+                versions,
+                problem.optimizer.state_bytes_per_weight_byte,
+                recompute=False,
+            )
+        )
+        + worker_bytes(pool),
         layers=tuple(problem.layers[layer].id for layer in layers),
         num_in_flight=in_flight,
         weight_versions=versions,
@@ -613,22 +624,6 @@ def _lowest_price(
     bandwidth = problem.pools[0].levels[0].bytes_per_second
     alone = cost(problem, compute, weights, block.num_replicas, bandwidth, 1)
     return float(alone[0]) * block.num_replicas / num_replicas
-
-
-def _memory(
-    problem: PipelineProblem, ranges: Ranges, block: Block, in_flight: int, versions: int
-) -> int:
-    return round(
-        stage_bytes(
-            ranges.total(ranges.weights, block),
-            ranges.total(ranges.activations, block),
-            float(ranges.crossing[block.first - 1]) if block.first else 0.0,
-            in_flight,
-            versions,
-            problem.optimizer.state_bytes_per_weight_byte,
-            recompute=False,
-        )
-    )
 
 
 def _output(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: int) -> float:

@@ -273,7 +273,13 @@ class _Search:
                 stage_seconds = float(seconds[places[row], column]) + more
                 if stage_seconds <= cap_seconds:
                     stage = _Stage(targets[row], outer, number, d, slower, stage_seconds)
-                    _keep(known, _Label(devices, total, stage, label))
+                    new = _Label(devices, total, stage, label)
+                    known[:] = [
+                        own
+                        for own in known
+                        if own.num_devices < new.num_devices or own.num_replicas < new.num_replicas
+                    ]
+                    known.append(new)
                     break
 
     def _stage_tables(self, outer: int, number: int) -> tuple[np.ndarray, ...]:
@@ -338,15 +344,6 @@ def _is_dominated(labels: list[_Label], devices: int, replicas: int) -> bool:
         if own.num_devices <= devices and own.num_replicas <= replicas:
             return True
     return False
-
-
-def _keep(labels: list[_Label], new: _Label) -> None:
-    labels[:] = [
-        own
-        for own in labels
-        if own.num_devices < new.num_devices or own.num_replicas < new.num_replicas
-    ]
-    labels.append(new)
 
 
 def _downsets(problem: SteadyProblem) -> tuple[np.ndarray, bool]:

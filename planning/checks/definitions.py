@@ -40,7 +40,7 @@ def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
     measured = option.sync
     if num_devices == 1 or measured is None:
         return 0.0
-    hidden_best = _least_sync_seconds(measured)
+    hidden_best = min(map(_sync_or_bound, measured.by_batch_size or [measured]))
     weights, cap = option.weight_bytes, option.link_bytes_per_second
     hops = num_devices - 1 + num_devices - 1
     if measured.bytes_per_second is None or measured.latency_seconds is None:
@@ -56,11 +56,6 @@ def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
     ring = hops * hop + ring_seconds(weights, num_devices, rate)
     seconds = hidden_best + ring - fitted_ring_seconds(option)
     return seconds if seconds > 0 else 0.0
-
-
-def _least_sync_seconds(sync: Sync) -> float:
-    """The measured seconds; if measured per batch size, the least over the sizes."""
-    return min(map(_sync_or_bound, sync.by_batch_size or [sync]))
 
 
 def _sync_or_bound(measured: Sync | SyncPoint) -> float:

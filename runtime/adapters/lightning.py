@@ -56,7 +56,17 @@ def adapt(module: Any) -> None:
     if name in _TRAINERS:
         _adapt_trainer(module, _TRAINERS[name])
     else:
-        _adapt_fabric(module, _FABRICS[name])
+        root, strategies = module.__name__, module.strategies
+        parents = _parents(root, strategies, _FabricStrategy, _WholeFabric)
+
+        def make(original: Any, self: Any, *values: Any, **options: Any) -> None:
+            check_version(_FABRICS[name], VERSIONS)
+            asked = _asked(strategies, "Fabric", options)
+            original(self, *values, **{**options, **_in_place_of(parents, asked, options)})
+            if os.environ.get("LT_CLI_USED") != "1":  # else it was launched by its command
+                self.launch()  # what a script for one device may leave out
+
+        around(module.Fabric, "__init__", make)
 
 
 def _adapt_trainer(module: Any, library: str) -> None:
@@ -84,20 +94,6 @@ def _adapt_trainer(module: Any, library: str) -> None:
     around(loops._PredictionLoop, "_get_batch_indices", _whole_indices)
     warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-
-
-def _adapt_fabric(module: Any, library: str) -> None:
-    root, strategies = module.__name__, module.strategies
-    parents = _parents(root, strategies, _FabricStrategy, _WholeFabric)
-
-    def make(original: Any, self: Any, *values: Any, **options: Any) -> None:
-        check_version(library, VERSIONS)
-        asked = _asked(strategies, "Fabric", options)
-        original(self, *values, **{**options, **_in_place_of(parents, asked, options)})
-        if os.environ.get("LT_CLI_USED") != "1":  # else it was launched by its command
-            self.launch()  # what a script for one device may leave out
-
-    around(module.Fabric, "__init__", make)
 
 
 def _parents(root: str, strategies: Any, strategy: type, whole: type) -> tuple[Any, Any, Any]:

@@ -438,7 +438,25 @@ class _Trial:
 
     def verdict(self, loss: Tensor, num_rows: int) -> Verdict:
         """Try the share's loss with so many of its samples; call it on all workers."""
-        self._find_samples()
+        table = [size for t in self._tensors for size in [*t.shape, *[-1] * 8][:8]]
+        found = _of_all(self._training, [self._num_rows, *table])
+        rows, sizes = found[:, 0].tolist(), found[:, 1:].view(len(found), -1, 8).tolist()
+        are_unlike = len(set(rows)) > 1
+        for at, tensor in enumerate(self._tensors):
+            columns = list(zip(*(of_worker[at] for of_worker in sizes), strict=True))[
+                : tensor.dim()
+            ]
+            per_row = [
+                len({s / n for s, n in zip(column, rows, strict=True)}) == 1
+                and column[0] % rows[0] == 0
+                for column in columns
+            ]
+            unlike = [d for d, column in enumerate(columns) if len(set(column)) > 1]
+            if any(per_row):
+                self._dims[id(tensor)] = per_row.index(True)
+            self._others[id(tensor)] = [
+                d for d in unlike if are_unlike and d != self._dims.get(id(tensor))
+            ]
         return self._replays.verdict(loss, num_rows)
 
     def _check_sum(self) -> None:
@@ -462,28 +480,6 @@ class _Trial:
             if divisor.numel() == 1 and float(divisor) == value:
                 return at
         raise TargetError("what the loss is divided by is not kept in its graph", hint=_HINT)
-
-    def _find_samples(self) -> None:
-        """Find each tensor's dimension of samples: it is as unlike as the workers' shares."""
-        table = [size for t in self._tensors for size in [*t.shape, *[-1] * 8][:8]]
-        found = _of_all(self._training, [self._num_rows, *table])
-        rows, sizes = found[:, 0].tolist(), found[:, 1:].view(len(found), -1, 8).tolist()
-        are_unlike = len(set(rows)) > 1
-        for at, tensor in enumerate(self._tensors):
-            columns = list(zip(*(of_worker[at] for of_worker in sizes), strict=True))[
-                : tensor.dim()
-            ]
-            per_row = [
-                len({s / n for s, n in zip(column, rows, strict=True)}) == 1
-                and column[0] % rows[0] == 0
-                for column in columns
-            ]
-            unlike = [d for d, column in enumerate(columns) if len(set(column)) > 1]
-            if any(per_row):
-                self._dims[id(tensor)] = per_row.index(True)
-            self._others[id(tensor)] = [
-                d for d in unlike if are_unlike and d != self._dims.get(id(tensor))
-            ]
 
     def _same_sample(self, best: int) -> float:
         """The loss of a batch of the first worker's one sample, repeated; call it on all."""

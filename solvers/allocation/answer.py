@@ -46,26 +46,6 @@ def idle_devices(instance: Instance, outcome: Outcome) -> tuple[Floats, Floats]:
     idle = np.where(idle > NEGLIGIBLE_PART * instance.capacity, idle, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         room = np.where(instance.resources > 0, idle[:, None] / instance.resources, np.inf)
-    movable = _movable(instance, outcome)
-    each = np.minimum(instance.usage * movable, room.min(axis=0))  # units of columns
-    uses = instance.resources[: instance.num_types]
-    wanted = np.array([(row[row > 0] * each[:, row > 0]).max(axis=1).sum() for row in uses])
-    idle = idle[: instance.num_types]
-    return idle, np.minimum(idle, wanted)
-
-
-def _used(instance: Instance, outcome: Outcome) -> Floats:
-    """Of each resource [resources]."""
-    used: Floats = instance.resources @ (instance.usage * outcome.x).sum(axis=0)
-    if outcome.pairs is not None:
-        p = outcome.pairs
-        held = instance.usage[p.a, p.column] * p.time
-        used = used + instance.resources[:, p.column] @ held
-    return used
-
-
-def _movable(instance: Instance, outcome: Outcome) -> Floats:
-    """The part of its time that a job would rather spend on a column [jobs, columns]."""
     rate, x = instance.rate, outcome.x
     order = np.argsort(rate, axis=1, kind="stable")
     sorted_rate, before = np.take_along_axis(rate, order, 1), np.zeros_like(x)
@@ -87,7 +67,22 @@ def _movable(instance: Instance, outcome: Outcome) -> Floats:
             np.add.at(time, one, leaves * p.time[:, None])
     time = time + np.where(rate > 0, np.maximum(1.0 - spent, 0.0)[:, None], 0.0)
     useful = rate > NEGLIGIBLE_RATE * rate.max(axis=1, keepdims=True)
-    return np.where((time > NEGLIGIBLE_TIME) & useful, time, 0.0)
+    movable = np.where((time > NEGLIGIBLE_TIME) & useful, time, 0.0)
+    each = np.minimum(instance.usage * movable, room.min(axis=0))  # units of columns
+    uses = instance.resources[: instance.num_types]
+    wanted = np.array([(row[row > 0] * each[:, row > 0]).max(axis=1).sum() for row in uses])
+    idle = idle[: instance.num_types]
+    return idle, np.minimum(idle, wanted)
+
+
+def _used(instance: Instance, outcome: Outcome) -> Floats:
+    """Of each resource [resources]."""
+    used: Floats = instance.resources @ (instance.usage * outcome.x).sum(axis=0)
+    if outcome.pairs is not None:
+        p = outcome.pairs
+        held = instance.usage[p.a, p.column] * p.time
+        used = used + instance.resources[:, p.column] @ held
+    return used
 
 
 OPTIMAL_GAP = 1e-6

@@ -238,7 +238,10 @@ def spread(totals: PairTimes, row_of: Ints, count: Floats) -> PairTimes:
         if a == b:
             first, second, part = _circle(left)
         else:
-            first, second, part = _strips(left, right)
+            n, m = len(left), len(right)
+            cuts = np.unique(np.concatenate((np.arange(n) * m, np.arange(m) * n)))
+            ends = np.append(cuts[1:], n * m)
+            first, second, part = left[cuts // m], right[cuts // n], (ends - cuts) / (n * m)
         parts.append((first, second, np.full(len(first), c), part * time))
     if not parts:
         return totals
@@ -250,10 +253,3 @@ def _circle(members: Ints) -> tuple[Ints, Ints, Floats]:
     if len(members) == 2:
         return members[:1], members[1:], np.ones(1)
     return members, np.roll(members, -1), np.full(len(members), 1.0 / len(members))
-
-
-def _strips(left: Ints, right: Ints) -> tuple[Ints, Ints, Floats]:
-    n, m = len(left), len(right)
-    cuts = np.unique(np.concatenate((np.arange(n) * m, np.arange(m) * n)))
-    ends = np.append(cuts[1:], n * m)
-    return left[cuts // m], right[cuts // n], (ends - cuts) / (n * m)

@@ -221,7 +221,7 @@ def instance_of(problem: AllocationProblem) -> Instance:
         usage=usage,
         resources=table.resources,
         capacity=table.capacity,
-        equal=_equal(base, capacity, rate),
+        equal=_positive(base @ (capacity / capacity.sum()), rate, 1),
         isolated=_positive(isolated_rate(base, scale, capacity), rate, len(jobs)),
         scale=scale,
         weight=np.array([job.priority_weight for job in jobs]),
@@ -241,10 +241,6 @@ def instance_of(problem: AllocationProblem) -> Instance:
 
 def _key(job: Job) -> tuple[str, int]:
     return job.model, job.scale_factor
-
-
-def _equal(base: Floats, capacity: Floats, rate: Floats) -> Floats:
-    return _positive(base @ (capacity / capacity.sum()), rate, 1)
 
 
 def _positive(level: Floats, rate: Floats, share: int) -> Floats:

@@ -199,7 +199,7 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
         The filled outcome under the optimum's bound and prices; ``bare`` again, saying why,
         where water filling finds no proof, or not in time.
     """
-    asked = _asked(goal, bare.objective)
+    asked = goal.level if isinstance(goal, MaxMin) else goal.needed(bare.objective)
     if isinstance(goal, MaxMin) and goal.allowed is not None:
         instance = replace(instance, rate=np.where(goal.allowed, instance.rate, 0.0))
     each = WaterFilling(
@@ -237,11 +237,6 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
         method=f"{bare.method}; filled: {found.method}",
         is_filled=True,
     )
-
-
-def _asked(goal: MaxMin | LeastCurve, objective: float) -> Floats:
-    """Throughputs that the optimum demands of the jobs, up to a common factor [jobs]."""
-    return goal.level if isinstance(goal, MaxMin) else goal.needed(objective)
 
 
 def _value(goal: MaxMin | LeastCurve, throughput: Floats) -> float:

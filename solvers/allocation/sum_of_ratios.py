@@ -106,7 +106,7 @@ class _Search:
         self._ascend(heap[0].x)
         closed: list[_Node] = []
         nodes = 1
-        most = max(_WORK // max(self._size(), 1), 40)
+        most = max(_WORK // max(sum(len(ways.value) for ways in self.ways.values()), 1), 40)
         while heap and not self._is_close(heap[0]) and nodes < most:
             if self.instance.should_stop():
                 break
@@ -124,9 +124,6 @@ class _Search:
     def _is_close(self, node: _Node) -> bool:
         known = self.best_value + self.free_value
         return node.bound <= known * (1 + GAP) or node.cut_job < 0
-
-    def _size(self) -> int:
-        return sum(len(ways.value) for ways in self.ways.values())
 
     def _offer(self, x: Floats) -> None:
         """Take an allocation for the best if it is, with SLOs met exactly."""

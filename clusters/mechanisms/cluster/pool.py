@@ -128,7 +128,10 @@ class Pool:
         """
         key = (job.model, job.scale_factor)
         if key not in self._rates:
-            self._rates[key] = self._look_up(job)
+            rate = self._table(job)
+            if not rate.any():
+                raise ProblemError(f"job {job.id!r} runs nowhere in the pool {self._named()}")
+            self._rates[key] = rate
         return self._rates[key]
 
     def why_left_out(self, job: Job) -> str | None:
@@ -157,12 +160,6 @@ class Pool:
 
     def _named(self) -> str:
         return ", ".join(f"{number}x{name}" for name, number in self.num_devices.items())
-
-    def _look_up(self, job: Job) -> Floats:
-        rate = self._table(job)
-        if not rate.any():
-            raise ProblemError(f"job {job.id!r} runs nowhere in the pool {self._named()}")
-        return rate
 
     def _table(self, job: Job) -> Floats:
         entry = self._entries.get((job.model, job.scale_factor))

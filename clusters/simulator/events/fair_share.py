@@ -79,7 +79,11 @@ class _FairShare(EventCluster):
         if self.options.scheduler == "elastic":
             self._share()
         else:
-            self._admit()
+            demands = [entry.job.scale_factor for entry in self.waiting]
+            for _ in range(admit_whole(demands, self.free()[0])):
+                entry = self.waiting.pop(0)
+                self.running.append(entry)
+                self.resize(entry, (entry.job.scale_factor,))
 
     def _share(self) -> None:
         """Algorithm 1."""
@@ -91,14 +95,6 @@ class _FairShare(EventCluster):
         del self.waiting[:admitted]
         for entry, share in zip(self.running, wanted, strict=True):
             self.resize(entry, (share,))
-
-    def _admit(self) -> None:
-        """Static priority: the highest priority first, whole; it waits where it does not fit."""
-        demands = [entry.job.scale_factor for entry in self.waiting]
-        for _ in range(admit_whole(demands, self.free()[0])):
-            entry = self.waiting.pop(0)
-            self.running.append(entry)
-            self.resize(entry, (entry.job.scale_factor,))
 
 
 def _claim(entry: Entry) -> Claim:

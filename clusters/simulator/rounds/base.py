@@ -155,7 +155,9 @@ class Rounds:
         if arrived:
             self.state.admit(arrived, self.options.head_start_seconds)
         if self.outages is not None:
-            self._look_at(self.outages)
+            self.outages.refuse_to_stall(self.active, self.now, self.num_done)
+            if self.state.see(self.outages.up(self.now)):
+                self.active.consolidated = self.outages.consolidated(self.pool)
         if is_due(self.state, self.now, self.options):
             self.settle()
             share_anew(self.state, self.allocator, self.now, self.options)
@@ -165,12 +167,6 @@ class Rounds:
         self.num_rounds += 1
         self.run_round()
         return True
-
-    def _look_at(self, outages: Outages) -> None:
-        """Read which devices are up."""
-        outages.refuse_to_stall(self.active, self.now, self.num_done)
-        if self.state.see(outages.up(self.now)):
-            self.active.consolidated = outages.consolidated(self.pool)
 
     def settle(self) -> None:
         """Complete all records, where a kind of rounds postpones that."""

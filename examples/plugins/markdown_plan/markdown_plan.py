@@ -32,10 +32,6 @@ def table(plan: Plan, name: str) -> str:
     lines = [
         f"{plan.model}, batch {plan.global_batch_size}: {milliseconds:.4g} ms a step",
         "",
-        *(_line(row) for row in (heads, ("---",) * len(heads), *rows)),
+        *(f"| {' | '.join(row)} |" for row in (heads, ("---",) * len(heads), *rows)),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"

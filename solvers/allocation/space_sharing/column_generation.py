@@ -96,7 +96,7 @@ class PairProgram:
         while True:
             rounds += self._optimise()
             master = self._master
-            z = _level(master)
+            z = float(master.values[0]) * master.unit if master.program.level_weight else 0.0
             dealt = deal(program, self._pairing, self._groups, *master.times(), z)
             if not dealt.clashes:
                 break
@@ -140,10 +140,6 @@ class PairProgram:
             if not self._master.separate():
                 return
         raise BackendError("the allocation program's constraints found no end")
-
-
-def _level(master: Master) -> float:
-    return float(master.values[0]) * master.unit if master.program.level_weight else 0.0
 
 
 def _triples(
@@ -246,7 +242,13 @@ def _read(
     prices: Prices,
     rounds: int,
 ) -> tuple[Solution, PairTimes]:
-    share = _overuse(program, x, pairs)
+    spent = pair_time(pairs, len(x)) / program.count + x.sum(axis=1)
+    used = program.resources @ (program.count @ (program.usage * x))
+    held = program.usage[pairs.a, pairs.column] * pairs.time
+    used = used + program.resources[:, pairs.column] @ held
+    limit = np.where(program.level_capacity > 0, np.inf, np.maximum(program.capacity, 1e-300))
+    spare = 1.0 + 8 * np.finfo(float).eps * (len(pairs.time) + x.size)
+    share = max(1.0, spare * float(spent.max()), spare * float((used / limit).max()))
     x, pairs = x / share, replace(pairs, time=pairs.time / share)
     reached, gained = throughput_with_pairs(program, pairing, x, pairs)
     rows = program.demands & (program.level > 0)
@@ -269,16 +271,6 @@ def _read(
         time_prices=u,
         method=f"HiGHS simplex over pairs, {rounds} rounds",
     ), pairs
-
-
-def _overuse(program: Program, x: Floats, pairs: PairTimes) -> float:
-    spent = pair_time(pairs, len(x)) / program.count + x.sum(axis=1)
-    used = program.resources @ (program.count @ (program.usage * x))
-    held = program.usage[pairs.a, pairs.column] * pairs.time
-    used = used + program.resources[:, pairs.column] @ held
-    limit = np.where(program.level_capacity > 0, np.inf, np.maximum(program.capacity, 1e-300))
-    spare = 1.0 + 8 * np.finfo(float).eps * (len(pairs.time) + x.size)
-    return max(1.0, spare * float(spent.max()), spare * float((used / limit).max()))
 
 
 def pair_time(pairs: PairTimes, rows: int) -> Floats:

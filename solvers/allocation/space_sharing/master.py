@@ -75,7 +75,11 @@ class Master:
         self.session.add_rows(np.full(kinds, -np.inf), program.capacity)
         self._measure()
         self.session.add_rows(self.low, np.full(number, np.inf))
-        self._add_level()
+        rows, values = self._level_column()
+        kept = values != 0
+        self.level_values = values
+        cost = np.array([1.0 if self.program.level_weight else 0.0])
+        self.session.add_columns(cost, np.zeros(1), rows[kept], values[kept])
         m, c = np.nonzero(program.rate[self.first] > 0)
         self.a, self.b, self.c, self.singles = m, m, c, len(m)
         self.rate_a, self.rate_b = program.rate[self.first][m, c], np.zeros(len(m))
@@ -90,7 +94,10 @@ class Master:
         self.session.set_rows(
             self.demands_at + changed, self.low[changed], np.full(len(changed), np.inf)
         )
-        self._change_level()
+        rows, values = self._level_column()
+        for i in np.flatnonzero(values != self.level_values).tolist():
+            self.session.set_coefficient(int(rows[i]), 0, float(values[i]))
+        self.level_values = values
 
     def _measure(self) -> None:
         """What demands must reach at least, and what a unit of z asks of them [demands]."""
@@ -112,19 +119,6 @@ class Master:
             return np.zeros(0, np.int64), np.zeros(0)
         rows = self.groups.number + np.arange(len(p.capacity) + len(self.levels))
         return rows, np.concatenate((-p.level_capacity, -self.levels)) * self.unit
-
-    def _add_level(self) -> None:
-        rows, values = self._level_column()
-        kept = values != 0
-        self.level_values = values
-        cost = np.array([1.0 if self.program.level_weight else 0.0])
-        self.session.add_columns(cost, np.zeros(1), rows[kept], values[kept])
-
-    def _change_level(self) -> None:
-        rows, values = self._level_column()
-        for i in np.flatnonzero(values != self.level_values).tolist():
-            self.session.set_coefficient(int(rows[i]), 0, float(values[i]))
-        self.level_values = values
 
     def _add_columns(self, a: Ints, b: Ints | None, c: Ints, ra: Floats, rb: Floats) -> None:
         p, number = self.program, len(a)

@@ -145,7 +145,11 @@ def rise(merged: MergedProgram, tree: Tree, best: Floats) -> RaisedLevels:
         found, pairs = held.solve(program)
         level = level + min(max(found.z, 0.0), 1.0) * step
         if first is None:
-            first = _first(program, found, path.times[1])
+            assert found.time_prices is not None
+            asked = replace(program, level=program.level / path.times[1])
+            unit = float(program.count @ (found.job_prices * asked.level))
+            prices = found.job_prices / unit, found.resource_prices / unit, found.time_prices / unit
+            first = asked, *prices
         share = np.where(active, small.count * found.job_prices * program.level, 0.0)
         stuck = active & (share > STUCK_PART * share.max())
         if (level < best * (1.0 - AT_CAP))[stuck].any():
@@ -200,16 +204,6 @@ class _Held:
         self.row, self.age = self.rates, 0
         self.open = PairProgram(program, self.pairing, self.pairs)
         return self.open.solve(replace(program, floor=program.floor * (1.0 - MOST_RELAXED)))
-
-
-def _first(
-    program: Program, found: Solution, time: float
-) -> tuple[Program, Floats, Floats, Floats]:
-    assert found.time_prices is not None
-    asked = replace(program, level=program.level / time)
-    unit = float(program.count @ (found.job_prices * asked.level))
-    prices = found.job_prices / unit, found.resource_prices / unit, found.time_prices / unit
-    return asked, *prices
 
 
 def _proof(merged: MergedProgram, found: Solution, floor: Floats) -> LeastCost | Linear:
