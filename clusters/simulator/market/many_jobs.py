@@ -30,7 +30,7 @@ from ....schema.simulation import JobOutcome
 from ....solvers.market.offers import Prices
 from ...mechanisms.arrays import Bools, Floats, Ints
 from ...mechanisms.cluster.pool import Pool
-from ..outcomes import Simulation
+from ..metrics import Simulation
 from ..traces.arrivals import Queue
 from .asked import FREE, NOTHING, ON_DEMAND, SPOT, Asked, check_policy
 
