@@ -42,6 +42,13 @@ class Job:
         is_main: Whether this worker prints, logs and saves.
         device: Where this worker runs its passes.
         num_steps: Global steps so far.
+
+    Example:
+        >>> import hetflow, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> job = hetflow.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> job.rank, job.world_size, job.is_main, job.num_steps
+        (0, 1, True, 0)
     """
 
     def __init__(

@@ -88,6 +88,11 @@ class Cluster(Shown):
     Of the ``links`` that hold for two devices the most special one counts (``link``). Levels above
     the server that none states have ``inter_bytes_per_second``. Files of ``hetflow.cluster/1``
     have no ``links``, racks or zones.
+
+    Example:
+        >>> import hetflow
+        >>> hetflow.Cluster.parse("2xV100:16GB,8xP100").num_devices
+        {'V100': 2, 'P100': 8}
     """
 
     schema: Literal["hetflow.cluster/1", "hetflow.cluster/2"] = "hetflow.cluster/1"

@@ -20,6 +20,14 @@ class HetflowError(Exception):
     Args:
         message: One line: what is wrong, where, and the rule it breaks.
         hint: At most one line: how to fix it.
+
+    Example:
+        >>> import hetflow
+        >>> try:
+        ...     hetflow.Cluster.parse("2xV100:16QB")
+        ... except hetflow.HetflowError as error:
+        ...     print(error.exit_code)
+        2
     """
 
     exit_code = 2
@@ -31,25 +39,72 @@ class HetflowError(Exception):
 
 
 class ProblemError(HetflowError, ValueError):
-    """An invalid value. It is also a ValueError, so that pydantic's validators collect it."""
+    """An invalid value. It is also a ValueError, so that pydantic's validators collect it.
+
+    Example:
+        >>> import hetflow
+        >>> try:
+        ...     hetflow.Job(id="a", model="m", steps=-1)
+        ... except hetflow.ProblemError as error:
+        ...     print(error.message)
+        Job: $.steps: must be > 0.0, got -1
+    """
 
 
 class FileError(HetflowError):
-    """A file that is missing, broken, of another format, or in the way."""
+    """A file that is missing, broken, of another format, or in the way.
+
+    Example:
+        >>> import hetflow
+        >>> try:
+        ...     hetflow.read("absent.json")
+        ... except hetflow.FileError as error:
+        ...     print(error.message)
+        absent.json: no such file
+    """
 
 
 class TargetError(HetflowError):
-    """A model, factory or script that cannot be loaded or run."""
+    """A model, factory or script that cannot be loaded or run.
+
+    Example:
+        >>> import hetflow
+        >>> try:
+        ...     hetflow.profile("absent.py:workload")
+        ... except hetflow.TargetError as error:
+        ...     print(error.message)
+        absent.py: no such file
+    """
 
 
 class InfeasibleError(HetflowError):
-    """No plan satisfies the constraints. The message names the binding one."""
+    """No plan satisfies the constraints. The message names the binding one.
+
+    Example:
+        >>> import hetflow
+        >>> point = hetflow.BatchPoint(batch_size=8, step_seconds=0.1, peak_memory_bytes=2 << 30)
+        >>> small = hetflow.Profile(
+        ...     model="m", device_type="T4", device_memory_bytes=1 << 30,
+        ...     weight_bytes=4, update_seconds=0.0, batch_curve=(point,),
+        ... )
+        >>> try:
+        ...     hetflow.solve([small], "T4", batch_size=8)
+        ... except hetflow.InfeasibleError as error:
+        ...     print(error.exit_code)
+        3
+    """
 
     exit_code = 3
 
 
 class BackendError(HetflowError):
-    """A solver library returned an invalid answer."""
+    """A solver library returned an invalid answer.
+
+    Example:
+        >>> import hetflow
+        >>> hetflow.BackendError.exit_code, issubclass(hetflow.BackendError, hetflow.HetflowError)
+        (1, True)
+    """
 
     exit_code = 1
 
@@ -82,6 +137,11 @@ class LaunchError(HetflowError):
         message: The first cause of the failure.
         hint: How to fix it.
         exit_code: The failing worker's own exit code.
+
+    Example:
+        >>> import hetflow
+        >>> hetflow.LaunchError("worker 1 (V100) failed with exit code 7", exit_code=7).exit_code
+        7
     """
 
     def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 2) -> None:

@@ -34,6 +34,11 @@ class Job:
     ``steps`` is the number of steps still to run (num_steps_m). ``elapsed_seconds`` is t_m, and
     ``isolated_seconds`` is t_m^isolated of thesis 5.4.2. ``slo_seconds`` is the time within which
     the remaining steps must be done. The job runs on ``scale_factor`` devices at once.
+
+    Example:
+        >>> import hetflow
+        >>> hetflow.Job(id="a", model="resnet50", steps=7200, slo_seconds=86400).scale_factor
+        1
     """
 
     id: Name
@@ -63,7 +68,13 @@ class Entity:
 
 @record
 class Jobs(Shown):
-    """Jobs in order of arrival, and the entities they belong to."""
+    """Jobs in order of arrival, and the entities they belong to.
+
+    Example:
+        >>> import hetflow
+        >>> hetflow.Jobs(jobs=(hetflow.Job(id="a", model="m", steps=100),)).title
+        '1 jobs of 1 models'
+    """
 
     schema: Literal["hetflow.jobs/1"] = "hetflow.jobs/1"
     jobs: tuple[Job, ...]
@@ -123,6 +134,12 @@ class ModelThroughput:
 
     A model does not run on a type that is missing or 0. ``unconsolidated_steps_per_second`` is the
     rate with the devices on separate servers (thesis 5.3.1, placement sensitivity).
+
+    Example:
+        >>> import hetflow
+        >>> rates = hetflow.ModelThroughput(model="m", steps_per_second={"V100": 8, "P100": 2.5})
+        >>> rates.steps_per_second["P100"]
+        2.5
     """
 
     model: Name
@@ -170,7 +187,14 @@ class MixThroughput:
 
 @record
 class Throughputs(Shown):
-    """Throughputs of all models on all device types: alone, in pairs, and on mixes of types."""
+    """Throughputs of all models on all device types: alone, in pairs, and on mixes of types.
+
+    Example:
+        >>> import hetflow
+        >>> rates = hetflow.ModelThroughput(model="m", steps_per_second={"V100": 8, "P100": 2.5})
+        >>> hetflow.Throughputs(models=(rates,)).title
+        '1 models on 2 device types, 0 pairs'
+    """
 
     schema: Literal["hetflow.throughputs/1"] = "hetflow.throughputs/1"
     models: tuple[ModelThroughput, ...]
@@ -424,6 +448,13 @@ class Allocation(Shown):
     -> number) are still idle. ``usable_idle_devices`` is how many of them could speed up a job,
     each type considered alone; ``idle_reason`` says why they are idle nevertheless. Older files do
     not have the two numbers; they are None then.
+
+    Example:
+        >>> import hetflow
+        >>> jobs = hetflow.Jobs(jobs=(hetflow.Job(id="a", model="m", steps=100),))
+        >>> rates = hetflow.ModelThroughput(model="m", steps_per_second={"V100": 2})
+        >>> hetflow.allocate(jobs, hetflow.Throughputs(models=(rates,)), "V100").title
+        'las for 1 jobs: optimal'
     """
 
     schema: Literal["hetflow.allocation/1"] = "hetflow.allocation/1"

@@ -14,6 +14,11 @@ class OptimizerState:
         state_bytes_per_weight_byte: Bytes of its state tensors per byte of trainable weights,
             without gradients and the weights themselves.
         is_default: Whether it was only the default for measuring, not the user's choice.
+
+    Example:
+        >>> import hetflow
+        >>> print(hetflow.OptimizerState(name="adamw", state_bytes_per_weight_byte=2))
+        adamw (2 bytes of state a byte of weights)
     """
 
     name: Name | None = None

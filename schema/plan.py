@@ -461,6 +461,17 @@ class Plan(Shown):
     - Tensor-parallel groups: with ``sequence_parallel`` the devices of a group share the tokens
       between the layers that they share. With ``shard_optimizer`` each replica of a stage keeps and
       updates a share of the optimizer's state. ``with_more_devices`` is what these would bring.
+
+    Example:
+        >>> import hetflow
+        >>> point = hetflow.BatchPoint(batch_size=8, step_seconds=0.1, peak_memory_bytes=1 << 30)
+        >>> v100 = hetflow.Profile(
+        ...     model="m", device_type="V100", device_memory_bytes=16 << 30,
+        ...     weight_bytes=4, update_seconds=0.0, batch_curve=(point,),
+        ... )
+        >>> plan = hetflow.solve([v100], "V100", batch_size=16)
+        >>> plan.kind, plan.predicted.step_seconds
+        ('split', 0.2)
     """
 
     schema: Literal["hetflow.plan/2"] = "hetflow.plan/2"

@@ -41,6 +41,12 @@ class BatchPoint:
     the median. ``peak_memory_bytes`` is the device's peak over a whole training step.
     ``fragmentation_bytes`` is what the allocator held of the device at its own peak beyond that;
     None if it was not measured (on a CPU, whose peak is that of the whole process).
+
+    Example:
+        >>> import hetflow
+        >>> point = hetflow.BatchPoint(batch_size=8, step_seconds=0.1, peak_memory_bytes=1 << 30)
+        >>> point.batch_size / point.step_seconds
+        80.0
     """
 
     batch_size: Count
@@ -304,6 +310,16 @@ class Profile(Shown):
 
     ``estimate`` is how the profile was computed if it was not measured; its ``step_error`` is then
     that of the method.
+
+    Example:
+        >>> import hetflow
+        >>> point = hetflow.BatchPoint(batch_size=8, step_seconds=0.1, peak_memory_bytes=1 << 30)
+        >>> profile = hetflow.Profile(
+        ...     model="m", device_type="V100", device_memory_bytes=16 << 30,
+        ...     weight_bytes=4, update_seconds=0.0, batch_curve=(point,),
+        ... )
+        >>> profile.title
+        'm on V100, batches 8 to 8'
     """
 
     schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"

@@ -25,6 +25,11 @@ class ResizeAnswer:
     A ``refused`` request was not tried. A ``failed`` one was tried, and the job continues on its
     former devices. ``joined`` and ``left`` name workers. ``pause_seconds`` is how long training
     paused, ``start_seconds`` how long the joining workers took to start.
+
+    Example:
+        >>> import hetflow
+        >>> hetflow.ResizeAnswer(status="refused", detail="the launch has ended").joined
+        ()
     """
 
     schema: Literal["hetflow.resized/1"] = "hetflow.resized/1"

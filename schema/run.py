@@ -144,6 +144,12 @@ class RunRecord(Shown):
     ``parameters_digest`` is the SHA-256 of the final parameters and buffers, by name.
     ``step_seconds_error`` is (predicted - measured) / measured. ``terms`` compares the terms of the
     prediction with measurements; empty in older files, and if workers changed during the run.
+
+    Example:
+        >>> import hetflow
+        >>> record = hetflow.launch("plan.json", "train.py")
+        >>> record.status, record.exit_code
+        ('done', 0)
     """
 
     schema: Literal["hetflow.run/1"] = "hetflow.run/1"

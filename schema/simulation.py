@@ -128,6 +128,14 @@ class SimulationRun(Shown):
     ``left_out`` maps each job that does not fit the pool to the reason. ``num_failures`` counts
     failures of single devices, ``num_server_failures`` those of whole servers. ``market_start`` is
     the UTC time of second 0 of a run on a market; None elsewhere.
+
+    Example:
+        >>> import hetflow
+        >>> jobs = hetflow.Jobs(jobs=(hetflow.Job(id="a", model="m", steps=7200),))
+        >>> rates = hetflow.ModelThroughput(model="m", steps_per_second={"V100": 2})
+        >>> run = hetflow.simulate(jobs, hetflow.Throughputs(models=(rates,)), "V100")
+        >>> run.policy, run.num_rounds
+        ('las', 10)
     """
 
     schema: Literal["hetflow.simulation/1"] = "hetflow.simulation/1"

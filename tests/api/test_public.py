@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,8 @@ VERBS = [name for name in hetflow.__all__ if name[0].islower() and name not in M
 VERBS += [f"cluster.{name}" for name in hetflow.cluster.__all__]
 VERBS += [f"rent.{name}" for name in hetflow.rent.__all__]
 POOL = "2xV100,2xP100"
-LAUNCHES = ("launch", "profile", "rent.run")  # processes of seconds
+KINDS = [name for name in hetflow.__all__ if name[0].isupper()] + ["runtime.Job"]
+LAUNCHES = ("launch", "profile", "rent.run", "RunRecord")  # processes of seconds
 SCRIPT = """
 import torch, hetflow
 
@@ -101,13 +103,25 @@ def test_every_verb_is_typed_and_has_an_example_that_runs(name: str) -> None:
     signature = inspect.signature(verb)
     assert signature.return_annotation is not inspect.Signature.empty
     assert all(p.annotation is not p.empty for p in signature.parameters.values())
+    run_example(verb)
+
+
+def run_example(thing: Any) -> None:
     examples = doctest.DocTestFinder(recurse=False).find(
-        verb, name, importlib.import_module(verb.__module__)
+        thing, thing.__name__, importlib.import_module(thing.__module__)
     )
-    assert sum(len(test.examples) for test in examples) > 0, f"{name} has no example"
+    assert sum(len(test.examples) for test in examples) > 0, f"{thing} has no example"
     runner = doctest.DocTestRunner()
     assert [runner.run(test).failed for test in examples] == [0]
     gc.collect()  # what was left open warns now, and warnings fail tests
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    "name", [pytest.param(v, marks=[pytest.mark.slow] if v in LAUNCHES else []) for v in KINDS]
+)
+def test_every_class_has_an_example_that_runs(name: str) -> None:
+    run_example(attrgetter(name)(hetflow))
 
 
 def test_it_starts_without_torch_and_plans_without_it() -> None:
