@@ -1,8 +1,9 @@
 """Plans with pipeline, tensor and data parallelism on unlike devices (thesis chapter 4)."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from math import log2
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import ProblemError
 from .optimizer import OptimizerState
@@ -230,22 +231,15 @@ class ParallelProblem:
             raise ProblemError("the cost rule sailor knows no links between types; leave them out")
         size = len(self.layers)
         tables: list[tuple[str, tuple[float, ...]]] = [("output_bytes", self.output_bytes)]
-        for sizes in self.sizes:
-            tables += [("weight_bytes", sizes.weight_bytes), ("stashed_bytes", sizes.stashed_bytes)]
-        for pool in self.pools:
-            for t in pool.times:
-                tables += [
-                    (f"{pool.device_type} forward_seconds", t.forward_seconds),
-                    (f"{pool.device_type} backward_seconds", t.backward_seconds),
-                    (f"{pool.device_type} update_seconds", t.update_seconds),
-                ]
-        cores: list[tuple[str, tuple[float, ...]]] = []
-        for sizes in self.sizes:
-            cores += [("selective_bytes", sizes.selective_bytes), ("core_bytes", sizes.core_bytes)]
-        for pool in self.pools:
-            cores += [(f"{pool.device_type} core_seconds", t.core_seconds) for t in pool.times]
-        needs_cores = "selective" in self.recompute
-        for name, table in (*tables, *(each for each in cores if each[1] or needs_cores)):
+        owners: list[tuple[str, Any]] = [("", sizes) for sizes in self.sizes]
+        owners += [(f"{pool.device_type} ", times) for pool in self.pools for times in pool.times]
+        for where, owner in owners:
+            for field in fields(owner):
+                table, is_core = getattr(owner, field.name), field.default == ()
+                is_needed = table or not is_core or "selective" in self.recompute
+                if isinstance(table, tuple) and is_needed:
+                    tables.append((f"{where}{field.name}", table))
+        for name, table in tables:
             if len(table) != size:
                 raise ProblemError(f"{name}: {len(table)} values for {size} layers; give one each")
 

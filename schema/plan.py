@@ -359,8 +359,52 @@ class EstEstimate:
     capability: dict[str, PositiveRate]
 
 
+class _Staged:
+    """What follows from stages: of a plan, and of another that it is compared with."""
+
+    __slots__ = ()
+    stages: tuple[Stage, ...]
+    num_model_chunks: int
+
+    @property
+    def groups(self) -> tuple[ReplicaGroup, ...]:
+        """The replicas of the first stage: in a split, all devices."""
+        return self.stages[0].replicas
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the pipeline, p: devices of one replica that pass microbatches on."""
+        return len(self.stages) // self.num_model_chunks
+
+    @property
+    def num_rounds(self) -> int:
+        """The most microbatches that a replica runs in a step."""
+        return max(group.virtual_nodes for stage in self.stages for group in stage.replicas)
+
+    @property
+    def devices_by_type(self) -> dict[str, int]:
+        """Device type -> number of devices in use."""
+        used: dict[str, int] = {}
+        held = set()
+        for number, stage in enumerate(self.stages):
+            for group in stage.replicas:
+                # Both directions of a pipeline, and all chunks of a device, are on the same ones.
+                where = (group.device_type, group.first_device)
+                is_further = number >= self.num_positions
+                if is_further if group.first_device is None else where in held:
+                    continue
+                held.add(where)
+                used[group.device_type] = used.get(group.device_type, 0) + group.num_devices
+        return used
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices in use over all stages, which is the world size of a launch."""
+        return sum(self.devices_by_type.values())
+
+
 @record
-class Alternative:
+class Alternative(_Staged):
     """Another plan of the same question: slower, but better in something.
 
     EasyScale's are listed by descending throughput, with its estimates. Others are points of the
@@ -377,26 +421,6 @@ class Alternative:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ProblemError("an alternative must hold at least one stage")
-
-    @property
-    def groups(self) -> tuple[ReplicaGroup, ...]:
-        """The replicas of the first stage."""
-        return self.stages[0].replicas
-
-    @property
-    def devices_by_type(self) -> dict[str, int]:
-        """Device type -> number of devices in use."""
-        return _devices_by_type(self.stages, self.num_model_chunks)
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices in use."""
-        return sum(self.devices_by_type.values())
-
-    @property
-    def num_rounds(self) -> int:
-        """The most microbatches that a replica runs in a step."""
-        return _num_rounds(self.stages)
 
 
 @record
@@ -429,7 +453,7 @@ _OF_CHAINS = (
 
 
 @record
-class Plan(Shown):
+class Plan(Shown, _Staged):
     """A model cut into stages, each on replicas of groups of devices.
 
     A global batch split over devices is a plan of one stage, which holds the whole model
@@ -581,11 +605,6 @@ class Plan(Shown):
         return tuple(name for stage in self.stages for name in stage.layers)
 
     @property
-    def groups(self) -> tuple[ReplicaGroup, ...]:
-        """The replicas of the first stage: in a split, all devices."""
-        return self.stages[0].replicas
-
-    @property
     def shard(self) -> Shard | None:
         """What the replicas of the first stage share of its states."""
         return self.stages[0].shard
@@ -624,29 +643,9 @@ class Plan(Shown):
         return any(stage.recompute == "full" for stage in self.stages)
 
     @property
-    def num_positions(self) -> int:
-        """Positions of the pipeline, p: devices of one replica that pass microbatches on."""
-        return len(self.stages) // self.num_model_chunks
-
-    @property
-    def num_rounds(self) -> int:
-        """The most microbatches that a replica runs in a step."""
-        return _num_rounds(self.stages)
-
-    @property
     def num_virtual_nodes(self) -> int:
         """Number of passes over all replicas of the first stage; in a split, of virtual nodes."""
         return sum(group.num_replicas * group.virtual_nodes for group in self.groups)
-
-    @property
-    def devices_by_type(self) -> dict[str, int]:
-        """Device type -> number of devices in use."""
-        return _devices_by_type(self.stages, self.num_model_chunks)
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices in use over all stages, which is the world size of a launch."""
-        return sum(self.devices_by_type.values())
 
     @property
     def position_replicas(self) -> list[int]:
@@ -674,25 +673,6 @@ def passes_of(groups: Sequence[ReplicaGroup]) -> dict[str, Any]:
         "microbatch_size": max((group.virtual_node_batch_size for group in groups), default=1),
         "num_microbatches": sum(g.num_replicas * g.virtual_nodes for g in groups) or 1,
     }
-
-
-def _num_rounds(stages: tuple[Stage, ...]) -> int:
-    return max(group.virtual_nodes for stage in stages for group in stage.replicas)
-
-
-def _devices_by_type(stages: tuple[Stage, ...], num_model_chunks: int) -> dict[str, int]:
-    used: dict[str, int] = {}
-    held = set()
-    for number, stage in enumerate(stages):
-        is_further = number >= len(stages) // num_model_chunks
-        for group in stage.replicas:
-            # Both directions of a pipeline, and all chunks of a device, are on the same devices.
-            where = (group.device_type, group.first_device)
-            if is_further if group.first_device is None else where in held:
-                continue
-            held.add(where)
-            used[group.device_type] = used.get(group.device_type, 0) + group.num_devices
-    return used
 
 
 def devices_for(plan: Plan) -> dict[str, int]:

@@ -28,9 +28,6 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
     Args:
         plan: The plan to check.
         problem: What it answers. Device memory is the pool's if stated, else the profiled device's.
-
-    Returns:
-        One sentence per fault.
     """
     profiles, cluster = problem.profiles, problem.pool
     by_type = {profile.device_type: profile for profile in profiles}
@@ -69,15 +66,7 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
 
 
 def sharded_faults(view: ShardedProblem, problem: Problem) -> list[str]:
-    """List what a split's solver saw of memory and weights, unlike the profiles.
-
-    Args:
-        view: What the solver of states that devices share saw.
-        problem: What it was made of.
-
-    Returns:
-        One sentence per fault.
-    """
+    """List what a split's solver saw of memory and weights, unlike the profiles."""
     by_type = {profile.device_type: profile for profile in problem.profiles}
     faults: list[str] = []
     for kind in view.devices:
@@ -150,9 +139,6 @@ def stated_faults(plan: Plan, profiles: Sequence[Profile]) -> list[str]:
     Args:
         plan: A plan of any kind.
         profiles: Profiles of its model.
-
-    Returns:
-        One sentence per fault.
     """
     used = [profile for profile in profiles if profile.device_type in plan.devices_by_type]
     faults = []
@@ -265,15 +251,7 @@ def _between(
 
 
 def parallel_faults(view: ParallelProblem, problem: Problem) -> list[str]:
-    """List what a parallel plan's solver saw of memory, unlike the profiles and the pool.
-
-    Args:
-        view: What the solver saw.
-        problem: What it was made of.
-
-    Returns:
-        One sentence per fault.
-    """
+    """List what a parallel plan's solver saw of memory, unlike the profiles and the pool."""
     by_type = {profile.device_type: profile for profile in reversed(problem.profiles)}  # the first
     faults: list[str] = []
     most = 0
@@ -287,15 +265,7 @@ def parallel_faults(view: ParallelProblem, problem: Problem) -> list[str]:
 
 
 def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
-    """List what a pipeline's solver saw, unlike the profiles and the pool.
-
-    Args:
-        view: What the solver saw.
-        problem: What it was made of.
-
-    Returns:
-        One sentence per fault.
-    """
+    """List what a pipeline's solver saw, unlike the profiles and the pool."""
     by_type = {profile.device_type: profile for profile in reversed(problem.profiles)}  # the first
     faults: list[str] = []
     for pool in view.pools:

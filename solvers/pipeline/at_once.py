@@ -13,7 +13,7 @@ from ...schema.pipeline import PipelineProblem
 from .bottleneck.line import objective
 from .cuts import Floats, own_order
 from .packing import Seats, seat
-from .placements import Ints, Moves, PlacedStage, Space, chain
+from .placements import Ints, Moves, Space, chain
 from .stage_costs import StageCosts
 
 
@@ -42,7 +42,7 @@ def at_once(problem: PipelineProblem, tables: list[StageCosts]) -> list[Candidat
                 cuts = even_cuts(problem, curve[positions], stages)
                 at = [int(positions[cut]) for cut in cuts]
                 placed = list(zip(at, at[1:], moves, strict=False))
-                if _fits(problem, costs, placed):
+                if all(costs.lack_bytes(*stage) <= 0 for stage in placed):
                     found.append(Candidate(costs, seat(problem, nothing, placed)))
     return found
 
@@ -101,12 +101,3 @@ def even_cuts(problem: PipelineProblem, curve: Floats, stages: list[tuple[int, i
     for index, cut in enumerate(found.tolist(), start=1):
         cuts.append(min(max(cut, cuts[-1] + 1), last - (len(stages) - index)))
     return [*cuts, last]
-
-
-def _fits(problem: PipelineProblem, costs: StageCosts, placed: list[PlacedStage]) -> bool:
-    for first, last, move in placed:
-        limit = problem.pools[move.pool].limit_bytes
-        used = costs.stage_memory(first, last, *costs.stashed(move.num_replicas, move.workers))
-        if limit is not None and used > limit:
-            return False
-    return True

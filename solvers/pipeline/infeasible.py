@@ -67,12 +67,8 @@ def _shortfall(
     problem: PipelineProblem, costs: StageCosts, placed: list[PlacedStage], extra: float
 ) -> InfeasibleError:
     def lack(index: int) -> float:
-        first, last, move = placed[index]
         workers = sum(entry[2].num_replicas for entry in placed[index:])
-        stash = costs.stashed(move.num_replicas, workers)
-        limit = problem.pools[move.pool].limit_bytes
-        used = costs.stage_memory(first, last, *stash)
-        return float("-inf") if limit is None else used - limit
+        return costs.lack_bytes(*placed[index], workers)
 
     worst = max(range(len(placed)), key=lack)
     first, last, move = placed[worst]

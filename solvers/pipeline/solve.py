@@ -351,10 +351,7 @@ def _single_stages(
         move = moves[number]
         if problem.workers == "exactly" and move.num_replicas != problem.num_devices:
             continue
-        limit = problem.pools[move.pool].limit_bytes
-        stash = costs.stashed(move.num_replicas, move.num_replicas)
-        used = costs.stage_memory(0, costs.cuts.size - 1, *stash)
-        if limit is None or used <= limit:
+        if costs.lack_bytes(0, costs.cuts.size - 1, move, move.num_replicas) <= 0:
             found.append([(0, costs.cuts.size - 1, move)])
     return found
 

@@ -20,6 +20,7 @@ from ...planning.costs.pipeline import (
 )
 from ...schema.pipeline import PipelineProblem
 from .cuts import Cuts, Floats, Mask
+from .placements import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,12 @@ class StageCosts:
             self.problem.optimizer.state_bytes_per_weight_byte,
             recompute=self.recompute,
         )
+
+    def lack_bytes(self, first: int, last: int, move: Move, workers: int | None = None) -> float:
+        """Bytes that a replica of a placed stage lacks; what it leaves free is negative."""
+        limit = self.problem.pools[move.pool].limit_bytes
+        stash = self.stashed(move.num_replicas, workers or move.workers)
+        return self.stage_memory(first, last, *stash) - (np.inf if limit is None else limit)
 
     def memory_terms(self, in_flight: int, versions: int) -> tuple[float, int]:
         """Bytes that a byte of weights, and one of activations, costs a replica."""

@@ -1,5 +1,6 @@
 """One layout and schedule of equal pipelines: costs of its cuts, and the least maximum."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
@@ -95,26 +96,20 @@ class Option:
 
     def nearest(self) -> tuple[float, str] | None:
         """Bytes that a cut of even memory lacks, and the device that lacks them; None: no cut."""
-        size = self.costs.cuts.size
-        best = np.full(size, np.inf)
-        best[0] = -np.inf
-        chosen = []
-        for stage, pool in enumerate(self.pools):
-            limit = self.problem.pools[pool].limit_bytes
-            # Bytes beyond a chunk's share; without a limit any stage is as good.
+
+        def beyond(stage: int) -> Floats:
+            """Bytes beyond a chunk's share; without a limit any stage is as good."""
+            limit, size = self.problem.pools[self.pools[stage]].limit_bytes, self.costs.cuts.size
             over = np.full((size, size), -1.0)
             if limit is not None:
                 kept = self.costs.own_bytes(*self.shape.held[stage])
                 over = kept - limit / self.shape.num_chunks
-            total = np.maximum(best[:, None], np.where(self.costs.between(), over, np.inf))
-            chosen.append(total.argmin(axis=0))
-            best = total[chosen[-1], np.arange(size)]
-        if not np.isfinite(best[-1]):
+            return np.where(self.costs.between(), over, np.inf)
+
+        found = self._least(beyond)
+        if found is None:
             return None
-        cut = [size - 1]
-        for begins in reversed(chosen):
-            cut.append(int(begins[cut[-1]]))
-        filled = self._filled(tuple(reversed(cut)))
+        filled = self._filled(found[1])
         lack, used, place = max(
             (used - limit if limit is not None else -np.inf, used, place)
             for place, (used, limit) in enumerate(filled)
@@ -173,13 +168,21 @@ class Option:
         Raises:
             OutOfTimeError: The effort's limit came first.
         """
+
+        def matrix(stage: int) -> Floats:
+            effort.check()
+            return self.matrix(stage, transfers, share)
+
+        return self._least(matrix)
+
+    def _least(self, matrix: Callable[[int], Floats]) -> tuple[float, Cut] | None:
+        """The least of the largest entries, one of each stage's matrix, and its cut."""
         size = self.costs.cuts.size
         best = np.full(size, np.inf)
-        best[0] = 0.0
+        best[0] = -np.inf
         chosen = []
         for stage in range(self.shape.num_stages):
-            effort.check()
-            total = np.maximum(best[:, None], self.matrix(stage, transfers, share))
+            total = np.maximum(best[:, None], matrix(stage))
             chosen.append(total.argmin(axis=0))
             best = total[chosen[-1], np.arange(size)]
         if not np.isfinite(best[-1]):
