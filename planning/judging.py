@@ -100,13 +100,13 @@ def faults_against(plan: Plan, view: View, problem: Problem) -> Verdict:
     """
     from .checks import batch_split, parallel, pipeline, profiled, sharded_split
 
-    if isinstance(view, ShardedProblem):
-        found = sharded_split.check(plan, view)
-        found += profiled.sharded_faults(view, problem)
-        return found
     if isinstance(view, SplitProblem):
-        found = batch_split.check(plan, view)
-        found += profiled.split_faults(plan, problem)
+        if isinstance(view, ShardedProblem):
+            found = sharded_split.check(plan, view)
+        else:
+            found = batch_split.check(plan, view)
+            found += profiled.split_faults(plan, problem)
+        found += profiled.split_view_faults(view, problem)
         return found
     if isinstance(view, PipelineProblem):
         wrong = profiled.pipeline_faults(view, problem)

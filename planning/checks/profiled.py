@@ -13,8 +13,8 @@ from ...schema.cluster import Cluster
 from ...schema.parallel import ParallelProblem
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, ReplicaGroup
-from ...schema.problem import Problem, ShardedProblem
-from ...schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
+from ...schema.problem import Problem, ShardedDevices, ShardedProblem, SplitProblem
+from ...schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
 from ...schema.schedule_traits import traits
 
 
@@ -29,24 +29,16 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
         plan: The plan to check.
         problem: What it answers. Device memory is the pool's if stated, else the profiled device's.
     """
-    profiles, cluster = problem.profiles, problem.pool
-    by_type = {profile.device_type: profile for profile in profiles}
+    by_type = {profile.device_type: profile for profile in problem.profiles}
     faults = [*_sync_bound_faults(plan, by_type)]
     for index, group in enumerate(plan.groups):
         profile = by_type.get(group.device_type)
-        if profile is None or group.device_type not in cluster.device_types:
+        if profile is None or group.device_type not in problem.pool.device_types:
             continue  # checks.batch_split reports it
-        has = _device_bytes(cluster, profile)
-        more = _more_bytes(profile, problem)
-        beside = problem.memory_reserve_bytes + _context_bytes(profile)
-        among = beside + (_group_bytes(profile) if sum(cluster.num_devices.values()) > 1 else 0)
-        if profile.busy is None:
-            beside = among
-        curve = profile.batch_curve
-        if plan.num_devices > 1 and _has_company(cluster, profile.device_type):
-            busy = () if profile.busy is None else profile.busy.batch_curve
-            if any(max(0, _held(point) + more) + among <= has for point in busy):
-                curve, beside = busy, among
+        has, more = _device_bytes(problem.pool, profile), _more_bytes(profile, problem)
+        busy = _busy_of(problem, profile) if plan.num_devices > 1 else None
+        beside = _beside_bytes(problem, profile, is_among=busy is not None)
+        curve = (busy or profile).batch_curve
         around = _around(curve, group.virtual_node_batch_size)
         if around is None:
             continue
@@ -65,31 +57,53 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
     return faults
 
 
-def sharded_faults(view: ShardedProblem, problem: Problem) -> list[str]:
-    """List what a split's solver saw of memory and weights, unlike the profiles."""
+def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
+    """List what a split's solver saw of devices, and of shared states, unlike the profiles."""
     by_type = {profile.device_type: profile for profile in problem.profiles}
+    shares = isinstance(view, ShardedProblem)
     faults: list[str] = []
-    for kind in view.devices:
-        profile = by_type[kind.device_type]
-        curve = profile.batch_curve
-        if profile.busy is not None and _has_company(problem.pool, profile.device_type):
-            curve = profile.busy.batch_curve
-        beside = problem.memory_reserve_bytes + _context_bytes(profile)
+    for option in view.devices:
+        profile, where = by_type[option.device_type], f"{option.device_type}: "
+        busy = _busy_of(problem, profile, at_any_size=shares)
+        own = {
+            "num_devices": problem.pool.num_devices[profile.device_type],
+            "weight_bytes": profile.weight_bytes,
+            "sync": profile.sync,
+            "step_error": profile.step_error,
+        }
+        faults += _unlike(option, own | _ends(busy or profile), where)
+        if (option.alone is None) != (busy is None):
+            faults.append(f"the problem's {where}alone is not as the profiles were measured")
+        elif option.alone is not None:
+            faults += _unlike(option.alone, _ends(profile), f"{where}alone: ")
+        if not isinstance(option, ShardedDevices) or not isinstance(view, ShardedProblem):
+            continue
+        beside = _beside_bytes(problem, profile, is_among=busy is not None)
         beside += _more_bytes(profile, problem)
-        if profile.busy is None or curve is profile.busy.batch_curve:
-            beside += _group_bytes(profile)
-        found = {point.batch_size: point.peak_memory_bytes for point in kind.batch_curve}
-        peaks = {point.batch_size: max(0, _held(point) + beside) for point in curve}
+        found = {point.batch_size: point.peak_memory_bytes for point in option.batch_curve}
+        peaks = {p.batch_size: max(0, _held(p) + beside) for p in (busy or profile).batch_curve}
         if (profile.frozen_weight_bytes or 0) > view.frozen_bytes:
-            faults.append(f"{kind.device_type}: more frozen weights than {view.frozen_bytes} bytes")
+            faults.append(f"{where}more frozen weights than {view.frozen_bytes} bytes")
         faults += [
-            f"{kind.device_type}: a pass of {size} does not hold {found.get(size)} bytes"
+            f"{where}a pass of {size} does not hold {found.get(size)} bytes"
             for size, held in peaks.items()
             if found.get(size) != held
         ]
-        own = {"memory_bytes": _device_bytes(problem.pool, profile)}
-        faults += _unlike(kind, own, f"{kind.device_type}: ")
-    known = (by_type[kind.device_type].layers for kind in view.devices)
+        faults += _unlike(option, {"memory_bytes": _device_bytes(problem.pool, profile)}, where)
+    return faults + (_unit_faults(view, by_type) if isinstance(view, ShardedProblem) else [])
+
+
+def _ends(costs: Profile | BusyHost) -> dict[str, Any]:
+    """What ends a step, as it was measured."""
+    return {
+        "update_seconds": costs.update_seconds,
+        "fixed_seconds": costs.fixed_seconds or 0.0,
+    }
+
+
+def _unit_faults(view: ShardedProblem, by_type: dict[str, Profile]) -> list[str]:
+    """List the bytes of units that are gathered, where the layers give others."""
+    known = (by_type[option.device_type].layers for option in view.devices)
     layers = next((graph for graph in known if graph is not None), None)
     whole = [0, 0, 0]  # of what is no repeated layer, and of the two largest of these
     units: dict[str, int] = {}
@@ -102,7 +116,7 @@ def sharded_faults(view: ShardedProblem, problem: Problem) -> list[str]:
     whole[0] = view.weight_bytes if layers is None else units.pop("", 0)
     whole[1:] = sorted([0, 0, *units.values()])[-2:]
     gathered = min(view.weight_bytes, sum(whole))
-    return faults + [*_unlike(view, {"gathered_bytes": gathered, "edge_bytes": max(whole)})]
+    return [*_unlike(view, {"gathered_bytes": gathered, "edge_bytes": max(whole)})]
 
 
 def _unlike(stated: Any, counted: dict[str, Any], where: str = "") -> Iterator[str]:
@@ -195,6 +209,27 @@ def _context_bytes(profile: Profile) -> int:
 
 def _group_bytes(profile: Profile) -> int:
     return 0 if profile.beside_tensors is None else profile.beside_tensors.group_bytes or 0
+
+
+def _beside_bytes(problem: Problem, profile: Profile, *, is_among: bool) -> int:
+    """Bytes of a device that a split's worker takes beside tensors, or that must stay free.
+
+    One that trains alone has no communicator, if the peaks of one among others were measured apart.
+    """
+    among = is_among or profile.busy is None
+    several = among and sum(problem.pool.num_devices.values()) > 1
+    beside = problem.memory_reserve_bytes + _context_bytes(profile)
+    return beside + (_group_bytes(profile) if several else 0)
+
+
+def _busy_of(problem: Problem, profile: Profile, *, at_any_size: bool = False) -> BusyHost | None:
+    """The measurements on a busy host, if devices have company and a measured size fits."""
+    if profile.busy is None or not _has_company(problem.pool, profile.device_type):
+        return None
+    room = _device_bytes(problem.pool, profile) - _beside_bytes(problem, profile, is_among=True)
+    more = _more_bytes(profile, problem)
+    fits = any(max(0, _held(point) + more) <= room for point in profile.busy.batch_curve)
+    return profile.busy if fits or at_any_size else None
 
 
 def _most_beside(profile: Profile, problem: Problem, channels_between: int) -> int:

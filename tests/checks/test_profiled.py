@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hetflow.planning.checks.profiled import pipeline_faults, split_faults
+from hetflow.planning.checks.profiled import pipeline_faults, split_faults, split_view_faults
 from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
@@ -165,3 +165,28 @@ def test_a_cpu_s_base_and_update_are_set_aside() -> None:
     full = dataclasses.replace(told, device_memory_bytes=9_720)
     with pytest.raises(InfeasibleError, match="needs 720 bytes .* beside 9000 before there is a"):
         pipeline_problem(Problem([full], POOL, 8))
+
+
+@pytest.mark.parametrize("shards", [(), ("all",)])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"update_seconds": 0.02}, "update_seconds is 0.02, the profiles give 0.04"),
+        ({"fixed_seconds": 0.5}, "fixed_seconds is 0.5, the profiles give 0.25"),
+        ({"step_error": 0.5}, "step_error is 0.5, the profiles give None"),
+        ({"alone": None}, "alone is not as the profiles were measured"),
+        ({"num_devices": 3}, "num_devices is 3, the profiles give 2"),
+    ],
+)
+def test_a_split_s_devices_at_odds_with_their_profile_are_refused(
+    shards: tuple, changes: dict, said: str
+) -> None:
+    busy = BusyHost(
+        num_devices=2, batch_curve=PROFILE.batch_curve, update_seconds=0.04, fixed_seconds=0.25
+    )
+    asked = Problem([dataclasses.replace(PROFILE, busy=busy)], Cluster.parse("2xV100"), 8)
+    view = split_problem(asked, shards=shards)
+    assert split_view_faults(view, asked) == []
+    (option,) = view.devices
+    wrong = dataclasses.replace(view, devices=(dataclasses.replace(option, **changes),))
+    assert any(said in fault for fault in split_view_faults(wrong, asked))
