@@ -22,10 +22,18 @@ import numpy.typing as npt
 
 from ...schema.plan import ReplicaGroup
 from ...schema.problem import SplitProblem
-from .levels import Alone, Level, first_bound, holds, levels, single_devices
+from .levels import (
+    Alone,
+    Level,
+    bisect,
+    candidates,
+    first_bound,
+    holds,
+    levels,
+    single_devices,
+)  # fmt: skip
 from .pool import Pool
 from .ties import Work, groups_of
-from .times import bisect, candidates
 
 WORK_LIMIT = 5e8
 """Entries of all tables together that a search may look at: about a second."""

@@ -2,10 +2,10 @@
 
 VirtualFlow 5.1.2 minimises the compute time of the slowest device, plus synchronisation, plus the
 largest update. The paper does not describe its solver. This one searches the finite set of
-candidate compute times (times.py); for each, subset sums (feasible.py) decide whether the batch can
-be shared out. Synchronisation, updates and fixed costs depend only on the types in use and on the
-number of devices: these choices are the levels (levels.py), tried in order of a lower bound. Where
-the profiles state their uncertainty, the simplest plan within it is taken (simplest.py).
+candidate compute times; for each, subset sums (feasible.py) decide whether the batch can be shared
+out. Synchronisation, updates and fixed costs depend only on the types in use and on the number of
+devices: these choices are the levels (levels.py), tried in order of a lower bound. Where the
+profiles state their uncertainty, the simplest plan within it is taken (simplest.py).
 """
 
 from collections.abc import Callable
@@ -20,11 +20,10 @@ from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import SplitProblem
 from ..tolerance import MOST_GIVEN_UP
 from .feasible import feasible_batches, feasible_sums, members, multiples
-from .levels import Level, levels, single_devices
+from .levels import Level, least_seconds, levels, refutation, single_devices
 from .pool import Pool
 from .simplest import WORK_LIMIT, TooMuchWorkError, simplest
 from .ties import choose, groups_of
-from .times import least_seconds, refutation
 
 METHOD = "threshold search over candidate times, exact subset sums on bitsets"
 _ABOVE_ROUNDING = 1 - 1e-12
