@@ -381,7 +381,7 @@ class Job:
         if failure is not None:  # it ran on the virtual nodes' samples, so this is not its fault
             raise failure
         if promise is not None:
-            promise.check(function, batch, form)
+            promise.check()
         # The workers' optimizers have different settings and would diverge: end before the update.
         if self._engine.flushes and agreement.is_broken_by(self._engine.settings_sums):
             self.compare()

@@ -32,6 +32,7 @@ from .group import Place
 from .losses import Weighted, check_has_graph, loss_and_rest, outputs_in
 from .optimizers import state_of
 from .outputs import OutputsOfBatch, in_order, message_of
+from .promise.promise import Promise
 from .session import Session
 from .setup import final_tensors
 from .sharding.leaves import Order
@@ -79,6 +80,7 @@ class SplitEngine:
             else SharedState(session, self.buffers, self.totals, self.shared_states)
         )
         self._rest: dict[int, Message] = {}
+        self._promise: Promise | None = None  # that the sums of a step tell of all workers' wishes
         modules = session.model.modules()
         self._norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm)]
         self._script_hooks = ScriptHooks(session.parameters)
@@ -146,6 +148,9 @@ class SplitEngine:
         """End the passes of a step: ``exchange`` follows."""
         self._script_hooks.check(are_carried=self.reducer.carried)
         self._take_scaler(step)
+        if self.shared_states is not None:
+            self._promise = step.promise
+            self.totals.extra = [] if step.promise is None else step.promise.wishes()
         self.reducer.launch_rest()
         self._session.clock.computed()
 
@@ -213,6 +218,8 @@ class SplitEngine:
     def close_sums(self, sums: Sums) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss."""
         loss = self.totals.close(sums)
+        if self._promise is not None:
+            self._promise.hear(self.totals.extras_of(sums))
         if self.shared_states is not None and self.totals.may_overflow_elsewhere:
             raise TargetError(
                 "another worker has a GradScaler and this one has none, and each would see "

@@ -518,11 +518,11 @@ class StepTotals:
             if not torch.stack([norm.to(norms[0]) for norm in norms]).isfinite().all():
                 optimizer.zero_grad(set_to_none=True)
 
-    def extras_of(self, sums: Sums) -> list[float]:
+    def extras_of(self, sums: Sums) -> Sums:
         """The sums of ``extra`` over the workers."""
         start = _NODES + 2 * self._num_nodes
         found = sums[start : start + len(self.extra)]
-        return found.tolist() if isinstance(found, Tensor) else list(found)
+        return found.tolist() if isinstance(found, Tensor) and found.is_cpu else found
 
     @property
     def settings_sums(self) -> Sequence[Any] | Tensor:

@@ -308,7 +308,7 @@ class Member:
             totals.extra = self.mirror.found
             sums = engine.exchange(self._start if self.mirror.names else None)
             self._complete()
-            if totals.extra and self.mirror.grow(totals.extras_of(sums)):
+            if totals.extra and self.mirror.grow([*map(float, totals.extras_of(sums))]):
                 self.mirror.launch(holdings_of(session.place), session.rank)
                 self.mirror.wait()
             return sums

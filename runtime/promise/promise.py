@@ -198,6 +198,10 @@ class Promise:
         self._late, self._late_wishes = LateValues(), LateValues()
         self._before: _Step | None = None  # whose numbers are still on a device
         self._wished: _Step | None = None  # of which all workers' wishes are still on a device
+        self._said: _Step | None = None  # whose wish is on its way
+        self._asked: _Step | None = None  # whose function all test again
+        self._asked_node: int | None = None  # and the virtual node that asks for it
+        self._form: tuple[Callable[..., Any], Batch, Form] | None = None  # of this step
         self._nothing = torch.zeros(())  # on this worker's device
         self._is_late: bool | None = None  # whether a worker reads numbers late; all alike
 
@@ -219,6 +223,7 @@ class Promise:
         tests = self._of(function)
         tests.steps += 1
         self._looked.clear()
+        self._form = function, batch, form
         if tests.steps < tests.due or batch.num_samples < 2 or batch.first_samples is None:
             return None
         most = min(batch.num_samples, _MOST_SAMPLES)
@@ -230,7 +235,42 @@ class Promise:
         """Look at the loss of a pass, before its backward pass."""
         self._looked.append((item.virtual_node, counts_of(loss, item.num_samples)))
 
-    def check(self, function: Callable[..., Any], batch: Batch, form: Form) -> None:
+    def wishes(self) -> list[float]:
+        """[virtual nodes] 1 for a pass of this worker after which its loss is to be tested again.
+
+        Call it at the end of a step's passes; the sums of all workers' are to be heard by ``hear``.
+        On a device the numbers are read in the next step, so that the host need not wait.
+        """
+        together, step = self._together, self._step()
+        assert together is not None
+        if self._is_late is None:
+            self._nothing = together.largest(0)
+            is_host = backend_of(self._nothing.device).is_host
+            self._is_late = bool(together.largest(not is_host))
+        node = self._unlike(step, ()) if not self._is_late else None
+        if self._is_late:
+            waiting = step.on_device or [self._nothing]
+            arrived = self._late.exchange(torch.stack(waiting).double())
+            step, self._before = self._before, step
+            node = self._unlike(step, arrived)
+        self._said = step
+        return [float(number == node) for number in range(max(len(self._sizes), 1))]
+
+    def hear(self, wishes: Sequence[float] | Tensor) -> None:
+        """Take the sums of all workers' wishes; on devices those of the step before."""
+        self._asked, told = self._said, wishes
+        if self._is_late:
+            self._asked, self._wished = self._wished, self._said
+            told = self._late_wishes.exchange(torch.as_tensor(wishes).double()) or ()
+        self._asked_node = next((node for node, flag in enumerate(told) if flag), None)
+
+    def _step(self) -> _Step:
+        assert self._form is not None
+        step = _Step(*self._form, tuple(self._looked))
+        self._looked.clear()
+        return step
+
+    def check(self) -> None:
         """Test a function again where a loss of the step was divided by another number.
 
         On a device these numbers are read in the next step, so that the host need not wait.
@@ -238,37 +278,16 @@ class Promise:
         Raises:
             TargetError: The loss of these samples is not the mean of the losses of its parts.
         """
-        step = _Step(function, batch, form, tuple(self._looked))
-        self._looked.clear()
         if self._together is not None:
-            self._check_together(step, self._together)
-        elif not step.on_device:
+            self._test_again(self._asked, self._asked_node)
+            return
+        step = self._step()
+        if not step.on_device:
             self._test_again(step, self._unlike(step, ()))
         else:
             arrived = self._late.exchange(torch.stack(step.on_device).double())
             before, self._before = self._before, step
             self._test_again(before, self._unlike(before, arrived))
-
-    def _check_together(self, step: _Step, together: Together) -> None:
-        """As ``check``, where a worker that wants a test needs the others for it.
-
-        On devices their wishes are known another step later.
-        """
-        if self._is_late is None:
-            self._nothing = together.largest(0)
-            is_host = backend_of(self._nothing.device).is_host
-            self._is_late = bool(together.largest(not is_host))
-        if not self._is_late:
-            wish = together.largest(_wish(self._unlike(step, ())))
-            self._test_again(step, _node(float(wish)))
-            return
-        waiting = step.on_device or [self._nothing]
-        arrived = self._late.exchange(torch.stack(waiting).double())
-        before, self._before = self._before, step
-        wish = together.largest(_wish(self._unlike(before, arrived)))
-        wished = self._late_wishes.exchange(wish.reshape(1))
-        asked, self._wished = self._wished, before
-        self._test_again(asked, _node(wished[0] if wished else 0.0))
 
     def finish(self) -> None:
         """Check the last step's numbers, where they are still on a device.
@@ -279,9 +298,11 @@ class Promise:
         arrived, before, together = self._late.take(), self._before, self._together
         node = self._unlike(before, arrived)
         if together is not None and self._is_late:
-            wished = self._late_wishes.take()
-            self._test_again(self._wished, _node(wished[0] if wished else 0.0))
-            node = _node(float(together.largest(_wish(node))))
+            wished = self._late_wishes.take() or ()
+            asked = next((number for number, flag in enumerate(wished) if flag), None)
+            self._test_again(self._wished, asked)
+            node = int(together.largest(-1 if node is None else node))
+            node = None if node < 0 else node
         if together is None or self._is_late:
             self._test_again(before, node)
 
@@ -401,15 +422,6 @@ def cut_of(num_samples: int, first: int = 0) -> Cut:
     first = first if 0 < first < num_samples else max(1, num_samples * 5 // 8)
     rest = num_samples - first - 1
     return (first, 1, rest) if rest else (first, 1)
-
-
-def _wish(node: int | None) -> int:
-    """A virtual node as a number: 0 is none."""
-    return 0 if node is None else node + 1
-
-
-def _node(wish: float) -> int | None:
-    return int(wish) - 1 if wish else None
 
 
 def _ranges(cut: Cut) -> list[tuple[int, int]]:
