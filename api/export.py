@@ -8,7 +8,7 @@ from pathlib import Path
 from ..formats.exporters.registry import EXPORTERS
 from ..planning.inputs import pool_of
 from ..planning.market_prices import all_prices
-from ..runtime.launcher.deploying import host_groups, host_types, virtual_types
+from ..runtime.launcher.mapping import host_groups, host_types, virtual_types
 from ..runtime.protocol.environment import pins
 from ..runtime.protocol.lower import check_level, lower
 from ..schema.deployment import Deployment, HostGroup, Machine, job_name

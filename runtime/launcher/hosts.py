@@ -8,11 +8,9 @@ import secrets
 import socket
 import threading
 import time
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from ..protocol.messages import Dealt, Greeting, Refused, answer_of, greeting_of
 from ..protocol.record import WorkerReport
 from .devices import inventory
 from .failures import Failure
+from .mapping import assigned_slots, deal_slots
 from .request import LaunchRequest
 from .spawn import Meeting
 from .store import (
@@ -619,68 +618,6 @@ def expected_slots(config: LaunchConfig, place: Rendezvous) -> Sequence[WorkerSl
         named = ", ".join(f"{number}x{name}" for name, number in own.items()) or "none"
         raise LaunchError(f"the plan has no work for the devices of this host: {named}")
     return [config.workers[rank] for rank in mine]
-
-
-def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:
-    """Deal slots to hosts by device type, in order of the planned devices and of hosts. Pure.
-
-    A slot whose device the plan names goes to the host that has it, counting the devices of the
-    type host after host: stages that the plan puts on one server are on one host, whatever their
-    ranks. Where the hosts have fewer devices than the plan counted (it left some idle), slots
-    keep the order of their devices; slots without one follow in order of ranks.
-
-    Returns:
-        The ranks of each host.
-
-    Raises:
-        LaunchError: The hosts together lack a device, or one is left without work.
-    """
-    ranks, lacking = assigned_slots(config, devices)
-    if lacking is not None:
-        raise LaunchError(lacking)
-    for host, mine in enumerate(ranks):
-        if not mine:
-            raise LaunchError(f"the plan has no work for node {host}; leave that host out")
-    return ranks
-
-
-def assigned_slots(
-    config: LaunchConfig, devices: Sequence[Mapping[str, int]]
-) -> tuple[list[list[int]], str | None]:
-    """Assign slots to hosts as ``deal_slots`` does, where hosts may be left without work. Pure.
-
-    Returns:
-        The ranks of each host, and which device the hosts lack; None if none.
-    """
-    free = [dict(offered) for offered in devices]
-    ranks: list[list[int]] = [[] for _ in devices]
-    planned = _hosts_of_devices(config, devices)
-    for slot in config.workers_by_device:
-        names = (slot.device_type, base_type(slot.device_type, config))
-        hosts = [planned[slot.rank]] if slot.rank in planned else range(len(free))
-        found = next(((host, n) for host in hosts for n in names if free[host].get(n)), None)
-        if found is None:
-            kind = slot.device_type
-            needed = sum(other.device_type == kind for other in config.workers)
-            present = sum(offered.get(kind, 0) for offered in devices)
-            said = f"the plan needs {needed} x {kind}, the {len(devices)} hosts have {present}"
-            return ranks, said
-        host, name = found
-        free[host][name] -= 1
-        ranks[host].append(slot.rank)
-    return [sorted(mine) for mine in ranks], None
-
-
-def _hosts_of_devices(config: LaunchConfig, devices: Sequence[Mapping[str, int]]) -> dict[int, int]:
-    """The host of each rank whose device the hosts have, by the plan's count of devices."""
-    found: dict[int, int] = {}
-    for kind in {slot.device_type for slot in config.workers}:
-        slots = [slot for slot in config.workers if slot.device_type == kind]
-        ends = list(accumulate(offered.get(kind, 0) for offered in devices))
-        if any(slot.device is None or slot.device >= ends[-1] for slot in slots):
-            continue
-        found |= {slot.rank: bisect_right(ends, slot.device or 0) for slot in slots}
-    return found
 
 
 def _digest(content: bytes) -> str:

@@ -1,14 +1,19 @@
-"""Map the same virtual nodes to other workers after a change: pure functions."""
+"""Map virtual nodes to workers after a change, and workers to hosts: pure functions."""
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
-from ...schema.errors import InfeasibleError, ProblemError
+from ...devices.cpu import DEVICE_TYPE as CPU
+from ...devices.emulated import base_type, is_emulated
+from ...schema.cluster import Cluster
+from ...schema.deployment import HostGroup
+from ...schema.errors import InfeasibleError, LaunchError, ProblemError
 from ...schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from ...schema.options import option
+from ...schema.plan import Plan
 
 
 def nodes_of(config: LaunchConfig) -> list[VirtualNode]:
@@ -212,3 +217,111 @@ def seated(
 def _short(sizes: Sequence[int]) -> str:
     alike = len(set(sizes)) == 1
     return f"{len(sizes)} x {sizes[0]}" if alike else "+".join(str(size) for size in sizes)
+
+
+# Which host gets which workers, and with which devices.
+
+
+def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:
+    """Deal slots to hosts by device type, in order of the planned devices and of hosts.
+
+    A slot whose device the plan names goes to the host that has it, counting the devices of the
+    type host after host: stages that the plan puts on one server are on one host, whatever their
+    ranks. Where the hosts have fewer devices than the plan counted (it left some idle), slots
+    keep the order of their devices; slots without one follow in order of ranks.
+
+    Returns:
+        The ranks of each host.
+
+    Raises:
+        LaunchError: The hosts together lack a device, or one is left without work.
+    """
+    ranks, lacking = assigned_slots(config, devices)
+    if lacking is not None:
+        raise LaunchError(lacking)
+    for host, mine in enumerate(ranks):
+        if not mine:
+            raise LaunchError(f"the plan has no work for node {host}; leave that host out")
+    return ranks
+
+
+def assigned_slots(
+    config: LaunchConfig, devices: Sequence[Mapping[str, int]]
+) -> tuple[list[list[int]], str | None]:
+    """Assign slots to hosts as ``deal_slots`` does, where hosts may be left without work.
+
+    Returns:
+        The ranks of each host, and which device the hosts lack; None if none.
+    """
+    free = [dict(offered) for offered in devices]
+    ranks: list[list[int]] = [[] for _ in devices]
+    planned = _hosts_of_devices(config, devices)
+    for slot in config.workers_by_device:
+        names = (slot.device_type, base_type(slot.device_type, config))
+        hosts = [planned[slot.rank]] if slot.rank in planned else range(len(free))
+        found = next(((host, n) for host in hosts for n in names if free[host].get(n)), None)
+        if found is None:
+            kind = slot.device_type
+            needed = sum(other.device_type == kind for other in config.workers)
+            present = sum(offered.get(kind, 0) for offered in devices)
+            said = f"the plan needs {needed} x {kind}, the {len(devices)} hosts have {present}"
+            return ranks, said
+        host, name = found
+        free[host][name] -= 1
+        ranks[host].append(slot.rank)
+    return [sorted(mine) for mine in ranks], None
+
+
+def _hosts_of_devices(config: LaunchConfig, devices: Sequence[Mapping[str, int]]) -> dict[int, int]:
+    """The host of each rank whose device the hosts have, by the plan's count of devices."""
+    found: dict[int, int] = {}
+    for kind in {slot.device_type for slot in config.workers}:
+        slots = [slot for slot in config.workers if slot.device_type == kind]
+        ends = list(accumulate(offered.get(kind, 0) for offered in devices))
+        if any(slot.device is None or slot.device >= ends[-1] for slot in slots):
+            continue
+        found |= {slot.rank: bisect_right(ends, slot.device or 0) for slot in slots}
+    return found
+
+
+def host_groups(config: LaunchConfig, plan: Plan, pool: Cluster | None) -> tuple[HostGroup, ...]:
+    """The hosts that a launch of a plan needs, each with the devices that it uses there.
+
+    Args:
+        config: The lowered plan.
+        plan: The plan. Without ``pool``, its own description of the servers counts; a plan for a
+            flat pool takes one host for each device type.
+        pool: The hosts that there are, in order of their ranks.
+
+    Raises:
+        ProblemError: The hosts lack devices.
+    """
+    described = pool if pool is not None else plan.cluster
+    if described is None or (pool is None and described.num_servers == 1):
+        needed = Counter(slot.device_type for slot in config.workers)
+        hosts: list[dict[str, int]] = [{name: number} for name, number in needed.items()]
+    else:
+        hosts = [dict(group.devices) for group in described.servers for _ in range(group.count)]
+    ranks, lacking = assigned_slots(config, hosts)
+    if lacking is not None:
+        raise ProblemError(
+            lacking,
+            hint=f"name hosts that have them, such as {option('hosts', '1x(2xV100),2x(4xP100)')}",
+        )
+    used = [Counter(config.workers[rank].device_type for rank in mine) for mine in ranks if mine]
+    return tuple(
+        HostGroup(num_hosts=len(list(alike)), devices=dict(devices))
+        for devices, alike in groupby(tuple(sorted(host.items())) for host in used)
+    )
+
+
+def virtual_types(config: LaunchConfig) -> frozenset[str]:
+    """Device types of a launch that are emulated."""
+    stated = {device.device_type for device in config.emulated}
+    held = {slot.device_type for slot in config.workers}
+    return frozenset(name for name in held if name in stated or is_emulated(name))
+
+
+def host_types(config: LaunchConfig) -> frozenset[str]:
+    """Device types of a launch that every host has: its processors."""
+    return frozenset(slot.device_type for slot in config.workers if slot.device_type == CPU)

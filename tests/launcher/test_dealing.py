@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
 from hetflow.runtime.launcher import devices
-from hetflow.runtime.launcher.deploying import host_groups
 from hetflow.runtime.launcher.failures import Failure, first_cause
-from hetflow.runtime.launcher.hosts import assigned_slots, deal_slots
+from hetflow.runtime.launcher.mapping import assigned_slots, deal_slots, host_groups
 from hetflow.runtime.launcher.request import LaunchRequest
 from hetflow.runtime.launcher.spawn import Meeting, commands_of
 from hetflow.schema.cluster import Cluster
