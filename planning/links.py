@@ -196,7 +196,10 @@ class Source:
             self.assumed.append(f"links {pair}: {_megabytes(rate)}, the slowest measured")
             return rate
         rate, of_type = found
-        if len({_base(profile) for profile in self._profiles}) == 1 and not known:
+        real = {
+            p.emulation.base_device_type if p.emulation else p.device_type for p in self._profiles
+        }
+        if len(real) == 1 and not known:
             self.measured.append(f"links {where}: {_megabytes(rate)}, as measured")
         else:
             told = pair if known else where
@@ -246,11 +249,6 @@ def measured_between(one: Profile, other: Profile) -> Links | None:
         if link.device_type == there.device_type
     ]
     return min(found, key=lambda links: links.bytes_per_second, default=None)
-
-
-def _base(profile: Profile) -> str:
-    """The real device whose link a type has."""
-    return profile.emulation.base_device_type if profile.emulation else profile.device_type
 
 
 def _megabytes(bytes_per_second: float) -> str:

@@ -56,7 +56,13 @@ def parallel_problem(
     """
     read = layered(problem, at_one=False)
     chosen, links = read.profiles, read.links
-    _check_size(chosen, microbatch_size)
+    known = sorted({t.microbatch_size for profile in chosen for _, t in _tables(profile)})
+    if microbatch_size is not None and microbatch_size not in known:
+        raise ProblemError(
+            f"{option('microbatch_size', microbatch_size)}: layers are profiled at "
+            f"{', '.join(map(str, known))}",
+            hint="take one of these, or profile that one",
+        )
     if sequence_parallel:
         chosen = [_over_sequences(profile) for profile in chosen]
     names = [node.id for node in read.order]
@@ -92,16 +98,6 @@ def _recomputations(profiles: Sequence[Profile]) -> tuple[Recompute, ...]:
     tables = [table for profile in profiles for _, table in _tables(profile)]
     knows_cores = all(any(node.core is not None for node in t.nodes) for t in tables)
     return ("none", "selective", "full") if knows_cores else ("none", "full")
-
-
-def _check_size(profiles: Sequence[Profile], microbatch_size: int | None) -> None:
-    known = sorted({t.microbatch_size for profile in profiles for _, t in _tables(profile)})
-    if microbatch_size is not None and microbatch_size not in known:
-        raise ProblemError(
-            f"{option('microbatch_size', microbatch_size)}: layers are profiled at "
-            f"{', '.join(map(str, known))}",
-            hint="take one of these, or profile that one",
-        )
 
 
 def _over_sequences(profile: Profile) -> Profile:

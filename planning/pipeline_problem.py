@@ -188,19 +188,17 @@ def optimizer_of(profiles: Sequence[Profile]) -> OptimizerState:
     assert first.optimizer is not None
     for other in others:
         assert other.optimizer is not None
-        if not _keep_alike(first.optimizer, other.optimizer):
+        one, two = first.optimizer, other.optimizer
+        near = isclose(
+            one.state_bytes_per_weight_byte, two.state_bytes_per_weight_byte, rel_tol=1e-6
+        )
+        if one.name != two.name or not near:
             raise ProblemError(
-                f"the profiles are of two optimizers: {first.optimizer} on {first.device_type}, "
-                f"{other.optimizer} on {other.device_type}",
+                f"the profiles are of two optimizers: {one} on {first.device_type}, "
+                f"{two} on {other.device_type}",
                 hint=flags,
             )
     return first.optimizer
-
-
-def _keep_alike(one: OptimizerState, other: OptimizerState) -> bool:
-    return one.name == other.name and isclose(
-        one.state_bytes_per_weight_byte, other.state_bytes_per_weight_byte, rel_tol=1e-6
-    )
 
 
 def layers_of_graph(

@@ -6,7 +6,7 @@ The code is slow and simple on purpose, and shares nothing with the solvers.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ...schema.plan import Plan, Prediction, ReplicaGroup
+from ...schema.plan import Plan, ReplicaGroup
 from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
 from . import definitions, split_bound
@@ -52,7 +52,9 @@ def own_faults(plan: Plan) -> Iterator[str]:
     """List what of a split's values does not agree with each other."""
     predicted = plan.predicted
     needed = (predicted.compute_seconds, predicted.sync_seconds, predicted.update_seconds)
-    device = _device_seconds(predicted)
+    # The slowest device's seconds before synchronisation.
+    parts = (predicted.compute_seconds, predicted.load_seconds, predicted.virtual_node_seconds)
+    device = sum(seconds or 0.0 for seconds in parts)
     if None not in needed:
         whole = device + sum(
             seconds or 0.0
@@ -91,14 +93,6 @@ def own_faults(plan: Plan) -> Iterator[str]:
                 f"predicted: compute, loading and virtual nodes take {device} s, "
                 f"but the slowest group takes {max(last)} s"
             )
-
-
-def _device_seconds(predicted: Prediction) -> float:
-    """Return the slowest device's seconds before synchronisation."""
-    parts = (
-        predicted.compute_seconds, predicted.load_seconds, predicted.virtual_node_seconds
-    )  # fmt: skip
-    return sum(seconds or 0.0 for seconds in parts)
 
 
 def _uniform_faults(plan: Plan) -> Iterator[str]:

@@ -65,7 +65,11 @@ def check(plan: Plan) -> list[str]:
     """List every fault of what a plan states beside its costs, as sentences."""
     return [
         *_foreign_facts(plan),
-        *_pass_faults(plan),
+        *(
+            f"{at}: {fault}"
+            for at, stage in _all_stages(plan)
+            for fault in _stage_faults(plan, stage)
+        ),
         *dollar_faults(plan),
         *(f"restrictions: {fault}" for fault in _broken(plan)),
     ]
@@ -105,13 +109,6 @@ def _foreign(part: Any, of: str, kind: str, where: str) -> Iterator[str]:
             yield f"{where}{field.name}: {kind} plans have no such fact"
 
 
-def _pass_faults(plan: Plan) -> Iterator[str]:
-    """List replicas whose passes are not those that the plan's kind gives them."""
-    for where, stage in _all_stages(plan):
-        for fault in _stage_faults(plan, stage):
-            yield f"{where}: {fault}"
-
-
 def _all_stages(plan: Plan) -> Iterator[tuple[str, Stage]]:
     """The stages of a plan and of its alternatives, and where they stand in the file."""
     for before, stages in (
@@ -123,6 +120,7 @@ def _all_stages(plan: Plan) -> Iterator[tuple[str, Stage]]:
 
 
 def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
+    """List replicas of a stage whose passes are not those that the plan's kind gives them."""
     if not plan.layers:
         for group in stage.replicas:
             full = group.num_replicas * group.virtual_nodes * group.virtual_node_batch_size
@@ -309,15 +307,9 @@ def _broken(plan: Plan) -> Iterator[str]:
         limit = getattr(asked, name)
         if limit is not None and (stated != limit or not plan.layers):
             yield f"{name} is {limit}, the plan has {stated if plan.layers else None}"
-    if asked.replication is not None and (asked.replication or _replicates(plan)):
+    replicates = not plan.layers or any(stage.num_replicas > 1 for stage in plan.stages)
+    if asked.replication is not None and (asked.replication or replicates):
         yield "replication is stated, and the plan has replicas or may have them"
-    if asked.recompute is not None and (asked.recompute or _recomputes(plan)):
+    recomputes = not plan.layers or any(stage.recompute != "none" for stage in plan.stages)
+    if asked.recompute is not None and (asked.recompute or recomputes):
         yield "recompute is stated, and the plan recomputes or may do so"
-
-
-def _replicates(plan: Plan) -> bool:
-    return not plan.layers or any(stage.num_replicas > 1 for stage in plan.stages)
-
-
-def _recomputes(plan: Plan) -> bool:
-    return not plan.layers or any(stage.recompute != "none" for stage in plan.stages)

@@ -94,7 +94,14 @@ def _with_fixed(problem: PipelineProblem, plan: Plan) -> Plan:
 def _told_apart(problem: PipelineProblem, plan: Plan) -> Plan:
     """The prediction's parts; all but the fixed cost in one where the stages do not tell more."""
     whole = plan.predicted
-    found = step_terms(plan, _replay_of(problem))
+    replay: StepOf | None = None
+    if problem.traits.order != "own" and problem.traits.flushes:  # without a list of operations
+
+        def replay(plan: Plan) -> float:
+            stages = tuple(map(_timed, plan.stages))
+            return flush_step_seconds(problem.schedule, stages, plan.num_microbatches)
+
+    found = step_terms(plan, replay)
     if found is None:
         rest = whole.step_seconds - (whole.fixed_seconds or 0.0)
         return replace(plan, predicted=replace(whole, compute_seconds=rest))
@@ -109,17 +116,6 @@ def _told_apart(problem: PipelineProblem, plan: Plan) -> Plan:
             update_seconds=found.update_seconds,
         ),
     )
-
-
-def _replay_of(problem: PipelineProblem) -> StepOf | None:
-    """The replay that makes no list of operations, where the schedule has one."""
-    if problem.traits.order == "own" or not problem.traits.flushes:
-        return None
-    return lambda plan: _replay(problem.schedule, plan)
-
-
-def _replay(schedule: str, plan: Plan) -> float:
-    return flush_step_seconds(schedule, tuple(map(_timed, plan.stages)), plan.num_microbatches)
 
 
 def _timed(stage: Stage) -> StepStage:

@@ -65,7 +65,11 @@ def solve(
     unit = _unit_seconds(problem)
     program = Program("batch_split")
     devices = _devices(program, problem)
-    singles = _singles(program, problem)
+    # Every plan on one device, where those are choices of their own.
+    singles = [
+        _Single(one, program.variable(f"z_{number}", high=1, integer=True))
+        for number, one in enumerate(single_devices(problem) if _is_apart(problem) else ())
+    ]
     if not devices and not singles:
         raise InfeasibleError(f"no usable batch size for a global batch of {_batch(problem)}")
     step = _build(program, problem, devices, singles, unit)
@@ -120,12 +124,6 @@ def _known_seconds(problem: SplitProblem) -> float:
     )
 
 
-def _most_passes(problem: SplitProblem, point: BatchPoint, known: float) -> int:
-    """M of the big-M constraints: as small as is safe, since it decides the search's speed."""
-    most = (_batch(problem) - _is_apart(problem)) // point.batch_size
-    return int(min(most, known / point.step_seconds * (1 + 1e-9)))
-
-
 def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
     known = _known_seconds(problem)
     found = []
@@ -134,22 +132,15 @@ def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
         for number in range(option.num_devices if points else 0):
             device = _Device(option=option, points=points)
             for point in points:
-                most = _most_passes(problem, point, known)
+                # M of the big-M constraints: as small as is safe, as it decides the speed.
+                whole = (_batch(problem) - _is_apart(problem)) // point.batch_size
+                most = int(min(whole, known / point.step_seconds * (1 + 1e-9)))
                 device.most.append(most)
                 name = f"{kind}_{number}_{point.batch_size}"
                 device.passes.append(program.variable(f"v_{name}", high=most, integer=True))
                 device.runs.append(program.variable(f"y_{name}", high=1, integer=True))
             found.append(device)
     return found
-
-
-def _singles(program: Program, problem: SplitProblem) -> list[_Single]:
-    """Every plan on one device, where those are choices of their own."""
-    plans = single_devices(problem) if _is_apart(problem) else []
-    return [
-        _Single(one, program.variable(f"z_{number}", high=1, integer=True))
-        for number, one in enumerate(plans)
-    ]
 
 
 def _build(
@@ -177,7 +168,9 @@ def _build(
         own = [*zip(times, device.passes, strict=True), *zip(exposed, device.runs, strict=True)]
         program.require(compute >= total([(s, one) for s, one in own if s]))
         program.require(update >= closing_seconds(device.option) / unit * used)
-    _break_symmetry(program, devices)
+    for first, second in zip(devices, devices[1:], strict=False):
+        if first.option is second.option:  # of equal devices an earlier one does at least as much
+            program.require(total(_samples(first)) >= total(_samples(second)))
     if devices:
         _require_sync(program, devices, sync, unit)
     alone = [(single.plan.step_seconds / unit, single.takes) for single in singles]
@@ -190,13 +183,6 @@ def _exposed(option: DeviceOption, point: BatchPoint) -> float:
 
 def _samples(device: _Device) -> Terms:
     return [(p.batch_size, v) for p, v in zip(device.points, device.passes, strict=True)]
-
-
-def _break_symmetry(program: Program, devices: list[_Device]) -> None:
-    """Of equal devices, an earlier one does at least as much as a later one."""
-    for first, second in zip(devices, devices[1:], strict=False):
-        if first.option is second.option:
-            program.require(program.total(_samples(first)) >= program.total(_samples(second)))
 
 
 def _require_sync(program: Program, devices: list[_Device], sync: Any, unit: float) -> None:

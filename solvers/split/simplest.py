@@ -13,7 +13,7 @@ knapsack.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -23,7 +23,6 @@ import numpy.typing as npt
 from ...schema.plan import ReplicaGroup
 from ...schema.problem import SplitProblem
 from .levels import (
-    Alone,
     Level,
     bisect,
     candidates,
@@ -246,7 +245,8 @@ def simplest(
     """
     number = sum(group.num_devices for group in fastest)
     nodes = sum(group.num_devices * group.virtual_nodes for group in fastest)
-    single = _simplest_single(problem, limit_seconds)
+    alone = (o for o in single_devices(problem) if o.step_seconds <= limit_seconds * _ROUNDING)
+    single = min(alone, key=lambda one: one.group.virtual_nodes, default=None)
     search = _Search(pool, work_limit)
     within = _levels_within(problem, pool, limit_seconds)
     best: Rank = (nodes, number)
@@ -263,15 +263,6 @@ def simplest(
         return (single.group,)
     level, seconds = _fastest_of_rank(search, within, limit_seconds, best)
     return groups_of(pool, search.work(level, seconds, best), seconds)
-
-
-def _simplest_single(problem: SplitProblem, limit_seconds: float) -> Alone | None:
-    """On one device; of equally many virtual nodes the fastest."""
-    return min(
-        (one for one in single_devices(problem) if one.step_seconds <= limit_seconds * _ROUNDING),
-        key=lambda one: one.group.virtual_nodes,
-        default=None,
-    )
 
 
 def _levels_within(problem: SplitProblem, pool: Pool, limit_seconds: float) -> list[Level]:
@@ -300,14 +291,14 @@ def _fastest_of_rank(
         if search.rank(level, bound, rank) != rank:
             continue
         times = candidates(search.pool, first_bound(search.pool, level), bound)
-        seconds = bisect(times, _has_rank(search, level, rank))
+
+        def has_rank(seconds: float, at: Level = level) -> bool:
+            return search.rank(at, seconds, rank) == rank
+
+        seconds = bisect(times, has_rank)
         if best_level is None or seconds + level.overhead_seconds < best_step:
             best_step = seconds + level.overhead_seconds
             best_level, best_seconds = level, seconds
     if best_level is None:
         raise AssertionError("the search lost the plan whose rank it found")
     return best_level, best_seconds
-
-
-def _has_rank(search: _Search, level: Level, rank: Rank) -> Callable[[float], bool]:
-    return lambda seconds: search.rank(level, seconds, rank) == rank

@@ -83,7 +83,11 @@ def improve(
             with suppress(OutOfTimeError):  # what was found until then is offered below
                 sweep(Tables(model, some, final_states(problem, some), effort), found)
         if found.seats is not None:
-            best.offer_seated(problem, costs, _in_full(found.seats, chosen))
+            whole = [
+                (int(chosen[first]), int(chosen[last]), move)
+                for first, last, move in found.seats.placed
+            ]
+            best.offer_seated(problem, costs, Seats(whole, found.seats.devices))
         effort.check()
         if best.placed is None or best.seconds > step_seconds * (1 - 1e3 * EXACT):
             break
@@ -150,11 +154,6 @@ def _subset(cuts: Cuts, chosen: Ints) -> Cuts:
         activation_bytes=cuts.activation_bytes[chosen],
         crossing_bytes=cuts.crossing_bytes[chosen],
     )
-
-
-def _in_full(seats: Seats, chosen: Ints) -> Seats:
-    placed = [(int(chosen[first]), int(chosen[last]), move) for first, last, move in seats.placed]
-    return Seats(placed, seats.devices)
 
 
 _MOST_PESSIMISTIC, _COARSE_LIMITS, _PLAN_TABLES = 8, 12, 4

@@ -73,7 +73,8 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> Plan:
     options.sort(key=lambda option: option.bound)
     best = _Best()
     flushes = problem.traits.flushes
-    if flushes and cuts.before is None and _num_cuts(options, cuts.size) <= FEW_CUTS:
+    number = sum(comb(cuts.size - 2, option.shape.num_stages - 1) for option in options)
+    if flushes and cuts.before is None and number <= FEW_CUTS:
         is_exact = _time_all(options, cuts.size, best, effort)
     else:
         is_exact = (_approach if flushes else _least_maximum)(options, best, effort)
@@ -158,10 +159,6 @@ def _shapes(
             place = tuple(ranks[0] // layout.num_replicas for ranks in schedule.placement)
             found.append(Shape(layout, chunks, schedule, place, held))
     return found, refusal
-
-
-def _num_cuts(options: Sequence[Option], size: int) -> int:
-    return sum(comb(size - 2, option.shape.num_stages - 1) for option in options)
 
 
 def _time_all(options: Sequence[Option], size: int, best: _Best, effort: Effort) -> bool:
