@@ -71,11 +71,6 @@ def given(request: SolveRequest) -> Iterator[Given]:
 def refuse_unread(asked: Collection[Given], tried: Collection[str], why_no_others: str) -> None:
     """Refuse an option that none of the planners that would be tried reads.
 
-    Args:
-        asked: The options that were given.
-        tried: The planners of the kinds of plans in question.
-        why_no_others: Why kinds of plans that read more options are not compared; may be empty.
-
     Raises:
         ProblemError: Names the option, who reads it, and what would make it count.
     """

@@ -48,10 +48,6 @@ def best_pipeline(question: Question, clock: Clock) -> Plan:
 
     With the schedule ``auto``, the best of all schedules that flush.
 
-    Args:
-        question: What is asked of the plan.
-        clock: Shares a time limit with other searches.
-
     Raises:
         ProblemError: Profiles, pool and flags do not fit together.
         InfeasibleError: No plan fits the devices' memory or number.

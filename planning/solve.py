@@ -32,12 +32,8 @@ def solve(question: Question, clock: Clock | None = None) -> Plan:
     """Find and check the best plan of the requested kind.
 
     The kind ``auto`` takes the fastest of the kinds of plans that can be launched: split, pipeline
-    and parallel. Notes and
-    warnings for the user go to the logger ``hetflow``.
-
-    Args:
-        question: The profiles, the pool and all options.
-        clock: Counts the time limit; None starts one now.
+    and parallel. Notes and warnings for the user go to the logger ``hetflow``. Without a ``clock``
+    the time limit counts from now.
 
     Raises:
         ProblemError: Options contradict each other or do not fit the profiles and the pool.

@@ -24,10 +24,6 @@ _log = logging.getLogger("hetflow")
 def best_parallel(question: Question, clock: Clock) -> Plan:
     """Find and check the plan with the shortest step; with ``top``, the Pareto table too.
 
-    Args:
-        question: What is asked of the plan.
-        clock: Shares a time limit with other searches.
-
     Raises:
         ProblemError: Profiles, pool and flags do not fit together.
         InfeasibleError: No plan fits the memory.

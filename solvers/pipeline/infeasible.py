@@ -15,11 +15,7 @@ def explain(
 ) -> InfeasibleError:
     """Find how many bytes more a device would need, and the stage that needs them.
 
-    Args:
-        problem: What was asked.
-        costs: The tables of the option that needs the least memory.
-        space: The pools' states.
-        search: The method to ask whether a larger memory would do.
+    ``costs`` are of the option that needs the least memory; ``search`` is asked for larger memory.
     """
     if search(problem, costs, space, float("inf")) is None:
         more = ", or another batch" if problem.launchable else ""

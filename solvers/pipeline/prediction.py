@@ -14,11 +14,7 @@ def predicted(problem: PipelineProblem, plan: Plan) -> Plan:
 
     The step's fixed cost, which no choice but that of device types changes, is added to the step
     and, where that was minimised, to the proof. Where nothing but layers and bytes is known the
-    plan stays as it is.
-
-    Args:
-        problem: What was asked.
-        plan: Of stages whose times hold what passes and messages cost, without the fixed cost.
+    plan stays as it is. Its stages' times hold what passes and messages cost.
     """
     if _counts(problem):
         plan = _told_apart(problem, _with_fixed(problem, plan))

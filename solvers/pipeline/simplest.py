@@ -76,9 +76,6 @@ def simplest_of(plans: Sequence[Plan]) -> Plan:
     it stands for. Fewer stages are simpler, then fewer devices, then 1F1B (it holds least), then
     larger microbatches, of which there are fewer. Where no error is known only equal steps count.
 
-    Args:
-        plans: At least one, all of one global batch size.
-
     Returns:
         One of the plans; where another is faster on paper, ``provenance.fastest`` describes that.
     """

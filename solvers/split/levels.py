@@ -100,12 +100,7 @@ def type_sets(
 
 
 def levels(pool: Pool, floor: float) -> Iterator[tuple[float, Level]]:
-    """Every level that could hold the optimum on two or more devices, by its lower bound.
-
-    Args:
-        pool: The profiles as arrays.
-        floor: A lower bound on the compute time of any plan.
-    """
+    """Every level that could hold the optimum on two or more devices, by its lower bound."""
     found: list[tuple[Floats, Floats, tuple[int, ...], npt.NDArray[np.int64]]] = []
     for counts, overheads, own in type_sets(pool):
         bounds = np.maximum(floor, _compute_bounds(pool, counts)[own - 1]) + overheads

@@ -223,9 +223,6 @@ def solve(problem: ShardedProblem) -> Plan:
     Exact. Devices may stay unused. Deterministic: of equally fast choices the first in the order of
     ``problem.shards``, then with the fewest rounds. Shares of states are as even as memory allows.
 
-    Args:
-        problem: Profiles, pool, batch and what may be shared.
-
     Returns:
         A plan that ``checks.sharded_split.check`` accepts for ``problem``, proved optimal.
 

@@ -21,11 +21,7 @@ Work = Counter[int]  # samples per device -> number of devices
 
 
 def choose(feasible: FeasibleSums) -> dict[int, Work]:
-    """Choose the devices' work: type -> (samples a device -> number of devices).
-
-    Args:
-        feasible: An answer of ``feasible_sums``, so at least one plan exists.
-    """
+    """Choose the devices' work: type -> (samples a device -> number of devices)."""
     totals = _all_alike(feasible)
     if totals is not None:
         return {
@@ -124,13 +120,7 @@ def _halved(feasible: FeasibleSums, one: TypeSums, share: int) -> Work:
 
 
 def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[ReplicaGroup, ...]:
-    """The plan's groups: each device's work in the fewest passes of at most ``bound`` seconds.
-
-    Args:
-        pool: Sizes and times.
-        work: Type -> (samples -> devices).
-        bound: Seconds that each device may compute.
-    """
+    """The plan's groups: each device's work in the fewest passes of at most ``bound`` seconds."""
     passes = pool.passes(bound)
     groups = []
     for kind, amounts in sorted(work.items()):
