@@ -362,9 +362,9 @@ class Job:
         if callable(weight):
             function = weighted_by(function, weight, has_aux=has_aux)
         promise = None if per_virtual_node else self._promise
-        failure = (
-            promise.test(function, batch, form) if promise and self._engine.runs_whole else None
-        )
+        # A pipeline's engine tests a loss by itself, on what its last stage gives.
+        whole = promise if self._engine.runs_whole else None
+        failure = None if whole is None else whole.test(function, batch, form)
         agreement.begin_step(session.num_steps, batch.epoch)
         step = Step(
             function,
@@ -380,8 +380,8 @@ class Job:
         loss = session.close_step(self._runner.step(step))
         if failure is not None:  # it ran on the virtual nodes' samples, so this is not its fault
             raise failure
-        if promise is not None:
-            promise.check()
+        if whole is not None:
+            whole.check()
         # The workers' optimizers have different settings and would diverge: end before the update.
         if self._engine.flushes and agreement.is_broken_by(self._engine.settings_sums):
             self.compare()
