@@ -241,19 +241,19 @@ class Promise:
         Call it at the end of a step's passes; the sums of all workers' are to be heard by ``hear``.
         On a device the numbers are read in the next step, so that the host need not wait.
         """
-        together, step = self._together, self._step()
+        together, own = self._together, self._step()
         assert together is not None
         if self._is_late is None:
             self._nothing = together.largest(0)
             is_host = backend_of(self._nothing.device).is_host
             self._is_late = bool(together.largest(not is_host))
-        node = self._unlike(step, ()) if not self._is_late else None
+        arrived: Sequence[float] | None = ()
+        self._said = own
         if self._is_late:
-            waiting = step.on_device or [self._nothing]
+            waiting = own.on_device or [self._nothing]
             arrived = self._late.exchange(torch.stack(waiting).double())
-            step, self._before = self._before, step
-            node = self._unlike(step, arrived)
-        self._said = step
+            self._said, self._before = self._before, own
+        node = self._unlike(self._said, arrived)
         return [float(number == node) for number in range(max(len(self._sizes), 1))]
 
     def hear(self, wishes: Sequence[float] | Tensor) -> None:
