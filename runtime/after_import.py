@@ -53,6 +53,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 # A library's module -> the adapter that runs once it is imported.
 ADAPTED = {
     "torch": ".adapters.ddp",
+    "torch.distributed.fsdp": ".adapters.ddp",
     "accelerate": ".adapters.accelerate",
     "datasets.distributed": ".adapters.accelerate",
     "transformers.trainer": ".adapters.transformers",

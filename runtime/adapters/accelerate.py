@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from ...devices.backend import backend_of
 from ...schema.errors import TargetError
+from ...schema.options import option
 from ..nested_tensors import mapped, tensors_in
 from .losses import Known
 from .patching import around, check_version
@@ -107,6 +108,7 @@ def adapt(module: Any) -> None:
     around(loaders.DataLoaderShard, "__iter__", _deliver)
     around(loaders.DataLoaderDispatcher, "__init__", _dispatch_shares)
     around(loaders.DataLoaderDispatcher, "__iter__", _deliver_dispatched)
+    around(Accelerator, "__init__", _make)
     around(Accelerator, "prepare_model", _prepare_model)
     around(Accelerator, "backward", _backward)
     around(Accelerator, "reduce", _reduce)
@@ -288,12 +290,22 @@ def _load_state(original: Any, folder: Any, *values: Any, **options: Any) -> Any
     return original(folder, *objects, rank, *values[5:], **options)
 
 
+def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
+    """Let the plan share the states where the script or its configuration asks for FSDP."""
+    if training().sharing is not None:
+        options["fsdp_plugin"] = None
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+    original(self, *values, **options)
+
+
 def _prepare_model(original: Any, self: Any, model: Any, *values: Any, **options: Any) -> Any:
     kind = self.distributed_type.value
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise TargetError(
             f"accelerate is set to {kind}, and under a plan it trains by DistributedDataParallel",
-            hint="leave DeepSpeed, FSDP and Megatron out of the script and its configuration",
+            hint="for FSDP, solve with "
+            + option("shard", "all")
+            + "; leave DeepSpeed and Megatron out of the script and its configuration",
         )
     prepared = original(self, model, *values, **options)
     current = training()

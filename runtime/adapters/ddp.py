@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...schema.errors import TargetError
+from ...schema.options import option
 from ..group import gathered
 from ..sync_batch_norm import NormCall, normalised
 from .losses import adapt as adapt_divisors
@@ -81,8 +82,11 @@ _CUT: WeakSet[Any] = WeakSet()
 _SCALED: Any = WeakTensorKeyDictionary()
 
 
-def adapt(_: Any) -> None:
+def adapt(torch_module: Any) -> None:
     """Change torch's classes in this process."""
+    if torch_module.__name__ == "torch.distributed.fsdp":
+        around(torch_module, "fully_shard", _shard)
+        return
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
@@ -100,8 +104,57 @@ def adapt(_: Any) -> None:
     for name, at in _GATHERS.items():
         if hasattr(dist, name):
             around(dist, name, partial(_gather, at))
+    around(torch.optim.Optimizer, "zero_grad", _clear)
+    around(torch.optim.Optimizer, "state_dict", _state_of)
+    around(torch.optim.Optimizer, "load_state_dict", _load)
+    around(nn.Module, "zero_grad", _clear)
+    for name in _EXCHANGES:
+        around(dist, name, _exchange)
     adapt_batch_norm()
     adapt_divisors()
+
+
+_EXCHANGES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list",
+)  # fmt: skip
+
+
+def _exchange(original: Any, *values: Any, **options: Any) -> Any:
+    """Answer what another worker asks of shared states, before an exchange of the script's."""
+    current = begun()
+    groups = [
+        v for v in (*values, *options.values()) if isinstance(v, torch.distributed.ProcessGroup)
+    ]
+    if current is not None and all(group == torch.distributed.group.WORLD for group in groups):
+        current.answer()
+    return original(*values, **options)
+
+
+def _clear(original: Any, self: Any, *values: Any, **options: Any) -> None:
+    current = begun()
+    if current is not None and current.sharing is not None:
+        groups = getattr(self, "param_groups", None)
+        given = self.parameters() if groups is None else (p for g in groups for p in g["params"])
+        if current.sharing.clears(given):
+            return
+    original(self, *values, **options)
+
+
+def _state_of(original: Any, self: Any, *values: Any, **options: Any) -> Any:
+    state, current = original(self, *values, **options), begun()
+    if current is None or current.sharing is None:
+        return state
+    return current.sharing.state_of(self, state)
+
+
+def _load(original: Any, self: Any, *values: Any, **options: Any) -> None:
+    original(self, *values, **options)
+    current = begun()
+    if current is not None and current.sharing is not None:
+        current.sharing.load(self)
 
 
 class _Script:
@@ -135,10 +188,48 @@ def _wrap(original: Any, self: Any, module: nn.Module, *values: Any, **options: 
             "all workers",
             hint="leave process_group out",
         )
+    if current is not None and current.sharing is not None:
+        _wrap_shared(self, module, *values, **options)
+        current.sharing.of(module)
+        current.train(module)
+        return
     original(self, module, *values, **options)
     if current is not None:
         current.train(module)
         current.hold_sums(self)
+
+
+class _NoReducer:
+    """What takes the place of a reducer: shared states have their own."""
+
+    def _rebuild_buckets(self) -> None:
+        pass
+
+    def prepare_for_backward(self, _: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise TargetError(
+            f"DistributedDataParallel's reducer is asked for {name}, and workers share states",
+            hint="leave communication hooks out, or solve without " + option("shard"),
+        )
+
+
+def _wrap_shared(
+    self: Any, module: nn.Module, device_ids: Any = None, *_: Any, **options: Any
+) -> None:
+    nn.Module.__init__(self)
+    self.module, self.device_ids = module, device_ids
+    self.device = next(module.parameters()).device
+    self.device_type, self.reducer, self._get_ddp_logging_data = (
+        self.device.type,
+        _NoReducer(),
+        dict,
+    )
+    self.process_group, self.broadcast_buffers = torch.distributed.group.WORLD, False
+    self.require_backward_grad_sync = self.require_forward_param_sync = True
+    self.find_unused_parameters = bool(options.get("find_unused_parameters"))
+    self.static_graph, self.use_side_stream_for_tensor_copies = False, False
 
 
 def _run(original: Any, self: Any, *values: Any, **options: Any) -> Any:
@@ -148,11 +239,83 @@ def _run(original: Any, self: Any, *values: Any, **options: Any) -> Any:
     trains = self.module.training  # Lightning leaves the wrapper itself in evaluation mode
     if trains and torch.is_grad_enabled():
         current.begin_pass()
+        if current.sharing is not None:
+            current.sharing.of(self.module).begin(syncs=self.require_backward_grad_sync)
     with current.running(trains=trains):
-        found = original(self, *values, **options)
+        if current.sharing is None:
+            found = original(self, *values, **options)
+        else:
+            found = _run_shared(self, *values, **options)
     if trains:
         current.losses.made(found)
     return found
+
+
+class _FullyShard:
+    """What scripts call of modules that fully_shard has wrapped; the plan does the rest."""
+
+    syncs = True
+
+    def set_requires_gradient_sync(self, syncs: bool, **_: Any) -> None:
+        self.syncs = syncs
+
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        """Leave it to the plan what is gathered when."""
+
+    reshard = set_is_last_backward = set_requires_all_reduce = unshard = _ignore
+    set_reshard_after_backward = set_reshard_after_forward = _ignore
+    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch = _ignore
+
+
+def _shard(original: Any, module: Any, *values: Any, **options: Any) -> Any:
+    """Share the states of the outermost module by the plan, where the script uses FSDP2."""
+    current, said = _training(), None
+    if current is None:
+        return original(module, *values, **options)
+    if current.sharing is None:
+        said = "the plan shares no states", "solve with " + option("shard", "all")
+    elif any(vars(options.get("mp_policy", _FullyShard())).get(f"{n}_dtype") for n in _ROLES):
+        said = "under a plan it casts nothing by an mp_policy", "use torch.autocast"
+    if said is not None:
+        raise TargetError(f"the script calls fully_shard, and {said[0]}", hint=said[1])
+    for one in module if isinstance(module, list) else [module]:
+        if not isinstance(one, _FullyShard):
+            one.__class__ = type(f"FSDP{type(one).__name__}", (_FullyShard, type(one)), {})
+            one.register_forward_pre_hook(partial(_enter_shard, current), prepend=True)
+            one.register_forward_hook(partial(_leave_shard, current), always_call=True)
+    return module
+
+
+_ROLES = ("param", "reduce", "output")
+_INSIDE: list[Any] = []  # the wrapped modules that run, the outermost first
+
+
+def _enter_shard(current: Training, module: Any, _: Any) -> None:
+    _INSIDE.append(module)
+    if len(_INSIDE) > 1:
+        return
+    assert current.sharing is not None
+    if module not in current.models:
+        current.train(module)
+    shared = current.sharing.of(module)
+    if module.training and torch.is_grad_enabled():
+        current.begin_pass()
+        shared.begin(syncs=module.syncs)
+    current.run(module.training)
+
+
+def _leave_shard(current: Training, module: Any, _: Any, output: Any) -> None:
+    _INSIDE.pop()
+    if not _INSIDE:
+        current.run(module.training, ends=True)
+        if module.training:
+            current.losses.made(output)
+
+
+def _run_shared(self: Any, *values: Any, **options: Any) -> Any:
+    if self.device_ids:  # as torch's own does
+        (values,), (options,) = self.to_kwargs(values, options, self.device_ids[0])
+    return self.module(*values, **options)
 
 
 def _backward(
@@ -183,7 +346,10 @@ def _backward(
 def _scale(original: Any, self: Any, outputs: Any) -> Any:
     """Remember which loss a GradScaler has scaled."""
     scaled = original(self, outputs)
-    if begun() is not None and isinstance(outputs, Tensor) and self.is_enabled():
+    current = begun()
+    if current is not None and isinstance(outputs, Tensor) and self.is_enabled():
+        if current.sharing is not None:
+            current.sharing.scale_by(self)
         _SCALED[scaled] = outputs
     return scaled
 

@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ...schema.errors import TargetError
+from ...schema.options import option
 from ..data import rows_of
 from ..nested_tensors import mapped
 from ..promise.graph import ignores_targets
@@ -124,6 +125,8 @@ def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]
     if isinstance(strategy, str):
         if strategy == "auto":
             return {"find_unused_parameters": True}  # one process has no rule about them
+        if strategy.startswith("fsdp") and training().sharing is not None:
+            return {"find_unused_parameters": True}  # the plan shares the states
         if strategy.startswith("ddp"):
             return {"find_unused_parameters": strategy.endswith("find_unused_parameters_true")}
     elif type(strategy) is strategies.DDPStrategy:
@@ -133,13 +136,15 @@ def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]
         if not any(held.get(name) for name in names) and not asked.get("static_graph"):
             return asked
         strategy = "a DDPStrategy with a communication hook, model averaging or static_graph"
-    elif type(strategy) is strategies.SingleDeviceStrategy:
+    elif type(strategy) is strategies.SingleDeviceStrategy or (
+        type(strategy) is strategies.FSDPStrategy and training().sharing is not None
+    ):
         return {"find_unused_parameters": True}
     said = strategy if isinstance(strategy, str) else type(strategy).__name__
     raise TargetError(
         f"Lightning's {who} has strategy={said}, and under a plan it trains by "
         "DistributedDataParallel",
-        hint='give it strategy="auto" or "ddp"',
+        hint='give it strategy="auto" or "ddp"; for "fsdp", solve with ' + option("shard", "all"),
     )
 
 
@@ -431,7 +436,8 @@ class _TrainerStrategy(_PlanStrategy):
         parts = [Part.of(*entry) for entry in zip(shares, counts, strict=True)]
         weights = step.weights(call, batch, parts)
         recordings, outputs = [], []
-        before = self._gradients() if len(parts) > 1 else []
+        sets_aside = len(parts) > 1 and current.sharing is None  # which does so by itself
+        before = self._gradients() if sets_aside else []
         for number, share in enumerate(shares):
             is_last = number == len(shares) - 1
             self._last = counts[number], weights[number]
@@ -527,6 +533,11 @@ class _TrainerStrategy(_PlanStrategy):
                 hint="profile larger batches and solve again, for one virtual node on each device; "
                 "or use automatic optimization, which runs them one by one",
             )
+        if training().sharing is not None:
+            raise TargetError(
+                "manual optimization calls parts of the model, and workers share its states",
+                hint="use automatic optimization, or solve without " + option("shard"),
+            )
         return self._once("training_step", step, values, means="the backward pass's loss")
 
     def validation_step(self, *values: Any, **options: Any) -> Any:
@@ -545,6 +556,8 @@ class _TrainerStrategy(_PlanStrategy):
         def call(part: Any) -> Tried:
             return self._tried(name, part, rest)
 
+        if name != "training_step":
+            training().gather_weights()  # a step may call a layer of the model
         step.try_once(call, batch)
         if means is not None:
             step.check_means(means)
@@ -558,6 +571,7 @@ class _TrainerStrategy(_PlanStrategy):
         current = training()
         piece = current.piece
         assert piece is not None
+        current.gather_weights()
         own = self._own.predict_step(*values, **options)
         found = current.exchanged(
             (piece.own_samples, mapped(lambda tensor: tensor.detach().cpu(), own))
@@ -630,7 +644,9 @@ class _TrainerStrategy(_PlanStrategy):
     def _on_trial(self) -> Iterator[None]:
         module, trainer = self._module, self._module.trainer
         loggers = trainer.loggers
-        held = [(p, p.requires_grad, p.grad) for p in module.parameters()]
+        held = [(p, p.requires_grad) for p in module.parameters()]
+        # Those of shares do not fit whole parameters, and stay.
+        before = self._gradients() if training().sharing is None else []
         groups = [g for optimizer in self._own.optimizers for g in optimizer.param_groups]
         settings = [(g, {k: v for k, v in g.items() if k != "params"}) for g in groups]
         schedulers = [config.scheduler for config in vars(self)["lr_scheduler_configs"]]
@@ -639,8 +655,6 @@ class _TrainerStrategy(_PlanStrategy):
             metric.reset()
             metric.dist_sync_on_step = False
             metric.distributed_available_fn = bool  # False
-        for parameter, _, _ in held:
-            parameter.grad = None
         root = type(trainer).__module__.removesuffix(".trainer.trainer")
         dummy = import_module(f"{root}.loggers.logger").DummyLogger
         trainer.loggers = [dummy() for _ in loggers]
@@ -650,9 +664,9 @@ class _TrainerStrategy(_PlanStrategy):
         finally:
             self._is_trying = False
             trainer.loggers = loggers
-            for parameter, requires_grad, gradient in held:
+            for parameter, requires_grad in held:
                 parameter.requires_grad_(requires_grad)
-                parameter.grad = gradient
+            self._exchange_gradients(before)
             for scheduler, state in zip(schedulers, states, strict=True):
                 scheduler.load_state_dict(state)
             for group, setting in settings:

@@ -230,6 +230,11 @@ class Losses:
         self.end()
         self._is_skipped, self._has_unknown, self.is_untried = True, False, False
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether the operators of this step are recorded."""
+        return self._recording is not None
+
     def made(self, outputs: Any) -> None:
         """Note what a wrapped model returned."""
         leaves = (leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor))

@@ -54,6 +54,7 @@ from ..setup import final_tensors, keep_freed_memory
 from ..stopping import StopRequests, leave
 from ..virtual_nodes import batch_sizes_of, holders_of, share_out, slices
 from .losses import Losses
+from .shared import Sharing
 
 # The batches of a script that is measured: a profiler chooses their sizes.
 #
@@ -194,6 +195,7 @@ class Training:
         watcher: Who measures the script; None in a launch.
         num_taken: Batches that the script has taken since an adapter last looked.
         losses: What shares of the script's losses count.
+        sharing: The models whose states the workers share; None where each holds all.
         loader_batch_size: The batch size of a loader for one worker of several; 0 where loaders
             have the global batch's.
     """
@@ -230,6 +232,11 @@ class Training:
         self._is_inside, self._had_idle = False, False
         self._told: list[float] | None = None
         self.losses = Losses(self)
+        config = start.config
+        self.sharing: Sharing | None = None
+        if config is not None and config.shard is not None:
+            shares = [slot.state_share_bytes or 0 for slot in config.workers]
+            self.sharing = Sharing(self, config.shard, shares)
         self.loader_batch_size = 0
         self._ahead: deque[Piece] | None = None
         self._mark: Mark | None = None
@@ -382,6 +389,7 @@ class Training:
         Raises:
             TargetError: It is not; ``said`` is what that means.
         """
+        self.answer()
         if len(set(gathered(torch.tensor([own]), place=self.place).flatten().tolist())) > 1:
             raise TargetError(said, hint=hint)
 
@@ -484,6 +492,7 @@ class Training:
         """
         if not self.place.distributed or self.watcher is not None or not self._watch.is_due(step):
             return
+        self.answer()
         parameters = self._parameters()
         known = {id(parameter) for parameter in parameters.values()}
         held = (p for o in self.optimizers for group in o.param_groups for p in group["params"])
@@ -492,7 +501,8 @@ class Training:
         comparison = Comparison(
             KnownParameters(self.models, self.optimizers, parameters | names, keeps_groups=False),
             self.optimizers,
-            shared=lambda: [SharedTensors(None, dict(parameters))],
+            # Of shared states the settings are compared: workers hold other slices.
+            shared=lambda: [SharedTensors(None, {} if self.sharing else dict(parameters))],
             place=lambda: self.place,
             watch=self._watch,
         )
@@ -520,6 +530,13 @@ class Training:
                 "hetflow cuts it "
                 "into shares",
             )
+        meets = self.sharing is not None and self.sharing.in_rounds and self.some_run_parts
+        if meets and piece.num_samples < len(self._sizes):
+            raise TargetError(
+                f"a batch of {piece.num_samples} samples leaves a virtual node without any, and "
+                "workers that share states meet in every pass",
+                hint="give the DataLoader drop_last=True",
+            )
         if len(self._nodes) > 1 and self._part_weight is None:
             raise TargetError(
                 f"the plan gives this device {len(self._nodes)} virtual nodes, and the script's "
@@ -533,6 +550,8 @@ class Training:
         if self._mark is None or self.piece is None:
             return
         self._end_hold()
+        if self.sharing is not None:
+            self.sharing.end_pass()
         self._clock.end_pass(
             self._mark,
             num_samples=0 if self._is_counted else self.pass_samples,
@@ -581,11 +600,15 @@ class Training:
         Args:
             trains: Whether the model is in training mode.
         """
-        self._num_running += trains
+        self.run(trains)
         try:
             yield
         finally:
-            self._num_running -= trains
+            self.run(trains, ends=True)
+
+    def run(self, trains: bool, *, ends: bool = False) -> None:
+        """Note that a call of such a model begins, or that it ends."""
+        self._num_running += -trains if ends else trains
 
     @property
     def meets_others(self) -> bool:
@@ -661,6 +684,14 @@ class Training:
             of_model.take()
         are_carried = [of_model.are_carried for of_model in hooks]
         self._reached.clear()
+        if self.sharing is not None:
+            if any(of_model.are_there for of_model in hooks):
+                raise TargetError(
+                    "a parameter has a hook, and workers share its gradient",
+                    hint="change gradients after the backward pass; or solve without "
+                    + option("shard"),
+                )
+            self.sharing.before_backward()
         self.is_going_back = True
         try:
             yield
@@ -683,10 +714,12 @@ class Training:
         of it.
         """
         shares = self._told or [self.weight() / self.world_size] * len(roots)
-        self._factor = float(self.world_size) if any(shares) else 0.0
+        # Of shared states gradients are summed.
+        times = float(self.world_size) if self.sharing is None else 1.0
+        self._factor = times if any(shares) else 0.0
         if len(roots) == 1 and shares[0]:
             rounded = float(torch.tensor(shares[0], dtype=roots[0].dtype))
-            self._factor, shares = self.world_size * shares[0] / rounded, [rounded]
+            self._factor, shares = times * shares[0] / rounded, [rounded]
         return shares
 
     def train_alone(self, model: nn.Module) -> None:
@@ -725,6 +758,8 @@ class Training:
         self.end_pass()
         if not any(known is optimizer for known in self.optimizers):
             self.optimizers.append(optimizer)
+            if self.sharing is not None:
+                self.sharing.check_optimizer(optimizer)
         self.losses.leave()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -737,8 +772,19 @@ class Training:
 
     # Results
 
+    def answer(self) -> None:
+        """Give other workers what they ask for of shared states, before workers exchange more."""
+        if self.sharing is not None:
+            self.sharing.answer()
+
+    def gather_weights(self) -> None:
+        """Bring shared weights to every worker, until the next step begins."""
+        if self.sharing is not None:
+            self.sharing.whole()
+
     def sum_of(self, own: Tensor) -> Tensor:
         """The sum of a tensor over all workers."""
+        self.answer()
         total = own.detach().clone()
         if self.place.distributed:
             peers.all_reduce(total)
@@ -746,6 +792,7 @@ class Training:
 
     def numbers_of_all(self, own: Sequence[float]) -> list[list[float]]:
         """[workers][numbers] the numbers of all workers, as many on each."""
+        self.answer()
         numbers = torch.tensor(own, dtype=torch.float64)
         rows: list[list[float]] = gathered(numbers, place=self.place).tolist()
         return rows
@@ -756,6 +803,7 @@ class Training:
 
     def exchanged(self, own: Any) -> list[Any]:
         """[workers] an object of each; for what is seldom exchanged."""
+        self.answer()
         found: list[Any] = [None] * self.world_size
         peers.all_gather_object(found, own)
         return found
@@ -764,6 +812,7 @@ class Training:
         """Give all workers the first worker's stream of random numbers on the host."""
         if not self.place.distributed:
             return
+        self.answer()
         state = torch.get_rng_state().to(self.place.device)
         peers.broadcast(state, src=0)
         torch.set_rng_state(state.cpu())
@@ -780,6 +829,7 @@ class Training:
                 "virtual nodes, which run one by one",
                 hint="solve for one virtual node on each device",
             )
+        self.answer()
         piece, is_scalar = self.piece, tensor.dim() == 0
         own = (tensor[None] if is_scalar else tensor).contiguous()
         # A loss, repeated as often as the script's batch has samples.
@@ -829,6 +879,7 @@ class Training:
 
     def equalise_buffers(self) -> None:
         """Give all workers the first worker's buffers, as DistributedDataParallel does."""
+        self.answer()
         for buffer in self.models.buffers() if self.place.distributed else ():
             held = buffer.to(self.place.device)  # Lightning moves models to the host at the end
             peers.broadcast(held, src=0)
@@ -860,6 +911,7 @@ class Training:
     def leave(self) -> NoReturn:
         """End this worker, which has saved what the script saves."""
         self._clock.end_step()
+        self.answer()
         self._is_finished = True
         leave(self._session)
 
@@ -875,6 +927,8 @@ class Training:
         if self._stops is not None:
             self._stops.close()
         self.losses.end()
+        if self.sharing is not None:
+            self.sharing.finish()
         session = self._session
         session.is_finished = True
         if session.num_steps:
@@ -895,8 +949,6 @@ def _check_start(start: Start) -> None:
     said, hint = None, "train with hf.prepare: docs/training.md"
     if config.pipeline is not None:
         said, hint = "this plan is a pipeline", "hetflow solve; or train with hf.prepare"
-    elif config.shard is not None:
-        said, hint = "devices share states under this one", "train with hf.prepare"
     elif start.determinism != "none":
         said = f"{option('determinism', start.determinism)} needs sums in a fixed order"
     elif start.checkpoint_every or start.from_scratch:

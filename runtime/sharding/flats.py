@@ -194,6 +194,21 @@ class Flat:
             self._whole.untyped_storage().resize_(0)
         self.is_whole = False
 
+    def keep_own(self) -> None:
+        """Keep this worker's part of whole weights that may have been changed."""
+        if self.is_whole and not self._keeps_whole:
+            self._own.copy_(self._parts(self._whole)[self._place.rank])
+
+    def whole_of(self, number: int, own: Tensor) -> Tensor:
+        """A tensor of a member's shape, such as its moment, from the slices of all workers."""
+        whole = own.new_zeros(self.shapes[number].numel())
+        whole[self.slice_of(number)] = own
+        for rank in range(self._place.world_size if self._place.distributed else 0):
+            part = whole[self.slice_of(number, rank)]
+            if part.numel():
+                peers.broadcast(part, src=rank)
+        return whole.view(self.shapes[number])
+
     # Gradients
 
     @property
@@ -216,9 +231,10 @@ class Flat:
 
     def await_gradients(self) -> None:
         """Give each parameter room for its whole gradient; parameters are whole."""
-        if not self.is_trained or self._gradient is not None:
+        if not self.is_trained:
             return
-        self._gradient = torch.zeros_like(self._whole)
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self._whole)
         for number, (_, parameter) in enumerate(self.members):
             start, end = self.bounds[number]
             parameter.grad = self._gradient[start:end].view(self.shapes[number])

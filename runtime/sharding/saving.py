@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ...schema.errors import TargetError
-from .. import peers
 from ..buffers import VirtualNodeBuffers
 from ..checkpoints.checkpoint import copy_to_host, shapes_of
 from ..checkpoints.restoring import load_optimizers
@@ -116,15 +115,8 @@ class SharedState:
         if not isinstance(value, Tensor) or not value.dim():
             return value
         flat, number = places[id(parameter)]
-        shape, here = flat.shapes[number], flat.slice_of(number)
-        whole = torch.zeros(shape.numel(), dtype=value.dtype, device=value.device)
-        whole[here] = value
-        if self._session.place.distributed:
-            for rank in range(self._session.place.world_size):
-                part = whole[flat.slice_of(number, rank)]
-                if part.numel():
-                    peers.broadcast(part, src=rank)
-        return copy_to_host(whole.view(shape)) if self._session.is_main else None
+        whole = flat.whole_of(number, value)
+        return copy_to_host(whole) if self._session.is_main else None
 
     def restore(self, path: Path, state: dict[str, Any]) -> None:
         """See ``StateParts``; what shares a state of ``with_buffers`` leaves out stay."""

@@ -189,6 +189,7 @@ class SharedStates:
         self._used: set[int] = set()
         self._reduced: Unit | None = None
         self._is_open, self._trains, self._carried = False, False, False
+        self._stays_whole = False
         self._node = 0  # whose pass runs
         self._ran: set[int] = set()
         self._discards, self.moves = False, 0
@@ -283,7 +284,7 @@ class SharedStates:
         unit = self._units[name]
         if unit.goes_back:
             return
-        if self.shares_weights:
+        if self.shares_weights and not self._stays_whole:
             unit.free(shows=False)
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if torch.is_grad_enabled() and found:
@@ -356,6 +357,9 @@ class SharedStates:
             )
         self._used.clear()
         self._factor = None
+        for flat in self._flats if self._stays_whole else ():
+            flat.keep_own()
+        self._stays_whole = False
         for unit in self._all:
             unit.free()
         self._carried = any([flat.begin_sums() for flat in self._flats])
@@ -395,11 +399,15 @@ class SharedStates:
     def enter(self, node: int) -> None:
         """Begin a virtual node's pass."""
         self._is_open, self._trains, self._now, self._node = True, True, [], node
+        for unit in self._all:
+            unit.goes_back = False  # gradients may have been taken of the whole model
         self._rest.wait()
-        self._rest.await_gradients()
-        if not self.in_rounds:
-            for unit in self._units.values():
-                unit.await_gradients()
+        self.await_gradients()
+
+    def await_gradients(self) -> None:
+        """Make room for gradients of what is whole for a pass; a script may have cleared them."""
+        for unit in [self._rest] if self.in_rounds else self._all:
+            unit.await_gradients()
 
     def leave(self) -> None:
         """End the pass: what no hook has reduced or freed is now."""
@@ -437,6 +445,7 @@ class SharedStates:
     def _end_pass(self) -> None:
         for name in self._now:
             self._units[name].goes_back = False
+        self._stays_whole = False
         if self.shares_weights:
             for unit in self._all:
                 unit.free(shows=False)
@@ -622,10 +631,10 @@ class SharedStates:
         return found
 
     def make_whole(self) -> None:
-        """Bring the whole model to every worker, until the next step begins."""
+        """Bring the whole model to every worker, until the next pass ends."""
         for unit in self._all:
             unit.wait()
-        self._is_open = True
+        self._is_open = self._stays_whole = True
 
     def digest(self, tensors: Mapping[str, Tensor]) -> str:
         """The digest of trained tensors, whose parameters are gathered one unit at a time."""
@@ -680,7 +689,13 @@ class SharedStates:
         """``clip_grad_norm_``'s norm, over all workers' slices where gradients are such."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         own = {id(p.grad) for p in self._parameters if p.grad is not None}
-        if not {id(tensor) for tensor in given} <= own or not self._session.place.distributed:
+        asked = {id(tensor) for tensor in given}
+        if asked & own and not asked <= own:
+            raise TargetError(
+                "a norm is taken over gradients that workers share, and others",
+                hint="clip the gradients of each model by themselves",
+            )
+        if not asked <= own or not self._session.place.distributed:
             return self._norm(given, norm_type, error_if_nonfinite, foreach)
         if self._sums_order is not None:
             return self._norm_of_whole(given, norm_type, error_if_nonfinite, foreach)

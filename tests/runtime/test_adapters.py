@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboardX.proto.event_pb2 import Event
 
 from hetflow.runtime.adapters.patching import check_version
 from hetflow.schema import files
+from hetflow.schema.choices import Shard
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import Plan
 from hetflow.tests import programs
+from hetflow.tests.runtime.sharded_plans import shared
 
 SCRIPTS = Path(__file__).parent / "adapters"
 ROOT = Path(__file__).parents[2]
@@ -25,7 +28,7 @@ LAUNCH = [sys.executable, "-m", "hetflow.cli.main", "launch", "plan.json"]
 
 
 def launch(folder: Path, plan: Plan, *script: str | Path) -> tuple[int, str]:
-    files.write(folder / "plan.json", plan)
+    files.write(folder / "plan.json", plan, force=True)
     done = programs.run([*LAUNCH, *map(str, script)], timeout=180, cwd=folder)
     return done.returncode, done.stderr
 
@@ -67,17 +70,22 @@ def assert_equal(
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("script", "devices"),
+    ("script", "devices", "shard"),
     [
-        ("classifier.py", [(1, 24), (1, 8)]),
-        ("gan.py", [(1, 16), (1, 10), (1, 6)]),
+        ("classifier.py", [(1, 24), (1, 8)], "all"),
+        ("gan.py", [(1, 16), (1, 10), (1, 6)], None),
     ],
 )
 def test_accelerate_trains_as_one_process(
-    script: str, devices: list[tuple[int, int]], tmp_path: Path, plan_of: Plans
+    script: str,
+    devices: list[tuple[int, int]],
+    shard: Shard | None,
+    tmp_path: Path,
+    plan_of: Plans,
 ) -> None:
     alone(tmp_path, SCRIPTS / script, "one")
-    code, stderr = launch(tmp_path, plan_of(devices), SCRIPTS / script, "many")
+    plan = shared(plan_of(devices), shard, (1, 3))
+    code, stderr = launch(tmp_path, plan, SCRIPTS / script, "many", *(["fsdp"] if shard else []))
     assert code == 0, stderr
     assert_equal(tmp_path, parameters=1e-12, others=0)
     (record,) = tmp_path.glob("hetflow-runs/*/run.json")
@@ -160,6 +168,17 @@ def test_lightning_trains_and_logs_as_one_process(tmp_path: Path, plan_of: Plans
     assert float(shown.pop("hetflow/predicted_step_seconds")) == pytest.approx(0.01)
     shares = {f"hetflow/samples_{rank}_cpu_fast": str(n) for rank, n in enumerate((16, 10, 6))}
     assert shown == shares
+    # The same under a plan that shares states, where the script asks for FSDP.
+    plan = shared(plan, "all", (3, 0, 7))
+    shares_states = ("fabric.py", "lit_classifier.py:again:norm:fsdp")
+    code, stderr = launch(tmp_path, plan, *scripts("many", *shares_states))
+    assert code == 0, stderr
+    without_gan = json.loads((tmp_path / "one").read_text())
+    del without_gan["1.lit_gan.py"]
+    (tmp_path / "one").write_text(json.dumps(dict(enumerate(without_gan.values()))))
+    found = json.loads((tmp_path / "many").read_text())
+    (tmp_path / "many").write_text(json.dumps(dict(enumerate(found.values()))))
+    assert_equal(tmp_path, parameters=1e-9, others=1e-9)
 
 
 @pytest.mark.slow
@@ -236,6 +255,21 @@ def test_a_script_for_torchrun_trains_as_one_process(tmp_path: Path, plan_of: Pl
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_wrapped_models_whose_states_are_shared_train_as_one_process(
+    tmp_path: Path, plan_of: Plans
+) -> None:
+    """By DDP and by FSDP2; the last step's state is saved whole, by one worker or by all."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    alone(tmp_path, SCRIPTS / "wrapped.py", "one", "ddp", **variables)
+    for kind, shard in (("ddp", "gradients"), ("fsdp", "all")):
+        plan = shared(plan_of([(1, 18), (1, 12)]), shard, (3, 7))
+        code, stderr = launch(tmp_path, plan, SCRIPTS / "wrapped.py", "many", kind)
+        assert code == 0, stderr
+        assert_equal(tmp_path, parameters=1e-12, others=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_hooks_and_sequences_of_a_script_do_as_in_one_process(
     tmp_path: Path, plan_of: Plans
 ) -> None:
@@ -271,15 +305,21 @@ def test_what_a_share_would_change_is_refused_in_a_line(tmp_path: Path, plan_of:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_trainer_resumes_under_another_plan_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
+    """Under one that shares states, where the script asks for FSDP."""
     alone(tmp_path, SCRIPTS / "language.py", "one", "alone")
     saved = tmp_path / "alone" / "checkpoint-3"
     # Older libraries resume in another order of samples than they had, in one process too.
     alone(tmp_path, SCRIPTS / "language.py", "one", "again", saved)
-    plan = plan_of([(3, 8), (1, 8)])
-    code, stderr = launch(tmp_path, plan, SCRIPTS / "language.py", "many", "out", saved)
+    plan = shared(plan_of([(3, 8), (1, 8)]), "optimizer", (1, 3))
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "language.py", "many", "out", saved, "fsdp")
     assert code == 0, stderr
     # Parts of the loss are computed in 32 bits.
     assert_equal(tmp_path, parameters=1e-6, others=2e-6)
+    one, many = (
+        torch.load(tmp_path / name / "checkpoint-6" / "optimizer.pt")["state"]
+        for name in ("again", "out")
+    )
+    assert [s["exp_avg"].shape for s in one.values()] == [s["exp_avg"].shape for s in many.values()]
 
 
 @pytest.mark.slow

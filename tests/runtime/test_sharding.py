@@ -198,29 +198,3 @@ def test_a_launch_refuses_what_shares_cannot_follow(plan_of: Callable[..., Plan]
         same_nodes(config, lower(plan_of(DEVICES)))
     with pytest.raises(ProblemError, match=r"meet in every pass, and have \[1, 3\]"):
         lower(shared(plan_of([(1, 2), (3, 2)]), "gradients", (1, 1)))
-
-
-SCRIPT_OF_OTHERS = """
-import torch
-from accelerate import Accelerator
-from torch.utils.data import DataLoader, TensorDataset
-own = Accelerator(cpu=True)
-model = torch.nn.Linear(4, 2)
-data = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)
-own.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_script_with_a_loop_of_another_library_ends_with_one_line(
-    tmp_path: Path, plan_of: Callable[..., Plan]
-) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT_OF_OTHERS)
-    files.write(tmp_path / "plan.json", shared(plan_of(DEVICES), "all", (1, 3)))
-    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "plan.json", "train.py"]
-    done = programs.run(command, timeout=120, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    [said, hint] = done.stderr.splitlines()
-    assert "devices share states under this one" in said
-    assert hint == "hint: train with hf.prepare"

@@ -4,13 +4,14 @@ import json
 import sys
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_default_dtype(torch.float64)
-accelerator = Accelerator(gradient_accumulation_steps=2)
+plugin = FullyShardedDataParallelPlugin() if "fsdp" in sys.argv else None
+accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=plugin)
 set_seed(3)
 x = torch.randn(161, 6)  # the last batch has one sample
 data = TensorDataset(x, (x.sum(1) > 0).long())
@@ -45,7 +46,7 @@ for _ in range(2):
 final = accelerator.unwrap_model(model)
 if accelerator.is_main_process:
     with open(sys.argv[1], "w") as stream:
-        parameters = [p.tolist() for p in final.parameters()]
+        parameters = [p.tolist() for p in final.state_dict().values()]
         rates = scheduler.get_last_lr()
         json.dump({"right": answers, "rates": rates, "parameters": parameters}, stream)
 accelerator.end_training()

@@ -46,7 +46,7 @@ for _ in range(2):
     answers["right"].append(float(fabric.all_reduce(right, reduce_op="sum")))
 fabric.save("fabric.ckpt", {"model": model, "optimizer": optimizer})
 fabric.load("fabric.ckpt", {"model": model, "optimizer": optimizer})
-answers["parameters"] = [p.tolist() for p in model.parameters()]
+answers["parameters"] = [p.tolist() for p in model.state_dict().values()]
 if fabric.is_global_zero:
     with open(sys.argv[1], "w") as stream:
         json.dump(answers, stream)

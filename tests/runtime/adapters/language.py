@@ -37,6 +37,7 @@ arguments = TrainingArguments(
     eval_strategy="epoch",
     save_steps=3,
     report_to=[],
+    fsdp="full_shard auto_wrap" if "fsdp" in sys.argv else None,
     disable_tqdm=True,
 )
 trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:50])
@@ -45,5 +46,5 @@ if trainer.is_world_process_zero():
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
     logs = [{n: e[n] for n in names if n in e} for e in trainer.state.log_history]
     with open(sys.argv[1], "w") as stream:
-        parameters = [p.tolist() for p in trainer.model.parameters()]
+        parameters = [p.tolist() for p in trainer.model.state_dict().values()]
         json.dump({"logs": logs, "parameters": parameters}, stream)

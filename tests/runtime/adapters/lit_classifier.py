@@ -85,6 +85,7 @@ val = DataLoader(TensorDataset(x[:51], y[:51]), batch_size=25)
 model = Classifier()
 writer = Writer()
 trainer = L.Trainer(
+    strategy="fsdp" if "fsdp" in sys.argv else "auto",
     max_epochs=4,
     logger=CSVLogger(sys.argv[2]),
     callbacks=[

@@ -81,7 +81,7 @@ answers = {
     "losses": model.losses[-8:],
     "steps": trainer.global_step,
     "rates": trainer.lr_scheduler_configs[0].scheduler.get_last_lr(),
-    "parameters": [p.tolist() for p in model.parameters()],
+    "parameters": [p.tolist() for p in model.state_dict().values()],
 }
 if trainer.is_global_zero:
     with open(sys.argv[1], "w") as stream:

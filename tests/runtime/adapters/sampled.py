@@ -34,6 +34,6 @@ with torch.no_grad():
 dist.all_reduce(right)
 if rank == 0:
     with open(sys.argv[1], "w") as stream:
-        parameters = [p.tolist() for p in model.parameters()]
+        parameters = [p.tolist() for p in model.state_dict().values()]
         json.dump({"right": right.tolist(), "parameters": parameters}, stream)
 dist.destroy_process_group()

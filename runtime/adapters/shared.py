@@ -1,0 +1,351 @@
+"""Scripts as they are under plans that share states: each worker keeps a share of the model.
+
+A model that DistributedDataParallel or fully_shard wraps is whole until its first pass of training.
+Then ``runtime/sharding`` takes the place of DistributedDataParallel's reducer: between steps a
+parameter, its gradient and its optimizer's state are this worker's slice.
+
+A worker alone may need what only all have: the weights, to evaluate, or a ``state_dict``. It asks,
+and the others answer where workers next meet: as a step begins, at an exchange, at the end. Until
+all have said that they ask nothing, none goes on.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ...schema.choices import Shard
+from ...schema.errors import TargetError
+from ...schema.options import option
+from .. import peers
+from ..agreement.agreement import Watch
+from ..checkpoints.checkpoint import copy_to_host
+from ..group import Place
+from ..optimizers import is_elementwise
+from ..session import Session
+from ..sharding.states import SharedStates
+from .losses import Losses
+
+
+class Training(Protocol):
+    """What is needed of a worker's training."""
+
+    place: Place
+    losses: Losses
+    optimizers: list[torch.optim.Optimizer]
+
+
+class SharedModel:
+    """One wrapped model whose states the workers share.
+
+    Args:
+        training: This worker's training.
+        module: The script's model, whole.
+        sharing: All that is shared.
+
+    Attributes:
+        states: This worker's share; None before the first pass of training.
+        is_whole: Whether all weights are here, until the next step begins.
+        is_open: Whether a step has begun whose gradients are not all summed.
+        runs: Whether a pass has begun that has not gone back.
+    """
+
+    def __init__(self, training: Training, module: nn.Module, sharing: "Sharing") -> None:
+        self._training, self.module, self._sharing = training, module, sharing
+        self.states: SharedStates | None = None
+        self.is_whole, self.is_open, self.runs, self._syncs = True, False, False, True
+        self._carried: dict[nn.Parameter, Tensor] = {}
+        self._asker: nn.Module | None = None  # whose state dict is made
+        self._copies: dict[int, Tensor] = {}
+        module.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
+        for part in module.modules():
+            before, after = part.register_state_dict_pre_hook, part.register_state_dict_post_hook
+            before(lambda part, *_: self._before_state(part))  # type: ignore[no-untyped-call]
+            after(lambda *told: self._after_state(*told))  # type: ignore[no-untyped-call]
+            loads = part.register_load_state_dict_pre_hook
+            loads(self._before_load)  # type: ignore[no-untyped-call]
+        sharing.answer()
+        for tensor in (*module.parameters(), *module.buffers()):
+            peers.broadcast(tensor.detach(), src=0)
+
+    def begin(self, *, syncs: bool) -> None:
+        """Begin a pass of training; the first one of a step begins the step.
+
+        Args:
+            syncs: Whether the step ends with this pass's backward.
+        """
+        self._syncs, losses = syncs, self._training.losses
+        if self.runs:
+            return
+        losses.leave()
+        self._sharing.answer()
+        if self.states is None:
+            self._share()
+        states = self.states
+        assert states is not None
+        if not self.is_open:
+            self._carried = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+            for parameter in self._carried:
+                parameter.grad = None
+            states.begin()
+            self.is_open, self.is_whole = True, False
+        if losses.is_recording:  # a trial runs its operators again, which read the weights
+            states.make_whole()
+        states.enter(0)
+        self.runs = True
+        losses.enter()
+
+    def _share(self) -> None:
+        training, sharing = self._training, self._sharing
+        place = training.place
+        watch = Watch(0, watches_first=False)
+        session = Session(self.module, (), place, seed=place.start.seed, watch=watch)
+        self.states = SharedStates(session, sharing.shard, sharing.shares)
+        for optimizer in sharing.loaded:
+            self.cut(optimizer)
+
+    def end(self) -> None:
+        """End the pass that has gone back, and the step where it syncs."""
+        states = self.states
+        if states is None or not self.runs:
+            return
+        self.runs = False
+        states.leave()
+        if not self._syncs:
+            return
+        states.launch_rest()
+        states.wait()
+        used = torch.ones(states.num_parameters, device=self._training.place.device)
+        used[states.unused()] = 0
+        peers.all_reduce(used, op=torch.distributed.ReduceOp.MAX)
+        states.drop((used == 0).nonzero().flatten().tolist())
+        for parameter, gradient in self._carried.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._carried, self.is_open = {}, False
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Set gradients of earlier steps to nothing, between a forward pass and its backward."""
+        for parameter in parameters:
+            self._carried.pop(parameter, None)
+
+    def _before_forward(self) -> None:
+        if self.states is not None and not self.runs:
+            self._sharing.whole()
+
+    # State dicts: whole
+
+    def _before_state(self, part: nn.Module) -> None:
+        if self.states is not None and self._asker is None:
+            self._asker, self._copies = part, self._sharing.weights()
+
+    def _after_state(self, part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if self._asker is not part:
+            return
+        for name, parameter in part.named_parameters(prefix[:-1], remove_duplicate=False):
+            whole = self._copies.get(id(parameter))
+            if whole is not None and name in state:
+                state[name] = whole
+        self._asker, self._copies = None, {}
+
+    def _before_load(self, part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self.states is None or self.is_whole:
+            return
+        places = self.states.places()
+        for name, parameter in part.named_parameters(prefix[:-1], recurse=False):
+            given = state.get(name)
+            if id(parameter) not in places:
+                continue
+            flat, number = places[id(parameter)]
+            if isinstance(given, Tensor) and given.shape == flat.shapes[number]:
+                state[name] = given.reshape(-1)[flat.slice_of(number)]
+
+    def cut(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this worker's slices of an optimizer's state that was loaded whole."""
+        places = self.states.places() if self.states is not None else {}
+        for parameter, state in optimizer.state.items():
+            if id(parameter) not in places:
+                continue
+            flat, number = places[id(parameter)]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == flat.shapes[number]:
+                    state[key] = value.reshape(-1)[flat.slice_of(number)].clone()
+
+
+class Sharing:
+    """All models whose states the workers share, and what workers ask of each other.
+
+    Args:
+        training: This worker's training.
+        shard: What is shared.
+        shares: [workers] of the states, in any unit.
+
+    Attributes:
+        loaded: Optimizers that have loaded a state before it was shared.
+    """
+
+    def __init__(self, training: Training, shard: Shard, shares: Sequence[int]) -> None:
+        self._training, self.shard, self.shares = training, shard, shares
+        self._models: list[SharedModel] = []
+        self.loaded: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all workers meet in every pass."""
+        return self.shard != "optimizer"
+
+    def of(self, module: nn.Module) -> SharedModel:
+        """The shared model of a script's."""
+        for known in self._models:
+            if known.module is module:
+                return known
+        self._models.append(SharedModel(self._training, module, self))
+        return self._models[-1]
+
+    def before_backward(self) -> None:
+        """Make room for the gradients that a backward pass will make.
+
+        Raises:
+            TargetError: No model has run since the last one.
+        """
+        running = [model for model in self._models if model.runs]
+        if not running:
+            raise TargetError(
+                "the script goes back where no model ran in training mode since it last did, and "
+                "workers share the states",
+                hint="add the losses up and go back once; or train without " + option("shard"),
+            )
+        for model in running:
+            assert model.states is not None
+            model.states.await_gradients()
+
+    def end_pass(self) -> None:
+        """End the passes that have gone back."""
+        for model in self._models:
+            model.end()
+
+    def clears(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Note that the script clears gradients; whether that is done: a step of theirs is open."""
+        opened = [model for model in self._models if model.is_open]
+        given = list(parameters)
+        for model in opened:
+            model.forget(given)
+        held = {id(p) for model in opened for p in model.module.parameters()}
+        return bool(held) and {id(p) for p in given} <= held
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that does not update each number by itself."""
+        if not is_elementwise(optimizer):
+            raise TargetError(
+                f"{type(optimizer).__name__} is none of torch's optimizers that update each "
+                "number by itself, and workers hold slices of parameters",
+                hint="use Adam, AdamW or SGD; or solve without " + option("shard"),
+            )
+
+    def scale_by(self, scaler: "torch.amp.GradScaler") -> None:
+        """Let a scaler skip a step where any worker's share has an overflow."""
+        for model in self._shared()[:1]:
+            assert model.states is not None
+            model.states.share_overflows(scaler)
+
+    # What workers ask of each other
+
+    def _meet(
+        self, *, whole: bool = False, weights: bool = False, moments: bool = False
+    ) -> tuple[bool, dict[Any, Tensor]]:
+        """Meet all workers, and give each what it asks for.
+
+        Returns:
+            Whether any has asked for something, and copies of what this one asked for, by ids.
+        """
+        own = torch.tensor([whole, weights, moments], dtype=torch.float32)
+        own = own.to(self._training.place.device)
+        peers.all_reduce(own, op=torch.distributed.ReduceOp.MAX)
+        asked, copies = [bool(entry) for entry in own.tolist()], dict[Any, Tensor]()
+        for model in self._shared() if asked[0] else ():
+            assert model.states is not None
+            model.states.make_whole()
+            model.is_whole = True
+        for model in self._shared() if asked[1] else ():
+            assert model.states is not None
+            parameters = dict(model.module.named_parameters())
+            for name, value in model.states.in_turn():
+                if weights:
+                    copies[id(parameters[name])] = copy_to_host(value)
+        for optimizer in self._training.optimizers if asked[2] else ():
+            for parameter, key, value in self._moments(optimizer):
+                if moments:
+                    copies[id(parameter), key] = copy_to_host(value)
+        return any(asked), copies
+
+    def _shared(self) -> list[SharedModel]:
+        return [model for model in self._models if model.states is not None]
+
+    def _moments(
+        self, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
+        """(parameter, name, whole tensor) of an optimizer's state; call it on all workers."""
+        for model in self._shared():
+            assert model.states is not None
+            places = model.states.places()
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(parameter) in places:
+                    flat, number = places[id(parameter)]
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        if isinstance(value, Tensor) and value.dim():
+                            yield parameter, key, flat.whole_of(number, value)
+
+    def answer(self) -> None:
+        """Give other workers what they ask for, until none does; nothing within a step."""
+        if self._shared() and not any(model.is_open for model in self._models):
+            while self._meet()[0]:
+                pass
+
+    def whole(self) -> None:
+        """Bring all weights to every worker, until the next step begins."""
+        if self._shared() and not all(model.is_whole for model in self._models):
+            self._check_between()
+            self._meet(whole=True)
+
+    def weights(self) -> dict[int, Tensor]:
+        """Id of a parameter -> a copy of its whole value on the host."""
+        self._check_between()
+        return self._meet(weights=True)[1]
+
+    def state_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state dict with whole tensors."""
+        known = any(each is optimizer for each in self._training.optimizers)
+        if not known or not self._shared():
+            return state
+        self._check_between()
+        copies = self._meet(moments=True)[1]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        whole = {
+            number: {key: copies.get((id(parameters[number]), key), v) for key, v in own.items()}
+            for number, own in state["state"].items()
+        }
+        return {**state, "state": whole}
+
+    def load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this worker's slices of what an optimizer has loaded."""
+        self.loaded.add(optimizer)
+        for model in self._shared():
+            model.cut(optimizer)
+
+    def _check_between(self) -> None:
+        if any(model.is_open for model in self._models):
+            raise TargetError(
+                "the script reads the whole model within a step, between a forward pass and the "
+                "update, and workers share its states",
+                hint="read it after optimizer.step()",
+            )
+
+    def finish(self) -> None:
+        """Bring the whole model to every worker for good."""
+        self.answer()
+        for model in self._shared():
+            assert model.states is not None
+            model.states.make_whole()
+            model.states.close()
+            model.states = None

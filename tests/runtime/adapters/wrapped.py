@@ -1,0 +1,91 @@
+"""A script for torchrun whose model DistributedDataParallel or fully_shard wraps.
+
+It clears gradients between the forward and the backward pass, accumulates, clips, evaluates, lets
+the first worker save by itself, and loads. A layer is never used. Usage: wrapped.py ANSWER KIND.
+"""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+answer, kind = sys.argv[1:]
+torch.set_default_dtype(torch.float64)
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.idle, self.last = nn.Linear(6, 16), nn.Linear(3, 3), nn.Linear(16, 2)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+x = torch.randn(150, 6)
+data = TensorDataset(x, (x.sum(1) > 0).long())
+sampler = DistributedSampler(data, seed=3)
+loader = DataLoader(data, batch_size=30 // world_size, sampler=sampler)
+bare = Net()
+if kind == "fsdp":
+    for block in bare.blocks:
+        fully_shard(block)
+    model = fully_shard(bare)
+else:
+    model = DDP(bare, find_unused_parameters=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+losses, norms, right = [], [], []
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for step, (inputs, targets) in enumerate(loader):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        if step % 2 == 0:
+            optimizer.zero_grad()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        losses.append(loss.item())
+    if kind == "fsdp":
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(bare, options=options)
+    if rank == 0:
+        weights = weights if kind == "fsdp" else bare.state_dict()
+        torch.save({"model": weights, "optimizer": optimizer.state_dict()}, f"{answer}.pt")
+    if epoch < 2:
+        found = torch.zeros(2)
+        model.eval()
+        with torch.no_grad():
+            for inputs, targets in loader:
+                found[0] += (model(inputs).argmax(1) == targets).sum()
+                found[1] += len(targets)
+        dist.all_reduce(found)
+        model.train()
+        right.append(found.tolist())
+        saved = torch.load(f"{answer}.pt")
+        bare.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+dist.barrier()
+if rank == 0:
+    saved = torch.load(f"{answer}.pt")
+    moments = [[v.tolist() for v in s.values()] for s in saved["optimizer"]["state"].values()]
+    parameters = {name: value.tolist() for name, value in saved["model"].items()}
+    numbers = {"losses": losses, "norms": norms, "right": right, "moments": moments}
+    with open(answer, "w") as stream:
+        json.dump({**numbers, "parameters": [*parameters.values()]}, stream)
+dist.destroy_process_group()
