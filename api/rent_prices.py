@@ -52,7 +52,7 @@ def rent_prices(request: PricesRequest) -> PriceReport:
         raise ProblemError(f"no device type has a speed: give {option('rates', 'V100=9.6')}")
     first = next(iter(rates))
     read = markets_of(request.market)
-    history = history_of(read, rates, fixed=True)
+    history = history_of(read, rates, fixed="until the last change")
     clouds = [offer.cloud for offer in history.offers if offer.cloud]
     size = request.checkpoint_gigabytes
     costs: dict[str, Any] = {

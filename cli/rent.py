@@ -70,7 +70,7 @@ def rent(
     For a job under a deadline, policies are replayed on windows of availability. Beside them
     stands the least possible cost, with the window known in advance. With --steps: which machines
     train a model for the fewest dollars, if nothing is to move. With --rate: one device at
-    changing prices, without a deadline.
+    changing prices, perhaps without a deadline.
 
     \b
     hetflow rent windows/ --history older/ --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97

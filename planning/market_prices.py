@@ -8,7 +8,7 @@ from ..schema.errors import ProblemError
 from ..schema.market import Market, PriceHistory, utc_seconds, utc_text
 from ..schema.options import option
 from ..schema.records import nearest
-from ..solvers.market.offers import Prices, prices_of, where_available, with_fixed_prices
+from ..solvers.market.offers import Prices, history_of, where_available
 
 _LAST_SECONDS = 86400.0
 
@@ -34,16 +34,10 @@ class DevicePrice:
 def device_prices(
     markets: Sequence[Market], at: str | None = None, *, spot: bool | None = None
 ) -> dict[str, DevicePrice]:
-    """Find the cheapest price of a device of each type, spot or on demand.
+    """Find the cheapest price of a device of each type at a time, spot or on demand (None: both).
 
-    Args:
-        markets: Instance types with prices, and price histories.
-        at: The time in UTC, such as ``2020-03-07T00:00:00Z``. None takes, for each market, the
-            last time at which all histories are known that end on its last day.
-        spot: Whether to count only spot prices, or only those on demand; None counts both.
-
-    Returns:
-        Device type -> its cheapest offer.
+    Without a time in UTC, such as ``2020-03-07T00:00:00Z``, it is for each market the last one at
+    which all histories are known that end on its last day.
 
     Raises:
         ProblemError: A history is of an instance type that the market does not describe.
@@ -62,15 +56,7 @@ def device_prices(
 def egress_dollars(
     markets: Sequence[Market], gigabytes: float, clouds: Iterable[str]
 ) -> dict[str, float]:
-    """Find what taking so much out of each cloud costs, at the highest price that it has.
-
-    Args:
-        markets: Instance types with egress prices, and price histories.
-        gigabytes: Size of the checkpoint.
-        clouds: Those that may be left.
-
-    Returns:
-        Cloud -> dollars.
+    """Find the dollars that taking so much out of each cloud costs, at its highest price.
 
     Raises:
         ProblemError: The size is out of range, or a cloud's egress price is not known.
@@ -82,15 +68,12 @@ def egress_dollars(
     prices: dict[str, float] = {}
     clouds = list(dict.fromkeys(clouds))
     for market in markets:
-        for history in market.prices:
-            owner = market.instance_type_of(history)
-            price = None if owner is None else owner.egress_dollars_per_gigabyte
+        told = [(history.cloud, market.instance_type_of(history)) for history in market.prices]
+        told += [(machine.cloud, machine) for machine in market.instance_types if machine.cloud]
+        for cloud, machine in told:
+            price = None if machine is None else machine.egress_dollars_per_gigabyte
             if price is not None:
-                prices[history.cloud] = max(price, prices.get(history.cloud, 0.0))
-        for machine in market.instance_types:
-            price = machine.egress_dollars_per_gigabyte
-            if machine.cloud is not None and price is not None:
-                prices[machine.cloud] = max(price, prices.get(machine.cloud, 0.0))
+                prices[cloud] = max(price, prices.get(cloud, 0.0))
     for cloud in clouds:
         if cloud not in prices:
             raise ProblemError(
@@ -187,13 +170,7 @@ def _price_at(stretches: Sequence[tuple[float, float, float | None]], when: floa
 def priced_pool(
     pool: Cluster, markets: Sequence[Market], at: str | None = None, *, spot: bool | None = None
 ) -> tuple[Cluster, dict[str, DevicePrice]]:
-    """Replace a pool's prices by the markets' cheapest ones.
-
-    Args:
-        pool: The devices.
-        markets: Instance types with prices, and price histories.
-        at: The time in UTC; None takes the last known prices.
-        spot: Whether to count only spot prices, or only those on demand; None counts both.
+    """Replace a pool's prices by the markets' cheapest ones (``device_prices``).
 
     Returns:
         The pool with the new prices, and device type -> the offer that gives the price.
@@ -267,11 +244,7 @@ def market_offers(
 ) -> tuple[Prices, bool]:
     """Collect what can be rented from a start time on: histories, fixed prices, availability.
 
-    Args:
-        markets: The markets to rent in.
-        device_types: The device types to rent.
-        start: The start time in UTC. None takes the first time at which the largest number of
-            prices is known at once.
+    Without a time in UTC, it is the first at which the most prices are known at once.
 
     Returns:
         The offers, and whether the markets state when spot machines were available.
@@ -279,17 +252,6 @@ def market_offers(
     Raises:
         ProblemError: Nothing can be rented, or no price is known at the start.
     """
-    types = dict.fromkeys(device_types, 1.0)
-    has_histories = any(
-        machine is None or machine.device_type in types
-        for market in markets
-        for machine in map(market.instance_type_of, market.prices)
-    )
-    histories = prices_of(markets, types) if has_histories else None
-    begin = 0.0 if histories is None else histories.all_known_seconds()
-    if start is not None:
-        begin = utc_seconds(start, "start", "time")
-    if histories is not None:
-        histories = histories.since(begin)
-    prices, is_told = where_available(with_fixed_prices(histories, markets, types), markets)
-    return prices if histories is not None else prices.since(begin), is_told
+    history = history_of(markets, tuple(device_types), fixed="for ever")
+    begin = history.all_known_seconds() if start is None else utc_seconds(start, "start", "time")
+    return where_available(history.table().since(begin), markets)

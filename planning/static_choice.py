@@ -84,15 +84,10 @@ def static_choices(
     most_devices: int = 8,
     at: str | None = None,
 ) -> tuple[StaticChoice, ...]:
-    """List every choice, cheapest first.
+    """List every choice of up to so many devices a type, cheapest first, at the prices of a time.
 
-    Args:
-        profiles: Profiles of one model; types without a profile are not rented.
-        markets: Instance types with prices, and price histories.
-        batch_size: Global batch, samples per step.
-        steps: Steps of the whole training.
-        most_devices: Most devices of each type.
-        at: The time of the prices, in UTC; None takes the last that each market knows.
+    Profiles are of one model; types without one are not rented. ``at`` is in UTC; None takes the
+    last time that each market knows.
 
     Raises:
         ProblemError: No machine has a profiled device, or a number is not >= 1.
@@ -131,16 +126,8 @@ def measured_choices(
 
     These are the table's numbers of devices of one type, and its mixes. A step is the same work on
     any of them. Devices on several machines have the unconsolidated rate, if the table has any for
-    their number.
-
-    Args:
-        throughputs: Steps per second.
-        markets: Instance types with prices, and price histories.
-        steps: Steps of the whole training.
-        batch_size: Samples per step; None leaves out the price per sample.
-        most_devices: Most devices of each type; None takes all that are in the table.
-        model: Name of the model; None if all throughputs are of one model.
-        at: The time of the prices, in UTC; None takes the last that each market knows.
+    their number. Without ``batch_size`` there is no price per sample, without ``most_devices`` all
+    numbers of the table count, and without ``model`` it has one.
 
     Raises:
         ProblemError: The table does not have the model, no machine has a device that runs it, or a
@@ -356,14 +343,7 @@ def plan_of_choice(
     batch_size: int,
     at: str | None = None,
 ) -> Plan:
-    """Return the plan of a choice, for a pool whose servers are its machines.
-
-    Args:
-        choice: One of ``static_choices`` for the other arguments.
-        profiles: Profiles of one model.
-        markets: Where the machines are from.
-        batch_size: Global batch, samples per step.
-        at: The time of the prices, in UTC; None takes the last that each market knows.
+    """Return the plan of one of ``static_choices``, for a pool whose servers are its machines.
 
     Raises:
         InfeasibleError: The devices have no plan that uses them all.

@@ -1,7 +1,8 @@
 """Plot markets (thesis figures 6.1 to 6.4) and what there is to choose.
 
 Prices over time by zone (6.1), per device (6.4) or by cloud (6.3), and when spot machines were
-there (6.2).
+there (6.2). Each function returns the bytes of a ``png`` or an ``svg`` file, and raises
+HetflowError where matplotlib is not installed, or there is nothing or too much to draw.
 """
 
 from collections.abc import Sequence
@@ -22,37 +23,26 @@ _MOST_ROWS = 200
 def prices_image(market: Market, file_format: str, *, per_device: bool = False) -> bytes:
     """Draw prices over time; lines have gaps where prices are unknown.
 
-    Args:
-        market: A market with price histories.
-        file_format: ``png`` or ``svg``.
-        per_device: Draw one panel per device type, in dollars per device and hour, with one line
-            per history. Else one panel per instance type, in dollars per hour, with one line per
-            zone and the on-demand price where it is known.
-
-    Returns:
-        The bytes of the file.
-
-    Raises:
-        HetflowError: matplotlib is not installed, there are no prices or too many panels, or the
-            devices of a machine are unknown.
+    A panel is of an instance type, in dollars per hour, with a line a zone and the on-demand price
+    where it is known; ``per_device`` of a device type, in dollars per device and hour, with a line
+    a history.
     """
     _check_prices(market)
     panels: dict[str, list[PriceHistory]] = {}
     for history in market.prices:
         panels.setdefault(_panel(market, history, per_device=per_device), []).append(history)
-    if len(panels) > _MOST_PANELS:
-        raise HetflowError(
-            f"{len(panels)} panels are more than {_MOST_PANELS}", hint="plot a smaller market"
-        )
     heights = [max(_PANEL_INCHES, _LINE_INCHES * len(lines)) for lines in panels.values()]
-    figure = new_figure(height_inches=sum(heights) + 0.4)
-    every = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (title, histories) in zip(every, panels.items(), strict=True):
+    figure, every = _panels(list(panels), heights)
+    for axes, histories in zip(every, panels.values(), strict=True):
         _draw(axes, market, histories, per_device=per_device)
-        axes.set_title(title, fontsize=9)
-        axes.set_ylabel("$ / device / hour" if per_device else "$ / hour", fontsize=8)
+    return _over_time(figure, every, "$ / device / hour" if per_device else "$ / hour", file_format)
+
+
+def _over_time(figure: Any, every: Sequence[Any], unit: str, file_format: str) -> bytes:
+    """Finish panels of prices over time."""
+    for axes in every:
+        axes.set_ylabel(unit, fontsize=8)
         axes.set_ylim(0, 1.08 * (axes.dataLim.y1 or 1))
-        axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
     every[-1].tick_params(axis="x", labelrotation=20)
     every[-1].set_xlabel("time (UTC)")
@@ -100,17 +90,6 @@ def spread_image(market: Market, file_format: str) -> bytes:
 
     One panel per device type and number of devices of a machine. A cloud's band is drawn while at
     least one of its prices is known.
-
-    Args:
-        market: A market with price histories.
-        file_format: ``png`` or ``svg``.
-
-    Returns:
-        The bytes of the file.
-
-    Raises:
-        HetflowError: matplotlib is not installed, there are no prices or too many panels, or the
-            devices of a machine are unknown.
     """
     _check_prices(market)
     panels: dict[tuple[str, int], dict[str, list[PriceHistory]]] = {}
@@ -128,12 +107,7 @@ def spread_image(market: Market, file_format: str) -> bytes:
             axes.fill_between(times, low, high, step="post", alpha=0.3, color=color, linewidth=0)
             for values, name in ((low, label), (high, "_most")):
                 axes.step(times, values, where="post", color=color, linewidth=1, label=name)
-        axes.set_ylabel("$ / hour", fontsize=8)
-        axes.set_ylim(0, 1.08 * (axes.dataLim.y1 or 1))
-        axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    every[-1].tick_params(axis="x", labelrotation=20)
-    every[-1].set_xlabel("time (UTC)")
-    return rendered(figure, file_format)
+    return _over_time(figure, every, "$ / hour", file_format)
 
 
 def presence_image(market: Market, file_format: str) -> bytes:
@@ -142,16 +116,6 @@ def presence_image(market: Market, file_format: str) -> bytes:
     Availability is a bar for each run of ticks with a machine, one row a window, with a mark where
     it was taken away. Capacity is a line for each trace. Unknown ticks are left blank. Hours count
     from the start of each window or trace.
-
-    Args:
-        market: A market with availability or capacity.
-        file_format: ``png`` or ``svg``.
-
-    Returns:
-        The bytes of the file.
-
-    Raises:
-        HetflowError: matplotlib is not installed, or there is nothing or too much to draw.
     """
     if not market.availability and not market.capacity:
         raise HetflowError(
@@ -189,16 +153,7 @@ def choices_image(
 ) -> bytes:
     """Draw machines to rent by time and dollars, with the Pareto front as a line.
 
-    Args:
-        choices: Hours, dollars, what is rented, and whether it is on the front.
-        file_format: ``png`` or ``svg``.
-        title: Of the figure.
-
-    Returns:
-        The bytes of the file.
-
-    Raises:
-        HetflowError: matplotlib is not installed, or there are no choices.
+    A choice is hours, dollars, what is rented, and whether it is on the front.
     """
     if not choices:
         raise HetflowError("there are no choices to plot", hint=f"leave {option('plot')} out")
@@ -234,9 +189,7 @@ def choices_image(
 def deadlines_image(reports: Sequence[RentReport], file_format: str) -> bytes:
     """Draw what each policy costs against the deadline: means, and a band of nine windows in ten.
 
-    Args:
-        reports: One for each deadline, in order, of the same job and policies.
-        file_format: ``png`` or ``svg``.
+    There is a report for each deadline, in order, of the same job and policies.
     """
     figure = new_figure()
     axes = figure.subplots()

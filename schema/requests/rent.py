@@ -313,7 +313,7 @@ _SAME = {"market": "offers", "work_hours": "work_seconds"}
 """Fields of the others -> what stands for them in a question."""
 _PANELS = {
     MachinesRequest: "Which machines, if nothing is to move (with --steps)",
-    PricesRequest: "One device at changing prices, without a deadline (with --rate)",
+    PricesRequest: "One device at changing prices (with --rate)",
 }
 
 

@@ -5,10 +5,11 @@ A job uses one device of one machine at a time, and pays that device's share of 
 zone of ``solvers.market.job``, and a stretch in which no price changes is a tick.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isfinite, nan
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,10 +59,6 @@ class Prices:
     def seconds(self) -> NDArray[np.float64]:
         """[stretches] how long each is."""
         return np.diff(self.edges)
-
-    def all_known_seconds(self) -> float:
-        """The first time at which the number of offers with a known price is at its maximum."""
-        return float(self.edges[int(np.argmax(self.is_known.sum(axis=1)))])
 
     @cached_property
     def is_known(self) -> NDArray[np.bool_]:
@@ -155,6 +152,10 @@ class History:
         turns = np.tile([1, -1], len(known))
         return float(times[int(np.argmax(np.cumsum(np.bincount(row, turns))))])
 
+    def table(self) -> Prices:
+        """The prices of all time, on common stretches."""
+        return _table(self.offers, self.steps)
+
     def between(self, start_seconds: float, end_seconds: float) -> Prices:
         """The prices of a time, on common stretches.
 
@@ -213,26 +214,25 @@ def job_on(
     )
 
 
-def prices_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> Prices:
+def prices_of(markets: Sequence[Market], device_types: Collection[str]) -> Prices:
     """Collect the offers of some device types from markets, on common stretches of time.
 
     Raises:
         ProblemError: A machine's devices are not known, or no machine has such devices.
     """
-    history = history_of(markets, device_types)
-    return _table(history.offers, history.steps)
+    return history_of(markets, device_types).table()
 
 
 def history_of(
-    markets: Sequence[Market], device_types: Mapping[str, float], *, fixed: bool = False
+    markets: Sequence[Market],
+    device_types: Collection[str],
+    *,
+    fixed: Literal["for ever", "until the last change"] | None = None,
 ) -> History:
     """The same, as the stretches of each offer.
 
-    Args:
-        markets: Whose price histories.
-        device_types: Those that count.
-        fixed: Add the machines whose prices do not change, for as long as the histories last, or
-            for ever where there are none.
+    ``fixed`` adds the machines whose prices do not change, for ever or for as long as the
+    histories last; where there are none, for ever.
 
     Raises:
         ProblemError: A machine's devices are not known, or no machine has such devices.
@@ -256,6 +256,9 @@ def history_of(
     if fixed:
         begin = min((step[0][0] for step in steps), default=0.0)
         end = max((step[-1][1] for step in steps), default=inf)
+        if fixed == "for ever":  # after its end, what a history tells is unknown
+            steps = [[*step, (step[-1][1], inf, None)] for step in steps]
+            end = inf
         for offer, price in _fixed_offers(markets, device_types):
             offers.append(offer)
             steps.append([(begin, end, price)])
@@ -291,37 +294,6 @@ def _table(offers: Sequence[Offer], steps: Sequence[Steps]) -> Prices:
         known = (row >= 0) & (edges[:-1] < step[-1][1])
         dollars[known, column] = told[row[known]] / offer.num_devices / 3600
     return Prices(offers=tuple(offers), edges=edges, dollars_per_second=dollars)
-
-
-def with_fixed_prices(
-    prices: Prices | None, markets: Sequence[Market], device_types: Mapping[str, float]
-) -> Prices:
-    """Price histories and, beside them, machines whose prices do not change; for ever.
-
-    After the end of the histories their prices are unknown, and the others go on.
-
-    Args:
-        prices: Of histories; None where there are none.
-        markets: Whose machines.
-        device_types: Those that count.
-
-    Raises:
-        ProblemError: There is nothing to rent.
-    """
-    fixed = _fixed_offers(markets, device_types)
-    offers = [offer for offer, _ in fixed]
-    dollars = [price / offer.num_devices / 3600 for offer, price in fixed]
-    if prices is None and not offers:
-        raise _no_machine(markets, device_types)
-    edges = np.zeros(1) if prices is None else prices.edges
-    old = np.full((len(edges), 0 if prices is None else len(prices.offers)), nan)
-    if prices is not None:
-        old[:-1] = prices.dollars_per_second
-    return Prices(
-        offers=(*(() if prices is None else prices.offers), *offers),
-        edges=np.append(edges, np.inf),
-        dollars_per_second=np.hstack((old, np.tile(dollars, (len(edges), 1)))),
-    )
 
 
 def _fixed_offers(

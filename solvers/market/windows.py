@@ -4,10 +4,10 @@ Windows that were cut from one trace overlap. Joined, each tick counts once, and
 compared at the same time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -87,40 +87,35 @@ class Traces:
         ticks = min(max(ticks, 0.0), float(len(self.ticks[0])))
         before, after = floor(ticks), ceil(ticks)
         begin = self.begin_seconds + after * self.tick_seconds
-        return self._cut(0, before), replace(
-            self._cut(after, len(self.ticks[0])), begin_seconds=begin
-        )
+        return self._cut(0, before), self._with(lambda zone: zone[after:], begin_seconds=begin)
 
-    def _cut(self, first: int, last: int) -> "Traces":
+    def _with(self, change: Callable[[Any], Any], **known: Any) -> "Traces":
+        """These after the same change of each zone's ticks and prices [ticks]."""
         prices = self.spot_dollars_per_hour
         return replace(
             self,
-            ticks=tuple(zone[first:last] for zone in self.ticks),
-            spot_dollars_per_hour=prices and tuple(zone[first:last] for zone in prices),
+            ticks=tuple(map(change, self.ticks)),
+            spot_dollars_per_hour=prices and tuple(map(change, prices)),
+            **known,
         )
+
+    def _cut(self, first: int, last: int) -> "Traces":
+        return self._with(lambda zone: zone[first:last])
 
     def window(self, first: int, num_ticks: int, most: int) -> Window | None:
         """So many ticks from the first on, with so many machines at most; None where unknown."""
         cut = self._cut(first, first + num_ticks)
-        prices = cut.spot_dollars_per_hour
+        prices: Any = cut.spot_dollars_per_hour
         if any(None in zone for zone in (*cut.ticks, *(prices or ()))):
             return None
-        return Window(
-            [tuple(min(tick, most) for tick in zone if tick is not None) for zone in cut.ticks],
-            None
-            if prices is None
-            else [tuple(one for one in zone if one is not None) for zone in prices],
-        )
+        there = [tuple(min(tick, most) for tick in zone if tick is not None) for zone in cut.ticks]
+        return Window(there, prices)
 
     def in_parts(self, parts: int) -> "Traces":
         """Each tick cut into so many: when one looked is not when one may decide or pays."""
-        prices = self.spot_dollars_per_hour
-        return replace(
-            self,
+        return self._with(
+            lambda zone: tuple(one for one in zone for _ in range(parts)),
             tick_seconds=self.tick_seconds / parts,
-            ticks=tuple(tuple(one for one in zone for _ in range(parts)) for zone in self.ticks),
-            spot_dollars_per_hour=prices
-            and tuple(tuple(one for one in zone for _ in range(parts)) for zone in prices),
         )
 
     def of_zones(self, zones: Sequence[str], most: int) -> "Traces":
@@ -163,13 +158,9 @@ class Cut:
 def windows_of(
     traces: Sequence[Traces], num_ticks: int, every_seconds: float | None, *, most: int
 ) -> Cut:
-    """Cut traces into windows of so many ticks.
+    """Cut traces into windows of so many ticks, with so many machines at most.
 
-    Args:
-        traces: What to cut.
-        num_ticks: Length of a window.
-        every_seconds: From the start of one window to that of the next; None: its length.
-        most: Machines that count at most.
+    ``every_seconds`` lie between the starts of two windows; None: one follows the other.
 
     Raises:
         ProblemError: A trace is too short, or none of its windows is known throughout.
@@ -240,9 +231,7 @@ def apart(
 def traces_of(windows: Sequence[_Told], prices: Sequence[PriceHistory] = ()) -> Traces:
     """Join windows by zone, and cut them to the time that all zones have in common.
 
-    Args:
-        windows: Of the zones.
-        prices: Of the zones' machines over time; none where prices do not move.
+    ``prices`` are of the zones' machines over time; there are none where they do not move.
 
     Raises:
         ProblemError: There are no windows; one does not say when it begins; ticks differ in length
@@ -263,7 +252,8 @@ def traces_of(windows: Sequence[_Told], prices: Sequence[PriceHistory] = ()) -> 
     tick_seconds = each[0].tick_seconds
     begin = max(map(start_seconds, each))
     firsts = [whole_ticks(begin - start_seconds(one), tick_seconds, one.zone) for one in each]
-    length = min(len(_ticks(one)) - first for one, first in zip(each, firsts, strict=True))
+    cut = list(zip(each, firsts, strict=True))
+    length = min(len(_ticks(one)) - first for one, first in cut)
     names = tuple(f"{one.zone} {one.instance_type or ''}".strip() for one in each)
     if length < 1:
         raise ProblemError(
@@ -274,12 +264,9 @@ def traces_of(windows: Sequence[_Told], prices: Sequence[PriceHistory] = ()) -> 
         zones=names,
         tick_seconds=tick_seconds,
         begin_seconds=begin,
-        ticks=tuple(
-            _ticks(one)[first : first + length] for one, first in zip(each, firsts, strict=True)
-        ),
+        ticks=tuple(_ticks(one)[first : first + length] for one, first in cut),
         spot_dollars_per_hour=tuple(
-            _prices(one, prices)[first : first + length]
-            for one, first in zip(each, firsts, strict=True)
+            _prices(one, prices)[first : first + length] for one, first in cut
         )
         if prices
         else None,

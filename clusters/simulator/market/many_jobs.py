@@ -19,25 +19,30 @@ first.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import floor, inf, isfinite
 
 import numpy as np
 
-from ....schema.errors import ProblemError
+from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.jobs import Job
 from ....schema.market import utc_text
+from ....schema.options import option
 from ....schema.simulation import JobOutcome
+from ....solvers.market.job import Held, Moment, RentJob
 from ....solvers.market.offers import Prices
+from ....solvers.market.policies import PLAIN
 from ...mechanisms.arrays import Bools, Floats, Ints
 from ...mechanisms.cluster.pool import Pool
 from ..metrics import Simulation
 from ..traces.arrivals import Queue
-from .asked import FREE, NOTHING, ON_DEMAND, SPOT, Asked, check_policy
 
 _DONE = 1e-9  # of a job's steps
 _NOTHING = -1
 _JUST = 1e-6  # seconds
 _SPARE = 1.0  # seconds before a deadline at which a job aims, so that rounding makes none late
+_TICK_SECONDS = 600.0  # how often a policy of ``hetflow rent`` is asked, beside at each change
+_FREE, _SPOT, _ON_DEMAND, _IDLE = range(4)
+"""What a policy lets a job hold: anything (none says), one of a kind, or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +70,11 @@ class MarketOptions:
     policy: str | None = None
 
     def __post_init__(self) -> None:
-        if self.policy is not None:
-            check_policy(self.policy)
+        if self.policy is not None and self.policy not in PLAIN:
+            raise ProblemError(
+                f"{option('rent_policy', repr(self.policy))}: known are {', '.join(PLAIN)}",
+                hint="give one of them",
+            )
         for name in ("restart_seconds", "cloud_move_dollars", "checkpoint_seconds"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
@@ -101,6 +109,51 @@ def simulate_market(
         if on_progress is not None:
             on_progress(len(run.outcomes), run.now)
     return run.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A job as a policy sees it: on one machine, as fast as the fastest that stays (``rate``)."""
+
+    policy: str
+    job: RentJob
+    rate: float
+
+    @classmethod
+    def of(cls, policy: str, job: Job, rate: float, restart_seconds: float) -> "_Asked | None":
+        """None where a policy has nothing to say: the job cannot end in time in whole ticks."""
+        try:
+            rented = RentJob(
+                work_seconds=job.steps / rate,
+                deadline_seconds=job.slo_seconds or inf,
+                restart_seconds=restart_seconds,
+                tick_seconds=_TICK_SECONDS,
+                on_demand_dollars_per_hour=1.0,  # these rules look at no price
+                spot_dollars_per_hour=(0.0,),
+            )
+        except (InfeasibleError, ProblemError):
+            return None
+        return cls(policy, rented, rate)
+
+    def kind(
+        self, seconds: float, left: float, pending: float, *, held: int, has_spot: bool
+    ) -> int:
+        """What to hold so long after the job's arrival, with so many steps left."""
+        tick = floor(seconds / _TICK_SECONDS + 1e-9)
+        if tick >= self.job.num_ticks:
+            return _FREE
+        now = Moment(
+            tick=tick,
+            work_left_seconds=left / self.rate,
+            held=Held(int(held == _SPOT), int(held == _ON_DEMAND)),
+            zone=0,
+            pending_seconds=pending,
+            available=(int(has_spot),),
+            run_lengths=(1,),
+            spot_dollars_per_hour=(0.0,),
+        )
+        wanted = PLAIN[self.policy](self.job, now)
+        return _SPOT if wanted.num_spot else _ON_DEMAND if wanted.num_on_demand else _IDLE
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,7 +231,7 @@ class _Run:
         self.outcomes: list[JobOutcome] = []
         self.num_decisions = 0
         self.waits_until = inf  # when the first of the jobs that wait has to launch
-        self.asked: dict[str, Asked | None] = {}  # by job
+        self.asked: dict[str, _Asked | None] = {}  # by job
         self.kinds = np.zeros(0, dtype=np.int64)  # what a policy lets each job hold [jobs]
 
     def step(self) -> bool:
@@ -205,10 +258,8 @@ class _Run:
             alone = job.steps / min(isolated, float(by_type.max()))
             rate = float(np.where(self.spot, 0.0, by_type[self.type_of]).max())
             if self.options.policy is not None and job.slo_seconds is not None and rate > 0:
-                self.asked[job.id] = Asked.of(
-                    self.options.policy, job.steps, rate, job.slo_seconds,
-                    self.options.restart_seconds,
-                )  # fmt: skip
+                restart = self.options.restart_seconds
+                self.asked[job.id] = _Asked.of(self.options.policy, job, rate, restart)
             self.active.add(job, by_type[self.type_of], deadline, alone)
 
     @property
@@ -297,11 +348,12 @@ class _Run:
                 since,
                 float(active.left[place]),
                 float(active.pending[place]),
-                held=SPOT if holds_spot else ON_DEMAND if held >= 0 else NOTHING,
+                held=_SPOT if holds_spot else _ON_DEMAND if held >= 0 else _IDLE,
                 has_spot=holds_spot or bool((known & room & (active.rate[place] > 0)).any()),
             )
-            self.waits_until = min(self.waits_until, job.arrival_seconds + asked.next_tick(since))
-            if self.kinds[place] == NOTHING and held >= 0:
+            again = (floor(since / _TICK_SECONDS + 1e-9) + 1) * _TICK_SECONDS
+            self.waits_until = min(self.waits_until, job.arrival_seconds + again)
+            if self.kinds[place] == _IDLE and held >= 0:
                 free[self.type_of[held]] += active.scale[place]
                 self._let_go(place)
 
@@ -333,8 +385,8 @@ class _Run:
         must: Bools = np.asarray(late & secured.any(axis=1))
         ok = np.where(must[:, None], secured, ok)
         kinds = self.kinds[places]
-        ok &= ~np.isin(kinds, (SPOT, NOTHING))[:, None] | (self.spot & (kinds == SPOT)[:, None])
-        ok &= (kinds != ON_DEMAND)[:, None] | ~self.spot
+        ok &= ~np.isin(kinds, (_SPOT, _IDLE))[:, None] | (self.spot & (kinds == _SPOT)[:, None])
+        ok &= (kinds != _ON_DEMAND)[:, None] | ~self.spot
         with np.errstate(invalid="ignore"):
             dollars = self._price * scale[:, None] * seconds
         dollars[holds] += self.away[held[holds]]
@@ -353,7 +405,7 @@ class _Run:
         best = np.argmin(score, axis=1)
         spare = active.deadline[places] - self.now - _SPARE - seconds[number, best]
         may_wait = (
-            (kinds == FREE)
+            (kinds == _FREE)
             & ~holds
             & ~late
             & in_time[number, best]
