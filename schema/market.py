@@ -3,8 +3,11 @@
 Times are absolute, in UTC. An unknown value is None; it is never zero and never filled in.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from itertools import accumulate
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -99,6 +102,26 @@ class PriceHistory:
         starts = self.start_seconds()
         ends = [*starts[1:], self.end_seconds()]
         return list(zip(starts, ends, self.dollars_per_hour, strict=True))
+
+    def known(self) -> list[tuple[float, float]]:
+        """Dollars per hour and for how many seconds, as far as they are known, from the least."""
+        return sorted(
+            (dollars, end - start)
+            for start, end, dollars in self.stretches()
+            if dollars is not None and end > start
+        )
+
+    def quantiles(self, parts: Sequence[float]) -> list[float] | None:
+        """Dollars per hour below which the price was for each part of the known time.
+
+        None where no price is known.
+        """
+        known = self.known()
+        passed = list(accumulate(seconds for _, seconds in known))
+        if not known:
+            return None
+        places = [bisect_left(passed, part * passed[-1]) for part in parts]
+        return [known[min(place, len(known) - 1)][0] for place in places]
 
     def end_seconds(self) -> float:
         """``known_until`` as seconds since 1970-01-01T00:00:00Z."""
@@ -269,6 +292,13 @@ class RentReport:
     expected_dollars_90: tuple[Dollars, Dollars] | None = None
     decision_seconds: PositiveSeconds | None = None
     most_zones_to_learn: Count | None = None
+
+
+def held_text(num_spot: int, num_on_demand: int, zone: str | None) -> str:
+    """What is held, in words: ``2 spot and 1 on demand in us-west-2a``."""
+    kinds = ((num_spot, "spot"), (num_on_demand, "on demand"))
+    words = " and ".join(f"{number} {kind}" for number, kind in kinds if number)
+    return f"{words} in {zone}" if words else "nothing"
 
 
 @record

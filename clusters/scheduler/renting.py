@@ -26,7 +26,7 @@ from ...schema import files
 from ...schema.cluster import Cluster, ServerGroup
 from ...schema.errors import FileError, HetflowError, LaunchError, ProblemError
 from ...schema.frames import listed
-from ...schema.market import RentAdvice, RentHeld, RentRun, RentState
+from ...schema.market import RentAdvice, RentHeld, RentRun, RentState, held_text
 from ...schema.plan import Plan
 from ...schema.run import RunRecord
 from ..engines.local import LocalEngine
@@ -541,11 +541,7 @@ class Agent:
                 zone=advice.zone,
                 dollars_per_hour=advice.dollars_per_hour,
             )
-        what = "nothing"
-        if held.zone is not None:
-            kinds = (held.num_spot, "spot"), (held.num_on_demand, "on demand")
-            words = [f"{number} {kind}" for number, kind in kinds if number]
-            what = f"{' and '.join(words)} in {held.zone}"
+        what = held_text(held.num_spot, held.num_on_demand, held.zone)
         self.tell(f"{held.at_seconds / 60:.1f} min: holds {what}: {why}")
         return held
 

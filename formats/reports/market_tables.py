@@ -1,11 +1,17 @@
 """Show markets, and the cost of renting under each policy, as tables."""
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
-from ...schema.market import Market, PriceReport, RentAdvice, RentReport, RentRun, RentState
+from ...schema.market import (
+    Market,
+    PriceReport,
+    RentAdvice,
+    RentReport,
+    RentRun,
+    RentState,
+    held_text,
+)
 from ...schema.odds import OddsReport, PreemptionRate, Survivors, ZoneOdds
 from .grid import grid
 
@@ -74,7 +80,7 @@ def rent_table(report: RentReport) -> str:
 
 def state_text(state: RentState) -> str:
     """What a running job holds and sees."""
-    held = _held(state.num_spot, state.num_on_demand, state.zone)
+    held = held_text(state.num_spot, state.num_on_demand, state.zone)
     return (
         f"after {state.elapsed_seconds / 3600:.4g} h: holds {held}, "
         f"{state.work_left_seconds / 3600:.4g} h of work left\n"
@@ -82,15 +88,9 @@ def state_text(state: RentState) -> str:
     )
 
 
-def _held(num_spot: int, num_on_demand: int, zone: str | None) -> str:
-    kinds = ((num_spot, "spot"), (num_on_demand, "on demand"))
-    words = " and ".join(f"{number} {kind}" for number, kind in kinds if number)
-    return f"{words} in {zone}" if words else "nothing"
-
-
 def advice_text(advice: RentAdvice) -> str:
     """What to hold now and why, and what other policies would hold."""
-    what = _held(advice.num_spot, advice.num_on_demand, advice.zone)
+    what = held_text(advice.num_spot, advice.num_on_demand, advice.zone)
     lines = [
         f"{'now hold' if advice.is_change else 'keep'} {what}, {advice.dollars_per_hour:.4g} $/h "
         f"({advice.choice}): {advice.reason}",
@@ -106,7 +106,7 @@ def rent_run_table(run: RentRun) -> str:
     rows = [
         (
             f"{row.at_seconds / 3600:.3f}",
-            _held(row.num_spot, row.num_on_demand, row.zone),
+            held_text(row.num_spot, row.num_on_demand, row.zone),
             f"{row.dollars_per_hour:.4g}",
             row.why,
         )
@@ -209,11 +209,7 @@ def _prices(market: Market) -> str:
     for history in market.prices:
         machine = market.instance_type_of(history)
         cap = machine.on_demand_dollars_per_hour if machine is not None else None
-        known = sorted(
-            (dollars, end - start)
-            for start, end, dollars in history.stretches()
-            if dollars is not None and end > start
-        )
+        known = history.known()
         total = sum(seconds for _, seconds in known)
         span = history.end_seconds() - history.start_seconds()[0]
         at_cap = sum(seconds for dollars, seconds in known if cap is not None and dollars >= cap)
@@ -225,25 +221,13 @@ def _prices(market: Market) -> str:
                 history.times[0][:10],
                 f"{span / 86400:.1f}",
                 f"{(span - total) / 86400:.1f}",
-                *(_dollars(value) for value in _least_median_most(known)),
+                *map(_dollars, history.quantiles((0.0, 0.5, 1.0)) or (None,) * 3),
                 f"{100 * at_cap / total:.1f}" if cap is not None and total > 0 else "-",
             )
         )
     titles = ("cloud", "place", "instance type", "from", "days", "unknown", "least $/h",
               "median", "most", "at cap %")  # fmt: skip
     return grid(titles, rows)
-
-
-def _least_median_most(known: list[tuple[float, float]]) -> tuple[float | None, ...]:
-    """Least, median and greatest dollars of (dollars, seconds) sorted by dollars.
-
-    The median is weighted by time.
-    """
-    if not known:
-        return None, None, None
-    passed = list(accumulate(seconds for _, seconds in known))
-    median, _ = known[bisect_left(passed, passed[-1] / 2)]
-    return known[0][0], median, known[-1][0]
 
 
 def _dollars(value: float | None) -> str:

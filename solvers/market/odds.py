@@ -9,7 +9,7 @@ from ...planning.costs.checkpoints import daly_seconds, lost_share, young_second
 from ...schema.market import Availability, PriceHistory
 from ...schema.odds import OddsReport, PriceOdds, Together, ZoneOdds
 from .lifetimes import Lifetime, Survival, lifetimes, rate, rates_by_age, survival
-from .price_statistics import availability_correlation, price_correlation, price_quantiles
+from .price_statistics import availability_correlation, price_correlation
 from .windows import joined
 
 PARTS = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -51,7 +51,7 @@ def odds(
                 dollars_per_hour=tuple(told),
             )
             for one in prices
-            if (told := price_quantiles(one, PARTS)) is not None
+            if (told := one.quantiles(PARTS)) is not None
         ),
         together=(*_prices_together(prices), *_windows_together(traces)),
         checkpoint_seconds=checkpoint_seconds,

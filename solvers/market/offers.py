@@ -103,14 +103,9 @@ class Prices:
         Raises:
             ProblemError: The prices begin later, or end before.
         """
-        if not self.edges[0] <= start_seconds < self.edges[-1]:
-            raise ProblemError(
-                f"there are no prices at {utc_text(start_seconds)}",
-                hint=f"they begin at {utc_text(float(self.edges[0]))}"
-                + (
-                    f" and end at {utc_text(end)}" if isfinite(end := float(self.edges[-1])) else ""
-                ),
-            )
+        begin, end = float(self.edges[0]), float(self.edges[-1])
+        if not begin <= start_seconds < end:
+            raise _no_prices(start_seconds, begin, end)
         first = int(np.searchsorted(self.edges, start_seconds, side="right")) - 1
         return Prices(
             offers=self.offers,
@@ -118,6 +113,12 @@ class Prices:
             dollars_per_second=self.dollars_per_second[first:],
             goes_on=self.goes_on,
         )
+
+
+def _no_prices(start_seconds: float, begin: float, end: float) -> ProblemError:
+    known = f"they begin at {utc_text(begin)}"
+    known += f" and end at {utc_text(end)}" if isfinite(end) else ""
+    return ProblemError(f"there are no prices at {utc_text(start_seconds)}", hint=known)
 
 
 Steps = list[tuple[float, float, float | None]]
@@ -168,10 +169,7 @@ class History:
         ]
         if not any(cut):
             begin = min(step[0][0] for step in self.steps)
-            raise ProblemError(
-                f"there are no prices at {utc_text(start_seconds)}",
-                hint=f"they begin at {utc_text(begin)} and end at {utc_text(self.end_seconds)}",
-            )
+            raise _no_prices(start_seconds, begin, self.end_seconds)
         return replace(
             _table(self.offers, cut).since(start_seconds).until(end_seconds),
             goes_on=end_seconds < self.end_seconds,

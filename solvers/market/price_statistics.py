@@ -1,28 +1,10 @@
-"""Price histories in figures: quantiles over time, and how zones go together."""
+"""How the prices, or the availability, of two zones go together."""
 
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.market import Availability, PriceHistory, utc_seconds
-
-
-def price_quantiles(history: PriceHistory, parts: Sequence[float]) -> list[float] | None:
-    """Dollars per hour below which the price was for each part of the known time.
-
-    None where no price is known.
-    """
-    known = sorted(
-        (dollars, end - start)
-        for start, end, dollars in history.stretches()
-        if dollars is not None and end > start
-    )
-    if not known:
-        return None
-    passed = np.cumsum([seconds for _, seconds in known])
-    places = np.searchsorted(passed, np.array(parts) * passed[-1])
-    return [known[min(int(place), len(known) - 1)][0] for place in places]
 
 
 def price_correlation(one: PriceHistory, other: PriceHistory) -> float | None:

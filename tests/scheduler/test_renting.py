@@ -185,7 +185,7 @@ def agent_of(
             predicted_dollars=predicted.used_dollars,
             predicted_launches=predicted.num_launches,
         ),
-        clock=Clock(lambda: cloud.now, cloud.sleep, 2.0),
+        clock=Clock(lambda: cloud.now, cloud.sleep, 4.0),
     )  # fmt: skip
     return agent, cloud
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import floor
 
 from ....schema.errors import ProblemError
-from ....schema.market import RentAdvice, RentState
+from ....schema.market import RentAdvice, RentState, held_text
 from ....schema.spelling import nearest
 from ....solvers.market import policies as known
 from ....solvers.market.job import Held, Moment, Policy, RentJob
@@ -69,7 +69,11 @@ class Adviser:
             spare_seconds=spare,
             decide_again_seconds=job.tick_seconds,
             reason=_reason(job, now, held, spare),
-            others={name: _text(one, zones) for name, one in asked.items() if name != choice},
+            others={
+                name: held_text(*one[:2], zones[one.zone])
+                for name, one in asked.items()
+                if name != choice
+            },
         )
 
 
@@ -143,9 +147,3 @@ def _reason(job: RentJob, now: Moment, held: Held, spare_seconds: float) -> str:
     else:
         first = "no spot machine is there that is worth its restart, and there is time to wait"
     return f"{first}; {rest}"
-
-
-def _text(held: Held, zones: Sequence[str]) -> str:
-    kinds = ((held.num_spot, "spot"), (held.num_on_demand, "on demand"))
-    words = [f"{number} {kind}" for number, kind in kinds if number]
-    return f"{' and '.join(words)} in {zones[held.zone]}" if words else "nothing"

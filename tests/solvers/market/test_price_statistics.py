@@ -3,11 +3,7 @@
 import pytest
 
 from hetflow.schema.market import Availability, PriceHistory
-from hetflow.solvers.market.price_statistics import (
-    availability_correlation,
-    price_correlation,
-    price_quantiles,
-)
+from hetflow.solvers.market.price_statistics import availability_correlation, price_correlation
 
 DAY = "2020-03-0{}T00:00:00Z".format
 
@@ -24,9 +20,9 @@ def history(
 
 def test_quantiles_are_over_time() -> None:
     """1 $ for a day, 2 $ for a day, unknown for one, 3 $ for five."""
-    told = price_quantiles(history(1.0, 2.0, None, 3.0), (0.1, 0.2, 0.5, 1.0))
+    told = history(1.0, 2.0, None, 3.0).quantiles((0.1, 0.2, 0.5, 1.0))
     assert told == [1.0, 2.0, 3.0, 3.0]
-    assert price_quantiles(history(None), (0.5,)) is None
+    assert history(None).quantiles((0.5,)) is None
 
 
 def test_prices_go_together() -> None:
