@@ -48,12 +48,14 @@ class Prices:
         edges: [stretches + 1] seconds since 1970 in UTC; prices are constant in between.
         dollars_per_second: [stretches, offers] of one device; NaN where unknown.
         goes_on: Whether there are prices after the last edge, which are left out.
+        posted: ``dollars_per_second`` also where no machine can be had; None: the same.
     """
 
     offers: tuple[Offer, ...]
     edges: NDArray[np.float64]
     dollars_per_second: NDArray[np.float64]
     goes_on: bool = False
+    posted: NDArray[np.float64] | None = None
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
@@ -386,7 +388,8 @@ def where_available(prices: Prices, markets: Sequence[Market]) -> tuple[Prices, 
     dollars = prices.dollars_per_second[row].copy()
     for place, start, end in gone:
         dollars[(edges[:-1] >= start) & (edges[:-1] < end), place] = nan
-    return Prices(offers=prices.offers, edges=edges, dollars_per_second=dollars), applies
+    posted = prices.dollars_per_second[row]
+    return replace(prices, edges=edges, dollars_per_second=dollars, posted=posted), applies
 
 
 def _runs_of_none(available: Sequence[int | None]) -> list[tuple[int, int]]:

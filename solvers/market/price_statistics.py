@@ -1,6 +1,5 @@
 """How the prices, or the availability, of two zones go together."""
 
-
 import numpy as np
 from numpy.typing import NDArray
 

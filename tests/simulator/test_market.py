@@ -84,6 +84,13 @@ def test_a_job_moves_when_that_pays() -> None:
     assert only(run(near, job(hours=10), restart_seconds=360.0)).num_moves == 0
 
 
+def test_nobody_waits_for_prices_that_are_not_known_yet() -> None:
+    """Zone b has its first price after five hours, which a job at the start cannot know."""
+    place = market(history("v", "a", (0, 1.0)), history("v", "b", (5, 0.1)))
+    ended = only(run(place, job(slo_seconds=8 * HOUR)))
+    assert (ended.finish_seconds, ended.dollars) == (pytest.approx(HOUR), pytest.approx(1.0))
+
+
 def test_a_move_to_another_cloud_costs_its_egress() -> None:
     before = history("v", "a", (0, 1.0), (1, 2.0))
     away = PriceHistory(

@@ -12,9 +12,9 @@ Whenever something changes, each job takes what ends it by its deadline for the 
 today's prices, the move included: one offer to the end, or a slower one now and the fastest that
 stays later, just in time (thesis 6.3.1). Where nothing does, it takes the fastest, and of those as
 fast the cheapest. A job with a deadline waits while all that it could launch costs more than a spot
-machine that is away now and was cheaper when it was last there. It goes on demand, for good, when
-the time left is only just enough for that. Who has least time to spare chooses first, then who came
-first.
+machine that is away now, by the price that was last posted for it. It goes on demand, for good,
+when the time left is only just enough for that. Who has least time to spare chooses first, then who
+came first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -269,16 +269,15 @@ class _Run:
 
     @property
     def _last_price(self) -> Floats:
-        """Of each spot offer, its price when a machine could last be had; infinite of others.
+        """Of each spot offer, the price that was last posted for it; infinite of others.
 
-        Before it first could, the price that is posted for it then.
+        Nobody waits for what had no price so far.
         """
-        table = self.prices.dollars_per_second
-        known = np.isfinite(table)
-        before = known[: self.stretch + 1]
+        prices = self.prices
+        table = prices.dollars_per_second if prices.posted is None else prices.posted
+        before = np.isfinite(table[: self.stretch + 1])
         last = self.stretch - np.argmax(before[::-1], axis=0)
-        row = np.where(before.any(axis=0), last, np.argmax(known, axis=0))
-        found = table[row, np.arange(table.shape[1])]
+        found = table[last, np.arange(table.shape[1])]
         return np.where(self.spot & np.isfinite(found), found, inf)
 
     def _take_away(self) -> None:
