@@ -27,8 +27,8 @@ from hetflow.formats.importers.aws_spot_prices import read_aws_spot_prices
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
 from hetflow.solvers.market.job import RentJob
+from hetflow.solvers.market.odds import availability_correlation
 from hetflow.solvers.market.offline import least_dollars
-from hetflow.solvers.market.price_statistics import availability_correlation
 from hetflow.solvers.market.windows import Traces, joined, traces_of
 from hetflow.tests.data import reference
 

@@ -25,9 +25,9 @@ from hetflow.formats.importers.instance_types import read_instance_types
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
+from hetflow.solvers.market.odds import price_correlation
 from hetflow.solvers.market.offers import Prices, job_on, prices_of
 from hetflow.solvers.market.price_bound import least_dollars
-from hetflow.solvers.market.price_statistics import price_correlation
 from hetflow.solvers.market.price_strategies import strategies
 from hetflow.tests.data import reference
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hetflow.schema.market import Availability, PriceHistory
-from hetflow.solvers.market.price_statistics import availability_correlation, price_correlation
+from hetflow.solvers.market.odds import availability_correlation, price_correlation
 
 DAY = "2020-03-0{}T00:00:00Z".format
 
