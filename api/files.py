@@ -39,9 +39,11 @@ def priced_pool(
             such price at that time.
         FileError: A file is missing, of no known form, or has faults.
     """
-    from ..planning.market_prices import asked_prices
+    from ..planning import market_prices
 
-    return asked_prices(pool, None if market is None else markets_of(market), at, spot=spot)
+    return market_prices.priced_pool(
+        pool, None if market is None else markets_of(market), at, spot=spot
+    )
 
 
 @checks

@@ -1,6 +1,6 @@
 """Prices of device types from markets at one time, for pools and for simulations."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..schema.cluster import Cluster
@@ -168,61 +168,20 @@ def _price_at(stretches: Sequence[tuple[float, float, float | None]], when: floa
 
 
 def priced_pool(
-    pool: Cluster, markets: Sequence[Market], at: str | None = None, *, spot: bool | None = None
+    pool: Cluster,
+    markets: Sequence[Market] | None,
+    at: str | None = None,
+    *,
+    spot: bool | None = None,
 ) -> tuple[Cluster, dict[str, DevicePrice]]:
-    """Replace a pool's prices by the markets' cheapest ones (``device_prices``).
+    """Replace a pool's prices by the markets' cheapest ones (``device_prices``), if there are any.
 
     Returns:
-        The pool with the new prices, and device type -> the offer that gives the price.
+        The pool with the new prices, and its device types -> the offers that give them.
 
     Raises:
-        ProblemError: A device type of the pool has no price at that time.
-    """
-    prices = device_prices(markets, at, spot=spot)
-    pool = pool.spelled_as(prices)
-    for name in pool.num_devices:
-        if name not in prices:
-            guess = nearest(name, list(prices))
-            kind = {None: "price", True: "spot price", False: "price on demand"}[spot]
-            raise ProblemError(
-                f"the market has no {kind} of {name!r}"
-                + (f" at {utc_text(utc_seconds(at, option('at'), 'time'))}" if at else "")
-                + (f"; did you mean {guess!r}?" if guess else ""),
-                hint=_other_prices(name, markets, at, prices, spot),
-            )
-    kinds = {
-        name: replace(kind, dollars_per_hour=prices[name].dollars_per_hour)
-        if name in pool.num_devices
-        else kind
-        for name, kind in pool.device_types.items()
-    }
-    used = {name: prices[name] for name in pool.num_devices}
-    return replace(pool, device_types=kinds), used
-
-
-def _other_prices(
-    name: str,
-    markets: Sequence[Market],
-    at: str | None,
-    prices: Mapping[str, DevicePrice],
-    spot: bool | None,
-) -> str:
-    """Say what has a price, for the error of a device type that has none of the kind asked for."""
-    if spot is not None and name in device_prices(markets, at):
-        return f"it has another one: leave {option('spot', bool(spot))} out"
-    return f"it has prices of {', '.join(sorted(prices)) or 'nothing'}"
-
-
-def asked_prices(
-    pool: Cluster, markets: Sequence[Market] | None, at: str | None, *, spot: bool | None = None
-) -> tuple[Cluster, dict[str, DevicePrice]]:
-    """Return a pool with markets' prices, and the offers that give them, by the pool's types.
-
-    Without markets, the pool is returned unchanged, with no offers.
-
-    Raises:
-        ProblemError: A time or a kind of prices is given without a market, or a device type has no
-            such price at that time.
+        ProblemError: A device type of the pool has no such price at that time; or a time or a kind
+            of prices is given without a market.
     """
     if markets is None:
         if at is not None or spot is not None:
@@ -232,11 +191,29 @@ def asked_prices(
                 hint=f"add {option('market', 'FILE')}",
             )
         return pool, {}
-    priced, offers = priced_pool(pool, markets, at, spot=spot)
-    own = {name.lower(): name for name in pool.num_devices}
-    return priced.spelled_as(pool.device_types), {
-        name if name in pool.num_devices else own[name.lower()]: one for name, one in offers.items()
+    prices = device_prices(markets, at, spot=spot)
+    theirs = dict(zip(pool.num_devices, pool.spelled_as(prices).num_devices, strict=True))
+    for name in theirs.values():
+        if name not in prices:
+            guess = nearest(name, list(prices))
+            kind = {None: "price", True: "spot price", False: "price on demand"}[spot]
+            has_other = spot is not None and name in device_prices(markets, at)
+            raise ProblemError(
+                f"the market has no {kind} of {name!r}"
+                + (f" at {utc_text(utc_seconds(at, option('at'), 'time'))}" if at else "")
+                + (f"; did you mean {guess!r}?" if guess else ""),
+                hint=f"it has another one: leave {option('spot', bool(spot))} out"
+                if has_other
+                else f"it has prices of {', '.join(sorted(prices)) or 'nothing'}",
+            )
+    used = {own: prices[name] for own, name in theirs.items()}
+    kinds = {
+        name: replace(known, dollars_per_hour=used[name].dollars_per_hour)
+        if name in used
+        else known
+        for name, known in pool.device_types.items()
     }
+    return replace(pool, device_types=kinds), used
 
 
 def market_offers(

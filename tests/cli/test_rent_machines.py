@@ -88,6 +88,9 @@ def test_rent_answers_as_its_older_names_do(hetflow, tmp_path: Path) -> None:
     found = hetflow("rent", market, *when)
     assert json.loads(found.stdout)["work_hours"] == 3
     assert found.stdout == hetflow("rent", "prices", market, *when).stdout
+    late = hetflow("rent", market, *when, "--deadline-hours", 2)
+    assert (late.code, "cannot end within 2 h on any device" in late.stderr) == (3, True)
+    assert "within 9 h" in hetflow("rent", market, *when[:-1], "--deadline-hours", 9).stdout
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_rent_answers_as_its_older_names_do(hetflow, tmp_path: Path) -> None:
         (("--work-hours", 3, "--deadline-hours", 4), "--on-demand is missing"),
         (("--rate", "V100=1"), "--work-hours is missing"),
         (("--rate", "V100=1", "--steps", 3), "--steps and --rate ask two questions"),
-        (("--rate", "V100=1", "--deadline-hours", 3), "--deadline-hours says nothing with --rate"),
+        (("--rate", "V100=1", "--on-demand", 3), "--on-demand says nothing with --rate"),
         (("--steps", 3, "--on-demand", 3), "--on-demand says nothing with --steps"),
         (("--work-hours", 3, "--cloud", "aws"), "says nothing of a job under a deadline"),
         (("--steps", 0), "--steps must be >= 1, got 0"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.planning.market_prices import asked_prices, device_prices, market_offers, priced_pool
+from hetflow.planning.market_prices import device_prices, market_offers, priced_pool
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory
@@ -82,10 +82,10 @@ def test_a_fixed_spot_price_does_not_fill_in_for_a_history() -> None:
 def test_a_pool_takes_the_prices() -> None:
     pool, used = priced_pool(Cluster.parse("4xv100,2xK80"), [market(history("four", "b", 4.0))])
     assert {n: kind.dollars_per_hour for n, kind in pool.device_types.items()} == {
-        "V100": 1.0,
+        "v100": 1.0,
         "K80": 0.3,
     }
-    assert used["V100"].title == "aws b four spot"
+    assert used["v100"].title == "aws b four spot"
 
 
 def test_bad_questions() -> None:
@@ -94,7 +94,7 @@ def test_bad_questions() -> None:
     with pytest.raises(ProblemError, match="not in UTC"):
         priced_pool(Cluster.parse("V100"), [market()], "2020-03-01T00:00:00+01:00")
     with pytest.raises(ProblemError, match="no market"):
-        asked_prices(Cluster.parse("V100"), None, DAY.format(1))
+        priced_pool(Cluster.parse("V100"), None, DAY.format(1))
     bare = Market(prices=(history("one", "a", 1.0),))
     with pytest.raises(ProblemError, match="does not say what devices"):
         device_prices([bare])
