@@ -55,9 +55,9 @@ def imported(request: ImportRequest, *, states_source: bool) -> Imported:
             raise FileError(f"{file}: describes no machine", hint="add a line for each")
         return Imported(Market(instance_types=machines), f"{len(machines)} instance types")
     if PRICE_IMPORTERS.find(source) is not None:
-        return _with_machines(Market(prices=PRICE_IMPORTERS.get(source).read(file)), request)
+        return _with_machines(Market(prices=PRICE_IMPORTERS.get(source)(file)), request)
     if TRACE_IMPORTERS.find(source) is not None:
-        traces = TRACE_IMPORTERS.get(source).read(file, _trace_options(request))
+        traces = TRACE_IMPORTERS.get(source)(file, _trace_options(request))
         return Imported(traces, f"{len(traces.availability) + len(traces.capacity)} traces")
     return _layers(request)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hetflow.profilers.zoo.resnet import resnet18
+from hetflow.profilers.zoo.images import resnet18
 from hetflow.runtime.agreement.agreement import KnownParameters
 from hetflow.runtime.agreement.verdict import SettingsNumber, fingerprint
 from hetflow.runtime.digest import digest_of

@@ -47,12 +47,6 @@ if TYPE_CHECKING:
 # loaded their kernels and what they set up on first use.
 
 
-def load_like_worker() -> None:
-    """Import what a worker of a launch imports, so that measured peaks hold it."""
-    from ..runtime import start  # noqa: F401
-    from ..runtime.pipeline import engine  # noqa: F401
-
-
 def warm_up(bench: "Bench", batch_size: int) -> None:
     """Train a step, and join a group of one: kernels, a group's threads and buffers are loaded."""
     import torch
@@ -66,13 +60,6 @@ def warm_up(bench: "Bench", batch_size: int) -> None:
             dist.all_reduce(torch.zeros(1))
         finally:
             dist.destroy_process_group()
-
-
-def left_bytes() -> int | None:
-    """Resident bytes after all unreferenced memory was returned to the system."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return memory.resident_memory_bytes()
 
 
 _PR_SET_PDEATHSIG = 1
@@ -96,7 +83,7 @@ def main() -> None:
             script = partial(run_measured, receive=receive, answer=answer)
             answer(_answered(partial(script, **request)))
             os._exit(0)  # the script's own exit functions would save or report
-        answer(server.answer(request))
+        answer(_answered(partial(server.answer, request)))
 
 
 def die_with_parent() -> None:
@@ -124,10 +111,7 @@ class _Server:
         self.bench: Bench | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request."""
-        return _answered(lambda: self._do(request))
-
-    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What a request asks for."""
         operation = request.pop("operation")
         if operation == "load":
             self.bench, facts = _load(**request)
@@ -143,7 +127,9 @@ class _Server:
             return 0
         warm_up(bench, batch_size)
         del bench
-        return left_bytes()
+        gc.collect()  # then all unreferenced memory is returned to the system
+        ctypes.CDLL(None).malloc_trim(0)
+        return memory.resident_memory_bytes()
 
 
 def _answered(work: Callable[[], Any]) -> dict[str, Any]:
@@ -169,15 +155,14 @@ def _answered(work: Callable[[], Any]) -> dict[str, Any]:
 
 def first_cause(error: BaseException) -> str:
     """The error at the root of a chain in one line, and where it was raised."""
-    while (before := _before(error)) is not None:
+    while True:
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if before is None:
+            break
         error = before
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return targets.one_line(error) + where
-
-
-def _before(error: BaseException) -> BaseException | None:
-    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _load(
@@ -190,7 +175,9 @@ def _load(
     backend = backend_of(device)
     backend.limit_memory(memory_bytes)
     if backend.is_host:
-        load_like_worker()
+        # What a worker of a launch imports, so that measured peaks hold it.
+        from ..runtime import start  # noqa: F401
+        from ..runtime.pipeline import engine  # noqa: F401
     bench = Bench(targets.load(targets.parse(target)), device, optimizer)
     if backend.is_host:
         # Where `prepare` does: a model that lies among kept memory has passes 4 % slower.
@@ -207,14 +194,6 @@ def _load(
     return bench, facts
 
 
-def _measure(bench: Bench, batch_size: int, policy: dict[str, Any]) -> dict[str, Any]:
-    return dataclasses.asdict(bench.measure(batch_size, RepeatPolicy(**policy)))
-
-
-def _optimizer_state(bench: Bench, batch_size: int) -> dict[str, Any]:
-    return bench.optimizer_state(batch_size)
-
-
 def _hold(
     bench: Bench, batch_size: int, passes: list[tuple[int, float]], repeats: int
 ) -> dict[str, Any]:
@@ -223,20 +202,14 @@ def _hold(
     return {"seconds": bench.held(batch_size, holder, repeats), "num_overruns": holder.num_overruns}
 
 
-def _layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str, Any]:
-    return measure_layers(bench, microbatch_size, repeats)
-
-
-def _count(_: Bench | None, **request: Any) -> dict[str, Any]:
-    return answer_counts(**request)
-
-
 _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "measure": _measure,
-    "optimizer_state": _optimizer_state,
+    "measure": lambda bench, batch_size, policy: dataclasses.asdict(
+        bench.measure(batch_size, RepeatPolicy(**policy))
+    ),
+    "optimizer_state": lambda bench, batch_size: bench.optimizer_state(batch_size),
     "hold": _hold,
-    "layers": _layers,
-    "count": _count,
+    "layers": measure_layers,
+    "count": lambda _, **request: answer_counts(**request),
     "exchange": exchange,
     "messages": exchange_messages,
     "rehearse": rehearse,

@@ -175,13 +175,8 @@ def measure_links(
     why_not = too_few_devices(request, 2)
     if why_not:
         return None, {"skipped": why_not}
-    sizes = message_sizes(activation_bytes)
-    try:
-        answers = _send_messages([pinned_worker(request.local, rank) for rank in range(2)], sizes)
-    except (HetflowError, ChildDied, MemoryError) as error:
-        return None, {"skipped": f"the workers failed: {said(error)}"}
-    first, second = answers
-    return links_of(sizes, first, second, note=_shared_cores(request, 2))
+    pins = [pinned_worker(request.local, rank) for rank in range(2)]
+    return _linked(pins, activation_bytes, note=_shared_cores(request, 2))
 
 
 def measure_link_between(
@@ -203,13 +198,8 @@ def measure_link_between(
         return None, {"skipped": "both are of one real type"}
     libraries = {one.local.backend.collective, other.local.backend.collective}
     backend = libraries.pop() if len(libraries) == 1 else HOST_COLLECTIVE
-    sizes = message_sizes(activation_bytes)
     pins = [pinned_worker(one.local, 0), pinned_worker(other.local, 0)]
-    try:
-        first, second = _send_messages(pins, sizes, backend)
-    except (HetflowError, ChildDied, MemoryError) as error:
-        return None, {"skipped": f"the workers failed: {said(error)}"}
-    return links_of(sizes, first, second)
+    return _linked(pins, activation_bytes, backend)
 
 
 def message_sizes(activation_bytes: Sequence[int] = ()) -> tuple[int, ...]:
@@ -290,20 +280,29 @@ def reversed_link(link: TypeLink, device_type: str) -> TypeLink:
     return TypeLink(device_type=device_type, links=replace(link.links, points=points))
 
 
-def _send_messages(
-    pins: Sequence[Pinned], sizes: Sequence[int], backend: str | None = None
-) -> list[dict[str, Any]]:
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-links-"))
-        workers = [stack.enter_context(Child(LOOPBACK | pin.environment)) for pin in pins]
-        for rank, (worker, pin) in enumerate(zip(workers, pins, strict=True)):
-            worker.send(
-                "messages",
-                rank=rank,
-                folder=folder,
-                device=pin.device,
-                message_bytes=list(sizes),
-                budget_seconds=_LINK_BUDGET_SECONDS,
-                backend=backend,
-            )
-        return [worker.receive(GROUP_ANSWER_SECONDS) for worker in workers]
+def _linked(
+    pins: Sequence[Pinned],
+    activation_bytes: Sequence[int],
+    backend: str | None = None,
+    note: str | None = None,
+) -> tuple[Links | None, dict[str, Any]]:
+    """The link between two workers, as ``measure_links`` returns it."""
+    sizes = message_sizes(activation_bytes)
+    try:
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-links-"))
+            workers = [stack.enter_context(Child(LOOPBACK | pin.environment)) for pin in pins]
+            for rank, (worker, pin) in enumerate(zip(workers, pins, strict=True)):
+                worker.send(
+                    "messages",
+                    rank=rank,
+                    folder=folder,
+                    device=pin.device,
+                    message_bytes=list(sizes),
+                    budget_seconds=_LINK_BUDGET_SECONDS,
+                    backend=backend,
+                )
+            first, second = [worker.receive(GROUP_ANSWER_SECONDS) for worker in workers]
+    except (HetflowError, ChildDied, MemoryError) as error:
+        return None, {"skipped": f"the workers failed: {said(error)}"}
+    return links_of(sizes, first, second, note)

@@ -4,7 +4,6 @@ import dataclasses
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 from ..devices.backend import says_out_of_memory
@@ -69,12 +68,7 @@ class Measurer:
     def __enter__(self) -> "Measurer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def load(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Nothing is imported before a name is requested, and then only what that name nee
 plug-in affects only those who use it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from traceback import walk_tb
@@ -66,6 +66,19 @@ class Registry(Generic[T]):
             )
         self._entries[name] = module, entry
         self._registered = None
+
+    def adding(self, name: str) -> Callable[[T], T]:
+        """Make a decorator that registers a function or class, and returns it unchanged.
+
+        Raises:
+            ProblemError: The name is taken; when the decorator is used.
+        """
+
+        def register(entry: T) -> T:
+            self.add(name, entry, entry.__module__)
+            return entry
+
+        return register
 
     def remove(self, name: str) -> None:
         """Undo ``add``; does nothing if the name is not registered."""

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from hetflow.profilers.zoo import resnet
+from hetflow.profilers.zoo import images
 from hetflow.profilers.zoo.synthetic import Parts, classification_loss, image_batches
 
 GROUPS, BASE = 32, 128
@@ -10,7 +10,7 @@ GROUPS, BASE = 32, 128
 
 def resnext101() -> Parts:
     """ResNet-101 whose 3x3 convolutions are twice as wide, in 32 groups."""
-    model = resnet.ResNet((3, 4, 23, 3), bottleneck=True)
+    model = images.ResNet((3, 4, 23, 3), bottleneck=True)
     for level, depth in enumerate((3, 4, 23, 3)):
         width = BASE << level
         for index in range(depth):

@@ -30,9 +30,4 @@ def engine(name: str) -> Callable[[MakeEngine], MakeEngine]:
     Returns:
         A decorator that leaves what makes the engine as it is.
     """
-
-    def register(make: MakeEngine) -> MakeEngine:
-        ENGINES.add(name, make, make.__module__)
-        return make
-
-    return register
+    return ENGINES.adding(name)

@@ -1,7 +1,7 @@
 """What a scheduler knows of the jobs present: what they asked for, and how fast they are.
 
 Rates are planned from profiles when a job comes, and stored with it. What leases measure corrects
-them (``measured``), from the next decision on.
+them, from the next decision on.
 """
 
 import json

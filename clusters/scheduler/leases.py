@@ -216,8 +216,8 @@ def begin(store: Store, lease: Lease, now: float) -> None:
     """Mark a planned lease as starting: from here on its launch may be there."""
     with store.transaction():
         store.run(
-            "UPDATE leases SET state = ?, started = ? WHERE job = ? AND number = ?",
-            'starting', now, lease.job, lease.number,
+            "UPDATE leases SET state = 'starting', started = ? WHERE job = ? AND number = ?",
+            now, lease.job, lease.number,
         )  # fmt: skip
         store.run(
             "UPDATE jobs SET state = 'running', reason = NULL, started = coalesce(started, ?) "

@@ -17,7 +17,7 @@ from ..mechanisms.rounds.state import RoundState
 from . import leases
 from .known_jobs import KnownJobs
 from .leases import Lease
-from .places import Places
+from .occupancy import Places
 from .store import Store
 
 _AIMED = "aimed"  # until when shares were counted

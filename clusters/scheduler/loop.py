@@ -34,8 +34,7 @@ from . import leases, resizes
 from .known_jobs import KnownJobs
 from .leases import Ended, Lease
 from .ledger import Ledger
-from .occupancy import occupancy
-from .places import Places
+from .occupancy import Places, occupancy
 from .plans import Rate, as_job, plan_on, rates_to
 from .resizes import due
 from .rests import FIRST_SECONDS, LONGEST_SECONDS, Rests

@@ -21,8 +21,7 @@ from ..mechanisms.cluster.seats import Seat
 from ..mechanisms.rounds.assign import next_round
 from ..mechanisms.rounds.state import RoundState
 from .known_jobs import KnownJobs
-from .occupancy import Occupancy
-from .places import Places
+from .occupancy import Occupancy, Places
 from .plans import Rate, pool_from, rates_of
 from .settings import Settings
 from .submission import Submission

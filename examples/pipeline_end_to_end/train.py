@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.profilers.zoo.transformer import gpt_small
-from hetflow.profilers.zoo.vgg import vgg16_small
+from hetflow.profilers.zoo.images import vgg16_small
+from hetflow.profilers.zoo.tokens import gpt_small
 
 
 def images(number: int) -> TensorDataset:

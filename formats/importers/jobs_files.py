@@ -37,7 +37,7 @@ def read_jobs(path: Path) -> Jobs:
 
     path = path_of(path)
     foreign = JOBS_IMPORTERS.find(path.suffix) if path.suffix else None
-    return files.read(path, Jobs) if foreign is None else foreign.read(path)
+    return files.read(path, Jobs) if foreign is None else foreign(path)
 
 
 def read_throughputs(path: Path, *, pairs: bool) -> Throughputs:

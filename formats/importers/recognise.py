@@ -124,7 +124,7 @@ def _unknown(path: Path) -> FileError:
 
 
 def _prices(name: str) -> Read:
-    return lambda path: Market(prices=PRICE_IMPORTERS.get(name).read(path))
+    return lambda path: Market(prices=PRICE_IMPORTERS.get(name)(path))
 
 
 def _machines(read: Callable[[Path], Any]) -> Read:

@@ -68,7 +68,7 @@ ReadTraces = Callable[[Path, TraceOptions], Market]
 ReadPrices = Callable[[Path], tuple[PriceHistory, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LayerImporter:
     """A format of layer profiles.
 
@@ -87,41 +87,17 @@ class LayerImporter:
     tensor_layers: ReadTensorLayers | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobsImporter:
-    """A format of jobs; its name is the ending of its files, such as ``.trace``."""
-
-    name: str
-    read: ReadJobs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PriceImporter:
-    """A format of price histories; its name is the one for ``hetflow import --format``."""
-
-    name: str
-    read: ReadPrices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceImporter:
-    """A format of availability or capacity over time, named as for ``hetflow import --format``."""
-
-    name: str
-    read: ReadTraces
-
-
 LAYER_IMPORTERS: Registry[LayerImporter] = Registry(
     "import format",
     group="hetflow.importers",
     own=("hetflow.formats.importers.pipedream", "hetflow.papers.piper.read"),
 )
-JOBS_IMPORTERS: Registry[JobsImporter] = Registry(
+JOBS_IMPORTERS: Registry[ReadJobs] = Registry(
     "format of jobs",
     group="hetflow.importers",
     own=("hetflow.formats.importers.csv_tables", "hetflow.formats.importers.gavel"),
 )
-PRICE_IMPORTERS: Registry[PriceImporter] = Registry(
+PRICE_IMPORTERS: Registry[ReadPrices] = Registry(
     "format of prices",
     group="hetflow.importers",
     own=(
@@ -131,7 +107,7 @@ PRICE_IMPORTERS: Registry[PriceImporter] = Registry(
     ),
     is_optional=True,
 )
-TRACE_IMPORTERS: Registry[TraceImporter] = Registry(
+TRACE_IMPORTERS: Registry[ReadTraces] = Registry(
     "format of traces",
     group="hetflow.importers",
     own=("hetflow.formats.importers.availability", "hetflow.formats.importers.capacity"),
@@ -156,13 +132,7 @@ def layer_importer(
     """
 
     def register(read: ReadLayers) -> ReadLayers:
-        made = LayerImporter(
-            name=name,
-            title=title,
-            read=read,
-            without_placeholders=without_placeholders,
-            tensor_layers=tensor_layers,
-        )
+        made = LayerImporter(name, title, read, without_placeholders, tensor_layers)
         LAYER_IMPORTERS.add(name, made, read.__module__)
         return read
 
@@ -170,51 +140,15 @@ def layer_importer(
 
 
 def jobs_importer(suffix: str) -> Callable[[ReadJobs], ReadJobs]:
-    """Register a reader of jobs for files whose names end with ``suffix``.
-
-    Returns:
-        A decorator that returns the reader unchanged.
-
-    Raises:
-        ProblemError: The ending is taken.
-    """
-
-    def register(read: ReadJobs) -> ReadJobs:
-        JOBS_IMPORTERS.add(suffix, JobsImporter(name=suffix, read=read), read.__module__)
-        return read
-
-    return register
+    """Register a reader of jobs for files whose names end with ``suffix``."""
+    return JOBS_IMPORTERS.adding(suffix)
 
 
 def price_importer(name: str) -> Callable[[ReadPrices], ReadPrices]:
-    """Register a reader of price histories, from a file or a folder.
-
-    Returns:
-        A decorator that returns the reader unchanged.
-
-    Raises:
-        ProblemError: The name is taken.
-    """
-
-    def register(read: ReadPrices) -> ReadPrices:
-        PRICE_IMPORTERS.add(name, PriceImporter(name=name, read=read), read.__module__)
-        return read
-
-    return register
+    """Register a reader of price histories, from a file or a folder, for ``hetflow import``."""
+    return PRICE_IMPORTERS.adding(name)
 
 
 def trace_importer(name: str) -> Callable[[ReadTraces], ReadTraces]:
-    """Register a reader of traces of availability or capacity, from a file or a folder.
-
-    Returns:
-        A decorator that returns the reader unchanged.
-
-    Raises:
-        ProblemError: The name is taken.
-    """
-
-    def register(read: ReadTraces) -> ReadTraces:
-        TRACE_IMPORTERS.add(name, TraceImporter(name=name, read=read), read.__module__)
-        return read
-
-    return register
+    """Register a reader of availability or capacity over time, from a file or a folder."""
+    return TRACE_IMPORTERS.adding(name)

@@ -1,4 +1,4 @@
-"""Models written here, so that profiling needs no download. One module a family.
+"""Models written here, so that profiling needs no download: of images, of tokens, of vectors.
 
 Each factory returns ``(model, make_batch, loss)`` on synthetic data. Modules import torch, so
 they are loaded only when a model is asked for by name.
@@ -12,17 +12,17 @@ from ...schema.errors import TargetError
 from ...schema.records import nearest
 
 _FACTORIES = {
-    "mlp": ("mlp", "mlp"),
-    "digits-cnn": ("digits_cnn", "digits_cnn"),
-    "resnet18": ("resnet", "resnet18"),
-    "resnet50": ("resnet", "resnet50"),
-    "vgg16": ("vgg", "vgg16"),
-    "vgg16-small": ("vgg", "vgg16_small"),
-    "gpt": ("transformer", "gpt"),
-    "gpt-small": ("transformer", "gpt_small"),
-    "gpt2": ("transformer", "gpt2"),
-    "bert": ("transformer", "bert"),
-    "lstm": ("recurrent", "lstm"),
+    "mlp": ("synthetic", "mlp"),
+    "digits-cnn": ("images", "digits_cnn"),
+    "resnet18": ("images", "resnet18"),
+    "resnet50": ("images", "resnet50"),
+    "vgg16": ("images", "vgg16"),
+    "vgg16-small": ("images", "vgg16_small"),
+    "gpt": ("tokens", "gpt"),
+    "gpt-small": ("tokens", "gpt_small"),
+    "gpt2": ("tokens", "gpt2"),
+    "bert": ("tokens", "bert"),
+    "lstm": ("tokens", "lstm"),
 }
 NAMES = tuple(_FACTORIES)
 

@@ -1,4 +1,7 @@
-"""Synthetic batches and losses shared by the zoo: timing does not depend on the values."""
+"""Synthetic batches and losses shared by the zoo, and a perceptron on 28 x 28 pixels.
+
+Timing does not depend on the values.
+"""
 
 from collections.abc import Callable
 
@@ -35,3 +38,19 @@ def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
     inputs, targets = batch
     logits: Tensor = model(inputs)
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def mlp(hidden: int = 1024) -> Parts:
+    """Two hidden layers; 1,863,690 parameters at the default width."""
+    model = nn.Sequential(
+        nn.Linear(784, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, 10),
+    )
+
+    def make_batch(batch_size: int) -> Batch:
+        return torch.randn(batch_size, 784), torch.randint(10, (batch_size,))
+
+    return model, make_batch, classification_loss

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hetflow.profilers.zoo.transformer import GPT
+from hetflow.profilers.zoo.tokens import GPT
 
 # A microbatch of 256 tokens or more: beside its products, what a step does to the weights is small.
 VOCABULARY, TOKENS, DEPTH, WIDTH, NUM_STEPS = 64, 64, 4, 64, 3

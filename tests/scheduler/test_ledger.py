@@ -10,7 +10,7 @@ from hetflow.clusters.mechanisms.rounds.state import RoundState
 from hetflow.clusters.scheduler.known_jobs import KnownJobs
 from hetflow.clusters.scheduler.leases import open_leases, plan_lease
 from hetflow.clusters.scheduler.ledger import Ledger
-from hetflow.clusters.scheduler.places import Places
+from hetflow.clusters.scheduler.occupancy import Places
 from hetflow.clusters.scheduler.plans import as_job, rates_of
 from hetflow.clusters.scheduler.store import Store
 from hetflow.clusters.scheduler.submission import Submission, submit

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from hetflow.clusters.engines.protocol import EngineDevice
 from hetflow.clusters.scheduler.leases import Lease
-from hetflow.clusters.scheduler.occupancy import Occupancy, occupancy
-from hetflow.clusters.scheduler.places import Places
+from hetflow.clusters.scheduler.occupancy import Occupancy, Places, occupancy
 
 # Two fast devices on each of two servers, and a slow one on the second.
 DEVICES = [
