@@ -312,9 +312,10 @@ def _say_what_is_simpler(plan: Plan) -> None:
     if fastest is None or plan.proof.tolerance is None:
         return
     slower = plan.predicted.step_seconds / fastest["step_seconds"] - 1
+    taken = (plan.provenance or {}).get("taken", "simpler")
     _log.info(
         f"the fastest split on paper, {', '.join(fastest['groups'])}, is predicted at "
-        f"{fastest['step_seconds'] * 1e3:.4g} ms; the one taken is simpler and {slower:.1%} "
+        f"{fastest['step_seconds'] * 1e3:.4g} ms; the one taken is {taken} and {slower:.1%} "
         f"slower, within the {plan.proof.tolerance:.1%} that the measurements cannot tell "
         f"({option('fastest', True)} takes the other)"
     )

@@ -246,6 +246,7 @@ def _option(
         "link_bytes_per_second": None if link is None else link.bytes_per_second,
         "link_latency_seconds": 0.0 if link is None else link.latency_seconds,
         "step_error": profile.step_error,
+        "is_estimated": profile.estimate is not None,
     }
     return ShardedDevices(**terms, memory_bytes=limit) if shares_states else DeviceOption(**terms)
 

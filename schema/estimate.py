@@ -17,6 +17,8 @@ class Estimate:
         step_error: Relative error. Nine in ten estimates were within this fraction of the measured
             time, on devices that the efficiencies were not fitted to
             (benchmarks/device_estimates.py).
+        ratio_error: The same of how many times as long as on another type a pass takes; None in
+            files of earlier versions.
         carried_from: The type whose measured profile was scaled to this one; None if nothing was
             measured.
     """
@@ -26,6 +28,7 @@ class Estimate:
     source: str
     precision: Precision | None = None
     step_error: Ratio
+    ratio_error: Ratio | None = None
     carried_from: Name | None = None
 
     def __str__(self) -> str:

@@ -97,7 +97,8 @@ class DeviceOption(DeviceCosts):
     device that is the only one of its host that trains. It is None if these are the same.
     ``link_bytes_per_second`` and ``link_latency_seconds`` are of the
     pool's slowest link, as far as it is known: the fitted ring is no faster. ``step_error`` is the
-    relative error of steps computed from these terms.
+    relative error of steps computed from these terms; ``is_estimated`` says that nobody measured
+    them.
     """
 
     device_type: Name
@@ -108,6 +109,7 @@ class DeviceOption(DeviceCosts):
     link_latency_seconds: Seconds = 0.0
     alone: DeviceCosts | None = None
     step_error: Ratio | None = None
+    is_estimated: bool = False
 
     def __post_init__(self) -> None:
         sizes = [point.batch_size for point in self.batch_curve]

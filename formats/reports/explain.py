@@ -1,5 +1,6 @@
 """A predicted step as the sum of its terms, as a table and as data."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -7,6 +8,7 @@ from typing import Any
 
 from ...planning.schedules.terms import StepTerms, step_terms
 from ...schema.errors import ProblemError
+from ...schema.estimate import Estimate
 from ...schema.plan import Plan, ReplicaGroup, Stage
 from .grid import four_digits, grid, milliseconds
 
@@ -169,6 +171,7 @@ def _whole_model_remarks(plan: Plan) -> Iterator[str]:
         yield "the fixed cost of a step was not measured: it counts as nothing"
     if plan.num_devices > 1 and not predicted.sync_seconds:
         yield "synchronisation was not measured: it counts as nothing"
+    yield from _ratio_remarks(plan)
     estimated = {estimate.device_type for estimate in plan.estimates}
     alone = {group.device_type for group in plan.groups if not group.measured_busy} - estimated
     if plan.num_devices > 1 and alone:
@@ -176,6 +179,33 @@ def _whole_model_remarks(plan: Plan) -> Iterator[str]:
             f"{', '.join(sorted(alone))}: measured alone, so what devices of one host take from "
             "each other is not in the passes"
         )
+
+
+def _ratio_remarks(plan: Plan) -> Iterator[str]:
+    """How much the shares of estimated types may cost.
+
+    Where a type with the share w of the batch is r slower, the step takes 1 + r times as long. The
+    best split's takes 1 / (1 - w + w / (1 + r)) times as long, so r (1 - w) is lost.
+    """
+    samples = Counter[str]()
+    for group in plan.groups:
+        samples[group.device_type] += group.num_devices * group.device_batch_size
+    if len(samples) < 2 or not plan.estimates:
+        return
+    are_all = len(plan.estimates) == len(samples)  # else a time stands beside a measured one
+
+    def lost(estimate: Estimate) -> float:
+        return error(estimate) * (1 - samples[estimate.device_type] / samples.total())
+
+    def error(estimate: Estimate) -> float:
+        return (estimate.ratio_error if are_all else None) or estimate.step_error
+
+    worst = max(plan.estimates, key=lost)
+    yield (
+        f"the shares of {', '.join(samples)} stand on estimates: if {worst.device_type} is "
+        f"{error(worst):.0%} slower beside the others, which one in ten exceeds, a step is "
+        f"{lost(worst):.0%} longer than with the best shares"
+    )
 
 
 def _devices(number: int) -> str:

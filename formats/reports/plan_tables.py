@@ -1,7 +1,7 @@
 """Show plans as plain-text tables."""
 
 from ...schema.options import option
-from ...schema.plan import Alternative, Gain, Plan, Prediction, Proof, Stage, claim_of
+from ...schema.plan import Alternative, Gain, Plan, Prediction, Stage, claim_of
 from .explain import group_terms
 from .grid import device_name, grid, layers_text, mebibytes, milliseconds
 
@@ -24,7 +24,7 @@ def plan_table(plan: Plan) -> str:
     if plan.proof.space is not None:
         lines.append(f"searched: {plan.proof.space}")
     if not plan.layers:
-        lines += [*_simpler_lines(plan.proof), *_est_lines(plan)]
+        lines += [*_simpler_lines(plan), *_est_lines(plan)]
     elif plan.alternatives:
         lines.append(_points(plan))
     lines += [_gain(plan, gain) for gain in plan.with_more_devices]
@@ -160,12 +160,13 @@ def _proof_text(plan: Plan) -> str:
     return f"{claim_of(plan)}, gap {_percent(plan.proof.gap)}: {plan.proof.method}"
 
 
-def _simpler_lines(proof: Proof) -> list[str]:
-    """The cost of choosing a plan that is simpler than the fastest."""
+def _simpler_lines(plan: Plan) -> list[str]:
+    """The cost of choosing another plan than the fastest."""
+    proof, taken = plan.proof, (plan.provenance or {}).get("taken", "simpler")
     if proof.tolerance is None or proof.lower_bound is None or not proof.gap:
         return []
     return [
-        f"simpler than the fastest on paper, {milliseconds(proof.lower_bound)}, which the "
+        f"{taken} than the fastest on paper, {milliseconds(proof.lower_bound)}, which the "
         f"measurements cannot tell from it ({option('fastest')} takes that one)"
     ]
 

@@ -248,8 +248,42 @@ def _tolerance_faults(
         default=None,
         key=lambda one: one.rank,
     )
-    if least is not None and least.rank < (plan.num_virtual_nodes, plan.num_devices):
+    if _weighs_errors(problem):
+        within = [one for one in obvious if one.step_seconds <= best * (1 + tolerance)]
+        latest = _latest_seconds(plan, problem) * (1 + TOLERANCE)
+        yield from (
+            f"proof: {one.what} is within the tolerance, and where estimates are wrong ends "
+            f"earlier: after {one.latest_seconds} s"
+            for one in within
+            if one.latest_seconds * (1 + TOLERANCE) < latest
+        )
+    elif least is not None and least.rank < (plan.num_virtual_nodes, plan.num_devices):
         yield f"proof: {least.what} is within the tolerance, and simpler: {least.step_seconds} s"
+
+
+def _weighs_errors(problem: SplitProblem) -> bool:
+    """Whether the plan to take is that which is least late where estimated types are slower."""
+    errors = {option.step_error for option in problem.devices}
+    return len(errors) > 1 and any(option.is_estimated for option in problem.devices)
+
+
+def _latest_seconds(plan: Plan, problem: SplitProblem) -> float:
+    """Return a step in which each type's passes take as long as its error allows."""
+    number, ends, steps = plan.num_devices, [0.0], [0.0]
+    for group in plan.groups:
+        option = next(one for one in problem.devices if one.device_type == group.device_type)
+        costs = definitions.terms(option, number)
+        exposed = definitions.exposed_seconds(option, number, group.virtual_node_batch_size)
+        seconds = _work(group, costs)[0] * (1 + (option.step_error or 0.0))
+        steps.append(seconds + (exposed or 0.0))
+        ends.append(costs.update_seconds + costs.fixed_seconds)
+    used = {group.device_type for group in plan.groups}
+    sync = max(
+        definitions.split_sync_seconds(option, number)
+        for option in problem.devices
+        if option.device_type in used
+    )
+    return max(steps) + sync + max(ends)
 
 
 def _widest_spread(problem: SplitProblem) -> float:
@@ -265,10 +299,12 @@ def _widest_spread(problem: SplitProblem) -> float:
 class _Obvious:
     """A simple plan to compare with.
 
-    ``rank`` is (virtual nodes, devices): fewer is simpler. ``what`` describes it in a fault.
+    ``latest_seconds`` is its step where passes take as long as the type's error allows. ``rank`` is
+    (virtual nodes, devices): fewer is simpler. ``what`` describes it in a fault.
     """
 
     step_seconds: float
+    latest_seconds: float
     rank: tuple[int, int]
     what: str
 
@@ -290,4 +326,5 @@ def _obvious_plans(problem: SplitProblem) -> Iterator[_Obvious]:
                     what = f"{number} {option.device_type} x {passes} x {point.batch_size}"
                     exposed = definitions.exposed_seconds(option, number, point.batch_size)
                     step = passes * point.step_seconds + (exposed or 0.0) + fixed
-                    yield _Obvious(step, (number * passes, number), what)
+                    later = passes * point.step_seconds * (option.step_error or 0.0)
+                    yield _Obvious(step, step + later, (number * passes, number), what)

@@ -113,7 +113,10 @@ def spread_seconds(
     """
     ways = []
     if None not in step_errors:
-        ways.append(step_seconds * max(error or 0.0 for error in step_errors))
+        known = [error or 0.0 for error in step_errors]
+        each = [seconds + more for seconds, more, _ in passes]
+        late = max(seconds * (1 + error) for seconds, error in zip(each, known, strict=True))
+        ways.append(late - max(each) + (step_seconds - max(each)) * max(known))
     if all(error is not None for *_, error in passes):
         latest = max(seconds + more + seconds * (error or 0.0) for seconds, more, error in passes)
         ways.append(latest - max(seconds + more for seconds, more, _ in passes))

@@ -31,7 +31,7 @@ from ...schema.profile import (
 from ...schema.step_costs import Links
 from .comm import Wire, collective_seconds
 from .device_table import DeviceSpec
-from .efficiency import CARRIED_ERROR, ESTIMATED_ERROR, FITTED
+from .efficiency import ESTIMATED_ERROR, FITTED, RATIO_ERROR
 from .roofline import Efficiency, seconds_of
 from .sequence_layers import sequence_layers
 from .tensor_layers import ShardedLayer, degrees_of, sharded_layers
@@ -144,6 +144,7 @@ def estimated_profile(
             source=spec.source,
             precision=estimator.precision,
             step_error=error,
+            ratio_error=RATIO_ERROR.of(counts.passes[0].forward),
         ),
         provenance={
             "estimated": "computed from operator counts and a data sheet; nothing was measured",
@@ -372,7 +373,7 @@ def carried_profile(
         for table in counts.tables
     )
     assert estimate.estimate is not None
-    error = CARRIED_ERROR.of(counts.passes[0].forward)
+    error = RATIO_ERROR.of(counts.passes[0].forward)
     return replace(
         estimate,
         update_seconds=_scaled(

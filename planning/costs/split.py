@@ -105,7 +105,11 @@ def _half_width_seconds(
     if len(known) == len(latest):
         halves.append(max(known) - max(one.seconds for one in work))
     if len(errors) == len(step_errors):
-        halves.append(max(errors) * step_seconds)
+        first = max(one.seconds for one in work)
+        last = max(one.seconds * (1 + error) for one, error in zip(work, errors, strict=True))
+        is_alike = min(errors) == max(errors)
+        rest = max(errors) * (step_seconds - first)
+        halves.append(max(errors) * step_seconds if is_alike else last - first + rest)
     return max(halves, default=None)
 
 

@@ -5,7 +5,8 @@ largest update. The paper does not describe its solver. This one searches the fi
 candidate compute times; for each, subset sums (feasible.py) decide whether the batch can be shared
 out. Synchronisation, updates and fixed costs depend only on the types in use and on the number of
 devices: these choices are the levels (levels.py), tried in order of a lower bound. Where the
-profiles state their uncertainty, the simplest plan within it is taken (simplest.py).
+profiles state their uncertainty, the simplest plan within it is taken (simplest.py); of types of
+which some are estimated, the plan that is harmed least if they are slower (latest.py).
 """
 
 from collections.abc import Callable
@@ -20,12 +21,14 @@ from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import SplitProblem
 from ..tolerance import MOST_GIVEN_UP
 from .feasible import feasible_batches, feasible_sums, members, multiples
+from .latest import least_latest, needs_least_latest
 from .levels import Level, least_seconds, levels, refutation, single_devices
 from .pool import Pool
 from .simplest import WORK_LIMIT, TooMuchWorkError, simplest
 from .ties import choose, groups_of
 
 METHOD = "threshold search over candidate times, exact subset sums on bitsets"
+_LEAST_LATE = "that ends first where types are as slow as their errors allow, of"
 _ABOVE_ROUNDING = 1 - 1e-12
 
 
@@ -49,7 +52,8 @@ def solve(
     Exact in both regimes; devices of one type may differ, and devices may stay unused.
     Deterministic: of equally fast plans, the rule of ties.py. Where the fastest plan's
     prediction has an interval, the plan is the simplest of all whose predicted step lies within
-    it and is little more than the fastest's, by the rule of simplest.py;
+    it and is little more than the fastest's, by the rule of simplest.py, or of latest.py where
+    types are estimated;
     ``proof.tolerance`` says how much more it may be,
     ``proof.lower_bound`` is the fastest plan's step, and ``provenance["fastest"]`` that plan.
 
@@ -82,12 +86,17 @@ def solve(
     if fastest or high is None:
         return plan
     high = min(high, plan.predicted.step_seconds * (1 + most_given_up))
+    if needs_least_latest(problem):
+        groups = least_latest(problem, pool, high)
+        chosen = _within_tolerance(plan, _plan(problem, groups), high, _LEAST_LATE)
+        told = {**(chosen.provenance or {}), "taken": "less late where estimates are too short"}
+        return replace(chosen, provenance=told)
     try:
         groups = simplest(problem, pool, plan.groups, high, work_limit)
     except TooMuchWorkError:
         said = f"{METHOD}; the fastest on paper: too large to look for a simpler one"
         return replace(plan, proof=replace(plan.proof, method=said))
-    return _within_tolerance(plan, _plan(problem, groups), high)
+    return _within_tolerance(plan, _plan(problem, groups), high, "the simplest of")
 
 
 def _search_levels(problem: SplitProblem, pool: Pool, first: _Best | None) -> _Best | None:
@@ -145,9 +154,9 @@ def _plan(problem: SplitProblem, groups: tuple[ReplicaGroup, ...]) -> Plan:
     )
 
 
-def _within_tolerance(fastest: Plan, simple: Plan, high: float) -> Plan:
-    """The simplest plan of steps up to ``high``, proved against the fastest."""
-    best, step = fastest.predicted.step_seconds, simple.predicted.step_seconds
+def _within_tolerance(fastest: Plan, chosen: Plan, high: float, claim: str) -> Plan:
+    """A plan chosen of those with steps up to ``high``, proved against the fastest."""
+    best, step = fastest.predicted.step_seconds, chosen.predicted.step_seconds
     tolerance = (high - best) / best
     best = min(best, step)  # equal but for rounding
     proof = Proof(
@@ -155,14 +164,14 @@ def _within_tolerance(fastest: Plan, simple: Plan, high: float) -> Plan:
         objective=step,
         lower_bound=best,
         gap=(step - best) / step,
-        method=f"{METHOD}; optimal for these numbers: the simplest of the plans within "
+        method=f"{METHOD}; optimal for these numbers: {claim} the plans within "
         f"{100 * tolerance:.2g} % of the fastest, which the measurements cannot tell apart",
         tolerance=tolerance,
         certificate=fastest.proof.certificate,
     )
-    if simple.groups == fastest.groups:
-        return replace(simple, proof=proof)
-    return replace(simple, proof=proof, provenance={"fastest": _described(fastest)})
+    if chosen.groups == fastest.groups:
+        return replace(chosen, proof=proof)
+    return replace(chosen, proof=proof, provenance={"fastest": _described(fastest)})
 
 
 def _described(plan: Plan) -> dict[str, Any]:

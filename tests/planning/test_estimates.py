@@ -8,7 +8,7 @@ import hetflow
 from hetflow.formats.reports.explain import explain, explanation_document, explanation_table
 from hetflow.formats.reports.tables import table_of
 from hetflow.planning.costs.device_table import spec_of
-from hetflow.planning.costs.efficiency import ESTIMATED_ERROR
+from hetflow.planning.costs.efficiency import ESTIMATED_ERROR, RATIO_ERROR
 from hetflow.planning.costs.estimate import Estimator, estimated_profile
 from hetflow.profilers.estimate import specs_of
 from hetflow.schema import files
@@ -126,3 +126,24 @@ def test_estimated_and_measured_devices_take_two_commands() -> None:
         hetflow.profile("zoo:mlp", ["spec:V100"], effort="quick")
     with pytest.raises(ProblemError, match="are for estimates"):
         hetflow.profile("zoo:mlp", ["cpu"], precision="tf32")
+
+
+def test_a_split_over_estimated_types_says_what_wrong_ratios_cost() -> None:
+    """A V100 with a fourth of the batch or less, so most of its error is lost."""
+    profiles = [profile("V100"), profile("H100")]
+    plan = hetflow.solve(profiles, "1xV100,1xH100", batch_size=64, strategy="split")
+    samples = {group.device_type: group.device_batch_size for group in plan.groups}
+    lost = RATIO_ERROR.products * (1 - samples["V100"] / 64)
+    assert f"if V100 is {RATIO_ERROR.products:.0%} slower" in shown(plan)
+    assert f"a step is {lost:.0%} longer than with the best shares" in shown(plan)
+
+
+def test_a_split_over_a_measured_and_an_estimated_type_trusts_the_measured_one_more() -> None:
+    known = replace(profile("V100"), estimate=None, step_error=0.01)
+    plan = hetflow.solve([known, profile("H100")], "1xV100,1xH100", batch_size=64, strategy="split")
+    paper = hetflow.solve(
+        [known, profile("H100")], "1xV100,1xH100", batch_size=64, strategy="split", fastest=True
+    )
+    assert "as slow as their errors allow" in plan.proof.method
+    assert plan.predicted.step_seconds_high <= paper.predicted.step_seconds_high
+    assert plan.predicted.step_seconds <= paper.predicted.step_seconds * 1.02

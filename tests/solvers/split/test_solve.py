@@ -279,6 +279,95 @@ def test_the_simplest_plan_within_the_interval_is_found(
     assert plan.proof.lower_bound == pytest.approx(fastest.predicted.step_seconds, rel=1e-9)
 
 
+def nominal_and_latest(problem: SplitProblem) -> set[tuple[float, float]]:
+    """Of every split on several devices: its step, and that of passes as late as errors allow."""
+    states: dict[tuple[int, int, frozenset[int]], set[tuple[float, int]]] = {
+        (0, 0, frozenset()): {(0.0, 0.0)}
+    }
+    for kind, option in enumerate(problem.devices):
+        work = [
+            (samples, seconds, exposed(option, samples // passes))
+            for samples, passes, seconds in device_work(problem, option.batch_curve)
+        ]
+        for _ in range(option.num_devices):
+            after = {key: set(ways) for key, ways in states.items()}
+            for (done, used, kinds), ways in states.items():
+                for samples, seconds, more in work:
+                    key = (done + samples, used + 1, kinds | {kind})
+                    late = seconds * (1 + option.step_error) + more
+                    found = {(max(a, seconds + more), max(b, late)) for a, b in ways}
+                    if key[0] <= problem.global_batch_size:
+                        after[key] = undominated(after.get(key, set()) | found)
+            states = after
+    return {
+        (nominal + overhead(problem, used, kinds), latest + overhead(problem, used, kinds))
+        for (done, used, kinds), ways in states.items()
+        if done == problem.global_batch_size and used > 1
+        for nominal, latest in ways
+    }
+
+
+@settings(DRAWN, max_examples=examples(200))
+@given(problems(), st.permutations([0.02, 0.4, 0.25]), st.sampled_from([0.02, 0.2]))
+def test_of_estimated_types_the_plan_that_is_least_late_is_taken(
+    plain: SplitProblem, errors: list[float], given_up: float
+) -> None:
+    """Against every split that is predicted to stay within the limit."""
+    devices = tuple(
+        replace(option, step_error=error, is_estimated=error > 0.1, alone=None)
+        for option, error in zip(plain.devices, errors, strict=False)
+    )
+    assume(len(devices) > 1)
+    problem = replace(plain, devices=devices)
+    splits = nominal_and_latest(problem)
+    for option in devices:
+        for samples, _, seconds in device_work(problem, option.batch_curve):
+            if samples == problem.global_batch_size:
+                rest = option.update_seconds + option.fixed_seconds
+                splits.add((seconds + rest, seconds * (1 + option.step_error) + rest))
+    assume(splits)
+    plan = solve(problem, most_given_up=given_up)
+    assert check(plan, problem) == []
+    best = min(splits)[0]
+    limit = best * (1 + plan.proof.tolerance)
+    step = plan.predicted.step_seconds
+    assert step <= limit * (1 + 1e-9)
+    of_error = {option.device_type: option.step_error for option in devices}
+    number = plan.num_devices
+    late = max(
+        group.virtual_nodes * group.pass_seconds * (1 + of_error[group.device_type])
+        + (exposed(kinds[group.device_type], group.virtual_node_batch_size) if number > 1 else 0.0)
+        for kinds in [{option.device_type: option for option in devices}]
+        for group in plan.groups
+    )
+    used = frozenset(
+        kind
+        for kind, option in enumerate(devices)
+        if option.device_type in {group.device_type for group in plan.groups}
+    )
+    if number > 1:
+        late += overhead(problem, number, used)
+    else:
+        late += max(devices[k].update_seconds + devices[k].fixed_seconds for k in used)
+    least = min(latest for nominal, latest in splits if nominal <= limit * (1 - 1e-9))
+    assert late <= least * (1 + 1e-9)
+
+
+def test_a_split_leaves_less_to_a_type_that_is_only_estimated() -> None:
+    """In equal shares it takes 10 s, and half as long again where the guess is wrong."""
+    known = option("known", 1, {1: 1.0}, step_error=0.0)
+    guessed = option("guessed", 1, {1: 1.0}, step_error=0.5, is_estimated=True)
+    problem = free(20, known, guessed)
+    assert shape(solve(problem, most_given_up=0.02)) == [
+        ("known", 1, 10, 1), ("guessed", 1, 10, 1),
+    ]  # fmt: skip
+    plan = solve(problem, most_given_up=0.2)
+    assert shape(plan) == [("known", 1, 12, 1), ("guessed", 1, 8, 1)]
+    assert plan.predicted.step_seconds_high == pytest.approx(12.0)
+    assert "as slow as their errors allow" in plan.proof.method
+    assert check(plan, problem) == []
+
+
 @settings(DRAWN, max_examples=examples(100))
 @given(problems())
 def test_exact_measurements_leave_the_fastest_plan(plain: SplitProblem) -> None:
