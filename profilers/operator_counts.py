@@ -164,20 +164,17 @@ class Tally:
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._calls: Counter[tuple[str, str, float, int]] = Counter()
+        self.calls: Counter[Operator] = Counter()
         self._held: set[int] = set()
 
     @property
     def operators(self) -> tuple[Operator, ...]:
         """The operators called, equal calls merged, in the order of their first call."""
-        return tuple(
-            Operator(name=name, dtype=dtype, flops=flops, num_bytes=size, count=count)
-            for (name, dtype, flops, size), count in self._calls.items()
-        )
+        return _merged(self.calls)
 
-    def called(self, name: str, dtype: str, flops: float, num_bytes: int) -> None:
+    def called(self, operator: Operator) -> None:
         """Count a call."""
-        self._calls[name, dtype, flops, num_bytes] += 1
+        self.calls[operator] += 1
 
     def allocated(self, storage: Any, inputs: set[int]) -> None:
         """Count a storage that is not one of the inputs' until it is freed."""
@@ -222,7 +219,7 @@ def _recorder() -> Any:
                 self._tally.allocated(tensor.untyped_storage(), held)
             counted = counted_call(function, arguments, named, answer)
             if counted is not None:
-                self._tally.called(*counted)
+                self._tally.called(counted)
             return answer
 
     return Recorder
@@ -230,8 +227,8 @@ def _recorder() -> Any:
 
 def counted_call(
     function: Any, arguments: Sequence[Any], named: Mapping[str, Any], answer: Any
-) -> tuple[str, str, float, int] | None:
-    """The name, type, floating-point operations and bytes of a call; None if it moves nothing.
+) -> Operator | None:
+    """What a call is counted as; None if it moves nothing.
 
     Args:
         function: The operator, of ``torch.ops``.
@@ -262,7 +259,25 @@ def counted_call(
     size = sum(map(_bytes, moved)) + sum(map(_bytes, outputs))
     floats = [tensor.dtype for tensor in (*inputs, *outputs) if tensor.is_floating_point()]
     dtype = str(floats[0] if floats else outputs[0].dtype).removeprefix("torch.")
-    return name, dtype, flops, size
+    return Operator(
+        name=name,
+        dtype=dtype,
+        flops=flops,
+        num_bytes=size,
+        channels_last="conv" in name and any(map(_is_channels_last, inputs)),
+    )
+
+
+def _is_channels_last(tensor: Any) -> bool:
+    """Whether channels lie beside each other in memory, and not the columns of a picture."""
+    import torch
+
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return (
+        tensor.dim() in formats
+        and not tensor.is_contiguous()
+        and bool(tensor.is_contiguous(memory_format=formats[tensor.dim()]))
+    )
 
 
 def _written(function: Any, arguments: Any) -> list[Any]:
@@ -595,29 +610,21 @@ def _pass(bench: Bench, size: int) -> PassCounts:
     with tallied() as tally:
         loss = bench.loss_of(batch)
         forward, kept = tally.operators, tally.live_bytes
-        before = Counter({_key(op): op.count for op in forward})
+        before = tally.calls.copy()
         bench.backward(loss)
-        both = tally.operators
-    backward = [
-        Operator(
-            name=op.name, dtype=op.dtype, flops=op.flops, num_bytes=op.num_bytes,
-            count=op.count - before[_key(op)],
-        )
-        for op in both
-        if op.count > before[_key(op)]
-    ]  # fmt: skip
     return PassCounts(
         batch_size=size,
         forward=forward,
-        backward=tuple(backward),
+        backward=_merged(tally.calls - before),
         kept_bytes=max(0, kept),
         peak_bytes=tally.peak_bytes,
         batch_bytes=sum(map(_bytes, _tensors(batch))),
     )
 
 
-def _key(operator: Operator) -> tuple[str, str, float, int]:
-    return operator.name, operator.dtype, operator.flops, operator.num_bytes
+def _merged(calls: Counter[Operator]) -> tuple[Operator, ...]:
+    """Equal calls as one, in the order of their first call."""
+    return tuple(replace(operator, count=count) for operator, count in calls.items())
 
 
 def _table(bench: Bench, size: int) -> LayerTable:

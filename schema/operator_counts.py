@@ -25,6 +25,7 @@ class Operator:
         flops: Floating-point operations of one call that matrix units can do (products and
             convolutions; a multiplication and an addition are two operations); 0 for all others.
         num_bytes: Bytes of its distinct inputs and outputs, each read or written once.
+        channels_last: Whether it is a convolution of tensors in torch's memory format of that name.
         count: Number of such calls.
     """
 
@@ -32,6 +33,7 @@ class Operator:
     dtype: Name
     flops: NonNegative
     num_bytes: Bytes
+    channels_last: bool = False
     count: Count = 1
 
     @property

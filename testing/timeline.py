@@ -532,11 +532,7 @@ def operator_of(signature: str) -> Operator | None:
         else:
             arguments.append(found)
     answers = [value(found) for found in made]
-    counted = counted_call(function, arguments, named, answers[0] if len(answers) == 1 else answers)
-    if counted is None:
-        return None
-    kind_of, dtype, flops, num_bytes = counted
-    return Operator(name=kind_of, dtype=dtype, flops=flops, num_bytes=num_bytes)
+    return counted_call(function, arguments, named, answers[0] if len(answers) == 1 else answers)
 
 
 # C++'s names of types, where torch's are not the same in small letters.

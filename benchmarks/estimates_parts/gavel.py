@@ -36,7 +36,8 @@ def gavel_steps(folder: Path) -> Iterator[Measured]:
     passes = {one.batch_size: one for one in counts.passes}
     for (device, size), seconds in sorted(steps.items()):
         yield Measured(
-            device=device,
+            source="Gavel",
+            model=_JOB,
             config=f"batch {size}",
             spec=SPECS[device],
             operators=((1, passes[size].forward + passes[size].backward), (1, counts.update)),

@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetflow.planning.costs.device_table import DeviceSpec, spec_of
-from hetflow.planning.costs.roofline import Efficiency, seconds_of
 from hetflow.schema.operator_counts import Operator
 
 from .megatron import Shape, block_counts, head_counts
@@ -28,7 +27,7 @@ VTRAIN = spec_of("A100-SXM4-80GB")
 # OPT's published configuration has no dropout in its attention.
 OPT = Shape(1024, 16, 2048, attention_dropout=0.0)
 _VTRAIN_VOCABULARY = 51200
-_ADAM_BYTES = 30  # a parameter: gradient, two moments and 32-bit weight read and written, copies
+ADAM_BYTES = 30  # a parameter: gradient, two moments and 32-bit weight read and written, copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +35,20 @@ class Measured:
     """A measured time, and the operators that it is the time of.
 
     Args:
-        device: Sailor's name of it, or ``vTrain``.
-        config: What was varied: a part of the pass, or a model.
+        source: Who measured.
+        model: What was trained, with what tells its figures apart.
+        config: What was varied: a size, or a part of the pass after a comma.
         spec: Of the device.
         operators: (how many times, operators), one after another.
         moved_bytes: Through the device's memory besides, by the optimizer.
         sent_bytes: Over the link, to synchronise.
         seconds: Measured.
         weight: In the whole pass: how many such parts it has.
+        samples: That it was measured with, where devices were measured with unlike numbers.
     """
 
-    device: str
+    source: str
+    model: str
     config: str
     spec: DeviceSpec
     operators: tuple[tuple[int, tuple[Operator, ...]], ...]
@@ -54,15 +56,7 @@ class Measured:
     sent_bytes: float = 0.0
     seconds: float
     weight: int = 1
-
-    def estimated(self, efficiency: Efficiency) -> float:
-        """Seconds by the roofline; 32-bit products in TF32 where the device has it."""
-        spec = self.spec
-        return (
-            sum(n * seconds_of(ops, spec, efficiency, "tf32") for n, ops in self.operators)
-            + self.moved_bytes / (spec.memory_bytes_per_second * efficiency.memory)
-            + self.sent_bytes / (spec.link_bytes_per_second * efficiency.link)
-        )
+    samples: int = 1
 
 
 @cache
@@ -89,7 +83,8 @@ def sailor_layers(folder: Path) -> Iterator[Measured]:
                 ("head backward", head_backward, layers["25"][1], 1),
             ):
                 yield Measured(
-                    device=device,
+                    source="Sailor",
+                    model="OPT-350M",
                     config=f"microbatch {size}, {part}",
                     spec=SPECS[device],
                     operators=((1, operators),),
@@ -102,7 +97,8 @@ def vtrain_steps(folder: Path) -> Iterator[Measured]:
     """Whole steps of data-parallel GPT models in 16 bits on one node of A100."""
     with (folder / "vtrain" / "measured_runs_a100_tensor1.csv").open(encoding="utf-8") as stream:
         rows = [[float(cell) for cell in row] for row in list(csv.reader(stream))[1:]]
-    for _, batch, micro, hidden, heads, layers, length, _, replicas, stages, milliseconds in rows:
+    for number, row in enumerate(rows):
+        _, batch, micro, hidden, heads, layers, length, _, replicas, stages, milliseconds = row
         if stages != 1:
             continue
         shape = Shape(
@@ -113,14 +109,15 @@ def vtrain_steps(folder: Path) -> Iterator[Measured]:
         passes = int(batch / micro / replicas)
         weights = layers * 12 * hidden**2 + (_VTRAIN_VOCABULARY + length) * hidden
         yield Measured(
-            device="vTrain",
-            config=f"hidden {hidden:.0f}, {layers:.0f} layers",
+            source="vTrain",
+            model=f"GPT of width {hidden:.0f} and {layers:.0f} layers",
+            config=f"run {number}",
             spec=VTRAIN,
             operators=(
                 (passes * int(layers), forward + backward),
                 (passes, head + head_backward),
             ),
-            moved_bytes=_ADAM_BYTES * weights,
+            moved_bytes=ADAM_BYTES * weights,
             sent_bytes=2 * (replicas - 1) / replicas * 2 * weights,
             seconds=milliseconds / 1e3,
         )

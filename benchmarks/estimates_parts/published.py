@@ -1,7 +1,7 @@
-"""Training throughput that NVIDIA's examples publish for one GPU, with what they ran.
+"""Training throughput of one GPU that NVIDIA's examples and Lambda's runs of them publish.
 
-Whole steps with their loaders, in the containers of their year. BERT's steps are of many passes,
-so its update is left out.
+Whole steps with their loaders, in the containers of their year. Steps of BERT's pretraining are of
+many passes, so their update is left out; those of SQuAD are of one.
 """
 
 import csv
@@ -18,65 +18,70 @@ from hetflow.profilers.operator_counts import count_model
 from hetflow.schema.choices import Precision
 from hetflow.schema.operator_counts import Operator
 
-from .measured import Measured
+from .measured import ADAM_BYTES, Measured
 from .megatron import Shape, block_counts, head_counts
 
 FIGURES = Path(__file__).resolve().parents[2] / "tests" / "data" / "training_figures.csv"
-_SPECS = {
-    ("A100", "80"): spec_of("A100-SXM4-80GB"),
-    ("V100", "16"): spec_of("V100-SXM2-16GB"),
-    ("V100", "32"): spec_of("V100-SXM2-32GB"),
-}
 _PRECISIONS: dict[str, Precision] = {"TF32": "tf32", "FP32": "float32", "AMP fp16": "float16"}
-_CONVOLUTIONAL = {
-    "ResNet-50 v1.5 224px": "zoo:resnet50",
-    "ResNeXt-101 32x4d 224px": f"{Path(__file__).with_name('published_models.py')}:resnext101",
+_MODELS = Path(__file__).with_name("published_models.py")
+_CONVOLUTIONAL = {  # and in channels_last, which only NVIDIA's 16-bit runs are (configs.yml)
+    "ResNet-50": ("zoo:resnet50", f"{_MODELS}:resnet50_channels_last"),
+    "ResNeXt-101": (f"{_MODELS}:resnext101", f"{_MODELS}:resnext101_channels_last"),
 }
-_BERT_LAYERS = 24
-_OF_UNKNOWN_KERNELS = ("BERT-large", "float16")  # apex's fused ones, which no operator tells
-PUBLISHED = ("A100, tf32", "A100, float16", "V100, float32", "V100, float16")
-
-
-def published_steps() -> Iterator[Measured]:
-    """A step, or a pass of BERT, for each figure."""
-    with FIGURES.open(encoding="utf-8") as stream:
-        for row in csv.DictReader(stream):
-            size, precision = int(row["batch_per_gpu"]), _PRECISIONS[row["precision"]]
-            model = row["model"]
-            if (model.partition(" ")[0], precision) == _OF_UNKNOWN_KERNELS:
-                continue
-            yield Measured(
-                device=f"{row['gpu']}, {precision}",
-                config=model.partition(" ")[0],
-                spec=_SPECS[row["gpu"], row["memory_gb"]],
-                operators=(
-                    _convolutional(model, size, precision)
-                    if model in _CONVOLUTIONAL
-                    else _bert(int(model.rpartition(" ")[2]), size, precision)
-                ),
-                seconds=size / float(row["figure"]),
-            )
-
-
+_BERT = {"BERT-base": (768, 12), "BERT-large": (1024, 24)}  # width and layers
+_NVIDIA = "NVIDIA/DeepLearningExamples"
+_OF_UNKNOWN_KERNELS = (_NVIDIA, "BERT-large", "float16")  # apex's fused ones: no operator tells
 Operators = tuple[tuple[int, tuple[Operator, ...]], ...]
 
 
+def published_steps() -> Iterator[Measured]:
+    """A step, or a pass of BERT's pretraining, for each figure."""
+    with FIGURES.open(encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            size, precision = int(row["batch_per_gpu"]), _PRECISIONS[row["precision"]]
+            source, model = row["repository"], row["model"]
+            name = model.partition(" ")[0]
+            if (source, name, precision) == _OF_UNKNOWN_KERNELS:
+                continue
+            is_whole = "SQuAD" in model
+            yield Measured(
+                source=source.partition("/")[0],
+                model=name,
+                config="16 bits" if precision == "float16" else "32 bits",
+                spec=spec_of(row["gpu"]),
+                operators=(
+                    _convolutional(
+                        _CONVOLUTIONAL[name][source == _NVIDIA and precision == "float16"],
+                        size,
+                        precision,
+                    )
+                    if name in _CONVOLUTIONAL
+                    else _bert(name, int(model.rpartition(" ")[2]), size, precision, is_whole)
+                ),
+                moved_bytes=_adam_bytes(name) if is_whole else 0.0,
+                seconds=size / float(row["figure"]),
+                samples=size,
+            )
+
+
 @cache
-def _convolutional(model: str, size: int, precision: Precision) -> Operators:
-    counts = count_model(
-        targets.parse(_CONVOLUTIONAL[model]), (size,), (), "sgd-momentum", precision=precision
-    )
+def _convolutional(target: str, size: int, precision: Precision) -> Operators:
+    counts = count_model(targets.parse(target), (size,), (), "sgd-momentum", precision=precision)
     (found,) = counts.passes
     return (1, found.forward + found.backward), (1, counts.update)
 
 
 @cache
-def _bert(length: int, size: int, precision: Precision) -> Operators:
+def _bert(name: str, length: int, size: int, precision: Precision, is_squad: bool) -> Operators:
     dtype = torch.float16 if precision == "float16" else torch.float32
-    shape = Shape(1024, 16, length, vocabulary=30528, dtype=dtype)
+    width, layers = _BERT[name]
+    shape = Shape(width, width // 64, length, vocabulary=30528, dtype=dtype)
     with FakeTensorMode():
-        (forward, backward), (head, head_backward) = (
-            block_counts(shape, size),
-            head_counts(shape, size),
-        )
-    return (_BERT_LAYERS, forward + backward), (1, head + head_backward)
+        forward, backward = block_counts(shape, size)
+        head = () if is_squad else sum(head_counts(shape, size), ())
+    return (layers, forward + backward), (1, head)
+
+
+def _adam_bytes(name: str) -> float:
+    width, layers = _BERT[name]
+    return ADAM_BYTES * (12 * layers * width**2 + 31_000 * width)

@@ -70,6 +70,7 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
             "weight_bytes": profile.weight_bytes,
             "sync": profile.sync,
             "step_error": profile.step_error,
+            "is_estimated": profile.estimate is not None,
         }
         faults += _unlike(option, own | _ends(busy or profile), where)
         if (option.alone is None) != (busy is None):

@@ -4,8 +4,9 @@ Rates are peaks without sparsity, of one device as torch counts devices. Trainin
 them: ``roofline`` multiplies them by efficiencies that were fitted to measured runs.
 
 The figures were compared with public tables of the sheets, but for the rates of A10G and GH200, the
-16-bit rates of Quadro RTX 6000, RTX 2080 Ti, A6000 and 6000 Ada, and most links. These were written
-from memory: read the data sheet before you spend money by them.
+16-bit rate of the 6000 Ada, and most links: these were written from memory, so read the data sheet
+before you spend money by them. The 16-bit rates of Quadro RTX cards and the RTX 2080 Ti are eight
+and four times their 32-bit rates, as in the sheet of the passive Quadro RTX 6000.
 """
 
 from collections.abc import Sequence
@@ -114,6 +115,10 @@ SPECS: tuple[DeviceSpec, ...] = (
          "NVIDIA A100 data sheet"),
     _row("A100", "A100-SXM4-80GB", 80, 19.5, 156, 312, 2039, "NVLink 3", 600,
          "NVIDIA A100 data sheet"),
+    _row("A100", "A100-PCIE-40GB", 40, 19.5, 156, 312, 1555, "PCIe 4 x16", 64,
+         "NVIDIA A100 data sheet, without a bridge"),
+    _row("A100", "A100-PCIE-80GB", 80, 19.5, 156, 312, 1935, "PCIe 4 x16", 64,
+         "NVIDIA A100 data sheet, without a bridge"),
     _row("H100", "H100-SXM5-80GB", 80, 67, 494.7, 989.4, 3350, "NVLink 4", 900,
          "NVIDIA H100 data sheet, figures with sparsity halved"),
     _row("H100PCIe", "H100-PCIE-80GB", 80, 51, 378, 756, 2000, "NVLink 4 bridge", 600,
@@ -132,6 +137,8 @@ SPECS: tuple[DeviceSpec, ...] = (
          "AMD MI300X data sheet"),
     _row("RTX6000", "QuadroRTX6000-24GB", 24, 16.3, None, 130.5, 672, "PCIe 3 x16", 32,
          "NVIDIA Quadro RTX 6000 data sheet", bfloat16=False),
+    _row("RTX8000", "QuadroRTX8000-48GB", 48, 16.3, None, 130.5, 672, "PCIe 3 x16", 32,
+         "NVIDIA Quadro RTX 8000 data sheet", bfloat16=False),
     _row("RTX2080Ti", "RTX-2080-Ti-11GB", 11, 13.4, None, 53.8, 616, "PCIe 3 x16", 32,
          "NVIDIA Turing white paper, reference clocks, 32-bit sums", bfloat16=False),
     _row("RTX3090", "RTX-3090-24GB", 24, 35.6, 35.6, 71, 936, "PCIe 4 x16", 64,

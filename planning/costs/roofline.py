@@ -5,8 +5,8 @@ An operator takes its launch and the longer of computing and moving (Williams et
 pass run one after another, so their times add up.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ...schema.choices import Precision
@@ -14,11 +14,12 @@ from ...schema.operator_counts import Operator
 from .device_table import DeviceSpec
 
 Unit = Literal["vector", "tf32", "half"]
+UNITS: tuple[Unit, ...] = ("vector", "tf32", "half")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What share of a peak rate training reaches. Fractions but for the last.
+    """What share of a peak rate training reaches. Fractions but for the last two.
 
     Args:
         vector: Of 32-bit products on vector units.
@@ -29,8 +30,12 @@ class Efficiency:
         convolution_tf32: Of convolutions of 32 bits on matrix units.
         convolution_half: Of convolutions of 16 bits on matrix units.
         memory: Of the memory's bandwidth.
+        convolution_memory: The same of convolutions, whose algorithms move more than is counted.
+        channels_last_memory: The same of convolutions in channels_last, which change no layouts.
         link: Of a link's bandwidth, in an all-reduce of large messages.
         launch_seconds: Of each operator, whatever its size.
+        forms: How many times these shares of its units a form reaches, by its row's name; 1 where
+            no run tells.
     """
 
     vector: float
@@ -40,18 +45,26 @@ class Efficiency:
     convolution_tf32: float
     convolution_half: float
     memory: float
+    convolution_memory: float
+    channels_last_memory: float
     link: float
     launch_seconds: float
+    forms: Mapping[str, float] = field(default_factory=dict)
 
-    def of(self, unit: Unit, operator: Operator) -> float:
-        """That of an operator on a unit."""
+    def of(self, unit: Unit, operator: Operator, form: str) -> float:
+        """That of an operator on a unit of a form of device."""
+        times = self.forms.get(form, 1.0)
         if operator.is_convolution:
-            return {
-                "vector": self.convolution_vector,
-                "tf32": self.convolution_tf32,
-                "half": self.convolution_half,
-            }[unit]
-        return {"vector": self.vector, "tf32": self.tf32, "half": self.half}[unit]
+            shares = self.convolution_vector, self.convolution_tf32, self.convolution_half
+            return times * dict(zip(UNITS, shares, strict=True))[unit]
+        shares = self.vector, self.tf32, self.half
+        return min(times * dict(zip(UNITS, shares, strict=True))[unit], 1.0)
+
+    def memory_of(self, operator: Operator) -> float:
+        """That of an operator on the memory's bandwidth."""
+        if not operator.is_convolution:
+            return self.memory
+        return self.channels_last_memory if operator.channels_last else self.convolution_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +117,8 @@ def operator_seconds(
 ) -> float:
     """The time of one call."""
     unit, peak = unit_of(operator, spec, precision)
-    compute = operator.flops / (peak * efficiency.of(unit, operator))
-    move = operator.num_bytes / (spec.memory_bytes_per_second * efficiency.memory)
+    compute = operator.flops / (peak * efficiency.of(unit, operator, spec.name))
+    move = operator.num_bytes / (spec.memory_bytes_per_second * efficiency.memory_of(operator))
     return efficiency.launch_seconds + max(compute, move)
 
 

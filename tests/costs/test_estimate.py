@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hetflow.planning.costs.device_table import SPECS, DeviceSpec, spec_of
-from hetflow.planning.costs.efficiency import CARRIED_ERROR, ESTIMATED_ERROR
+from hetflow.planning.costs.efficiency import ESTIMATED_ERROR, RATIO_ERROR
 from hetflow.planning.costs.estimate import (
     RESERVE_BYTES,
     Estimator,
@@ -47,6 +47,8 @@ SHARES = Efficiency(
     convolution_tf32=0.125,
     convolution_half=0.25,
     memory=0.5,
+    convolution_memory=0.25,
+    channels_last_memory=0.4,
     link=0.5,
     launch_seconds=1e-3,
 )
@@ -196,7 +198,7 @@ def test_a_profile_carried_to_its_own_type_is_itself() -> None:
     assert carried.update_seconds == pytest.approx(0.3)
     assert carried.estimate is not None
     assert carried.estimate.carried_from == "Toy"
-    assert carried.step_error == CARRIED_ERROR.products
+    assert carried.step_error == RATIO_ERROR.products
 
 
 def test_only_the_model_s_own_time_is_carried() -> None:
