@@ -250,7 +250,7 @@ def _tolerance_faults(
     )
     if _weighs_errors(problem):
         within = [one for one in obvious if one.step_seconds <= best * (1 + tolerance)]
-        latest = _latest_seconds(plan, problem) * (1 + TOLERANCE)
+        latest = _latest_seconds(plan, problem)
         yield from (
             f"proof: {one.what} is within the tolerance, and where estimates are wrong ends "
             f"earlier: after {one.latest_seconds} s"
