@@ -55,10 +55,11 @@ def faults_of_plan(
         from .checks.profiled import stated_faults
 
         free, names = memory_reserve_bytes, [profile.device_type for profile in profiles]
-        judged = judged_pool(plan, pool)
+        pool = None if pool is None else pool.spelled_as(names)
+        judged = judged_pool(plan, pool).spelled_as(names)
         problem = Problem(
             profiles,
-            judged.spelled_as(names),
+            judged,
             plan.global_batch_size,
             optimizer or plan.optimizer,
             asked_bytes(plan.reserves) if free is None else free,
@@ -66,11 +67,10 @@ def faults_of_plan(
         )
         view = view_of_plan(plan, problem)
         found = faults_against(plan, view, problem)
-        if pool not in (None, judged) and not plan.layers and plan.shard is None:
+        if pool is not None and pool != judged and not plan.layers and plan.shard is None:
             from .checks.batch_split import bound_faults
 
-            assert pool is not None
-            whole = view_of_plan(plan, replace(problem, pool=pool.spelled_as(names)))
+            whole = view_of_plan(plan, replace(problem, pool=pool))
             assert isinstance(whole, SplitProblem)
             found += bound_faults(plan, whole)
         found += stated_faults(plan, profiles)

@@ -40,7 +40,11 @@ def solve(question: Question, clock: Clock | None = None) -> Plan:
         InfeasibleError: No plan of the requested kind exists; with ``auto``, no plan of any kind.
         BackendError: A solver's plan fails its check, which is a bug.
     """
-    plan, pool = _plan(question, clock or Clock(question.limits)), question.pool
+    clock, pool = clock or Clock(question.limits), question.pool
+    kinds = _kinds_to_try(question)
+    _warn_about_update_time(question)
+    one_kind = len(kinds) == 1
+    plan = _best(question, kinds[0], clock) if one_kind else _fastest_kind(question, kinds, clock)
     used = [p for p in question.profiles if p.device_type in plan.devices_by_type]
     reserves = [_reserve(plan, profile, question) for profile in used]
     plan = dataclasses.replace(
@@ -76,34 +80,20 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
 
 
 def _reserve(plan: Plan, profile: Profile, question: Question) -> MemoryReserve:
-    asked = question.asked.memory_reserve_bytes
-    if not plan.layers:
-        return reserve_of(_as_used(profile, plan), asked, num_devices=plan.num_devices)
-    from .pipeline_problem import reserve_in_pipeline
+    """What a plan leaves free of tensors on a device; of a split, at no larger sizes than its."""
+    if plan.layers:
+        from .pipeline_problem import reserve_in_pipeline
 
-    pool = plan.cluster or question.pool
-    return reserve_in_pipeline(
-        profile, dataclasses.replace(question, pool=pool).problem, plan.schedule
+        problem = dataclasses.replace(question, pool=plan.cluster or question.pool).problem
+        return reserve_in_pipeline(profile, problem, plan.schedule)
+    mine = [g for g in plan.groups if g.device_type == profile.device_type]
+    largest, curve = max(g.virtual_node_batch_size for g in mine), profile.batch_curve
+    used = tuple(point for point in curve if point.batch_size <= largest) or curve[:1]
+    return reserve_of(
+        dataclasses.replace(profile, batch_curve=used),
+        question.asked.memory_reserve_bytes,
+        num_devices=plan.num_devices,
     )
-
-
-def _as_used(profile: Profile, plan: Plan) -> Profile:
-    """Return the profile with no larger sizes than the plan's, as far as it has them."""
-    largest = max(
-        group.virtual_node_batch_size
-        for group in plan.groups
-        if group.device_type == profile.device_type
-    )
-    curve = tuple(point for point in profile.batch_curve if point.batch_size <= largest)
-    return dataclasses.replace(profile, batch_curve=curve or profile.batch_curve[:1])
-
-
-def _plan(question: Question, clock: Clock) -> Plan:
-    kinds = _kinds_to_try(question)
-    _warn_about_update_time(question)
-    if len(kinds) == 1:
-        return _best(question, kinds[0], clock)
-    return _fastest_kind(question, kinds, clock)
 
 
 def _best(question: Question, kind: Kind, clock: Clock, kinds_left: int = 1) -> Plan:
