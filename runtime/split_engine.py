@@ -151,6 +151,7 @@ class SplitEngine:
         if self.shared_states is not None:
             self._promise = step.promise
             self.totals.extra = [] if step.promise is None else step.promise.wishes()
+        # After all that the sums hold is known: the last bucket may carry them (totals.py).
         self.reducer.launch_rest()
         self._session.clock.computed()
 
