@@ -257,15 +257,8 @@ def odds_table(report: OddsReport) -> str:
 
 
 def _zones(report: OddsReport) -> str:
-    heads = [
-        "zone",
-        "windows",
-        "there %",
-        "taken away",
-        "mean h (95 %)",
-        "median h",
-        "mean to h (95 %)",
-    ]
+    heads = ["zone", "windows", "there %", "taken away", "mean h (95 %)", "median h",
+             "mean to h (95 %)"]  # fmt: skip
     told = report.checkpoint_seconds is not None
     if told:
         heads += ["checkpoint every min", "lost %"]

@@ -11,6 +11,7 @@ from math import ceil, floor, gcd
 import numpy as np
 from numpy.typing import NDArray
 
+from ...schema.errors import ProblemError
 from .job import Held, RentJob
 
 MOST_UNITS = 20_000
@@ -28,6 +29,10 @@ class Modes:
     """
 
     job: RentJob
+
+    def __post_init__(self) -> None:
+        if self.job.clouds:
+            raise ProblemError("a program knows moves between zones, not between clouds")
 
     @cached_property
     def holdings(self) -> tuple[tuple[int, int], ...]:

@@ -77,27 +77,19 @@ class Prices:
         """[offers] where each is."""
         return np.array([offer.cloud for offer in self.offers])
 
-    @cached_property
-    def device_types(self) -> NDArray[np.str_]:
-        """[offers] what each has."""
-        return np.array([offer.device_type for offer in self.offers])
-
-    @cached_property
-    def is_one_device(self) -> NDArray[np.bool_]:
-        """[offers] whether the machine has just one."""
-        return np.array([offer.num_devices == 1 for offer in self.offers])
-
     def until(self, end_seconds: float) -> "Prices":
         """The same up to a time."""
         if end_seconds >= self.edges[-1]:
             return self
         last = int(np.searchsorted(self.edges, end_seconds, side="left"))
-        return Prices(
-            offers=self.offers,
-            edges=np.concatenate([self.edges[:last], [end_seconds]]),
-            dollars_per_second=self.dollars_per_second[:last],
-            goes_on=True,
-        )
+        edges = np.concatenate([self.edges[:last], [end_seconds]])
+        return replace(self._rows(slice(last), edges), goes_on=True)
+
+    def _rows(self, rows: slice, edges: NDArray[np.float64]) -> "Prices":
+        """Some of the stretches, whose edges may be others."""
+        known = self.dollars_per_second[rows]
+        posted = None if self.posted is None else self.posted[rows]
+        return replace(self, edges=edges, dollars_per_second=known, posted=posted)
 
     def since(self, start_seconds: float) -> "Prices":
         """These prices from ``start_seconds`` on.
@@ -109,12 +101,8 @@ class Prices:
         if not begin <= start_seconds < end:
             raise _no_prices(start_seconds, begin, end)
         first = int(np.searchsorted(self.edges, start_seconds, side="right")) - 1
-        return Prices(
-            offers=self.offers,
-            edges=np.concatenate([[start_seconds], self.edges[first + 1 :]]),
-            dollars_per_second=self.dollars_per_second[first:],
-            goes_on=self.goes_on,
-        )
+        edges = np.concatenate([[start_seconds], self.edges[first + 1 :]])
+        return self._rows(slice(first, None), edges)
 
 
 def _no_prices(start_seconds: float, begin: float, end: float) -> ProblemError:

@@ -72,12 +72,11 @@ def strategies(
     prices: Prices, *, cloud: str = "aws", device_type: str = "V100"
 ) -> dict[str, PriceStrategy]:
     """The five by name, in the order of the figure; ``one_device`` is the thesis's 1xV100."""
-    here, alone = prices.clouds == cloud, prices.is_one_device
-    anything = np.ones(len(prices.offers), np.bool_)
+    here, anything = prices.clouds == cloud, np.ones(len(prices.offers), np.bool_)
+    alone = np.array([offer.num_devices == 1 for offer in prices.offers])
+    is_type = np.array([offer.device_type == device_type for offer in prices.offers])
     return {
-        "one_device": PriceStrategy(
-            prices=prices, may_take=here & alone & (prices.device_types == device_type)
-        ),
+        "one_device": PriceStrategy(prices=prices, may_take=here & alone & is_type),
         "gpu_type": PriceStrategy(prices=prices, may_take=here & alone),
         "multi_gpu": PriceStrategy(prices=prices, may_take=here),
         "multi_cloud": PriceStrategy(prices=prices, may_take=anything),
