@@ -220,8 +220,11 @@ class _Loop:
     def _facts(self) -> dict[str, Any]:
         import torch
 
+        trained = {id(parameter) for parameter in self._parameters()}
+        frozen = [p.nbytes for p in self._training.models.parameters() if id(p) not in trained]
         return {
-            "weight_bytes": sum(p.numel() * p.element_size() for p in self._parameters()),
+            "weight_bytes": sum(p.nbytes for p in self._parameters()),
+            "frozen_weight_bytes": sum(frozen) or None,
             "num_parameters": sum(p.numel() for p in self._parameters()),
             "optimizer": type(self._training.optimizers[0]).__name__,
             "torch": torch.__version__,

@@ -99,7 +99,8 @@ from torch import nn
 fabric = Fabric(devices=1)
 data = torch.utils.data.TensorDataset(torch.randn(64, 8))
 loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(data, batch_size=16))
-model = nn.Linear(8, 1)
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+model[0].requires_grad_(False)
 model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
 for (x,) in loader:
     fabric.backward(model(x).pow(2).mean())
@@ -324,5 +325,5 @@ def test_scripts_of_lightning_are_profiled_in_their_loops(
     assert not (tmp_path / "out").exists()
     assert run(["profile", "fabric.py", *asked, "--sync-devices", "0"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
-    assert told["weight_bytes"] == 4 * 9
+    assert (told["weight_bytes"], told["frozen_weight_bytes"]) == (4 * 9, 4 * 72)
     assert told["optimizer"]["name"] == "SGD"
