@@ -1,6 +1,5 @@
 """LAS at the analytic centre of its optimal face; each call starts from the last answer."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ from ...clusters.mechanisms.cluster.active import Active
 from ...solvers.allocation.engine import solve_alone
 from ...solvers.allocation.interior.method import over_rows
 from ...solvers.allocation.program import Floats, Ints, Program
-from ...solvers.compiling import compiled_if_often
 from .face import Face, Rows, climb, optimal_face, roomy_face
 
 _ROOM = 0.005  # relative, of what a guess leaves none of
@@ -99,10 +97,7 @@ def _near_centre(face: Face, rate: Floats) -> Floats:
     return answer
 
 
-Climb = Callable[[Face, Rows, Floats], bool]
-
-
-def centre(face: Face, start: Floats, steps: Climb | None = None) -> Floats | None:
+def centre(face: Face, start: Floats) -> Floats | None:
     """Time fractions [types, classes] of a job of each class at the centre of the face.
 
     O(classes x types^2) an iteration: some five from the centre of a similar problem, ten from
@@ -111,37 +106,25 @@ def centre(face: Face, start: Floats, steps: Climb | None = None) -> Floats | No
     Args:
         face: The problem; every class has a type.
         start: A guess [types, classes], positive where ``rate`` is; need not be feasible.
-        steps: How steps are taken: in numpy, compiled where many are taken, or as given.
 
     Returns:
         The fractions; None where the numbers gave out, as they do where more is tight than the
         face says.
     """
-    with np.errstate(all="ignore"):
-        return _newton(face, start, steps or _FASTEST_CLIMB)
-
-
-def _compiled_climb() -> Climb:
-    from .face_compiled import climb
-
-    return climb
-
-
-_FASTEST_CLIMB: Climb = compiled_if_often(climb, _compiled_climb)
-
-
-def _newton(f: Face, start: Floats, climb: Climb) -> Floats | None:
-    types, classes = f.rate.shape
+    types, classes = face.rate.shape
     size = (types + 2) * classes
     point = np.zeros(size + types)
     x, w = point[:size].reshape(types + 2, classes), point[size:]
-    fixed = Rows(f)
-    x[:types] = np.where(f.rate > 0, start, 0.0)
-    reached = (f.rate * x[:types]).sum(axis=0)
-    x[types] = np.maximum(1.0 - x[:types].sum(axis=0), _ROOM) * ~f.busy
-    x[types + 1] = np.maximum(reached - f.level * f.z, _ROOM * reached) * (f.asks & ~f.bound)
-    w[:] = np.maximum(f.capacity - over_rows(x[:types] * fixed.each), _ROOM * f.capacity) * ~f.full
-    return x[:types] if climb(f, fixed, point) else None
+    with np.errstate(all="ignore"):
+        fixed = Rows(face)
+        x[:types] = np.where(face.rate > 0, start, 0.0)
+        reached = (face.rate * x[:types]).sum(axis=0)
+        x[types] = np.maximum(1.0 - x[:types].sum(axis=0), _ROOM) * ~face.busy
+        beyond = np.maximum(reached - face.level * face.z, _ROOM * reached)
+        x[types + 1] = beyond * (face.asks & ~face.bound)
+        spare = face.capacity - over_rows(x[:types] * fixed.each)
+        w[:] = np.maximum(spare, _ROOM * face.capacity) * ~face.full
+        return x[:types] if climb(face, fixed, point) else None
 
 
 OPTIMA.add("centre", lambda weighted: CentreLas(weighted=weighted), __name__)

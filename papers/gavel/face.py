@@ -5,7 +5,7 @@ Gavel's published code solves its programs with an interior point method, which 
 What is tight in every optimum is known beforehand, so the centre maximises the sum of the
 logarithms of all other slacks: a smooth problem, with as many coupled unknowns as there are
 resources, and z. Slacks stand beside the time fractions as columns of their own.
-Sums over classes are numpy's own, as in ``method``; so ``climb`` can be compiled too.
+Sums over classes are numpy's own, as in ``method``.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.papers.gavel import face
 from hetflow.papers.gavel.centre_las import centre
 from hetflow.papers.gavel.face import Face, optimal_face
 from hetflow.solvers.allocation.engine import solve_alone
@@ -93,26 +92,3 @@ def test_two_jobs_on_two_equal_types_by_hand() -> None:
     x = found[0, 1]
     assert found[1, 1] == pytest.approx(x)
     assert 1 / x == pytest.approx(1 / (1 - 2 * x) - 1 / (2 * x - 0.5), rel=1e-6)
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(60))
-@given(problem=_problems())
-def test_compiled_steps_give_the_same_digits(problem: tuple[np.ndarray, ...]) -> None:
-    compiled = pytest.importorskip(
-        "hetflow.papers.gavel.face_compiled", reason="numba is not installed"
-    )
-    counts, scales, rate, levels, capacity = problem
-    warm = WarmMaxMin(capacity)
-    for row, scale, level in zip(rate, scales, levels, strict=True):
-        warm.add_class(row, float(scale), float(level))
-    present = np.arange(len(counts))
-    warm.set_counts(present, counts.astype(np.int64))
-    warm.solve(with_prices=True)
-    problem_face = optimal_face(warm, present, counts)
-    start = np.full_like(problem_face.rate, 0.1)
-    plain = centre(problem_face, start, steps=face.climb)
-    fast = centre(problem_face, start, steps=compiled.climb)
-    assert (plain is None) == (fast is None)
-    if plain is not None:
-        assert np.array_equal(plain, fast)
