@@ -1,10 +1,6 @@
 """``hetflow.check``."""
 
-from ..planning.inputs import (
-    pool_of,
-    profiles_of,
-    under_todays_names,
-)
+from ..planning.inputs import pool_of, profiles_of, under_todays_names
 from ..planning.judging import faults_of_plan
 from ..schema.errors import ProblemError
 from ..schema.jobs import Allocation

@@ -52,10 +52,7 @@ def resize(request: ResizingRequest) -> ResizeAnswer | None:
 
 
 def _mapping(
-    run: Path,
-    pool: Pool | None,
-    plan: Plan | Path | str | None,
-    profiles: Profiles | None,
+    run: Path, pool: Pool | None, plan: Plan | Path | str | None, profiles: Profiles | None
 ) -> LaunchConfig:
     """Map the launch's virtual nodes to the requested devices."""
     from ..runtime.launcher.mapping import renumbered, spread

@@ -99,8 +99,7 @@ def _way(request: ShowRequest, as_json: bool) -> str:
         raise HetflowError(f"{said} are different pictures; ask for one")
     if ways and request.plot is None:
         raise HetflowError(
-            f"{option(ways[0])} says how prices are drawn",
-            hint=f"add {option('plot', 'FILE.svg')}",
+            f"{option(ways[0])} says how prices are drawn", hint=f"add {option('plot', 'FILE.svg')}"
         )
     if request.timeline and (request.explain or as_json):
         other = option("explain" if request.explain else "json")

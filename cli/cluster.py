@@ -15,16 +15,7 @@ import typer
 from ..schema.errors import ProblemError
 from ..schema.requests import cluster as requests
 from .asking import Asked, asks
-from .common import (
-    ForceFlag,
-    JsonFlag,
-    OutputOption,
-    emit,
-    emit_either,
-    emit_json,
-    note,
-    say,
-)
+from .common import ForceFlag, JsonFlag, OutputOption, emit, emit_either, emit_json, note, say
 
 StateOption = Annotated[
     Path,

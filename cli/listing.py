@@ -172,8 +172,7 @@ def _common(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     show_config: Annotated[
-        bool,
-        typer.Option("--show-config", help="Print every value and where it comes from; stop."),
+        bool, typer.Option("--show-config", help="Print every value and where it comes from; stop.")
     ] = False,
     help_all: Annotated[
         bool,

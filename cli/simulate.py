@@ -5,15 +5,7 @@ from typing import TYPE_CHECKING
 from ..schema.errors import ProblemError
 from ..schema.requests.simulate import SweepCommandRequest
 from .asking import Asked, asks
-from .common import (
-    ForceFlag,
-    JsonFlag,
-    ReportOption,
-    emit_either,
-    emit_file,
-    note,
-    shows_progress,
-)
+from .common import ForceFlag, JsonFlag, ReportOption, emit_either, emit_file, note, shows_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,10 +15,7 @@ if TYPE_CHECKING:
 
 @asks(SweepCommandRequest)
 def simulate(
-    asked: Asked,
-    output: ReportOption = None,
-    force: ForceFlag = False,
-    json: JsonFlag = False,
+    asked: Asked, output: ReportOption = None, force: ForceFlag = False, json: JsonFlag = False
 ) -> None:
     """Simulate a cluster in virtual time; the same seed gives the same digits.
 

@@ -6,15 +6,7 @@ import typer
 
 from ..schema.requests.solve import PIPELINES, SPLITS, SolveRequest
 from .asking import Asked, asks
-from .common import (
-    ForceFlag,
-    JsonFlag,
-    OutputOption,
-    emit_file,
-    note,
-    price_text,
-    shows_progress,
-)
+from .common import ForceFlag, JsonFlag, OutputOption, emit_file, note, price_text, shows_progress
 
 
 def _solve(

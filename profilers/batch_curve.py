@@ -173,8 +173,7 @@ def measure_curve(
 def _ended_by_memory(results: Sequence[SizeResult], size: int) -> Curve:
     if not results:
         raise TargetError(
-            f"the model does not fit the device's memory at batch size {size}",
-            hint=told(TOO_LARGE),
+            f"the model does not fit the device's memory at batch size {size}", hint=told(TOO_LARGE)
         )
     return Curve(results=tuple(results), out_of_memory_batch_size=size, stopped="out of memory")
 

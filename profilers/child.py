@@ -137,11 +137,7 @@ def _answered(work: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"ok": work()}
     except HetflowError as error:
-        return {
-            "error": error.message,
-            "hint": error.hint,
-            "traceback": traceback.format_exc(),
-        }
+        return {"error": error.message, "hint": error.hint, "traceback": traceback.format_exc()}
     except Exception as error:
         # The workload's code or ours: whoever asked is told, with the whole traceback.
         if is_out_of_memory(error):

@@ -67,9 +67,7 @@ def a_few(pass_seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 
 def measured_and_carried(
-    own: Mapping[int, Timing],
-    chosen: Sequence[int],
-    rehearse: Callable[[Sequence[int]], LoopCosts],
+    own: Mapping[int, Timing], chosen: Sequence[int], rehearse: Callable[[Sequence[int]], LoopCosts]
 ) -> Carried:
     """Rehearse the chosen sizes, more where their ratio is uneven, and carry the rest.
 

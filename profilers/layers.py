@@ -134,10 +134,7 @@ def _whole(bench: Bench, batch: Any, repeats: int) -> list[tuple[float, float]]:
     bench.run_step(batch)
     bench.workload.loss(bench.model, batch)
     return [
-        (
-            bench.timed(lambda: bench.workload.loss(bench.model, batch))[0],
-            bench.time_pass(batch)[0],
-        )
+        (bench.timed(lambda: bench.workload.loss(bench.model, batch))[0], bench.time_pass(batch)[0])
         for _ in range(repeats)
     ]
 

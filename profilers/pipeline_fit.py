@@ -199,10 +199,7 @@ def _costs(values: "Array", error: float | None = None) -> PipelineCosts:
 
 
 def _fit(
-    profiled: Profiled,
-    trials: Sequence[Trial],
-    seconds: Sequence[float],
-    starts: Sequence["Array"],
+    profiled: Profiled, trials: Sequence[Trial], seconds: Sequence[float], starts: Sequence["Array"]
 ) -> "Array":
     """A pass's cost (beyond a lone one's), a message's, a step's, and a lone pass's if asked."""
     import numpy as np

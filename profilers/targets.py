@@ -135,8 +135,7 @@ def _extra(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise TargetError(
-            f"{module} cannot be imported: {_short(error)}",
-            hint=f"pip install 'hetflow[{extra}]'",
+            f"{module} cannot be imported: {_short(error)}", hint=f"pip install 'hetflow[{extra}]'"
         ) from error
     except RuntimeError as error:  # torchvision's compiled half does not fit the installed torch
         raise TargetError(

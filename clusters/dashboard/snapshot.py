@@ -275,10 +275,7 @@ def _jobs(store: Store, now: float, held: Mapping[int, ShownLease]) -> tuple[Sho
             target += share * max(0.0, now - since)
         found.append(
             ShownJob(
-                queued=queued,
-                share_devices=share,
-                received_seconds=received,
-                target_seconds=target,
+                queued=queued, share_devices=share, received_seconds=received, target_seconds=target
             )
         )
     return tuple(found)

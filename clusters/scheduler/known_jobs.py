@@ -211,8 +211,7 @@ def corrected(rate: Rate, ratios: Ratios) -> Rate:
         )
     known: Mapping[str, float] = rate.steps_per_second
     return replace(
-        rate,
-        steps_per_second={name: one * ratio_on(ratios, [name]) for name, one in known.items()},
+        rate, steps_per_second={name: one * ratio_on(ratios, [name]) for name, one in known.items()}
     )
 
 

@@ -45,11 +45,7 @@ _STOP, _STARTED_WITH = "stop", "started_with"
 
 
 def serve(
-    folder: Path,
-    pool: Cluster,
-    engine: str,
-    settings: Settings,
-    say: Callable[[str], None],
+    folder: Path, pool: Cluster, engine: str, settings: Settings, say: Callable[[str], None]
 ) -> None:
     """Schedule until a user asks to stop.
 

@@ -73,11 +73,7 @@ class QueuedJob:
 
 
 def queue(
-    store: Store,
-    *,
-    finished: int = 10,
-    most_open: int | None = None,
-    member: Account | None = None,
+    store: Store, *, finished: int = 10, most_open: int | None = None, member: Account | None = None
 ) -> list[QueuedJob]:
     """Jobs that are not over, in order of submission, then those that ended last.
 

@@ -192,10 +192,7 @@ class Case:
             )
         if self.mechanism.is_in_rounds:
             return
-        unheard = {
-            f"policy {self.policy}": self.policy != "las",
-            "agnostic": self.agnostic,
-        }
+        unheard = {f"policy {self.policy}": self.policy != "las", "agnostic": self.agnostic}
         for what, is_given in unheard.items():
             if is_given:
                 raise ProblemError(

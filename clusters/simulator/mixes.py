@@ -15,10 +15,7 @@ from ...solvers.split.solve import solve
 
 
 def split_throughput(
-    model: str,
-    global_batch_size: int,
-    devices: Iterable[DeviceOption],
-    scale_factor: int,
+    model: str, global_batch_size: int, devices: Iterable[DeviceOption], scale_factor: int
 ) -> tuple[ModelThroughput, tuple[MixThroughput, ...]]:
     """Steps per second of a job of one global batch, on each device type and on mixes of types.
 

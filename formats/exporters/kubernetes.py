@@ -112,9 +112,7 @@ def _job(
         claim, path = deployment.volume
         mounts.append({"name": "volume", "mountPath": path})
         volumes.append({"name": "volume", "persistentVolumeClaim": {"claimName": claim}})
-    resources: dict[str, Value] = {
-        "requests": dict(cpu=str(deployment.cpus_per_device * count)),
-    }
+    resources: dict[str, Value] = {"requests": dict(cpu=str(deployment.cpus_per_device * count))}
     if device_type not in deployment.host_types:
         resources["limits"] = {_GPU: count}
     pod: dict[str, Value] = {

@@ -78,9 +78,7 @@ def _read(path: Path, options: TraceOptions) -> Market:
 def _published(data: Any, path: Path, options: TraceOptions) -> Market:
     metadata = data.get("metadata") if isinstance(data, dict) else None
     if not isinstance(metadata, dict) or not isinstance(data.get("data"), list):
-        raise FileError(
-            f"{path}: must be hetflow.market/1, or have metadata.gap_seconds and data",
-        )
+        raise FileError(f"{path}: must be hetflow.market/1, or have metadata.gap_seconds and data")
     try:
         tick_seconds = float(metadata["gap_seconds"])
     except (KeyError, TypeError, ValueError):
@@ -101,10 +99,7 @@ def _published(data: Any, path: Path, options: TraceOptions) -> Market:
         if not counts:
             return Market(availability=(window,))
         fleet = Capacity(
-            zone=zone,
-            start=start,
-            tick_seconds=tick_seconds,
-            num_machines=tuple(data["data"]),
+            zone=zone, start=start, tick_seconds=tick_seconds, num_machines=tuple(data["data"])
         )
         return Market(availability=(window,), capacity=(fleet,))
     except HetflowError as error:

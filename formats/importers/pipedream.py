@@ -98,8 +98,7 @@ def without_placeholders(graph: LayerGraph) -> LayerGraph:
     )
     sources = {source for source, _ in graph.edges}
     return _drop(
-        graph,
-        {n.id for n in graph.nodes if n.id not in sources and n.op.startswith("__getitem__")},
+        graph, {n.id for n in graph.nodes if n.id not in sources and n.op.startswith("__getitem__")}
     )
 
 

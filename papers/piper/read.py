@@ -12,24 +12,13 @@ from typing import Any
 from ...formats.importers.registry import layer_importer
 from ...schema.errors import FileError
 from ...schema.profile import LayerGraph, LayerNode, TensorLayers
-from .problem import (
-    SteadyChoice,
-    SteadyDegree,
-    SteadyEdge,
-    SteadyLayer,
-    SteadyProblem,
-    SteadySync,
-)
+from .problem import SteadyChoice, SteadyDegree, SteadyEdge, SteadyLayer, SteadyProblem, SteadySync
 
 _BYTES_PER_SECOND = 25.0 * 2**30  # in all of Piper's experiments, whatever the file says
 
 
 def read_problem(
-    path: Path,
-    *,
-    num_devices: int,
-    memory_bytes: int,
-    bytes_per_second: float = _BYTES_PER_SECOND,
+    path: Path, *, num_devices: int, memory_bytes: int, bytes_per_second: float = _BYTES_PER_SECOND
 ) -> SteadyProblem:
     """Read one model.
 

@@ -705,12 +705,7 @@ class _TrainerStrategy(_PlanStrategy):
         self._plain_log(module, **{**given, "sync_dist": False})
 
     def _replay(
-        self,
-        step: Step,
-        recordings: list[_Recording],
-        parts: list[Part],
-        call: Call,
-        batch: Any,
+        self, step: Step, recordings: list[_Recording], parts: list[Part], call: Call, batch: Any
     ) -> Numbers:
         """Log what the virtual nodes have logged, with the values of the global batch."""
         numbers = [recording.numbers() for recording in recordings]

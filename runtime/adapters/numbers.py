@@ -329,11 +329,7 @@ class Step:
         return self._kinds.get(LOSS) == _MEANS[:1]
 
     def of_batch(
-        self,
-        numbers: Sequence[Numbers],
-        parts: Sequence[Part],
-        call: Call,
-        batch: Any,
+        self, numbers: Sequence[Numbers], parts: Sequence[Part], call: Call, batch: Any
     ) -> Numbers:
         """The numbers of the global batch; call it on all workers.
 

@@ -955,8 +955,7 @@ def _check_start(start: Start) -> None:
         said, hint = "hetflow's checkpoints need hf.prepare", "use the library's own checkpoints"
     if said is not None:
         raise TargetError(
-            f"a script with its own loop trains under split plans, and {said}",
-            hint=hint,
+            f"a script with its own loop trains under split plans, and {said}", hint=hint
         )
 
 

@@ -611,10 +611,7 @@ def _divisors_of(kind: _Kind, parts: list[Any], answers: list[_Answer]) -> list[
 
 
 def _fits(
-    kind: _Kind,
-    parts: list[Any],
-    answers: list[_Answer],
-    closes: tuple[float, float],
+    kind: _Kind, parts: list[Any], answers: list[_Answer], closes: tuple[float, float]
 ) -> bool:
     """Whether losses and their gradients, within rounding, are of a kind in each cut."""
     whole = answers[0]

@@ -52,9 +52,7 @@ class CheckRequest:
     link_bytes_per_second: Annotated[
         "PositiveRate | None",
         Option(
-            panel=PLANS,
-            help="Bandwidth of links that the pool does not state.",
-            default=AS_STATED,
+            panel=PLANS, help="Bandwidth of links that the pool does not state.", default=AS_STATED
         ),
     ] = None
     optimizer: Annotated[
@@ -72,9 +70,7 @@ class CheckRequest:
     space_sharing: Annotated[
         bool | None,
         Option(
-            panel=ALLOCATIONS,
-            help="Whether pairs of jobs may share devices.",
-            default=AS_STATED,
+            panel=ALLOCATIONS, help="Whether pairs of jobs may share devices.", default=AS_STATED
         ),
     ] = None
     placement: Annotated[

@@ -129,8 +129,7 @@ class SubmitRequest:
         "Count | None", Option(help="Samples of a microbatch, for all but splits.")
     ] = None
     determinism: Annotated[
-        str | None,
-        Option(help="As for `hetflow launch`.", default="elastic with {virtual_nodes}"),
+        str | None, Option(help="As for `hetflow launch`.", default="elastic with {virtual_nodes}")
     ] = None
     checkpoint_every: Annotated[
         "Index | None",
@@ -140,8 +139,7 @@ class SubmitRequest:
         float | None, Option(flag="--weight", help="Priority weight.", default="1")
     ] = None
     deadline_seconds: Annotated[
-        float | None,
-        Option(flag="--deadline", help="Seconds from now until it should be done."),
+        float | None, Option(flag="--deadline", help="Seconds from now until it should be done.")
     ] = None
     entity: Annotated[
         str | None,
@@ -230,8 +228,7 @@ class DashboardRequest:
     """What ``dashboard`` needs to know."""
 
     listen: Annotated[
-        str,
-        Option(metavar="ADDRESS:PORT", help="Where to listen; port 0 is any that is free."),
+        str, Option(metavar="ADDRESS:PORT", help="Where to listen; port 0 is any that is free.")
     ] = "127.0.0.1:0"
 
 
@@ -247,8 +244,7 @@ class ReplayRequest:
     """What ``cluster replay`` needs to know."""
 
     policy: Annotated[
-        str | None,
-        Option(names=POLICIES.names, help="Another policy than the live one."),
+        str | None, Option(names=POLICIES.names, help="Another policy than the live one.")
     ] = None
     restart_seconds: Annotated[
         "WaitSeconds", Option(help="Seconds that a job loses when it starts or restarts.")
@@ -268,8 +264,7 @@ class ReplayRequest:
         ),
     ] = None
     gpus: Annotated[
-        str | None,
-        Option(help="With {sacct}: the pool.", default="the most GPUs held at once"),
+        str | None, Option(help="With {sacct}: the pool.", default="the most GPUs held at once")
     ] = None
     rates: Annotated["Mapping[str, float] | None", RATES] = None
     round_seconds: Annotated["RoundSeconds", Option(help="With {sacct}: length of a round.")] = (

@@ -81,8 +81,7 @@ class ExportRequest:
     directives: Annotated[
         "Sequence[str]",
         Option(
-            flag="--directive",
-            help="Slurm: an option of sbatch, --time=2:00:00; may be repeated.",
+            flag="--directive", help="Slurm: an option of sbatch, --time=2:00:00; may be repeated."
         ),
     ] = ()
     market: Annotated[

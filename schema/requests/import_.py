@@ -26,8 +26,7 @@ class ImportRequest:
     ]
     _: KW_ONLY
     device_type: Annotated[
-        str | None,
-        Option(help="The device it was profiled on, such as V100. Layers need it."),
+        str | None, Option(help="The device it was profiled on, such as V100. Layers need it.")
     ] = None
     device_memory: Annotated[
         str | None, Option(help="That device's memory, such as 16GB. Layers need it.")
@@ -47,8 +46,7 @@ class ImportRequest:
         ),
     ] = "pipedream"
     keep_placeholders: Annotated[
-        bool,
-        Option(help="Keep Input sources and unused __getitem__ sinks, which PipeDream drops."),
+        bool, Option(help="Keep Input sources and unused __getitem__ sinks, which PipeDream drops.")
     ] = False
     instance_types: Annotated[
         "Path | None",

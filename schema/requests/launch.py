@@ -29,8 +29,7 @@ class LaunchingRequest:
 
     plan: Annotated["Plan | Path | str", Option(argument=True, help="A plan (hetflow.plan/2).")]
     script: Annotated[
-        "str | Path",
-        Option(argument=True, help="The training script: file.py, or -m MODULE."),
+        "str | Path", Option(argument=True, help="The training script: file.py, or -m MODULE.")
     ]
     arguments: Annotated[
         "Sequence[str]",

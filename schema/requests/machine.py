@@ -20,8 +20,7 @@ class DoctorRequest:
         Option(metavar="FILE", help="Write versions, topology and findings here, to send."),
     ] = None
     suite: Annotated[
-        "Path | None",
-        Option(help="With {report}: results that `pytest --junitxml` has written."),
+        "Path | None", Option(help="With {report}: results that `pytest --junitxml` has written.")
     ] = None
 
 

@@ -63,15 +63,14 @@ class ProfileRequest:
         bool | None,
         Option(
             help="Measure the link between two devices, and all-reduces over sizes. Without "
-            "either flag: the link where there are {layers}.",
+            "either flag: the link where there are {layers}."
         ),
     ] = None
     layers: Annotated[bool, Option(help="Profile each layer too, for pipeline plans.")] = False
     microbatch_sizes: Annotated[
         "Sequence[Count]",
         Option(
-            flag="--microbatch-size",
-            help="Samples of a microbatch, for {layers}; several: 4,8,16.",
+            flag="--microbatch-size", help="Samples of a microbatch, for {layers}; several: 4,8,16."
         ),
     ] = (8,)
     sync_devices: Annotated[

@@ -35,8 +35,7 @@ class ResizingRequest:
         ),
     ] = None
     wait: Annotated[
-        bool,
-        Option(help="Wait until it is done, and say what happened.", default="wait"),
+        bool, Option(help="Wait until it is done, and say what happened.", default="wait")
     ] = True
     timeout_seconds: Annotated[
         "WaitSeconds", Option(flag="--timeout", help="Seconds to wait for the answer.")

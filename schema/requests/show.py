@@ -47,13 +47,11 @@ class ShowRequest:
     presence: Annotated[
         bool,
         Option(
-            read_by=MARKETS,
-            help="Draw when spot machines were there, in a market with prices too.",
+            read_by=MARKETS, help="Draw when spot machines were there, in a market with prices too."
         ),
     ] = False
     timeline: Annotated[
-        bool,
-        Option(read_by=PIPELINES, help="Draw a pipeline plan's schedule in the terminal."),
+        bool, Option(read_by=PIPELINES, help="Draw a pipeline plan's schedule in the terminal.")
     ] = False
     html: Annotated[
         "Path | str | None",

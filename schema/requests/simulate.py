@@ -90,16 +90,13 @@ class Simulated:
         ),
     ] = None
     early_rounds: Annotated[
-        bool,
-        Option(help="A round ends when no job holds a device any more, as on a live cluster."),
+        bool, Option(help="A round ends when no job holds a device any more, as on a live cluster.")
     ] = False
     failure_seconds: Annotated[
-        float | None,
-        Option(unit="hours", help="Mean time between failures of a device."),
+        float | None, Option(unit="hours", help="Mean time between failures of a device.")
     ] = None
     server_failure_seconds: Annotated[
-        float | None,
-        Option(unit="hours", help="Mean time between failures of a whole server."),
+        float | None, Option(unit="hours", help="Mean time between failures of a whole server.")
     ] = None
     repair_seconds: Annotated[
         float, Option(unit="hours", help="Time until a failed device or server works again.")

@@ -28,14 +28,12 @@ class ThroughputsRequest:
         Option(help="Samples of a job's step: one number, or resnet50=256,gpt=64 by model."),
     ]
     scale_factors: Annotated[
-        "Sequence[Count]",
-        Option(help="Numbers of devices that jobs ask for, such as 1,2,4."),
+        "Sequence[Count]", Option(help="Numbers of devices that jobs ask for, such as 1,2,4.")
     ] = (1,)
     mixes: Annotated[bool, Option(help="Add jobs that hold several device types at once.")] = False
     memory_reserve_bytes: Annotated[
         "Bytes",
         replace(
-            MEMORY_RESERVE,
-            help="Memory of each device to leave free, such as 2GiB, as for solve.",
+            MEMORY_RESERVE, help="Memory of each device to leave free, such as 2GiB, as for solve."
         ),
     ] = 0

@@ -20,11 +20,7 @@ from .program import (
     resource_use,
     shortfall,
 )
-from .space_sharing.column_generation import (
-    Pairing,
-    PairTimes,
-    throughput_with_pairs,
-)
+from .space_sharing.column_generation import Pairing, PairTimes, throughput_with_pairs
 from .space_sharing.column_generation import solve as solve_with_pairs
 
 DUST = 1e-12
@@ -169,10 +165,7 @@ class MergedProgram:
 
 
 def optimise(
-    instance: Instance,
-    program: Program,
-    worth: Floats | None = None,
-    charge: Floats | None = None,
+    instance: Instance, program: Program, worth: Floats | None = None, charge: Floats | None = None
 ) -> Outcome:
     """Maximise a program: equal jobs merged, solved, spread over the jobs again, rounded.
 

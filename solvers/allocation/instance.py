@@ -155,12 +155,7 @@ def _flat_pairs(instance: Instance) -> Floats:
 
 
 def make_instance(
-    *,
-    rate: Floats,
-    scale: Floats,
-    capacity: Floats,
-    columns: Sequence[str],
-    **given: object,
+    *, rate: Floats, scale: Floats, capacity: Floats, columns: Sequence[str], **given: object
 ) -> Instance:
     """An instance from arrays, one column a device type; for simulators that hold arrays.
 

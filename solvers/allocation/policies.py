@@ -205,7 +205,7 @@ register(
         sense="min",
         unit="ratio",
         goal=_least_ratio,
-    ),
+    )
 )
 
 
@@ -227,7 +227,7 @@ register(
         sense="max",
         unit="normalised throughput per share",
         goal=_filled_by_entity,
-    ),
+    )
 )
 
 
@@ -263,8 +263,7 @@ BUDGET_MARGIN = 1e-9  # the budget is kept to the last bit after rounding
 def _within_budget(jobs: Instance) -> MaxMin:
     if jobs.budget_dollars is None:
         raise ProblemError(
-            "makespan_budget needs a budget",
-            hint=f"give {option('budget_dollars', 'DOLLARS')}",
+            "makespan_budget needs a budget", hint=f"give {option('budget_dollars', 'DOLLARS')}"
         )
     dollars = priced(jobs) / 3600.0
     least = _least_dollars(jobs, dollars)
@@ -342,7 +341,7 @@ register(
         unit="seconds of the shortest job",
         goal=_shortest,
         report=lambda jobs, _: float((jobs.steps / jobs.rate.max(axis=1)).min()),
-    ),
+    )
 )
 
 
@@ -375,9 +374,7 @@ register(
         sense="max",
         unit="normalised throughput per weight",
         goal=lambda jobs: WaterFilling(
-            unit=normalised(jobs),
-            weight=jobs.weight,
-            entity=np.full(jobs.num_jobs, -1),
+            unit=normalised(jobs), weight=jobs.weight, entity=np.full(jobs.num_jobs, -1)
         ),
-    ),
+    )
 )

@@ -68,7 +68,7 @@ class FailureOptions:
             raise InfeasibleError(
                 f"devices would do useful work for {100 * part:.2g} % of the time "
                 f"({', '.join(words)}, {self.repair_seconds / _HOUR:.4g} h of repair), below the "
-                f"limit of {100 * LEAST_UP:g} %; make failures rarer or repairs shorter",
+                f"limit of {100 * LEAST_UP:g} %; make failures rarer or repairs shorter"
             )
 
 

@@ -214,11 +214,7 @@ class Rounds:
             self.state.lost_jobs()
 
     def seat(
-        self,
-        ids: Sequence[tuple[str, ...]],
-        kind: Ints,
-        scale: Ints,
-        apart: Sequence[bool] = (),
+        self, ids: Sequence[tuple[str, ...]], kind: Ints, scale: Ints, apart: Sequence[bool] = ()
     ) -> tuple[Bools, Bools]:
         """Place jobs on servers; which are consolidated, and which moved."""
         assert self.state.servers is not None

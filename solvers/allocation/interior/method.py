@@ -13,14 +13,7 @@ steps compiled.
 
 import numpy as np
 
-from ..program import (
-    Floats,
-    Program,
-    Solution,
-    fit,
-    level_of,
-    solution_of,
-)
+from ..program import Floats, Program, Solution, fit, level_of, solution_of
 
 MAX_ITERATIONS = 100
 _STEP = 0.9995

@@ -16,11 +16,7 @@ from ...effort import never
 from .. import simplex
 from ..engine import NO_PAIRS, MergedProgram, solve_alone
 from ..program import Bools, Floats, Ints, Program, Solution, resource_use
-from ..space_sharing.column_generation import (
-    PairProgram,
-    PairTimes,
-    spare_prices,
-)
+from ..space_sharing.column_generation import PairProgram, PairTimes, spare_prices
 from .vertex import at_prices, cheapest, determined, least_cost, marginal_cost, rents, some_rows
 
 # Where all but this part can be had, prices at hand may be sharper than a program's.
