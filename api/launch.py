@@ -1,9 +1,12 @@
 """``hetflow.launch`` and ``hetflow.dry_run``."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..schema.errors import ProblemError
+from ..schema.options import option
 from ..schema.plan import Plan
 from ..schema.requests.launch import LaunchingRequest
 from ..schema.run import RunRecord
@@ -78,9 +81,18 @@ def _lowered(request: LaunchingRequest, plan: Plan, folder: Path) -> "LaunchRequ
     from ..runtime.launcher.request import LaunchRequest
     from ..runtime.protocol.lower import check_level, lower
 
+    config = lower(plan, request.seed, check_level(request.determinism))
+    copies = request.redundancy
+    if copies > 1 or copies and (config.shard is None or request.rendezvous is not None):
+        raise ProblemError(
+            f"{option('redundancy', copies)}: shares of states can be kept twice, on one host",
+            hint=f"give {option('redundancy', 1)} with a plan whose devices share states"
+            if config.shard is None or copies > 1
+            else f"leave it out, and give {option('checkpoint', 'DIR')}",
+        )
     return LaunchRequest(
         plan=plan,
-        config=lower(plan, request.seed, check_level(request.determinism)),
+        config=replace(config, redundancy=copies),
         script=(str(request.script), *request.arguments),
         folder=folder,
         force=request.force,

@@ -2,6 +2,7 @@
 
     python benchmarks/sharded_runtime.py --quick
     python benchmarks/sharded_runtime.py --turns 30 --json FILE
+    python benchmarks/sharded_runtime.py --redundancy       # shares kept twice against once
 
 Two gloo workers share all states of a float32 decoder in equal parts. In a turn each way makes one
 step after the other: forward and backward passes, clipping by the global norm, AdamW. Wall seconds
@@ -53,7 +54,7 @@ def model_of(width: int, layers: int) -> Any:
     return Decoder()
 
 
-def hetflow_step(model: Any) -> Callable[[Any], float]:
+def hetflow_step(model: Any, *, copies: int = 0) -> Callable[[Any], float]:
     """A function that makes a step with hetflow's shared states."""
     import torch
     import torch.distributed as dist
@@ -72,7 +73,8 @@ def hetflow_step(model: Any) -> Callable[[Any], float]:
         parameters=dict(model.named_parameters()), optimizers=(optimizer,), place=place,
         model=model, device=place.device,
     )  # fmt: skip
-    states = SharedStates(session, "all", [1] * WORKERS)
+    kept = [range(WORKERS)] * WORKERS if copies else None  # by both workers of a pair
+    states = SharedStates(session, "all", [1] * WORKERS, kept=kept)
 
     def step(ids: Any) -> float:
         optimizer.zero_grad()
@@ -131,8 +133,8 @@ def work(asked: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = model_of(asked.width, asked.layers)
     ways = {
-        "hetflow": hetflow_step(deepcopy(model)),
-        "fully_shard": fsdp_step(model),
+        "hetflow": hetflow_step(deepcopy(model), copies=int(asked.redundancy)),
+        "other": hetflow_step(model) if asked.redundancy else fsdp_step(model),
     }
     generator = torch.Generator().manual_seed(asked.rank)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -160,6 +162,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--redundancy", action="store_true", help="shares kept twice, not FSDP2")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
@@ -172,6 +175,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = [f"--{name}={getattr(asked, name)}" for name in ("turns", "width", "layers")]
         command = [sys.executable, __file__, *sizes, f"--samples={asked.samples}"]
+        command += ["--redundancy"] if asked.redundancy else []
         workers = [
             subprocess.Popen(
                 [*command, f"--rank={rank}", f"--store={folder}/store"],
@@ -185,20 +189,20 @@ def main() -> None:
     if any(worker.returncode for worker in workers):
         raise SystemExit("a worker failed")
     found = json.loads(said[0])
-    rows = {}
+    rows, name = {}, "once" if asked.redundancy else "fully_shard"
     for place, kind in enumerate(("wall", "CPU")):
-        own, other = ([each[place] for each in found[way]] for way in ("hetflow", "fully_shard"))
+        own, other = ([each[place] for each in found[way]] for way in ("hetflow", "other"))
         ratios = [ours / theirs for ours, theirs in zip(own, other, strict=True)]
         rows[kind] = {
             "hetflow_ms": 1e3 * statistics.median(own),
-            "fully_shard_ms": 1e3 * statistics.median(other),
+            f"{name}_ms": 1e3 * statistics.median(other),
             "ratio": statistics.median(ratios),
             "low": statistics.quantiles(ratios, n=4)[0],
             "high": statistics.quantiles(ratios, n=4)[2],
         }
         row = rows[kind]
         sys.stdout.write(
-            f"{kind}: hetflow {row['hetflow_ms']:.1f} ms, fully_shard {row['fully_shard_ms']:.1f} "
+            f"{kind}: hetflow {row['hetflow_ms']:.1f} ms, {name} {row[f'{name}_ms']:.1f} "
             f"ms, ratio {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})\n"
         )
     if asked.json:

@@ -36,7 +36,7 @@ from .promise.promise import Promise
 from .session import Session
 from .setup import final_tensors
 from .sharding.leaves import Order
-from .sharding.moving import move
+from .sharding.moving import kept_of, move, shares_of
 from .sharding.saving import SharedState
 from .sharding.states import SharedStates
 from .streams import seed_streams, streams_kept
@@ -52,6 +52,7 @@ class SplitEngine:
     Attributes:
         reducer: This worker's part in the sums of gradients.
         totals: The sums of a step.
+        wishes: [virtual nodes] see ``Promise.wishes``; empty where states are not shared.
     """
 
     flushes, keeps_groups, is_drained, runs_whole = True, False, True, True
@@ -80,6 +81,7 @@ class SplitEngine:
             else SharedState(session, self.buffers, self.totals, self.shared_states)
         )
         self._rest: dict[int, Message] = {}
+        self.wishes: list[float] = []
         self._promise: Promise | None = None  # that the sums of a step tell of all workers' wishes
         modules = session.model.modules()
         self._norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm)]
@@ -150,7 +152,8 @@ class SplitEngine:
         self._take_scaler(step)
         if self.shared_states is not None:
             self._promise = step.promise
-            self.totals.extra = [] if step.promise is None else step.promise.wishes()
+            self.wishes = [] if step.promise is None else step.promise.wishes()
+            self.totals.extra = self.wishes
         # After all that the sums hold is known: the last bucket may carry them (totals.py).
         self.reducer.launch_rest()
         self._session.clock.computed()
@@ -214,13 +217,19 @@ class SplitEngine:
     def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Sums:
         """Wait for the gradients, and sum the step's totals; see ``StepTotals.exchange``."""
         self.totals.wants_stop = self._session.wants_stop
-        return self.totals.exchange(start)
+        return self.totals.exchange(start, last=self.is_kept_twice)
+
+    @property
+    def is_kept_twice(self) -> bool:
+        """Whether another worker keeps each share, too."""
+        config = self._session.place.start.config
+        return self.shared_states is not None and config is not None and config.redundancy > 0
 
     def close_sums(self, sums: Sums) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss."""
         loss = self.totals.close(sums)
         if self._promise is not None:
-            self._promise.hear(self.totals.extras_of(sums))
+            self._promise.hear(self.totals.extras_of(sums)[: len(self.wishes)])
         if self.shared_states is not None and self.totals.may_overflow_elsewhere:
             raise TargetError(
                 "another worker has a GradScaler and this one has none, and each would see "
@@ -372,14 +381,13 @@ class SplitEngine:
     # Other workers
 
     def take(self, place: Place) -> None:
-        """Reduce with other workers from now on, in another place; ``move`` may follow."""
+        """Reduce with other workers from now on; ``take_shares`` follows when shares have moved."""
         if self.shared_states is None:
             self.reducer.close()
             self._session.take(place)
             self.reducer = _reducer_of(self._session, has_buffers=bool(self.buffers.slots))
         else:
             self._session.take(place)
-            self.shared_states.take(place, _order_of(place))
         self.totals.move(self.reducer, place, are_alike=_are_alike(place))
 
     def move_shares(self, place: Place, config: LaunchConfig) -> None:
@@ -390,7 +398,12 @@ class SplitEngine:
             config: The config.
         """
         if self.shared_states is not None:
-            move(self.shared_states, self._session.optimizers, place, _shares_of(config))
+            move(self.shared_states, self._session.optimizers, place, config)
+
+    def take_shares(self) -> None:
+        """Share states with the other workers, whose shares have moved."""
+        if self.shared_states is not None:
+            self.shared_states.take(self._session.place, _order_of(self._session.place))
 
     def shared(self) -> list[SharedTensors]:
         """Parameters, and buffers as the script last wrote them: equal on all workers."""
@@ -455,11 +468,8 @@ def _shared_states_of(session: Session) -> SharedStates | None:
     config = session.place.start.config
     if config is None or config.shard is None:
         return None
-    return SharedStates(session, config.shard, _shares_of(config), _order_of(session.place))
-
-
-def _shares_of(config: LaunchConfig) -> list[int]:
-    return [slot.state_share_bytes or 0 for slot in config.workers]
+    order = _order_of(session.place)
+    return SharedStates(session, config.shard, shares_of(config), order, kept_of(config))
 
 
 def _order_of(place: Place) -> Order | None:

@@ -167,6 +167,8 @@ def assemble(
         # Under hetflow's own controller workers change; those of a script's second job never do.
         if control is not None and control.changes and control.num_jobs < 2:
             runner = Member(session, engine, epochs, progress, control)
+            if engine.shared_states is not None:
+                engine.shared_states.run = runner.run
     agreement = Agreement(_subject_of(session, engine, runner), watch)
     report_when_asked(session)
     try:

@@ -308,12 +308,15 @@ class StepTotals:
             self._gradients[key] = torch.full_like(loss, share, requires_grad=False)
         return self._gradients[key]
 
-    def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Sums:
+    def exchange(
+        self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None, *, last: bool = False
+    ) -> Sums:
         """Sum the step's totals while gradients are on their way, and wait for both.
 
         Args:
             start: Starts to sum a tensor over the workers, and returns a function that waits for
                 the sum; by default an all-reduce.
+            last: Start when the gradients are here: who has the sums knows that all have theirs.
 
         Returns:
             The sums over all workers.
@@ -322,6 +325,9 @@ class StepTotals:
         if sums is not None:  # ``write`` put them into the last bucket
             self._reducer.wait()
             return self._unpacked(sums)
+        if last:
+            self._reducer.wait()
+            return (start or self._start)(self._own_sums())()
         wait = (start or self._start)(self._own_sums())
         self._reducer.wait()
         return wait()

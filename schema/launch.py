@@ -159,7 +159,8 @@ class LaunchConfig:
 
     ``optimizer`` is the one whose state the plan counted; workers check that the script uses it.
     ``predicted_step_seconds`` is the plan's; None where the workers are not the plan's any more.
-    ``shard`` is what the workers share of the states, in proportion to ``state_share_bytes``.
+    ``shard`` is what the workers share of the states, in proportion to ``state_share_bytes``;
+    ``redundancy`` is how many others keep each share too.
     """
 
     schema: Literal["hetflow.launch/1"] = "hetflow.launch/1"
@@ -173,8 +174,11 @@ class LaunchConfig:
     optimizer: OptimizerState | None = None
     predicted_step_seconds: Seconds | None = None
     shard: Shard | None = None
+    redundancy: Index = 0
 
     def __post_init__(self) -> None:
+        if self.redundancy > int(self.shard is not None):
+            raise ProblemError("shares of states, where there are some, have at most one copy")
         if self.shard is not None and not sum(s.state_share_bytes or 0 for s in self.workers):
             raise ProblemError("workers that share states must say their shares")
         numbers = {len(slot.virtual_nodes) for slot in self.workers}
@@ -206,6 +210,21 @@ class LaunchConfig:
         total = sum(batch_size for _, batch_size in nodes)
         if total != self.global_batch_size:
             raise ProblemError(f"virtual nodes hold {total} samples, not {self.global_batch_size}")
+
+    def kept(self, rank: int) -> range:
+        """The ranks whose shares a worker keeps: with ``redundancy`` also a neighbour's.
+
+        Workers are pairs, 0 and 1, 2 and 3, and so on, and each keeps both shares. The last three
+        of an odd number are a row, of which the middle one keeps all. So what a worker keeps is
+        one piece.
+        """
+        last = self.world_size - 1
+        if not self.redundancy or not last:
+            return range(rank, rank + 1)
+        first = rank - rank % 2
+        if last % 2 or rank < last - 2:
+            return range(first, first + 2)
+        return range(max(rank - 1, last - 2), min(rank + 1, last) + 1)
 
     @property
     def world_size(self) -> int:

@@ -170,8 +170,9 @@ class Member:
         self._is_outside = session.place.is_outside
         self._has_said_so = self._is_outside
         self._survives = control.survives
-        # A step that a loss broke off cannot be repeated where updates were made on shares.
-        self._waits, self._repeats = False, engine.shared_states is None
+        self._waits = False
+        self._repeats = engine.shared_states is None or engine.is_kept_twice
+        self._unsettled = False  # shares are still with the workers before a loss
         self._check_backend()
 
     def runs_passes(self, *, resizes: bool) -> None:
@@ -247,6 +248,7 @@ class Member:
             try:
                 if self._control.is_broken:
                     raise PeerLostError("another worker is gone")
+                self._settle_shares()
                 has_begun = True
                 answer = function()
                 self._complete()
@@ -263,6 +265,21 @@ class Member:
             self._session.watch.changed(self._session.num_steps)
             self._arrived = None
         return answer
+
+    def _settle_shares(self) -> None:
+        """Share out anew what is left after a loss: all who are left have made the same updates.
+
+        Raises:
+            PeerLostError: Another worker was lost meanwhile, which nobody survives.
+        """
+        if not self._unsettled:
+            return
+        survives, self._survives = self._survives, False
+        config = self._session.place.start.config
+        assert config is not None
+        self._engine.move_shares(self._session.place, config)
+        self._engine.take_shares()
+        self._survives, self._unsettled = survives, False
 
     def _agree(self, answer: Any, batch: Batch | None) -> None:
         """Complete the operation: from here on, all workers can be brought to its end."""
@@ -305,10 +322,12 @@ class Member:
         try:
             if not self._survives:
                 return engine.exchange()
-            totals.extra = self.mirror.found
+            num_wishes = len(engine.wishes)
+            totals.extra = [*engine.wishes, *self.mirror.found]
             sums = engine.exchange(self._start if self.mirror.names else None)
             self._complete()
-            if totals.extra and self.mirror.grow([*map(float, totals.extras_of(sums))]):
+            found = [*map(float, totals.extras_of(sums)[num_wishes:])]
+            if found and self.mirror.grow(found):
                 self.mirror.launch(holdings_of(session.place), session.rank)
                 self.mirror.wait()
             return sums
@@ -370,8 +389,10 @@ class Member:
             Whether this worker lagged; if so, also the result of the operation that it was in.
         """
         self._next = None
+        shares = self._engine.shared_states is not None
         if batch is not None and has_begun:
-            self._engine.undo()
+            if not shares:
+                self._engine.undo()
             self.mirror.undo()
         while True:
             forget_frames(error)
@@ -393,10 +414,14 @@ class Member:
             if found["state"] is not None:
                 self.mirror.names = found["mirrored"]
                 self.mirror.reset(found["state"]["state"]["buffers"])
-                self._behind.take(found["state"])
+                if not shares:  # else all had their gradients before any had the sums
+                    self._behind.take(found["state"])
             self._agree(found["answer"], batch)
         elif batch is not None and has_begun:
             self._session.clock.undo_step()
+            if shares:
+                self._engine.undo()
+        self._unsettled = shares
         self._move(place, again=not is_behind)
         # Leading workers have counted the step that lagging workers are about to count.
         counted = self._session.num_steps + int(is_behind and batch is not None)
@@ -455,6 +480,8 @@ class Member:
         """Take another place; ``again`` repeats the step after the last one agreed on."""
         before = self._session.local_nodes
         self._engine.take(place)
+        if not self._unsettled:
+            self._engine.take_shares()
         self._check_backend()
         local = self._session.local_nodes
         if not again and local == before:

@@ -474,7 +474,8 @@ class Generations(Supervisor):
             return None
         try:
             operations = self._losses.check(alive)
-        except LaunchError as error:
+            message = recovery(self.config, self._ranks, operations, self._highest + 1)
+        except (LaunchError, ProblemError) as error:
             if self._restarts and self._tries.take(self.restarted_at):
                 self._restart_all(error.message)
                 return None
@@ -486,7 +487,6 @@ class Generations(Supervisor):
             )
         self._wanted = self._wanted or self.config
         self._highest += 1
-        message = recovery(self.config, self._ranks, operations, self._highest)
         self.config, self._ranks = message.config, message.ranks
         self._phase, self._joined, self._pauses = "forming", set(), []
         self._tell(list(self._ranks), message)

@@ -110,7 +110,10 @@ def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
     """Move the virtual nodes of lost workers to the others; these keep their own.
 
     Each goes to the worker that will be least loaded in proportion to what it holds now, of the
-    same device type where one is left.
+    same device type where one is left. Shares of states stay in proportion.
+
+    Raises:
+        ProblemError: The others would run unequal numbers, and those that share states may not.
     """
     lost = set(ranks)
     left = [slot for slot in config.workers if slot.rank not in lost]
@@ -132,6 +135,7 @@ def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
             rank=rank,
             device_type=slot.device_type,
             virtual_nodes=tuple(sorted(held[slot.rank], key=lambda node: node.index)),
+            state_share_bytes=slot.state_share_bytes,
         )
         for rank, slot in enumerate(left)
     )

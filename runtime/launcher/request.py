@@ -66,7 +66,7 @@ class LaunchRequest:
         """Why workers cannot join or leave one by one; None for a split on one host."""
         if self.config.pipeline is not None:
             return "pipeline"
-        if self.config.shard is not None:
+        if self.config.shard is not None and not self.config.redundancy:
             return "plan whose devices share states"
         return None if self.rendezvous is None else "launch on several hosts"
 

@@ -16,6 +16,7 @@ from .. import peers
 from ..group import Place
 from ..invariant import Subtree
 from .leaves import LeafSums, Order
+from .passage import Part, Passage
 
 ALIGNMENT = 64
 """Numbers of a parameter between two places where it may be cut.
@@ -52,6 +53,16 @@ def cuts_of(before: int, lengths: Sequence[int], shares: Sequence[int]) -> list[
     return [0, *accumulate((aligned(min(end, length)) for end in ends), max)]
 
 
+def parts_of(cuts: Sequence[int], kept: Sequence[range]) -> list[Part]:
+    """[workers] where what each keeps of a vector begins and ends.
+
+    Args:
+        cuts: [workers + 1] see ``cuts_of``.
+        kept: [workers] the ranks whose parts each keeps.
+    """
+    return [(cuts[ranks.start], cuts[ranks.stop]) for ranks in kept]
+
+
 class Flat:
     """The parameters of one kind in a unit of the model.
 
@@ -60,10 +71,11 @@ class Flat:
         cuts: [workers + 1] see ``cuts_of``.
         place: This worker among the others.
         keeps_whole: Whether weights are not shared, so that the whole vector stays.
+        kept: [workers] the ranks whose parts each keeps; the own one among them.
         order: In which order virtual nodes add up; None: as the workers run them.
 
     Attributes:
-        part: Where this worker's part of the vector begins and ends.
+        part: Where what this worker keeps of the vector begins and ends.
     """
 
     def __init__(
@@ -73,15 +85,17 @@ class Flat:
         place: Place,
         *,
         keeps_whole: bool,
+        kept: Sequence[range],
         order: Order | None = None,
     ) -> None:
+        self.kept = kept
         self.members, self._place, self._keeps_whole = members, place, keeps_whole
         first = members[0][1]
         self.is_trained, self._cuts = first.requires_grad, list(cuts)
         self.shapes = [parameter.shape for _, parameter in members]
         ends = list(accumulate(shape.numel() for shape in self.shapes))
         self.bounds = list(pairwise([0, *ends]))
-        low, high = self.part = (self._cuts[place.rank], self._cuts[place.rank + 1])
+        low, high = self.part = parts_of(cuts, kept)[place.rank]
         self._whole = torch.empty(ends[-1], dtype=first.dtype, device=place.device)
         for (start, end), (_, parameter) in zip(self.bounds, members, strict=True):
             self._whole[start:end].view(parameter.shape).copy_(parameter.detach())
@@ -91,7 +105,8 @@ class Flat:
                 peers.broadcast(part, src=0)
         own = self._whole[low:high]
         self._own = own if keeps_whole else own.clone()
-        self._sums: Tensor | None = None
+        self._sums: Tensor | None = None  # of this worker's own part; at the end of what it keeps
+        self._before: dict[int, Tensor] = {}  # gradients of earlier steps
         self._gradient: Tensor | None = None
         self._gathering: list[peers.Transfer | None] | None = None
         self._reducing: list[tuple[Tensor, list[peers.Transfer | None]]] = []
@@ -104,8 +119,18 @@ class Flat:
 
     @property
     def own(self) -> Tensor:
-        """This worker's part of the weights."""
+        """What this worker keeps of the weights."""
         return self._own
+
+    def _owned(self, kept: Tensor) -> Tensor:
+        """This worker's own part of what it keeps of a vector."""
+        low, high = self._cuts[self._place.rank : self._place.rank + 2]
+        return kept[low - self.part[0] : high - self.part[0]]
+
+    def owned_of(self, number: int, kept: Tensor) -> Tensor:
+        """The numbers that this worker owns of what it keeps of a member."""
+        whole, own = self.slice_of(number), self.slice_of(number, self._place.rank)
+        return kept[own.start - whole.start : own.stop - whole.start] if kept.numel() else kept
 
     def laid_out(self, slices: Mapping[int, Tensor]) -> Tensor:
         """Slices of some members in this worker's part of a vector; the rest is 0."""
@@ -156,7 +181,7 @@ class Flat:
         if not self._keeps_whole:
             storage = self._whole.untyped_storage()
             storage.resize_(self._whole.numel() * self._whole.element_size())
-            self._parts(self._whole)[self._place.rank].copy_(self._own)
+            self._whole[slice(*self.part)].copy_(self._own)
         self._gathering = [
             peers.broadcast(part, src=rank, async_op=True)
             for rank, part in enumerate(self._parts(self._whole))
@@ -223,8 +248,9 @@ class Flat:
             self._leaves = LeafSums(self._order.num_leaves)
             self._own_leaves = LeafSums(self._order.num_leaves)
         gradients = {n: p.grad for n, (_, p) in enumerate(self.members) if p.grad is not None}
+        self._before = gradients
         if gradients:
-            self._sums = self.laid_out(gradients)
+            self._sums = self._owned(self.laid_out(gradients)).clone()
         for _, parameter in self.members:
             parameter.grad = None
         return bool(gradients)
@@ -331,7 +357,7 @@ class Flat:
     def _add(self, names: Sequence[Subtree | None], received: Tensor) -> None:
         assert self._leaves is not None
         held = [name for name in names if name is not None]
-        for name, part in zip(held, received.view(len(held), len(self._own)), strict=True):
+        for name, part in zip(held, received.view(len(held), -1), strict=True):
             if name.start == 0 and self._sums is not None:  # of an earlier step: as node 0's
                 part += self._sums
                 self._sums = None
@@ -339,11 +365,13 @@ class Flat:
         self._leaves.settle()
 
     def whole_sums(self) -> Tensor:
-        """The whole vector of the sums, on all workers."""
+        """The whole vector of the gradients, on all workers; some member has one."""
         whole = torch.empty_like(self._whole)
+        gradients = {n: p.grad for n, (_, p) in enumerate(self.members) if p.grad is not None}
+        own = self._owned(self.laid_out(gradients))
         for rank, part in enumerate(self._parts(whole)):
-            if rank == self._place.rank and self._sums is not None:
-                part.copy_(self._sums)
+            if rank == self._place.rank:
+                part.copy_(own)
             if self._place.distributed and part.numel():
                 peers.broadcast(part, src=rank)
         return whole
@@ -356,9 +384,25 @@ class Flat:
         if root is not None:
             self._sums = root if self._sums is None else root.add_(self._sums)
         if self._sums is None:
-            self._sums = torch.zeros_like(self._own)
+            self._sums = torch.zeros_like(self._owned(self._own))
+        shown = self._sums
+        if any(len(ranks) > 1 for ranks in self.kept):  # a sum goes to all who keep its numbers
+            wanted = parts_of(self._cuts, self.kept)
+            shown = Passage(self._place, list(pairwise(self._cuts)), wanted).carry(shown)
+        self._sums = shown
         for number, (_, parameter) in enumerate(self.members):
-            parameter.grad = self.own_of(self._sums, number)
+            parameter.grad = self.own_of(shown, number)
+
+    def undo(self) -> None:
+        """Drop a step that was broken off, whose transfers may still write to their buffers."""
+        whole = torch.empty_like(self._whole)
+        if self._keeps_whole:
+            self._own = whole[slice(*self.part)].copy_(self._own)
+        self._whole, self._gathering, self._gradient, self._sums = whole, None, None, None
+        self._reducing, self._coming, self._leaves, self._own_leaves = [], [], None, None
+        self.free()
+        for number, (_, parameter) in enumerate(self.members):
+            parameter.grad = self._before.get(number)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the sums."""

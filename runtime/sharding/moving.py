@@ -1,114 +1,27 @@
 """Move shares to the workers of another generation: only what changes owners travels.
 
 The workers of both generations meet in one group, where each says which numbers of each vector it
-holds. A worker keeps what it is to hold, and gets the rest from the others::
-
-    before    |--- 0 ---|------- 1 -------|          0 keeps its numbers and gets some of 1,
-    next      |------- 0 -------|--- 2 ---|          which leaves; 2 joins and gets the rest
+holds. Where a worker is lost, another may hold its numbers.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...devices.collectives import wire_device
-from .. import peers
+from ...schema.launch import LaunchConfig
 from ..group import Place, gathered
-from .flats import Flat, cuts_of
+from .flats import Flat, cuts_of, parts_of
+from .passage import Part, Passage
 from .saving import shared_in
 from .states import SharedStates
-
-Part = tuple[int, int]
-"""Where a worker's numbers of a vector begin and end."""
-
-
-def sources(held: Sequence[Part], wanted: Part, rank: int) -> list[tuple[int, int, int]]:
-    """Who gives a worker which numbers: itself first, else the first that holds them.
-
-    Args:
-        held: [workers] what each holds.
-        wanted: What the worker is to hold.
-        rank: The worker.
-
-    Returns:
-        (worker, begin, end) in order of workers, but for itself.
-    """
-    missing, found = [wanted], []
-    for worker in (rank, *range(len(held))):
-        low, high = held[worker]
-        rest = []
-        for begin, end in missing:
-            first, last = max(begin, low), min(end, high)
-            if first < last:
-                found.append((worker, first, last))
-                rest += [(begin, first), (last, end)]
-            else:
-                rest.append((begin, end))
-        missing = [(begin, end) for begin, end in rest if begin < end]
-    return found
-
-
-class Passage:
-    """The way of a vector from what each worker holds of it to what each is to hold.
-
-    Args:
-        place: This worker among those of both generations.
-        held: [workers] what each holds.
-        wanted: [workers] what each is to hold.
-    """
-
-    def __init__(self, place: Place, held: Sequence[Part], wanted: Sequence[Part]) -> None:
-        self._place = place
-        self._held, self.wanted = held[place.rank], wanted[place.rank]
-        self._given = [sources(held, part, rank) for rank, part in enumerate(wanted)]
-        self._travels = any(
-            worker != rank for rank, given in enumerate(self._given) for worker, _, _ in given
-        )
-
-    def carry(self, own: Tensor) -> Tensor:
-        """Exchange a vector; call it on all workers.
-
-        Args:
-            own: [numbers held]
-
-        Returns:
-            [numbers wanted]
-        """
-        rank, (low, _), (first, last) = self._place.rank, self._held, self.wanted
-        made = own.new_empty(last - first)
-        for worker, begin, end in self._given[rank]:
-            if worker == rank:
-                made[begin - first : end - first] = own[begin - low : end - low]
-        if not self._travels:
-            return made
-        parts: list[Tensor] = []
-        leave, come = [0] * len(self._given), [0] * len(self._given)
-        for taker, given in enumerate(self._given):
-            for worker, begin, end in given:
-                if worker == rank != taker:
-                    parts.append(own[begin - low : end - low])
-                    leave[taker] += end - begin
-                if taker == rank != worker:
-                    come[worker] += end - begin
-        sent = torch.cat([own[:0], *parts]).to(wire_device(own.device))
-        received = sent.new_empty(sum(come))
-        peers.all_to_all_single(received, sent, output_split_sizes=come, input_split_sizes=leave)
-        at = 0
-        for worker, begin, end in self._given[rank]:
-            if worker != rank:
-                made[begin - first : end - first] = received[at : at + end - begin]
-                at += end - begin
-        return made
 
 
 def move(
     states: SharedStates,
     optimizers: Sequence[torch.optim.Optimizer],
     place: Place,
-    shares: Sequence[int],
+    config: LaunchConfig,
 ) -> None:
     """Move weights, gradients and the optimizers' states; ``SharedStates.take`` follows.
 
@@ -116,8 +29,12 @@ def move(
         states: This worker's share; a joining worker's optimizers have the others' kinds of state.
         optimizers: The script's.
         place: This worker among those of both generations: those of the next come first.
-        shares: [workers of the next] of the states, in any unit.
+        config: That of the next.
+
+    Raises:
+        PeerLostError: All who held a share are lost.
     """
+    shares, kept = shares_of(config), kept_of(config)
     flats, holds = states.put_away(), not states.is_joining
     told = [number for flat in flats for number in (flat.part if holds else (0, 0))]
     told += [int(p.grad is not None) for flat in flats for _, p in flat.members]
@@ -130,9 +47,20 @@ def move(
         held = [(row[2 * number], row[2 * number + 1]) for row in rows]
         lengths = [end - start for start, end in flat.bounds]
         cuts, before = cuts_of(before, lengths, shares), before + sum(lengths)
-        passage = Passage(place, held, [*pairwise(cuts), *leaving])
+        passage = Passage(place, held, [*parts_of(cuts, kept), *leaving])
         with_gradient = [n for n in range(len(lengths)) if any(next(flags))]
         _move(flat, [optimizer.state for optimizer in optimizers], passage, cuts, with_gradient)
+        flat.kept = kept
+
+
+def shares_of(config: LaunchConfig) -> list[int]:
+    """[workers] of the states, in one unit."""
+    return [slot.state_share_bytes or 0 for slot in config.workers]
+
+
+def kept_of(config: LaunchConfig) -> list[range]:
+    """[workers] the ranks whose shares each keeps."""
+    return [config.kept(rank) for rank in range(config.world_size)]
 
 
 def _move(

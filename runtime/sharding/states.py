@@ -37,6 +37,7 @@ from ..virtual_nodes import share_out
 from .flats import Flat, cuts_of
 from .leaves import Order
 
+_SUM = torch.distributed.ReduceOp.SUM
 _NOT_HERE = (
     "the model was called outside of job.backward and job.evaluation, where this worker has only "
     "a share of its weights"
@@ -136,8 +137,10 @@ class SharedStates:
         shard: What is shared.
         shares: [workers] of the states, in any unit.
         order: In which order virtual nodes add up; None: as the workers run them.
+        kept: [workers] the ranks whose shares each keeps; None: its own.
 
     Attributes:
+        run: Runs an exchange between two steps, which may be repeated where a worker is lost.
         moves: How often shares have moved to other workers.
     """
 
@@ -147,7 +150,10 @@ class SharedStates:
         shard: Shard,
         shares: Sequence[int],
         order: Order | None = None,
+        kept: Sequence[range] | None = None,
     ) -> None:
+        self.run: Callable[[Callable[[], Tensor]], Tensor] = lambda exchange: exchange()
+        self._kept = kept or [range(rank, rank + 1) for rank in range(len(shares))]
         self._session, self._shard, self._sums_order = session, shard, order
         self._names, self._parameters = list(session.parameters), list(session.parameters.values())
         for optimizer in session.optimizers:
@@ -226,6 +232,7 @@ class SharedStates:
                 cuts_of(before, lengths, shares),
                 place,
                 keeps_whole=not self.shares_weights,
+                kept=self._kept,
                 order=self._sums_order,
             )
             flats.setdefault(name, []).append(made)
@@ -540,7 +547,7 @@ class SharedStates:
         def together(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
             found = unscale(*args, **kwargs)
             for overflows in found.values() if self._session.place.distributed else ():
-                peers.all_reduce(overflows, op=torch.distributed.ReduceOp.MAX)
+                overflows.copy_(self.run(partial(self.largest, overflows)))
             return found
 
         vars(scaler)["_unscale_grads_"] = together
@@ -555,8 +562,13 @@ class SharedStates:
         return all(bool(p.detach().isfinite().all()) for p in self._parameters)
 
     def undo(self) -> None:
-        """Refuse to repeat a step: where states are shared all start again after a loss."""
-        raise AssertionError("no step is repeated where states are shared")
+        """Drop a step that was broken off, to repeat it."""
+        for unit in self._all:
+            unit.goes_back = False
+        self._is_open, self._trains, self._discards, self._reduced = False, False, False, None
+        self._now, self._order = [], []
+        for flat in self._laid:
+            flat.undo()
 
     def close(self) -> None:
         """Remove the hooks; the parameters stay as they are."""
@@ -623,9 +635,9 @@ class SharedStates:
         with self.open(), _LayersOnly(self._hidden):
             yield
 
-    def largest(self, number: float) -> Tensor:
+    def largest(self, number: float | Tensor) -> Tensor:
         """[] float64: the largest number of all workers, on this worker's device."""
-        found = torch.tensor(number, dtype=torch.float64, device=self._session.device)
+        found = torch.zeros((), dtype=torch.float64, device=self._session.device) + number
         if self._session.place.distributed:
             peers.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
         return found
@@ -697,34 +709,39 @@ class SharedStates:
             )
         if not asked <= own or not self._session.place.distributed:
             return self._norm(given, norm_type, error_if_nonfinite, foreach)
-        if self._sums_order is not None:
-            return self._norm_of_whole(given, norm_type, error_if_nonfinite, foreach)
-        held = [tensor for tensor in given if tensor.numel()]
-        power, dtype = float(norm_type), given[0].dtype if given else torch.float32
-        # A worker without a share has no gradient to tell the dtype by.
-        norm = self._norm(held, norm_type, False, foreach).to(self._session.device, torch.float64)
-        if math.isinf(power):
-            peers.all_reduce(norm, op=torch.distributed.ReduceOp.MAX)
-        else:
-            norm = norm**power
-            peers.all_reduce(norm)
-            norm = norm ** (1 / power)
-        norm = norm.to(dtype)
+        of = {id(p.grad): index for index, p in enumerate(self._parameters)}
+        indices, power = [of[id(tensor)] for tensor in given], float(norm_type)
+        exchange = self._norm_of_whole if self._sums_order is not None else self._norm_of_parts
+        norm = self.run(lambda: exchange(indices, power, foreach))
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(f"the total norm of order {power} for gradients is not finite")
         return norm
 
-    def _norm_of_whole(
-        self, given: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: Any
-    ) -> Tensor:
+    def _norm_of_parts(self, indices: Sequence[int], power: float, foreach: bool | None) -> Tensor:
+        """The norm of what each worker owns of the gradients, and of these."""
+        dtype = self._parameters[indices[0]].dtype if indices else torch.float32
+        numbers = {n: number for flat in self._flats for number, (n, _) in enumerate(flat.members)}
+        grads = {n: self._parameters[n].grad for n in indices}
+        owned = [
+            self._flat_of[n].owned_of(numbers[n], g) for n, g in grads.items() if g is not None
+        ]
+        # A worker without a share has no gradient to tell the dtype by.
+        norm = self._norm([own for own in owned if own.numel()], power, False, foreach)
+        norm = norm.to(self._session.device, torch.float64)
+        is_most = math.isinf(power)
+        norm = norm if is_most else norm**power
+        if self._session.place.distributed:
+            peers.all_reduce(norm, op=torch.distributed.ReduceOp.MAX if is_most else _SUM)
+        return (norm if is_most else norm ** (1 / power)).to(dtype)
+
+    def _norm_of_whole(self, indices: Sequence[int], power: float, foreach: bool | None) -> Tensor:
         """The norm of each whole gradient, and of these: no bit of it depends on the shares."""
-        asked: dict[int, Tensor] = {id(tensor): tensor for tensor in given}
         norms: dict[int, Tensor] = {}
         for flat in self._flats:
-            held = [(n, p.grad) for n, (_, p) in enumerate(flat.members) if id(p.grad) in asked]
-            whole = flat.whole_sums() if held else torch.empty(0)
-            for number, gradient in held:
+            asked = [(n, index) for n, (index, _) in enumerate(flat.members) if index in indices]
+            whole = flat.whole_sums() if asked else torch.empty(0)
+            for number, index in asked:
                 start, end = flat.bounds[number]
                 part = whole[start:end].view(flat.shapes[number])
-                norms[id(gradient)] = self._norm([part], norm_type, False, foreach)
-        return self._norm([norms[one] for one in asked], norm_type, error_if_nonfinite, foreach)
+                norms[index] = self._norm([part], power, False, foreach)
+        return self._norm([norms[index] for index in indices], power, False, foreach)

@@ -90,7 +90,7 @@ class LaunchingRequest:
             help="When a worker dies or hangs: stop the launch, shrink to the others, or also "
             "replace it.",
             default="shrink for split plans on one host, replace (from the last checkpoint) for "
-            "pipelines and several hosts with {checkpoint}, else stop",
+            "pipelines, shared states and several hosts with {checkpoint}, else stop",
         ),
     ] = None
     heartbeat_seconds: Annotated[
@@ -99,6 +99,13 @@ class LaunchingRequest:
             flag="--heartbeat", help="Kill a worker that sends no heartbeat for so many seconds."
         ),
     ] = 30.0
+    redundancy: Annotated[
+        "Index",
+        Option(
+            help="How many others (0 or 1) keep a copy of each worker's share of the states, so "
+            "that the rest goes on without it. The plan does not count its memory."
+        ),
+    ] = 0
     stdout_to_stderr: Annotated[
         bool, Option(help="Whether to send the script's output to stderr, to keep stdout free.")
     ] = False

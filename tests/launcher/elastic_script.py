@@ -106,6 +106,7 @@ for _ in range(epochs):
         else:
             loss = job.backward(function, batch, per_virtual_node=True)
         if not keeps or batch.step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
             optimizer.step()
             optimizer.zero_grad()
         log.values.append(loss.item())

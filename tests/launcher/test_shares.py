@@ -61,3 +61,20 @@ def test_shares_move_and_are_restored_with_the_same_digest(
     assert record["parameters_digest"] == undisturbed
     kinds = [generation["kind"] for generation in record["generations"]]
     assert kinds == ["start", "resize", "resize", "restart"]
+
+
+@pytest.mark.slow
+def test_the_others_go_on_without_lost_workers_where_shares_are_kept_twice(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    """First the middle one of a row is lost, which keeps all; then one of the pair that is left."""
+    plan = shares_of([3, 3, 2], (1, 2, 1), "optimizer")
+    launch = Launch(tmp_path / "run", [], "--redundancy", "1", holds=[2, 5], plan=plan)
+    for step, number in ((2, 3), (5, 2)):
+        launch.wait_for_step(step, workers=number)
+        launch.kill(1)
+        launch.go(step)
+    assert launch.digest()
+    record = launch.record()
+    assert record["parameters_digest"] == undisturbed
+    assert [len(generation["workers"]) for generation in record["generations"]] == [3, 2, 1]

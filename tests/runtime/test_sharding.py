@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import hetflow
 from hetflow.runtime.launcher.mapping import same_nodes
 from hetflow.runtime.protocol.lower import lower
 from hetflow.runtime.sharding.flats import ALIGNMENT, cuts_of
-from hetflow.runtime.sharding.moving import sources
+from hetflow.runtime.sharding.passage import sources
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema import files
 from hetflow.schema.choices import Shard
-from hetflow.schema.errors import ProblemError, TargetError
+from hetflow.schema.errors import PeerLostError, ProblemError, TargetError
 from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
@@ -165,6 +167,24 @@ def test_only_what_changes_owners_travels(data: st.DataObject) -> None:
         assert sorted(got) == [*range(first, last)]
 
 
+@pytest.mark.parametrize("number", range(1, 9))
+def test_each_share_is_kept_by_a_neighbour_too(number: int, plan_of: Callable[..., Plan]) -> None:
+    plan = shared(plan_of([(1, 2)] * number), "optimizer", [1] * number)
+    once = lower(plan)
+    assert [[*once.kept(rank)] for rank in range(number)] == [[rank] for rank in range(number)]
+    twice = replace(once, redundancy=1)
+    kept = [twice.kept(rank) for rank in range(number)]
+    for rank in range(number):
+        assert rank in kept[rank]
+        assert sum(rank in ranks for ranks in kept) >= min(number, 2)
+        assert len(kept[rank]) <= 3
+
+
+def test_shares_that_all_lost_are_missed_by_all() -> None:
+    with pytest.raises(PeerLostError, match="all workers that kept"):
+        sources([(0, 4), (8, 9)], (0, 9), 0)
+
+
 def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
     return SimpleNamespace(
@@ -198,3 +218,6 @@ def test_a_launch_refuses_what_shares_cannot_follow(plan_of: Callable[..., Plan]
         same_nodes(config, lower(plan_of(DEVICES)))
     with pytest.raises(ProblemError, match=r"meet in every pass, and have \[1, 3\]"):
         lower(shared(plan_of([(1, 2), (3, 2)]), "gradients", (1, 1)))
+    for refused, copies in ((plan_of(DEVICES), 1), (plan, 2)):
+        with pytest.raises(ProblemError, match="can be kept twice"):
+            hetflow.dry_run(refused, str(HERE / "sharded_run.py"), redundancy=copies)
