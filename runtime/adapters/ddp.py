@@ -331,6 +331,8 @@ def _backward(
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
     told = [_SCALED.pop(root, root) for root in roots]
+    for root in told:
+        current.check_tried(root)
     with current.weighing(told), current.going_back():
         shares = current.shares_of(roots)
         gradients = [

@@ -203,7 +203,7 @@ class Losses:
         self.end()
         self._num_batches += not self._is_skipped
         is_due = self._num_batches.bit_count() == 1 and not _is_compiled()
-        if (self._has_unknown or is_due) and not self._is_skipped:
+        if self._has_unknown or (is_due and not self._is_skipped):
             self._recording = Recording()
             self.enter()
 
@@ -465,8 +465,18 @@ class _Trial:
         return self._replays.verdict(loss, num_rows)
 
     def _check_sum(self) -> None:
-        """Refuse a sum that is divided by a worker's batch size, which one process has not."""
-        size = self._training.loader_batch_size
+        """Refuse a sum with a worker's batch size or the workers' number in it.
+
+        One process has not the one, and DistributedDataParallel's mean is what the other undoes: a
+        plan adds sums up.
+        """
+        size, workers = self._training.loader_batch_size, self._training.world_size
+        if workers in self._recorded.whole_factors:
+            raise TargetError(
+                f"the loss is a sum that is multiplied by {workers}, which is the number of "
+                "workers: a plan adds sums up, as one process does",
+                hint="leave the number of workers (num_processes, world_size) out of it",
+            )
         for factor in self._recorded.factors:
             times = max(abs(factor), 1 / abs(factor)) / size if size else 0.0
             if size > 1 and times >= 1 and abs(times - round(times)) < 1e-9:

@@ -48,6 +48,7 @@ from ..finish import at_exit, meet_all, part, report
 from ..gradients.hooks import Hooks, ScriptHooks
 from ..group import Place, gathered, join, make_group_of_one
 from ..measurements import StepClock
+from ..promise.graph import chain
 from ..protocol.environment import PLAN, Start, read_environment
 from ..session import Session
 from ..setup import final_tensors, keep_freed_memory
@@ -196,6 +197,8 @@ class Training:
         num_taken: Batches that the script has taken since an adapter last looked.
         losses: What shares of the script's losses count.
         sharing: The models whose states the workers share; None where each holds all.
+        known_losses: Nodes of the losses that a library's step may go back from, by a factor; None
+            where it may from any.
         loader_batch_size: The batch size of a loader for one worker of several; 0 where loaders
             have the global batch's.
     """
@@ -238,6 +241,7 @@ class Training:
             shares = [slot.state_share_bytes or 0 for slot in config.workers]
             self.sharing = Sharing(self, config.shard, shares)
         self.loader_batch_size = 0
+        self.known_losses: set[Any] | None = None
         self._ahead: deque[Piece] | None = None
         self._mark: Mark | None = None
         self._is_begun, self._is_counted = False, False
@@ -659,6 +663,22 @@ class Training:
         for loss, (_, value) in zip(losses, weighed, strict=True):
             # Not in place: a graph that is kept may need the old number.
             loss.data = value().to(loss.dtype).view_as(loss)
+
+    def check_tried(self, loss: Tensor) -> None:
+        """Check that a library's own step goes back from a loss whose parts were tried.
+
+        Raises:
+            TargetError: The script's step computes another, whose parts may not add up to it.
+        """
+        known = self.known_losses
+        if self._part_weight is None or known is None or self.runs_whole:
+            return
+        if not any(node in known for node in chain(loss)):
+            raise TargetError(
+                "the training step goes back from a loss that compute_loss did not give, so how "
+                "it is made of its parts was not tried",
+                hint="compute the whole loss in compute_loss; or train with hf.prepare",
+            )
 
     def weight(self) -> float:
         """What this pass counts in the workers' plain mean."""

@@ -132,6 +132,9 @@ def _compute(
     if form is not None:
         loss = made[0] if isinstance(made, tuple) else made
         form.check(loss, inputs)
+        known = training().known_losses
+        if known is not None:
+            known.add(loss.grad_fn)
         if reads_graph:
             self.weight_now = form.weight_of(loss, training())
             training().weigh_part(self.weight_now)
@@ -220,7 +223,7 @@ def _step(
         for start, end in parts
     ]
     weights = self.trained_form.weights(shares, piece, current)
-    total = torch.zeros((), device=self.args.device)
+    total, current.known_losses = torch.zeros((), device=self.args.device), set()
     for number, ((share, num_samples), weight) in enumerate(zip(shares, weights, strict=True), 1):
         is_last = number == len(parts)
         waits = contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model)

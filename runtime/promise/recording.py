@@ -134,6 +134,22 @@ class Slice:
         return self._divisor()[2]
 
     @property
+    def whole_factors(self) -> list[float]:
+        """The plain numbers by which the whole loss is multiplied at last."""
+        made = {n: operator for operator in self.operators for n in operator.outputs}
+        found, number = [], self.root if self.root in made else None
+        while number in made:
+            operator = made[number]
+            packet = getattr(operator.function, "overloadpacket", None)
+            inputs = [v for v in operator.arguments[0] if isinstance(v, _Number)]
+            values = [v for v in operator.arguments[0] if isinstance(v, int | float)]
+            if packet in _SCALED and len(inputs) == 1 and values and values[0]:
+                is_product = packet is torch.ops.aten.mul
+                found.append(float(values[0]) if is_product else 1 / values[0])
+            number = inputs[0].number if packet in _PASSED and inputs else None
+        return found
+
+    @property
     def factors(self) -> list[float]:
         """The plain numbers by which tensors are multiplied, or whose inverses divide them."""
         found = []

@@ -398,7 +398,9 @@ def test_trainer_saves_on_a_signal_and_logs_as_one_run(tmp_path: Path, plan_of: 
 REFUSED = {
     "unsampled": "trains on a batch of no loader that hetflow has cut into shares",
     "divided sum": "a sum that is divided by a multiple of 16, the batch size of a DataLoader",
+    "sum for a mean": "a sum that is multiplied by 2, which is the number of workers",
     "root": "a batch's loss is not the mean of its samples' losses",
+    "own step": "goes back from a loss that compute_loss did not give",
     "twice": "the script's sum over workers would count twice",
     "unlike": "each worker reads other samples",
     "nodes": "split_dataset_by_node gives each worker other samples",

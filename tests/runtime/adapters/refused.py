@@ -31,6 +31,8 @@ class Layers(nn.Module):
     def forward(self, x, labels=None):
         """The outputs and their loss."""
         found = self.layer(x)
+        if labels is None:
+            return {"logits": found}
         return {"loss": nn.functional.mse_loss(found, labels), "logits": found}
 
 
@@ -42,6 +44,18 @@ class Unknown(Trainer):
         outputs = model(**inputs)
         loss = (outputs["logits"] - inputs["labels"]).abs().max()
         return (loss, outputs) if return_outputs else loss
+
+
+class Twice(Trainer):
+    """A training step that adds a term of its own to the loss."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """The model's loss, and the size of its outputs."""
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss = loss + model(inputs["x"])["logits"].square().sum()
+        self.accelerator.backward(loss)
+        return loss.detach()
 
 
 class Gathering(Trainer):
@@ -112,6 +126,14 @@ def divided_sum():
         (nn.functional.mse_loss(model(x), y, reduction="sum") / 16).backward()
 
 
+def sum_for_a_mean():
+    """As accelerate's guide counts tokens over workers."""
+    model, _, loader = prepared()
+    for x, y in loader:
+        loss = nn.functional.mse_loss(model(x), y, reduction="sum") * accelerator.num_processes
+        accelerator.backward(loss / 96)
+
+
 def stateful():
     accelerator.dataloader_config.use_stateful_dataloader = True
     prepared()
@@ -144,6 +166,8 @@ FAULTS = {
     "rows by node": rows_by_node,
     "unsampled": unsampled,
     "divided sum": divided_sum,
+    "sum for a mean": sum_for_a_mean,
+    "own step": lambda: trained(Twice),
     "stateful": stateful,
     "fsdp": fully_sharded,
     "compiled": lambda: trained(torch_compile=True),
