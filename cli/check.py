@@ -46,7 +46,11 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
             if faults.bound == "recomputed":
                 proved += "; the file holds no certificate, the judge found the bound by itself"
             elif faults.bound != "replayed":
-                why = "is what the file states, without a certificate to replay"
+                has_one = found.proof.certificate is not None
+                why = "is what the file states, " + (
+                    "and its certificate does not show it" if has_one
+                    else "without a certificate to replay"
+                )  # fmt: skip
                 proved = f"unproved: {proved!r} {why}"
         obstacle = obstacle_of(found)
     elif judge_of(policy_named(found.policy).name) is not None:

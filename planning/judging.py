@@ -15,6 +15,7 @@ from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan, devices_for
 from ..schema.problem import Problem, ShardedProblem, SplitProblem
 from ..schema.profile import Profile
+from ..schema.restrictions import Restrictions
 from .checks import plan as plan_checks
 from .checks.proofs import Verdict, tolerance_faults
 from .pool_parts import is_part_of
@@ -73,6 +74,8 @@ def faults_of_plan(
             whole = view_of_plan(plan, replace(problem, pool=pool))
             assert isinstance(whole, SplitProblem)
             found += bound_faults(plan, whole)
+        if pool not in (None, judged) and plan.layers:
+            found.bound = "stated"  # other parts of the pool may have faster plans
         found += stated_faults(plan, profiles)
     found += plan_checks.check(plan) + tolerance_faults(plan.proof)
     return found
@@ -111,7 +114,8 @@ def faults_against(plan: Plan, view: View, problem: Problem) -> Verdict:
     if isinstance(view, PipelineProblem):
         wrong = profiled.pipeline_faults(view, problem)
         return Verdict(wrong) if wrong else pipeline.check(plan, view)
-    return Verdict(profiled.parallel_faults(view, problem) + parallel.check(plan, view))
+    wrong = profiled.parallel_faults(view, problem)
+    return Verdict(wrong) if wrong else parallel.check(plan, view)
 
 
 def confirm(plan: Plan, view: View, problem: Problem) -> Plan:
@@ -147,7 +151,7 @@ def view_of_plan(plan: Plan, problem: Problem) -> View:
     Raises:
         ProblemError: The profiles do not fit the plan.
     """
-    from .parallel_problem import parallel_problem
+    from .parallel_problem import chunks_of, parallel_problem
     from .pipeline_problem import pipeline_problem
     from .split_problem import split_problem
 
@@ -157,11 +161,13 @@ def view_of_plan(plan: Plan, problem: Problem) -> View:
         shards = () if plan.shard is None else (only,) if only else get_args(Shard)
         return split_problem(problem, plan.uniform_virtual_nodes, between, shards)
     if plan.stage_cost is None:
-        chunks = {plan.num_model_chunks, *(other.num_model_chunks for other in plan.alternatives)}
+        asked = plan.restrictions or Restrictions()
         return parallel_problem(
             problem,
-            recompute=any(stage.recompute != "none" for stage in plan.stages),
-            num_model_chunks=tuple(sorted(chunks)),
+            microbatch_size=asked.microbatch_size,
+            most_stages=asked.num_stages,
+            recompute=asked.recompute is not False,
+            num_model_chunks=chunks_of(asked.num_model_chunks),
             sequence_parallel=bool(plan.sequence_parallel),
             shard_optimizer=bool(plan.shard_optimizer),
         )

@@ -22,6 +22,7 @@ from ..schema.parallel import (
 )
 from ..schema.problem import Problem
 from ..schema.profile import LayerGraph, LayerNode, Profile
+from ..schema.schedule_traits import traits
 from .costs.memory import exchange_bytes
 from .links import Pair, PoolLinks, Source, measured_between
 from .pipeline_problem import graph_of, layered, reserve_in_pipeline
@@ -98,6 +99,15 @@ def _recomputations(profiles: Sequence[Profile]) -> tuple[Recompute, ...]:
     tables = [table for profile in profiles for _, table in _tables(profile)]
     knows_cores = all(any(node.core is not None for node in t.nodes) for t in tables)
     return ("none", "selective", "full") if knows_cores else ("none", "full")
+
+
+def chunks_of(asked: int | None) -> tuple[int, ...]:
+    """Numbers of stages per device to try; without a request 1 and those of interleaved 1F1B."""
+    return (
+        (1, *traits(parallel_schedule(is_chunked=True)).num_model_chunks)
+        if asked is None
+        else (asked,)
+    )
 
 
 def _over_sequences(profile: Profile) -> Profile:

@@ -7,12 +7,11 @@ from functools import partial
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError
 from ..schema.layer_trace import LayerTrace, cannot_spread
-from ..schema.parallel import ParallelProblem, parallel_schedule
+from ..schema.parallel import ParallelProblem
 from ..schema.plan import Plan
-from ..schema.schedule_traits import traits
 from .judging import confirm
 from .limits import Clock
-from .parallel_problem import degrees_of, parallel_keys, parallel_problem
+from .parallel_problem import chunks_of, degrees_of, parallel_keys, parallel_problem
 from .pipelines import say_obstacle, trace_for, with_origin
 from .plan_dollars import priced
 from .pool_parts import best_of_parts, parts_of
@@ -111,7 +110,7 @@ def _view(question: Question, trace: LayerTrace | None) -> ParallelProblem:
         microbatch_size=asked.microbatch_size,
         recompute=asked.recompute,
         most_stages=1 if asked.sequence_parallel and cannot_spread(trace) else None,
-        num_model_chunks=_chunks(asked.num_model_chunks),
+        num_model_chunks=chunks_of(asked.num_model_chunks),
         sequence_parallel=bool(asked.sequence_parallel),
         shard_optimizer=asked.shard_optimizer,
     )
@@ -124,15 +123,6 @@ def _why_none(question: Question) -> str:
         for profile in question.profiles_in_pool
     } - {""}
     return f" ({'; '.join(sorted(said))})" if said else ""
-
-
-def _chunks(asked: int | None) -> tuple[int, ...]:
-    """Numbers of stages per device to try; without a request 1 and those of interleaved 1F1B."""
-    return (
-        (1, *traits(parallel_schedule(is_chunked=True)).num_model_chunks)
-        if asked is None
-        else (asked,)
-    )
 
 
 def _spreadable(question: Question) -> bool:

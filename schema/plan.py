@@ -80,6 +80,36 @@ class SharesCertificate:
 
 
 @record
+class PricedPlans:
+    """Parallel plans by the times of their stages, and what a device of each type is priced at.
+
+    ``least_stage_seconds`` < slowest stage <= ``most_stage_seconds``, and no stage's update and
+    all-reduce take longer than ``most_exchange_seconds``. With ``device_prices`` [types of the
+    pool] in seconds for each device of a replica, covering the layers by stages takes at least the
+    bound, as the judge counts it.
+    """
+
+    microbatch_size: Count
+    num_replicas: Count
+    least_stage_seconds: Seconds
+    most_stage_seconds: Seconds
+    most_exchange_seconds: Seconds
+    device_prices: tuple[Seconds, ...]
+
+
+@record
+class ParallelCertificate:
+    """Why no plan of three dimensions is faster than ``proof.lower_bound``.
+
+    The nodes that a search left closed or open. They say how to divide the work and hold no number
+    that a judge believes: any prices show something true.
+    """
+
+    kind: Literal["priced-stages"] = "priced-stages"
+    priced: tuple[PricedPlans, ...]
+
+
+@record
 class Proof:
     """How good a plan is, and how that is known.
 
@@ -98,7 +128,7 @@ class Proof:
     gap: NonNegative | None
     method: str
     tolerance: Ratio | None = None
-    certificate: SplitCertificate | SharesCertificate | None = None
+    certificate: SplitCertificate | SharesCertificate | ParallelCertificate | None = None
     space: str | None = None
 
 
@@ -702,7 +732,8 @@ def claim_of(plan: Plan, pool: Cluster | None = None) -> str:
 
 
 register_keys(
-    RefutedSplits, SplitCertificate, RefutedShares, SharesCertificate, Proof, Prediction,
+    RefutedSplits, SplitCertificate, RefutedShares, SharesCertificate, PricedPlans,
+    ParallelCertificate, Proof, Prediction,
     ReplicaGroup, NestedBlock, Stage, PassTime,
     EmulatedDevice, EstEstimate, Alternative, Gain, SyncBound, Plan,
 )  # fmt: skip

@@ -17,8 +17,9 @@ from ...schema.parallel import (
     parallel_schedule,
 )
 from ...schema.pipeline_shape import PipelineShape
-from ...schema.plan import Plan, ReplicaGroup, Stage
+from ...schema.plan import ParallelCertificate, Plan, ReplicaGroup, Stage
 from . import definitions
+from .parallel_bound import has_places, is_proved
 from .plan import (
     device_faults,
     dollar_faults,
@@ -27,12 +28,13 @@ from .plan import (
     rate_faults,
     step_faults,
 )
+from .proofs import Verdict
 from .schedule_lists import own_passes
 
 _NEAR = 1e-9
 
 
-def check(plan: Plan, problem: ParallelProblem) -> list[str]:
+def check(plan: Plan, problem: ParallelProblem) -> Verdict:
     """List every fault of a plan; an empty list means that it is valid.
 
     Args:
@@ -40,12 +42,17 @@ def check(plan: Plan, problem: ParallelProblem) -> list[str]:
         problem: The problem that the plan claims to answer.
 
     Returns:
-        One sentence per fault.
+        One sentence per fault; and how the bound is known.
     """
     faults = _plan_faults(plan, problem)
-    if faults:
-        return faults
-    return [*_proof_faults(plan), *_alternative_faults(plan, problem)]
+    faults = faults or [*_proof_faults(plan, problem), *_alternative_faults(plan, problem)]
+    bound, stated = plan.proof.lower_bound, plan.proof.certificate
+    if faults or bound is None:
+        return Verdict(faults)
+    priced = stated.priced if isinstance(stated, ParallelCertificate) else ()
+    if not is_proved(problem, bound, priced):
+        return Verdict()
+    return Verdict((), "recomputed" if stated is None else "replayed")
 
 
 def _plan_faults(plan: Plan, problem: ParallelProblem) -> list[str]:
@@ -229,14 +236,7 @@ def _has_places(plan: Plan, problem: ParallelProblem, pool: ParallelPool) -> boo
                 together = group.num_replicas * group.tensor_parallel_size
                 whole = _lies_in_a_server(problem, stage)
                 wanted += [together] if whole else [group.tensor_parallel_size] * group.num_replicas
-    full, rest = divmod(pool.num_devices, pool.devices_per_server)
-    room = [pool.devices_per_server] * full + [rest]
-    for size in sorted(wanted, reverse=True):
-        place = next((n for n, left in enumerate(room) if left >= size), None)
-        if place is None:
-            return False
-        room[place] -= size
-    return True
+    return has_places(wanted, pool)
 
 
 def _group_faults(
@@ -318,7 +318,15 @@ def _bubble(plan: Plan, problem: ParallelProblem) -> float:
     return filling / (plan.num_rounds * slowest) if slowest else 0.0
 
 
-def _proof_faults(plan: Plan) -> Iterator[str]:
+def _proof_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
+    stated = plan.proof.certificate
+    if stated is not None and not isinstance(stated, ParallelCertificate):
+        yield "proof.certificate: is not of plans of three dimensions"
+    elif stated is not None:
+        types = len(problem.pools)
+        for number, node in enumerate(stated.priced):
+            if len(node.device_prices) != types:
+                yield f"proof.certificate: priced[{number}] does not price {types} types"
     if plan.proof.lower_bound is None:
         yield "proof: no lower_bound"
     if plan.proof.tolerance is not None:

@@ -18,7 +18,15 @@ from ...planning.costs.parallel_stage import bubble_fraction
 from ...schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
 from ...schema.options import option
 from ...schema.parallel import ParallelProblem, parallel_schedule
-from ...schema.plan import Plan, Prediction, Proof, ReplicaGroup, Stage
+from ...schema.plan import (
+    ParallelCertificate,
+    Plan,
+    Prediction,
+    PricedPlans,
+    Proof,
+    ReplicaGroup,
+    Stage,
+)
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from . import interleaved
 from .bound import Region
@@ -77,18 +85,18 @@ def solve(
     if not any(space.options for space in spaces.alone):
         raise _infeasible(problem, spaces)
     in_chunks, tried, untried = interleaved.search(problem, spaces, chunked or effort)
-    best, bound = None, inf
+    best, bound, priced = None, inf, tuple[PricedPlans, ...]()
     if 1 in problem.num_model_chunks:
         limit = _ceiling(problem, spaces) if in_chunks is None else in_chunks.step_seconds
-        best, bound = _search(problem, spaces, effort, limit)
+        best, bound, priced = _search(problem, spaces, effort, limit)
     taken = best or in_chunks
     if taken is not None:
         others = interleaved.least_seconds(problem, tried, taken.step_seconds)
         bound = min(bound, untried, others)
     if best is not None:
-        return _plan(problem, best, bound)
+        return _certified(_plan(problem, best, bound), priced)
     if in_chunks is not None:
-        return _interleaved_plan(problem, in_chunks, bound)
+        return _certified(_interleaved_plan(problem, in_chunks, bound), priced)
     if effort.should_stop():
         raise TooLittleTimeError(
             "the search was stopped before it had a plan", hint="give it more time"
@@ -124,7 +132,7 @@ def least_seconds(problem: ParallelProblem, num_devices: Mapping[str, int]) -> f
 
 def _search(
     problem: ParallelProblem, spaces: Spaces, effort: Effort, limit: float
-) -> tuple[Found | None, float]:
+) -> tuple[Found | None, float, tuple[PricedPlans, ...]]:
     devices = sum(pool.num_devices for pool in problem.pools)
     tree = _Tree(limit, effort)
     for size in spaces.microbatch_sizes:
@@ -132,7 +140,7 @@ def _search(
             tree.open(Search(problem, spaces.of(size, replicas), replicas, effort))
     tree.try_first()
     tree.run()
-    return tree.best, tree.bound
+    return tree.best, tree.bound, tree.priced()
 
 
 _Part = tuple[float, Search, "Region | Labels | None"]
@@ -157,6 +165,27 @@ class _Tree:
         self._heap: list[tuple[float, int, Search, Region | Labels | None]] = []
         self._order = count()
         self._work = 0.0
+        self._closed: list[tuple[Search, PricedPlans]] = []
+
+    def priced(self) -> tuple[PricedPlans, ...]:
+        """What a judge needs of the regions that were closed, or are open still."""
+        self._close((search, part) for _, _, search, part in self._heap)
+        bound = self.bound
+        return tuple(node for search, node in self._closed if search.least_by_capacity < bound)
+
+    def _close(self, parts: "Iterable[tuple[Search, Region | Labels | None]]") -> None:
+        for search, part in parts:
+            if part is not None:
+                region = part.region if isinstance(part, Labels) else part
+                node = PricedPlans(
+                    microbatch_size=search.space.microbatch_size,
+                    num_replicas=search.d,
+                    least_stage_seconds=region.low_seconds,
+                    most_stage_seconds=region.high_seconds,
+                    most_exchange_seconds=region.high_exchange,
+                    device_prices=tuple(map(float, np.maximum(region.prices, 0.0))),
+                )
+                self._closed.append((search, node))
 
     @property
     def bound(self) -> float:
@@ -177,6 +206,8 @@ class _Tree:
         for least, search, part in parts:
             if least < self.limit:
                 heappush(self._heap, (least, next(self._order), search, part))
+            else:
+                self._close([(search, part)])
 
     def try_first(self) -> None:
         """Find good plans early: those that a person would try. Until there is one, all of them."""
@@ -268,6 +299,11 @@ class _Tree:
         # Where nothing is left under the aim, a higher one comes next.
         wider = replace(labels.region, least_seconds=least, step=3 * labels.region.step)
         return [(least, search, wider if labels.is_over else labels)]
+
+
+def _certified(plan: Plan, priced: tuple[PricedPlans, ...]) -> Plan:
+    certificate = ParallelCertificate(priced=priced)
+    return replace(plan, proof=replace(plan.proof, certificate=certificate))
 
 
 def _ceiling(problem: ParallelProblem, spaces: Spaces) -> float:

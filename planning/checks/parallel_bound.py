@@ -1,0 +1,789 @@
+"""Show that no plan with pipeline, tensor and data parallelism takes less than a bound.
+
+Plans are told apart by their microbatch size b and replicas d, and then by the time T of their
+slowest stage and X of its update and all-reduce, each alone and over its own devices' links. With m
+microbatches, and T and X above the lower ends of a cell, a step takes at least
+
+    (m - 1) T + X + sum over stages of (seconds + price of their devices) - price of the pool / d,
+
+whatever the prices of devices, as no plan has more devices than the pool. The last two terms are
+at least a shortest path over cuts with stages below the cell's upper ends. Prices come from the
+certificate; any that are not negative prove something true. A cell is split until its bound
+suffices; a narrow one is searched stage by stage, from the last one on.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, pairwise, product
+from math import ceil, inf, prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, Recompute
+from ...schema.plan import PricedPlans
+from . import definitions
+
+Table = NDArray[np.float64]
+MOST_WORK = 8e8
+"""Entries of all tables, about a second; the bound of a larger problem is not proved."""
+_CALL = 3e4  # entries that take as long as a few calls
+_MOST_LABELS = 2_000  # of the search of one cell, which is split if these are too few
+_NARROW, _NARROWEST = (
+    0.01,
+    1e-6,
+)  # of the bound: a cell is searched where T and X can lift a step by no more
+_NEAR = 1e-9
+_MOST_WAYS = 500  # to deal the replicas of stages on two types
+
+
+class _Undecided(Exception):
+    """What is left takes more work than a judge does."""
+
+
+def is_proved(problem: ParallelProblem, bound: float, nodes: Sequence[PricedPlans]) -> bool:
+    """Whether the judge can show that no plan's step takes less than a bound.
+
+    Args:
+        problem: The problem, under hetflow's own rule of costs.
+        bound: In seconds, to 1e-9.
+        nodes: The certificate's, which say how to divide the work; the smallest problems need none.
+    """
+    below, left = bound * (1 - _NEAR), _Left(MOST_WORK)
+    if problem.cost_rule != "hetflow":
+        return False
+    searches = _searches(problem) if 1 in problem.num_model_chunks else ()
+    of_search: dict[tuple[int, int], list[PricedPlans]] = {}
+    for node in nodes:
+        of_search.setdefault((node.microbatch_size, node.num_replicas), []).append(node)
+    try:
+        return _has_no_chunks(problem, below, left) and all(
+            search.is_refuted(below, of_search.get((search.size, search.replicas), []), left)
+            for search in searches
+        )
+    except _Undecided:
+        return False
+
+
+@dataclass(slots=True)
+class _Left:
+    """What work is left."""
+
+    entries: float
+
+    def take(self, entries: float) -> None:
+        self.entries -= entries
+        if self.entries < 0:
+            raise _Undecided
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Option:
+    """One type at one degree with one recomputation.
+
+    Tables are [start, end] over the layers of stages, and infinite where there is none.
+
+    Attributes:
+        compute: Seconds of a microbatch's passes.
+        output: [places] seconds of a message over its own link.
+        update: Seconds of the update, with what a sharded optimizer exchanges left out.
+        most_in_flight: Microbatches that fit beside all else.
+    """
+
+    pool: int
+    degree: int
+    recompute: Recompute
+    compute: Table
+    output: Table
+    update: Table
+    most_in_flight: Table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cells:
+    """Plans by T and X: above the lows, up to the highs [cells], and prices [cells, pools]."""
+
+    low: Table
+    high: Table
+    free: Table
+    full: Table
+    prices: Table
+
+    def __getitem__(self, chosen: Any) -> "_Cells":
+        return _Cells(*(getattr(self, name)[chosen] for name in self.__slots__))
+
+
+def _searches(problem: ParallelProblem) -> "Iterator[_Search]":
+    """Each microbatch size with each number of replicas, but for those that others stand for.
+
+    A plan stays one without some of its replicas, if as many microbatches are left to each. Its
+    all-reduce then takes no longer, unless it leaves a server or a link's rate falls with size.
+    """
+    devices = sum(pool.num_devices for pool in problem.pools)
+    curves = [link.curve for pool in problem.pools for link in pool.links]
+    curves += [link.curve for link in problem.between]
+    is_plain = not problem.shard_optimizer and all(len(c.coefficients) == 1 for c in curves)
+    for size in _sizes(problem):
+        tables = list[_Option]()
+        units, fewest = ceil(problem.global_batch_size / size), dict[tuple[Any, ...], int]()
+        for replicas in range(1, min(devices, units) + 1):
+            inside = tuple(
+                pool.devices_per_server % (t.tensor_parallel_size * replicas) == 0
+                for pool in problem.pools
+                if pool.inside is not None
+                for t in pool.times
+            )
+            key = (ceil(units / replicas), inside)
+            if is_plain and fewest.setdefault(key, replicas) < replicas:
+                continue
+            if not tables or problem.shard_optimizer:
+                tables = list(_options(problem, size, replicas))
+            yield _Search(problem, tables, size, replicas)
+
+
+def _sizes(problem: ParallelProblem) -> list[int]:
+    """Microbatch sizes that were timed, and that the batch is large enough for."""
+    timed = {t.microbatch_size for pool in problem.pools for t in pool.times}
+    return sorted(size for size in timed if size <= problem.global_batch_size)
+
+
+def _options(problem: ParallelProblem, size: int, replicas: int) -> Iterator[_Option]:
+    outputs = [0.0, *(size * float(each) for each in problem.output_bytes)]
+    outputs[-1] = 0.0  # behind the last layer nothing is sent
+    for number, pool in enumerate(problem.pools):
+        for times in pool.times:
+            degree = times.tensor_parallel_size
+            held = [s for s in problem.sizes if s.tensor_parallel_size == degree]
+            fits_server = pool.devices_per_server % degree == 0 and degree <= pool.num_devices
+            if times.microbatch_size != size or not held or not fits_server:
+                continue
+            curve = next(x.curve for x in pool.links if x.tensor_parallel_size == degree)
+            output = np.array([_message(problem, curve, each, degree) for each in outputs])
+            for recompute in problem.recompute:
+                again: Sequence[float] = {
+                    "full": times.forward_seconds,
+                    "selective": times.core_seconds,
+                }.get(recompute, (0.0,) * len(problem.layers))
+                passes = np.array([times.forward_seconds, times.backward_seconds, again])
+                yield _Option(
+                    number, degree, recompute, _between(passes.sum(axis=0)), output,
+                    _between(times.update_seconds),
+                    _most_in_flight(problem, pool, held[0], size, replicas, recompute),
+                )  # fmt: skip
+
+
+def _message(problem: ParallelProblem, curve: LinkCurve, size: float, copies: int) -> float:
+    seconds = definitions.curve_seconds(
+        curve, size if problem.boundary_rule == "scattered" else size * copies
+    )
+    return 2 * seconds if problem.boundary_rule == "blocking" else seconds
+
+
+def _between(values: Sequence[float] | Table) -> Table:
+    """[start, end] sums over the layers of stages; infinite where there is none."""
+    ends = np.concatenate([[0.0], np.cumsum(np.array(values, np.float64))])
+    places = np.arange(len(ends))
+    return np.where(places[:, None] < places[None, :], ends[None, :] - ends[:, None], inf)
+
+
+def _largest(values: Sequence[float]) -> Table:
+    """[start, end] the greatest value among the layers of stages."""
+    table = np.zeros((len(values) + 1, len(values) + 1))
+    for start in range(len(values)):
+        table[start, start + 1 :] = np.maximum.accumulate(np.array(values[start:], np.float64))
+    return table
+
+
+def _most_in_flight(
+    problem: ParallelProblem,
+    pool: ParallelPool,
+    sizes: Any,
+    size: int,
+    replicas: int,
+    recompute: Recompute,
+) -> Table:
+    weights = _between(sizes.weight_bytes)
+    held = problem.bytes_per_weight_byte * weights + problem.reserved_bytes
+    if problem.shard_optimizer and problem.optimizer is not None:
+        whole, largest = np.where(np.isfinite(weights), weights, 0.0), _largest(sizes.weight_bytes)
+        # All but an equal share of all layers but the largest, and the largest.
+        shared = (whole - largest) * (1 - 1 / replicas)
+        held = held - problem.optimizer.state_bytes_per_weight_byte * shared
+    each = size * _between(sizes.stashed_bytes)
+    if recompute == "selective":
+        each = size * _between(sizes.selective_bytes)
+        held = held + size * _largest(sizes.core_bytes)
+    if recompute == "full":
+        held = held + each
+        inputs = np.array([0.0, *problem.output_bytes])[:, None] * size
+        each = np.where(np.isfinite(each), inputs, inf)
+    if pool.memory_bytes is None:
+        return np.where(np.isfinite(each), inf, 0.0)
+    room = pool.memory_bytes * (1 + _NEAR) - held
+    with np.errstate(divide="ignore", invalid="ignore"):
+        most = np.floor(
+            np.where(each > 0, room / each, np.where(room >= 0, inf, 0.0)) * (1 + 1e-12)
+        )
+    found: Table = np.where(np.isfinite(held) & (room >= 0), most, 0.0)
+    return found
+
+
+class _Search:
+    """All plans of one microbatch size and number of replicas."""
+
+    def __init__(
+        self, problem: ParallelProblem, options: list[_Option], size: int, replicas: int
+    ) -> None:
+        self.problem, self.options, self.size, self.replicas = problem, options, size, replicas
+        self.m = ceil(ceil(problem.global_batch_size / size) / replicas)
+        self.places = len(problem.layers) + 1
+        self.devices = np.array([pool.num_devices for pool in problem.pools])
+        most = min(self.places - 1, int(self.devices.sum()) // replicas)
+        self.most_stages = min(most, problem.most_stages or most)
+        self.budget = self.devices / replicas
+        self.pools = np.array([option.pool for option in options], dtype=int)
+        self.degrees = np.array([option.degree for option in options], dtype=float)
+        self._rings: dict[tuple[tuple[LinkCurve, ...], int], Table] = {}
+
+    @cached_property
+    def seconds(self) -> Table:
+        """[options, start, end] of stages alone, over links as fast as their own."""
+        return np.array([o.compute + o.output[None, :] + o.output[:, None] for o in self.options])
+
+    @cached_property
+    def exchange(self) -> Table:
+        """[options, start, end] update and all-reduce at least, whatever else holds the stage."""
+        found = []
+        for option in self.options:
+            pool = self.problem.pools[option.pool]
+            rings = [self.ring((option,))]
+            if len(self.problem.pools) > 1 and self.replicas > 1:
+                curve = _link_of_one(pool)
+                degrees = [s.tensor_parallel_size for s in self.problem.sizes]
+                rings += [self._ring_over([curve], t) for t in degrees if t <= option.degree]
+            found.append(self.update(option, np.min(rings, axis=0)) + np.min(rings, axis=0))
+        return np.array(found)
+
+    def update(self, option: _Option, ring: Table) -> Table:
+        """[start, end] the update; a sharded optimizer's with one more round of its ring."""
+        if not self.problem.shard_optimizer:
+            return option.update
+        found: Table = option.update / self.replicas + ring / 2
+        return found
+
+    def ring(self, options: tuple[_Option, ...]) -> Table:
+        """[start, end] seconds of the all-reduce of a stage's replicas."""
+        degree = min(option.degree for option in options)
+        pools = [self.problem.pools[option.pool] for option in options]
+        curves = [_link_of_one(pool) for pool in pools]
+        near = pools[0].inside
+        if len(pools) == 1 and near is not None:
+            together = degree * self.replicas
+            curves = [near] if pools[0].devices_per_server % together == 0 else curves
+        names = {pool.device_type for pool in pools}
+        both = [x.curve for x in self.problem.between if {*x.device_types} <= names]
+        curves += both if len(pools) > 1 else []
+        return self._ring_over(curves, degree)
+
+    def _ring_over(self, curves: Sequence[LinkCurve], degree: int) -> Table:
+        sizes = next(s for s in self.problem.sizes if s.tensor_parallel_size == degree)
+        whole = _between(sizes.weight_bytes)
+        key = (tuple(curves), degree)
+        if key not in self._rings:
+            known, where = np.unique(whole, return_inverse=True)
+            taken = [self._ring_seconds(curves, float(each)) for each in known]
+            self._rings[key] = np.array(taken)[where].reshape(whole.shape)
+        return self._rings[key]
+
+    def _ring_seconds(self, curves: Sequence[LinkCurve], left: float) -> float:
+        if self.replicas == 1 or left == inf:
+            return 0.0 if left < inf else inf
+        bucket = self.problem.bucket_bytes
+        full = 0 if bucket is None or left <= bucket else ceil(left / bucket) - 1
+        buckets = [(1, left - full * (bucket or 0)), (full, float(bucket or 0))]
+        slowest = max(
+            sum(n * definitions.curve_seconds(c, each / self.replicas) for n, each in buckets if n)
+            for c in curves
+        )
+        return 2 * (self.replicas - 1) * slowest
+
+    @property
+    def _room(self) -> float:
+        return sum(
+            inf if pool.memory_bytes is None else pool.num_devices * pool.memory_bytes * (1 + _NEAR)
+            for pool in self.problem.pools
+        )
+
+    def least_bytes(self) -> float:
+        """What all replicas hold at least, on all their devices together."""
+        problem, least = self.problem, np.full(self.places - 1, inf)
+        state = problem.optimizer.state_bytes_per_weight_byte if problem.optimizer else 0.0
+        shared = state * (1 - 1 / self.replicas) if problem.shard_optimizer else 0.0
+        for option in self.options:
+            sizes = next(s for s in problem.sizes if s.tensor_parallel_size == option.degree)
+            held = (problem.bytes_per_weight_byte - shared) * np.array(sizes.weight_bytes)
+            kept = sizes.selective_bytes if option.recompute == "selective" else sizes.stashed_bytes
+            held = held + self.size * np.array(kept) * (option.recompute != "full")
+            least = np.minimum(least, option.degree * held)
+        return self.replicas * float(least.sum())
+
+    @cached_property
+    def by_capacity(self) -> tuple[float, float]:
+        """Seconds of a step and of T at least, by what all devices together can compute.
+
+        A second of a type's device is worth 1 over the seconds of all layers on it. The slowest
+        stage takes at least the worth of all layers over that of the pool.
+        """
+        if not self.options or self.most_stages < 1 or self.least_bytes() > self._room:
+            return inf, inf
+        layers = np.arange(self.places - 1)
+        fits = np.array([o.most_in_flight[layers, layers + 1] >= 1 for o in self.options])
+        each = np.array([o.compute[layers, layers + 1] for o in self.options])
+        each = np.where(fits, each, inf)
+        if not np.isfinite(each).any(axis=0).all():
+            return inf, inf
+        work, worth = self.degrees[:, None] * each, 0.0
+        costs = np.full(each.shape, inf)
+        for pool, number in enumerate(self.devices):
+            own = self.pools == pool
+            least = work[own].min(axis=0, initial=inf)
+            whole = float(least[np.isfinite(least)].sum())
+            if own.any() and whole > 0:
+                worth += number / whole
+                costs[own] = work[own] / whole
+        if not worth:
+            return 0.0, 0.0
+        rate = self.replicas / worth
+        with np.errstate(invalid="ignore"):
+            through = float(np.nanmin(each + (self.m - 1) * rate * costs, axis=0).sum())
+        slowest = rate * float(costs.min(axis=0).sum())
+        return max(through, self.m * slowest), slowest
+
+    def may_hold(self, stages: Sequence[tuple[int, ...]]) -> bool:
+        """Whether the pool, and its servers, might hold stages; taken for granted if unsure."""
+        d = self.replicas
+        dealt = [[(d,)] if len(kind) == 1 else [(k, d - k) for k in range(1, d)] for kind in stages]
+        ways = prod(map(len, dealt))
+        if ways > _MOST_WAYS:
+            return True
+        return any(self._holds(stages, way) for way in product(*dealt))
+
+    def _holds(self, stages: Sequence[tuple[int, ...]], dealt: Sequence[tuple[int, ...]]) -> bool:
+        for number, pool in enumerate(self.problem.pools):
+            sizes: list[int] = []
+            for kind, replicas in zip(stages, dealt, strict=True):
+                for o, count in zip(kind, replicas, strict=True):
+                    if self.options[o].pool == number:
+                        degree = self.options[o].degree
+                        is_one = len(kind) == 1 and pool.devices_per_server % (degree * count) == 0
+                        sizes += [degree * count] if is_one else [degree] * count
+            if sum(sizes) > pool.num_devices:
+                return False
+            if pool.inside is not None and not has_places(sizes, pool):
+                return False
+        return True
+
+    def is_refuted(self, below: float, nodes: Sequence[PricedPlans], left: _Left) -> bool:
+        """Whether no plan takes less than ``below`` seconds.
+
+        Raises:
+            _Undecided: That takes too much work.
+        """
+        left.take(10 * _CALL)
+        if self.by_capacity[0] >= below:
+            return True
+        cells = self._first(below, nodes)
+        while len(cells.low):
+            left.take(len(cells.low) * self.seconds.size + self.places * _CALL)
+            cells = self._open(cells, self._paths(cells), below)
+            counted = []
+            for number in range(len(cells.low)):
+                left.take(self.most_stages * (self.seconds.size + _CALL))
+                table = self._tables(cells[[number]])
+                cell = self._open(cells[[number]], table[0][None], below)
+                width = float(self._width(cell).max(initial=0.0)) / below
+                if len(cell.low) and width <= _NARROW:
+                    found = _Stages(self, cell[0], table, below).find(left)
+                    if found:
+                        return False
+                    if found is None and width <= _NARROWEST:
+                        raise _Undecided
+                    cell = cell if found is None else cell[:0]
+                counted += [cell] if len(cell.low) else []
+            cells = self._split(_joined(counted)) if counted else cells[:0]
+        return True
+
+    def _open(self, cells: _Cells, rest: Table, below: float) -> _Cells:
+        """The cells that may hold a plan below the seconds, without what takes too long in them.
+
+        A plan whose T or X is larger by what is missing takes long enough.
+        """
+        least = np.maximum(rest[:, -1] - cells.prices @ self.budget, cells.low)
+        missing = below - (least + (self.m - 1) * cells.low + cells.free)
+        room = missing / (self.m - 1) if self.m > 1 else inf
+        kept = replace(
+            cells,
+            high=np.minimum(cells.high, cells.low + room),
+            full=np.minimum(cells.full, cells.free + missing),
+        )
+        return kept[missing > 0]
+
+    def _width(self, cells: _Cells) -> Table:
+        """By how much T or X can lift a step within cells."""
+        found: Table = np.maximum((self.m - 1) * (cells.high - cells.low), cells.full - cells.free)
+        return found
+
+    def _first(self, below: float, nodes: Sequence[PricedPlans]) -> _Cells:
+        """The certificate's nodes as cells, up to the longest T that matters.
+
+        Between them they hold every plan, whatever the nodes are: cells end where nodes do.
+        """
+        layers = np.arange(self.places - 1)
+        compute = np.array([o.compute[layers, layers + 1] for o in self.options])
+        most = max(below - float(compute.min(axis=0).sum()), 0.0)  # beside a microbatch's passes
+        longest = min(below / self.m, most / (self.m - 1) if self.m > 1 else below)
+        shortest = self.by_capacity[1] * (1 - _NEAR)
+        ends = sorted({n.most_stage_seconds for n in nodes})
+        ends = [end for end in ends if shortest < end < longest]
+        rows: list[tuple[float, ...]] = []
+        for low, high in pairwise([shortest, *ends, longest]):
+            free, prices = 0.0, (0.0,) * len(self.devices)
+            over = [n for n in nodes if n.least_stage_seconds <= high <= n.most_stage_seconds]
+            for node in sorted(over, key=lambda n: n.most_exchange_seconds):
+                prices = node.device_prices
+                if free < node.most_exchange_seconds < most:
+                    rows.append((low, high, free, node.most_exchange_seconds, *prices))
+                    free = node.most_exchange_seconds
+            rows.append((low, high, free, most, *prices))
+        table = np.array(rows)
+        low, high, free, full = table[:, :4].T
+        return self._snapped(_Cells(low, high, free, full, table[:, 4:]))
+
+    @cached_property
+    def levels(self) -> Table:
+        """All times that single stages may take, which T is one of."""
+        fits = np.array([o.most_in_flight for o in self.options]) >= 1
+        found: Table = np.unique(self.seconds[fits & np.isfinite(self.seconds)])
+        return found
+
+    def _snapped(self, cells: _Cells) -> _Cells:
+        """The cells with ends at times that there are, without those that have none."""
+        first = np.searchsorted(self.levels, cells.low * (1 + 1e-12), side="right")
+        last = np.searchsorted(self.levels, cells.high * (1 + 1e-12), side="right") - 1
+        there = first <= last
+        kept = cells[there]
+        if not len(kept.low):
+            return kept
+        return replace(kept, low=self.levels[first[there]], high=self.levels[last[there]])
+
+    def _split(self, cells: _Cells) -> _Cells:
+        """Each cell in two, by the middle of T or of X."""
+        by_seconds = (self.m - 1) * (cells.high - cells.low) >= cells.full - cells.free
+        one, other = cells[by_seconds], cells[~by_seconds]
+        middle, half = (one.low + one.high) / 2, (other.free + other.full) / 2
+        # T lies above the end of the cell before, so the second half begins behind the middle.
+        lower = self._snapped(replace(one, high=np.minimum(middle, one.high), low=_before(one.low)))
+        upper = self._snapped(replace(one, low=middle))
+        parts = [lower, upper, replace(other, full=half), replace(other, free=half)]
+        return _joined(parts)
+
+    def _paths(self, cells: _Cells) -> Table:
+        """[cells, ends] least seconds and prices of the layers before an end, in single stages.
+
+        A stage holds as many microbatches in flight as there are at least stages behind it.
+        """
+        count, options = len(cells.low), len(self.options)
+        behind = np.full((count, self.places), self.most_stages)
+        behind[:, -1] = 0
+        high, full = cells.high[:, None, None], cells.full[:, None, None]
+        allowed: list[Any] = [None] * self.places
+        in_flight = np.array([o.most_in_flight for o in self.options])
+        for end in range(self.places - 1, 0, -1):
+            placed = behind[:, end]
+            fits = in_flight[None, :, :end, end] >= np.minimum(placed + 1, self.m)[:, None, None]
+            fits &= (placed < self.most_stages)[:, None, None]
+            fits &= self.seconds[None, :, :end, end] <= high * (1 + 1e-12)
+            fits &= self.exchange[None, :, :end, end] <= full * (1 + 1e-12)
+            allowed[end] = fits
+            fewer = np.where(fits.any(axis=1), placed[:, None] + 1, self.most_stages)
+            behind[:, :end] = np.minimum(behind[:, :end], fewer)
+        rest = np.full((count, self.places), inf)
+        rest[:, 0] = 0.0
+        priced = (cells.prices[:, self.pools] * self.degrees).reshape(count, options, 1)
+        for end in range(1, self.places):
+            costs = rest[:, None, :end] + self.seconds[None, :, :end, end] + priced
+            rest[:, end] = np.where(allowed[end], costs, inf).min(axis=(1, 2))
+        return rest
+
+    def _tables(self, cell: _Cells) -> Table:
+        """[stages behind, ends] of one cell, as ``_paths``, with the stages behind counted."""
+        is_short = self.seconds <= cell.high[0] * (1 + 1e-12)
+        is_short &= self.exchange <= cell.full[0] * (1 + 1e-12)
+        priced = (cell.prices[0, self.pools] * self.degrees)[:, None, None]
+        costs = np.where(is_short, self.seconds + priced, inf)
+        in_flight = np.array([o.most_in_flight for o in self.options])
+        found = np.full((self.most_stages + 1, self.places), inf)
+        found[:, 0] = 0.0
+        fitting = costs[0]
+        for placed in range(self.most_stages - 1, -1, -1):
+            if placed < self.m:  # from m stages behind on, as many are in flight
+                fitting = np.where(in_flight >= placed + 1, costs, inf).min(axis=0)
+            elif placed == self.most_stages - 1:
+                fitting = np.where(in_flight >= self.m, costs, inf).min(axis=0)
+            found[placed, 1:] = (fitting + found[placed + 1][:, None]).min(axis=0)[1:]
+        return found
+
+
+def _joined(parts: Sequence[_Cells]) -> _Cells:
+    return _Cells(
+        *(np.concatenate([getattr(part, name) for part in parts]) for name in _Cells.__slots__)
+    )
+
+
+def _before(low: Table) -> Table:
+    """A little less, so that the cell's own least time is in it."""
+    found: Table = low * (1 - 1e-9)
+    return found
+
+
+def has_places(sizes: Sequence[int], pool: ParallelPool) -> bool:
+    """Whether sets of devices find servers, the largest first, each in the first with room."""
+    full, rest = divmod(pool.num_devices, pool.devices_per_server)
+    room = [pool.devices_per_server] * full + [rest]
+    for size in sorted(sizes, reverse=True):
+        place = next((n for n, left in enumerate(room) if left >= size), None)
+        if place is None:
+            return False
+        room[place] -= size
+    return True
+
+
+def _link_of_one(pool: ParallelPool) -> LinkCurve:
+    return next(x.curve for x in pool.links if x.tensor_parallel_size == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """Stages from ``end`` on: what a step of them takes at least, and what they use.
+
+    ``pending`` is the first one's time without its gradient's message, which depends on the stage
+    before; ``total`` and ``slowest`` are of those behind. ``kinds`` are all of them.
+    """
+
+    end: int
+    kinds: tuple[int, ...] = ()
+    slowest: float = 0.0
+    total: float = 0.0
+    pending: float = 0.0
+    update: float = 0.0
+    ring: float = 0.0
+    price: float = 0.0
+
+
+class _Stages:
+    """The plans of one narrow cell, stage by stage from the last on.
+
+    A stage's kind is one option, or two of unlike types. Labels with the same stages, but for their
+    cuts, leave the same to decide where they end at the same layer: the worse one is dropped.
+    """
+
+    def __init__(self, search: _Search, cell: _Cells, rest: Table, below: float) -> None:
+        self._search, self._below = search, below
+        self._rest, self._low, self._free = rest, float(cell.low), float(cell.free)
+        self._worth = float(cell.prices @ search.budget)
+        self._kinds = list(_kinds_of(search))
+        options, d = search.options, search.replicas
+
+        def most(table: Table) -> Table:
+            return np.array([table[list(kind)].max(axis=0) for kind in self._kinds])
+
+        self._compute = most(np.array([o.compute for o in options]))
+        self._output = most(np.array([o.output for o in options]))
+        fits = np.array([o.most_in_flight for o in options])
+        self._fits = np.array([fits[list(kind)].min(axis=0) for kind in self._kinds])
+        self._fits[most(search.seconds) > cell.high * (1 + 1e-12)] = 0.0
+        self._fits[most(search.exchange) > cell.full * (1 + 1e-12)] = 0.0
+        self._ring = np.array([search.ring(tuple(options[o] for o in k)) for k in self._kinds])
+        own = most(np.array([search.update(o, np.zeros_like(o.update)) for o in options]))
+        shared = search.problem.shard_optimizer
+        self._update = own + (self._ring / 2 if shared else 0.0)
+        one = cell.prices[search.pools] * search.degrees
+        self._price = np.array(
+            [((d - 1) * one[list(k)].min() + one[list(k)].max()) / d for k in self._kinds]
+        )
+        self._used = np.zeros((len(self._kinds), len(search.devices)))
+        for number, kind in enumerate(self._kinds):
+            for o in kind:
+                self._used[number, options[o].pool] += options[o].degree * (
+                    d if len(kind) == 1 else 1
+                )
+
+    def find(self, left: "_Left") -> bool | None:
+        """Whether there is a plan below the seconds; None if that takes too many labels.
+
+        Raises:
+            _Undecided: No work is left.
+        """
+        left.take(20 * self._fits.size)
+        open_, known = [_Label(self._search.places - 1)], dict[Any, list[Any]]()
+        for _ in range(_MOST_LABELS if self._kinds else 0):
+            if not open_:
+                return False
+            label = open_.pop()
+            left.take(2 * self._fits.size / self._search.places + 5 * _CALL)
+            for following in self._before(label):
+                left.take(_CALL)
+                if following.end == 0:
+                    if self._search.may_hold([self._kinds[k] for k in following.kinds]):
+                        return True
+                elif _is_new(following, known):
+                    open_.append(following)
+        return None if self._kinds else False
+
+    def _before(self, label: _Label) -> Iterator[_Label]:
+        """A label for each stage that may stand before, where a plan may be below the seconds."""
+        search, end, placed = self._search, label.end, len(label.kinds)
+        m, is_last = search.m, placed == 0
+        used = self._used[list(label.kinds)].sum(axis=0)
+        has_room = (used + self._used <= search.devices).all(axis=1)
+        message = np.zeros(len(self._kinds))
+        if not is_last:
+            after = label.kinds[0]
+            message = np.maximum(self._output[:, end], self._output[after, end])
+            message = np.maximum(message, self._crossing(after, end))
+        whole = label.pending + message  # of the stage behind
+        slowest, total = np.maximum(label.slowest, whole), label.total + whole
+        own = self._compute[:, :end, end] + message[:, None]
+        alone = own + self._output[:, :end]
+        update = np.maximum(label.update, self._update[:, :end, end])
+        ring = np.maximum(label.ring, self._ring[:, :end, end])
+        least = (m - 1) * np.maximum(np.maximum(slowest[:, None], alone), self._low)
+        least += total[:, None] + alone + np.maximum(update + ring, self._free)
+        priced = label.price + self._price
+        worth = self._rest[placed + 1, :end] + priced[:, None] - self._worth
+        worth[:, 0] = np.maximum(worth[:, 0], 0.0)  # nothing is left to be priced
+        fits = self._fits[:, :end, end] >= min(placed + 1, m)
+        fits &= has_room[:, None] & (least + worth < self._below)
+        if placed + 1 >= search.most_stages:
+            fits[:, 1:] = False
+        for kind, start in np.argwhere(fits).tolist():
+            yield _Label(
+                start, (kind, *label.kinds), float(slowest[kind]), float(total[kind]),
+                float(own[kind, start]), float(update[kind, start]), float(ring[kind, start]),
+                float(priced[kind]),
+            )  # fmt: skip
+
+    def _crossing(self, after: int, end: int) -> Table:
+        """[kinds] seconds of a message over the links between unlike types, to the stage behind."""
+        search, problem = self._search, self._search.problem
+        found = np.zeros(len(self._kinds))
+        size = float(search.size * problem.output_bytes[end - 1])
+        for number, kind in enumerate(self._kinds if problem.between else ()):
+            for one, other in product(kind, self._kinds[after]):
+                pair = [search.options[one], search.options[other]]
+                names = {problem.pools[option.pool].device_type for option in pair}
+                for link in problem.between:
+                    if len(names) == 2 and set(link.device_types) == names:
+                        copies = max(option.degree for option in pair)
+                        seconds = _message(problem, link.curve, size, copies)
+                        found[number] = max(found[number], seconds)
+        return found
+
+
+def _kinds_of(search: _Search) -> Iterator[tuple[int, ...]]:
+    """What may hold a stage: one option, or two of unlike types that recompute alike."""
+    options, d = search.options, search.replicas
+    for number, option in enumerate(options):
+        if d * option.degree <= search.devices[option.pool]:
+            yield (number,)
+    for one, other in combinations(range(len(options)), 2 if d > 1 else len(options) + 1):
+        first, second = options[one], options[other]
+        alike = first.recompute == second.recompute
+        if search.problem.shard_optimizer:
+            alike &= first.degree == second.degree
+        if alike and first.pool != second.pool:
+            yield one, other
+
+
+def _is_new(label: _Label, known: dict[Any, list[Any]]) -> bool:
+    """Whether no label with the same left to decide is as good; notes this one."""
+    key = (label.end, label.kinds[0], tuple(sorted(label.kinds)))
+    mine = (label.slowest, label.pending, label.total + label.pending, label.update, label.ring)
+    others = known.setdefault(key, [])
+    if any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in others):
+        return False
+    others.append(mine)
+    return True
+
+
+def _has_no_chunks(problem: ParallelProblem, below: float, left: _Left) -> bool:
+    """Whether no interleaved plan takes less: (v m + p - 1) passes of its slowest chunk (4.2.2).
+
+    The update and the all-reduce of the fullest position are at least those of the mean one.
+    """
+    chunks = [v for v in problem.num_model_chunks if v > 1]
+    for size in _sizes(problem) if chunks else ():
+        units, devices = (
+            ceil(problem.global_batch_size / size),
+            max(pool.num_devices for pool in problem.pools),
+        )
+        for d in (d for d in range(1, min(devices, units) + 1) if units % d == 0):
+            search = _Search(problem, list(_options(problem, size, d)), size, d)
+            for number, option in enumerate(search.options):
+                groups = problem.pools[option.pool].num_devices // option.degree // d
+                slowest = _Slowest(search, number)
+                for v, p in product(chunks, range(2, min(groups, search.m) + 1)):
+                    if search.m % p or p * v > min(search.places - 1, problem.most_stages or inf):
+                        continue
+                    left.take(_CALL)
+                    others = slowest.mean_exchange(p)
+                    passes = v * search.m + p - 1
+                    if passes * slowest.least(p * v) + others < below and (
+                        passes * slowest.exact(p * v, left) + others < below
+                    ):
+                        return False
+    return True
+
+
+class _Slowest:
+    """The slowest chunk of one option, by the number of chunks."""
+
+    def __init__(self, search: _Search, option: int) -> None:
+        self._search, self._option = search, search.options[option]
+        fits = self._option.most_in_flight >= 1
+        self._seconds = np.where(fits, search.seconds[option], inf)
+        self._tables = [np.where(np.arange(search.places) == 0, 0.0, inf)]
+
+    def least(self, chunks: int) -> float:
+        """At least, by all layers together and the longest one."""
+        layers = np.arange(self._search.places - 1)
+        each = self._option.compute[layers, layers + 1]
+        sent = 2 * (chunks - 1) * float(self._option.output[1:-1].min(initial=inf))
+        return max(float(each.max()), (float(each.sum()) + sent) / chunks)
+
+    def exact(self, chunks: int, left: _Left) -> float:
+        """The least of any cut into so many chunks, each of which fits alone."""
+        while len(self._tables) <= chunks:
+            left.take(self._seconds.size + _CALL)
+            before = self._tables[-1]
+            self._tables.append(np.maximum(before[:, None], self._seconds).min(axis=0))
+        return float(self._tables[chunks][-1])
+
+    def mean_exchange(self, positions: int) -> float:
+        """Update and all-reduce of a position in the mean, without latencies."""
+        search, d = self._search, self._search.replicas
+        update = float(self._option.update[0, -1]) / positions
+        pool = search.problem.pools[self._option.pool]
+        inside = pool.inside is not None and not pool.devices_per_server % (d * self._option.degree)
+        curve = pool.inside if inside and pool.inside is not None else _link_of_one(pool)
+        if len(curve.coefficients) > 1:
+            return update / (d if search.problem.shard_optimizer else 1)
+        weights = next(
+            sum(s.weight_bytes)
+            for s in search.problem.sizes
+            if s.tensor_parallel_size == self._option.degree
+        )
+        ring = 2 * (d - 1) * weights / positions / d / curve.coefficients[0]
+        return update / d + 1.5 * ring if search.problem.shard_optimizer else update + ring
