@@ -266,6 +266,9 @@ def test_wrapped_models_whose_states_are_shared_train_as_one_process(
         code, stderr = launch(tmp_path, plan, SCRIPTS / "wrapped.py", "many", kind)
         assert code == 0, stderr
         assert_equal(tmp_path, parameters=1e-12, others=1e-12)
+    # Weights are whole while a trial runs the model again.
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "wrapped.py", "many", "mixing")
+    assert (code, "the model mixes the samples of a batch" in stderr) == (2, True), stderr
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """A script for torchrun whose model DistributedDataParallel or fully_shard wraps.
 
 It clears gradients between the forward and the backward pass, accumulates, clips, evaluates, lets
-the first worker save by itself, and loads. A layer is never used. Usage: wrapped.py ANSWER KIND.
+the first worker save by itself, and loads. A layer is never used. Usage: wrapped.py ANSWER KIND,
+where KIND is ddp, fsdp, or mixing: a model that mixes the samples of a batch.
 """
 
 import json
@@ -32,7 +33,7 @@ class Net(nn.Module):
         )
 
     def forward(self, x):
-        x = self.first(x)
+        x = self.first(x if kind != "mixing" else x - x.mean(0))
         for block in self.blocks:
             x = x + block(x)
         return self.last(x)
