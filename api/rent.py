@@ -72,13 +72,7 @@ def rent(request: RentRequest) -> RentReport:
 def by_deadline(**asked: Any) -> list[RentReport]:
     """Compare policies for deadlines from the tightest one up to the one that is asked for.
 
-    Args:
-        **asked: The arguments of ``deadline``.
-
-    Raises:
-        ProblemError: A number, a window, a zone or a policy's name cannot be used.
-        InfeasibleError: The work cannot end in time on any machines.
-        FileError: A file is missing or has faults.
+    Arguments and errors are those of ``deadline``.
     """
     request = RentRequest(**Arguments(RentRequest, "by_deadline").checked((), asked))
     job, traces, history = asked_job(request)

@@ -277,19 +277,12 @@ class _Lease:
 
 @dataclass(slots=True, kw_only=True)
 class Agent:
-    """Rents machines for a training until it has ended.
+    """Rents machines for a training until it has ended, as a policy (``decide``) says.
 
-    Attributes:
-        training: What to run.
-        engine: Where.
-        devices: Of 1, 2, ... machines.
-        speeds: On 0, 1, ... machines, in work seconds per second.
-        feed: What becomes known of the market.
-        decide: The policy.
-        num_ticks: Until the deadline; a job that is late goes on with what it holds.
-        tick_seconds: Length of a tick.
-        record: What was done so far: new, or of an agent that was killed.
-        tell: Called with a line for each change.
+    ``devices`` are of 1, 2, ... machines, ``speeds`` on 0, 1, ... of them in work seconds per
+    second. ``num_ticks`` go to the deadline; a job that is late goes on with what it holds.
+    ``record`` says what was done so far: it is new, or of an agent that was killed. ``tell`` is
+    called with a line for each change.
     """
 
     training: Training

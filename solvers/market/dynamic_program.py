@@ -38,8 +38,6 @@ class DynamicProgram:
 
     Attributes:
         modes: What is held, in ticks as long as a decision.
-        chain: The chain that it was made for.
-        ticks_a_decision: Ticks that share one.
         unit_seconds: Work of a step of the grid.
         spans: [ticks + 1] units of work that can be left.
         stays: [ticks][zones, modes, states, units of the span] whether to keep what is held, as
@@ -91,10 +89,6 @@ class Programs:
     """The program of a job at the prices of now, as if these stayed.
 
     Where prices move, those within two hundredths share a program; the latest few are kept.
-
-    Args:
-        job: The job.
-        chain: How spot machines come and go, as for ``solve``.
     """
 
     def __init__(self, job: RentJob, chain: Chain) -> None:

@@ -120,13 +120,9 @@ Span = tuple[int, int]
 
 
 def spans_of(num_ticks: int, num_units: int, most_units: float, *, must_end: bool) -> list[Span]:
-    """What can be left at the start of each tick, and at the end.
+    """What can be left of so many units at the start of each tick, and at the end.
 
-    Args:
-        num_ticks: Until the deadline.
-        num_units: Of all work.
-        most_units: Done in a tick.
-        must_end: Whether what cannot end in time is left out.
+    At most ``most_units`` are done in a tick; ``must_end`` leaves out what cannot end in time.
     """
     ticks, most = np.arange(num_ticks + 1), units_up(most_units)
     first = np.maximum(num_units - ticks * most, 0)

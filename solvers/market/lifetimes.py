@@ -39,18 +39,10 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """The Kaplan-Meier estimate of lifetimes whose age is known, as ``ZoneOdds`` tells it.
+    """The Kaplan-Meier estimate of lifetimes whose age is known, under the names of ``ZoneOdds``.
 
-    Attributes:
-        num_lifetimes: Seen from their beginning.
-        num_censored: Of these, those that were not seen to end.
-        horizon_seconds: The longest that was seen; beyond it nothing is known.
-        median_seconds: Where half are preempted; None where that is beyond the horizon.
-        mean_seconds: Of the lifetime, or of the horizon where that is shorter (the area under
-            the curve): a lower estimate of the mean where the longest is censored.
-        mean_low_seconds: Its interval's lower end, by Greenwood's formula.
-        mean_high_seconds: The upper end.
-        survivors: The part that gets so old, for each age.
+    ``mean_seconds`` is the area under the curve: a lower estimate of the mean where the longest
+    lifetime is censored; its interval is by Greenwood's formula.
     """
 
     num_lifetimes: int
@@ -122,11 +114,9 @@ def _rate(age: float | None, at_risk_seconds: float, lost: int) -> PreemptionRat
 
 
 def survival(seen: Iterable[Lifetime], ages_seconds: Sequence[float]) -> Survival | None:
-    """Kaplan-Meier (scipy); None where no lifetime was seen from its beginning.
+    """Kaplan-Meier (scipy) of the lifetimes whose age is known; None where there are none.
 
-    Args:
-        seen: Lifetimes; those without a known age are left out.
-        ages_seconds: At which the surviving part is told, up to the horizon.
+    The surviving part is told at each of the ages up to the horizon.
     """
     aged = [one for one in seen if one.has_age]
     if not aged:

@@ -30,12 +30,8 @@ def odds(
 ) -> OddsReport:
     """Estimate what can be.
 
-    Windows of a zone that say when they begin are joined, so that no time counts twice.
-
-    Args:
-        windows: Of each zone and instance type.
-        prices: Histories; correlations are of one instance type in two places.
-        checkpoint_seconds: What writing a checkpoint takes; None: no interval is told.
+    Windows of a zone that say when they begin are joined, so that no time counts twice. No interval
+    is told where nobody says what writing a checkpoint takes.
 
     Raises:
         ProblemError: A checkpoint's time that is not > 0, or windows that disagree.
@@ -68,9 +64,7 @@ def interval_seconds(
 ) -> float | None:
     """Daly's interval between checkpoints; None where no machine is taken away.
 
-    Args:
-        ticks: Numbers of machines, and the seconds of a tick.
-        checkpoint_seconds: What writing one takes.
+    ``ticks`` are numbers of machines, and the seconds of a tick.
     """
     seen = [
         lifetime

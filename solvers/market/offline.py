@@ -24,12 +24,7 @@ def least_dollars(
     available: Sequence[Sequence[int]],
     spot_dollars_per_hour: Sequence[Sequence[float]] | None = None,
 ) -> float:
-    """The least dollars on a window.
-
-    Args:
-        job: The job.
-        available: [zones][ticks] spot machines that can be had; at least to the deadline.
-        spot_dollars_per_hour: [zones][ticks] of one machine, where prices move.
+    """The least dollars on a window [zones][ticks], which goes to the deadline at least.
 
     Raises:
         ProblemError: A zone's window is missing, or is shorter than the deadline.

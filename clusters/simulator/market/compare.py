@@ -108,11 +108,7 @@ def compare(
 
 
 def chain_for(job: RentJob, history: Sequence[Sequence[Sequence[int | None]]]) -> Chain:
-    """How spot machines come and go, in ticks as long as a decision.
-
-    Args:
-        job: The job.
-        history: [traces][zones][ticks].
+    """How spot machines come and go in a history [traces][zones][ticks], by ticks of a decision.
 
     Raises:
         ProblemError: There are too many zones, or no two neighbouring ticks in which all are known.

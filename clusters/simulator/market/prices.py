@@ -56,11 +56,7 @@ def _held(offer: Offer) -> HeldOffer:
 def compare(job: RentJob, prices: Prices, *, cloud: str, device_type: str) -> Compared:
     """Replay all strategies from the start of the prices, for a job on their offers.
 
-    Args:
-        job: The job.
-        prices: From its start on.
-        cloud: Where those that keep to one cloud are.
-        device_type: What ``one_device`` takes.
+    Those that keep to one cloud are in ``cloud``; ``one_device`` takes a ``device_type``.
 
     Raises:
         ProblemError: The job cannot end before the prices do, whatever it takes.
