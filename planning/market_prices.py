@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
-from ..schema.market import Market, PriceHistory, utc_seconds, utc_text
+from ..schema.market import InstanceType, Market, PriceHistory, utc_seconds, utc_text
 from ..schema.options import option
 from ..schema.records import nearest
 from ..solvers.market.offers import Prices, history_of, where_available
@@ -103,34 +103,26 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
         prices = (machine.on_demand_dollars_per_hour, False), (machine.spot_dollars_per_hour, True)
         for dollars, is_spot in prices:
             if dollars and not (is_spot and market.has_history(machine)):
-                yield (
-                    machine.device_type,
-                    DevicePrice(
-                        dollars_per_hour=dollars / machine.num_devices,
-                        instance_type=machine.name,
-                        num_devices=machine.num_devices,
-                        place=place,
-                        is_spot=is_spot,
-                        cloud=machine.cloud or "",
-                    ),
-                )
+                yield _price(machine, dollars, place, machine.cloud or "", is_spot=is_spot)
     if when is None and market.prices:
         when = _last_seconds(market.prices)
     for history in market.prices:
         owner = market.described(history)
         dollars = None if when is None else _price_at(history.stretches(), when)
         if dollars:
-            yield (
-                owner.device_type,
-                DevicePrice(
-                    dollars_per_hour=dollars / owner.num_devices,
-                    instance_type=history.instance_type,
-                    num_devices=owner.num_devices,
-                    place=f"{history.cloud} {history.place}",
-                    is_spot=True,
-                    cloud=history.cloud,
-                ),
-            )
+            place = f"{history.cloud} {history.place}"
+            yield _price(owner, dollars, place, history.cloud, is_spot=True)
+
+
+def _price(
+    machine: InstanceType, dollars: float, place: str, cloud: str, *, is_spot: bool
+) -> tuple[str, DevicePrice]:
+    """A device of a machine that costs so many dollars per hour."""
+    number = machine.num_devices
+    return machine.device_type, DevicePrice(
+        dollars_per_hour=dollars / number, instance_type=machine.name, num_devices=number,
+        place=place, is_spot=is_spot, cloud=cloud,
+    )  # fmt: skip
 
 
 def _check_within(histories: Sequence[PriceHistory], when: float) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
-from ...schema.market import Market, utc_seconds, utc_text
+from ...schema.market import InstanceType, Market, utc_seconds, utc_text
 from ...schema.options import option
 from ...schema.spelling import nearest
 from .job import RentJob
@@ -31,6 +31,14 @@ class Offer:
     device_type: str
     num_devices: int
     is_spot: bool = True
+
+    @classmethod
+    def of(cls, machine: InstanceType, cloud: str, place: str, *, is_spot: bool = True) -> "Offer":
+        """A machine's device."""
+        return cls(
+            cloud=cloud, place=place, instance_type=machine.name, is_spot=is_spot,
+            device_type=machine.device_type, num_devices=machine.num_devices,
+        )  # fmt: skip
 
     @property
     def title(self) -> str:
@@ -231,15 +239,7 @@ def history_of(
         for history in market.prices:
             machine = market.described(history)
             if machine.device_type in device_types:
-                offers.append(
-                    Offer(
-                        cloud=history.cloud,
-                        place=history.place,
-                        instance_type=history.instance_type,
-                        device_type=machine.device_type,
-                        num_devices=machine.num_devices,
-                    )
-                )
+                offers.append(Offer.of(machine, history.cloud, history.place))
                 steps.append(history.stretches())
     if fixed:
         begin = min((step[0][0] for step in steps), default=0.0)
@@ -303,14 +303,7 @@ def _fixed_offers(
                     continue
                 if is_spot and market.has_history(machine):
                     continue
-                offer = Offer(
-                    cloud=cloud,
-                    place=machine.region or "",
-                    instance_type=machine.name,
-                    device_type=machine.device_type,
-                    num_devices=machine.num_devices,
-                    is_spot=is_spot,
-                )
+                offer = Offer.of(machine, cloud, machine.region or "", is_spot=is_spot)
                 found.append((offer, price))
     return found
 

@@ -20,6 +20,7 @@ came first.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, inf, isfinite
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from ...mechanisms.cluster.pool import Pool
 from ..metrics import Simulation
 from ..traces.arrivals import Queue
 
+_WHOLE = ("held", "is_late", "launches", "preemptions")  # columns of whole numbers
 _DONE = 1e-9  # of a job's steps
 _NOTHING = -1
 _JUST = 1e-6  # seconds
@@ -179,13 +181,12 @@ class _Jobs:
 
     @classmethod
     def empty(cls, offers: int) -> "_Jobs":
-        floats, whole = np.zeros(0), np.zeros(0, dtype=np.int64)
-        return cls(
-            jobs=[], rate=np.zeros((0, offers)), left=floats, scale=floats, deadline=floats,
-            isolated=floats, held=whole, pending=floats, fresh=floats, gone_at=floats,
-            is_late=whole, dollars=floats, device_seconds=floats, started=floats, launches=whole,
-            preemptions=whole,
-        )  # fmt: skip
+        columns: dict[str, Any] = {
+            name: np.zeros(0, np.int64 if name in _WHOLE else np.float64)
+            for name in cls.__slots__
+            if name not in ("jobs", "rate")
+        }
+        return cls(jobs=[], rate=np.zeros((0, offers)), **columns)
 
     def add(self, job: Job, rate: Floats, deadline: float, isolated: float) -> None:
         new: dict[str, float] = {
@@ -197,9 +198,8 @@ class _Jobs:
         self.jobs.append(job)
         self.rate = np.vstack((self.rate, rate))
         for name, value in new.items():
-            setattr(self, name, np.append(getattr(self, name), value))
-        for name in ("held", "is_late", "launches", "preemptions"):
-            setattr(self, name, getattr(self, name).astype(np.int64))
+            known = getattr(self, name)
+            setattr(self, name, np.append(known, value).astype(known.dtype))
 
     def keep(self, kept: Sequence[int]) -> None:
         self.jobs = [self.jobs[place] for place in kept]
