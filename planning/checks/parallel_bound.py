@@ -27,14 +27,12 @@ from ...schema.plan import PricedPlans
 from . import definitions
 
 Table = NDArray[np.float64]
-MOST_WORK = 8e8
-"""Entries of all tables, about a second; the bound of a larger problem is not proved."""
+LEAST_WORK, WORK_OF_A_NODE, MOST_WORK = 5e8, 2e6, 2e9
+"""Entries of tables, half a second to two: a judge takes no more, however many nodes there are."""
 _CALL = 3e4  # entries that take as long as a few calls
 _MOST_LABELS = 2_000  # of the search of one cell, which is split if these are too few
-_NARROW, _NARROWEST = (
-    0.01,
-    1e-6,
-)  # of the bound: a cell is searched where T and X can lift a step by no more
+# A cell is searched where T and X can lift a step by no more of the bound; it is split until then.
+_NARROW, _NARROWEST = 0.01, 1e-6
 _NEAR = 1e-9
 _MOST_WAYS = 500  # to deal the replicas of stages on two types
 
@@ -51,7 +49,8 @@ def is_proved(problem: ParallelProblem, bound: float, nodes: Sequence[PricedPlan
         bound: In seconds, to 1e-9.
         nodes: The certificate's, which say how to divide the work; the smallest problems need none.
     """
-    below, left = bound * (1 - _NEAR), _Left(MOST_WORK)
+    below = bound * (1 - _NEAR)
+    left = _Left(min(LEAST_WORK + WORK_OF_A_NODE * len(nodes), MOST_WORK))
     if problem.cost_rule != "hetflow":
         return False
     searches = _searches(problem) if 1 in problem.num_model_chunks else ()

@@ -43,6 +43,7 @@ _FAR, _DEEPEST, _DEAR = 0.97, 40, (1.5, 2.5)
 """A bound is followed down while it is far below the best plan, at most so many parts deep and not
 beyond so many times the least bound: the second where the best plan is twice that or longer."""
 _MOST_PASSES = 2
+_MOST_PRICED = 1000  # regions in a certificate: some hundred kilobytes
 _AIM = 2.0
 """Without a plan, prices are looked for that prove so many times the bound."""
 WIDTH = 128
@@ -302,6 +303,9 @@ class _Tree:
 
 
 def _certified(plan: Plan, priced: tuple[PricedPlans, ...]) -> Plan:
+    """The plan with a certificate, unless that is larger than a judge replays."""
+    if len(priced) > _MOST_PRICED:
+        return plan
     certificate = ParallelCertificate(priced=priced)
     return replace(plan, proof=replace(plan.proof, certificate=certificate))
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.planning.checks.parallel import check, counted_step
+from hetflow.planning.checks.parallel_bound import is_proved
 from hetflow.planning.schedules.closed_forms import interleaved_in_flight
 from hetflow.planning.schedules.registry import generate
 from hetflow.schema.errors import InfeasibleError
@@ -132,6 +133,7 @@ def test_no_interleaved_plan_is_faster_than_the_bound(problem: ParallelProblem) 
     bound = plan.proof.lower_bound
     assert bound is not None
     assert bound <= least * (1 + 1e-9)
+    assert not is_proved(problem, least * (1 + 1e-6), ())
     assert plan.predicted.step_seconds >= least * (1 - 1e-9)
     both = replace(problem, num_model_chunks=(1, *problem.num_model_chunks))
     best = solve(both)
