@@ -15,8 +15,14 @@ from .schema.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .clusters.engines.local import LocalEngine
-    from .clusters.engines.protocol import Engine, EngineDevice, Fate, UnsuitableDevicesError, Work
-    from .clusters.engines.registry import engine
+    from .clusters.engines.protocol import (
+        Engine,
+        EngineDevice,
+        Fate,
+        UnsuitableDevicesError,
+        Work,
+        engine,
+    )
     from .devices.accelerator import AcceleratorBackend
     from .devices.backend import LocalDevice, device_backend
     from .devices.cpu import cpu_device
@@ -53,7 +59,7 @@ _NAMES = {
     ".schema.market": "Availability Capacity Market PriceHistory",
     ".schema.jobs": "Certificate Entity",
     ".schema.deployment": "Deployment",
-    ".clusters.engines.protocol": "Engine EngineDevice Fate UnsuitableDevicesError Work",
+    ".clusters.engines.protocol": "engine Engine EngineDevice Fate UnsuitableDevicesError Work",
     ".solvers.allocation.program": "Floats Ints",
     ".solvers.allocation.goals": "Goal LeastCurve MaxMin Ratio Total",
     ".devices.host": "HostBackend",
@@ -71,7 +77,6 @@ _NAMES = {
     "trace_importer",
     ".solvers.allocation.water_filling.water": "WaterFilling",
     ".devices.cpu": "cpu_device",
-    ".clusters.engines.registry": "engine",
     ".formats.exporters.registry": "exporter",
     ".planning.schedules.one_f_one_b": "one_rank",
     ".planning.schedules.parallel": "parallel_pipelines",

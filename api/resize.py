@@ -13,7 +13,7 @@ from ..schema.launch import LaunchConfig
 from ..schema.options import option, told
 from ..schema.plan import Plan
 from ..schema.requests.kinds import Pool, Profiles
-from ..schema.requests.resize import ResizingRequest
+from ..schema.requests.launch import ResizingRequest
 from ..schema.resize import ResizeAnswer
 from .calls import takes
 

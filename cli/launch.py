@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import ProblemError
-from ..schema.requests.launch import LaunchCommandRequest
-from ..schema.requests.resize import ResizingRequest
+from ..schema.requests.launch import LaunchCommandRequest, ResizingRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, Settings, emit, emit_either, emit_json, say
 

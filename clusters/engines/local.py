@@ -16,8 +16,7 @@ from ...schema.options import option
 from .keeper import stopped_with_parent
 from .lease_folder import document_of
 from .processes import HostLeases
-from .protocol import EngineDevice, Fate, Work
-from .registry import engine
+from .protocol import EngineDevice, Fate, Work, engine
 
 
 class LocalEngine:

@@ -5,12 +5,14 @@ to find everything that an engine has started, so a scheduler that was killed an
 continue: ``start`` of a lease that was started before does nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from ...schema.cluster import Cluster
 from ...schema.errors import ProblemError
+from ...schema.plugins import Registry
 
 OUTPUT = "output.log"
 """In a lease's folder: what the launch wrote to stdout and stderr."""
@@ -152,3 +154,30 @@ class EngineForUsers(Engine, Protocol):
 
     def may_run_as(self, uid: int) -> bool:
         """Whether it may."""
+
+
+MakeEngine = Callable[[Cluster], Engine]
+"""From the pool that the user named to an engine."""
+
+ENGINES: Registry[MakeEngine] = Registry(
+    "engine",
+    group="hetflow.engines",
+    own=(
+        "hetflow.clusters.engines.local",
+        "hetflow.clusters.engines.ray",
+        "hetflow.clusters.engines.skypilot",
+        "hetflow.clusters.engines.slurm",
+    ),
+)
+
+
+def engine(name: str) -> Callable[[MakeEngine], MakeEngine]:
+    """Register an engine.
+
+    Args:
+        name: What ``hetflow cluster start --engine`` calls it.
+
+    Returns:
+        A decorator that leaves what makes the engine as it is.
+    """
+    return ENGINES.adding(name)

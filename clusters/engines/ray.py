@@ -31,8 +31,7 @@ from .lease_folder import (
     write_atomically,
 )
 from .processes import is_locked
-from .protocol import EngineDevice, Fate, UnsuitableDevicesError, Work
-from .registry import engine
+from .protocol import EngineDevice, Fate, UnsuitableDevicesError, Work, engine
 
 _NAMESPACE = "hetflow"
 _ACCELERATOR = "accelerator_type:"

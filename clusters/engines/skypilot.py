@@ -35,8 +35,7 @@ from .lease_folder import (
     read_json,
     write_atomically,
 )
-from .protocol import FIRST_STEP, EngineDevice, Fate, Work
-from .registry import engine
+from .protocol import FIRST_STEP, EngineDevice, Fate, Work, engine
 
 TASK = "HETFLOW_SKYPILOT_TASK"
 _IDLE_MINUTES = 5  # until a cluster without a launch goes down

@@ -40,8 +40,7 @@ from .lease_folder import (
     revoke,
     write_atomically,
 )
-from .protocol import OUTPUT, EngineDevice, Fate, Work
-from .registry import engine
+from .protocol import OUTPUT, EngineDevice, Fate, Work, engine
 
 _log = logging.getLogger("hetflow")
 _KEEPER = "hetflow.clusters.engines.slurm_keeper"

@@ -13,8 +13,7 @@ import numpy as np
 
 from ...schema.jobs import Job
 from ...schema.plugins import Registry
-from .cluster.layout import Layout
-from .cluster.seats import Device, Placement, Seat, seat
+from .cluster.seats import Device, Layout, Placement, Seat, seat
 from .proposals import Bidder, Counts, Exchange, Stock, admit_gangs, decide
 from .rounds.state import RoundState
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .cluster.layout import Sizes
-from .cluster.seats import Device, Placement, Seat, seat
+from .cluster.seats import Device, Placement, Seat, Sizes, seat
 from .fair_share import Claim, share_elastically
 from .rounds.state import RoundState
 

@@ -34,10 +34,9 @@ from . import leases, resizes
 from .known_jobs import KnownJobs
 from .leases import Ended, Lease
 from .ledger import Ledger
-from .occupancy import Places, occupancy
+from .occupancy import FIRST_SECONDS, LONGEST_SECONDS, Places, Rests, occupancy
 from .plans import Rate, as_job, plan_on, rates_to
 from .resizes import due
-from .rests import FIRST_SECONDS, LONGEST_SECONDS, Rests
 from .settings import Settings
 from .sharing import sharing_of
 from .store import Store

@@ -1,13 +1,13 @@
-"""Which devices work, and which jobs are on them, as mechanisms are told it at a decision."""
+"""Devices by name and place: which work, which rest, and which jobs are on them at a decision."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..engines.protocol import EngineDevice
-from ..mechanisms.cluster.layout import Layout
-from ..mechanisms.cluster.seats import Device, Seat
+from ..mechanisms.cluster.seats import Device, Layout, Seat
 from .leases import Lease
+from .store import Store
 
 
 class Places:
@@ -145,3 +145,59 @@ def occupancy(
 def _is_in(names: Collection[str], device: EngineDevice) -> bool:
     """Whether a device's server, or its type, is named."""
     return device.server in names or device.device_type in names
+
+
+# Servers on which a launch could not begin are left alone for a while, longer each time.
+#
+# What was wrong there is no fault of the job (its folder was full, a daemon was gone), and would be
+# of the next job's launch, too. As with Slurm, which drains such nodes, but hetflow comes back.
+
+
+FIRST_SECONDS = 10.0
+LONGEST_SECONDS = 300.0
+_KEY = "rests"
+
+
+class Rests:
+    """Which servers rest, and until when; in the state, so that another scheduler knows."""
+
+    def __init__(self, store: Store) -> None:
+        """Go on where the state is."""
+        self._store = store
+        # Until when, and how long it was in all, by server.
+        self._rests: dict[str, list[float]] = store.get(_KEY) or {}
+        self._resting: frozenset[str] = frozenset()
+
+    def begin(self, server: str, now: float) -> float:
+        """Let a server rest; for how many seconds more it does.
+
+        Launches that fail together count once.
+        """
+        until, seconds = self._rests.get(server, (-1e18, 0.0))
+        if now >= until:
+            recent = now - until <= LONGEST_SECONDS
+            seconds = min(2.0 * seconds, LONGEST_SECONDS) if recent else FIRST_SECONDS
+            until = now + seconds
+            self._rests[server] = [until, seconds]
+            self._store.set(_KEY, self._rests)
+        return until - now
+
+    def forget_future(self, now: float) -> None:
+        """Let no rest last longer from now on than it does in all: a clock was set back."""
+        for rest in self._rests.values():
+            rest[0] = min(rest[0], now + rest[1])
+        self._store.set(_KEY, self._rests)
+
+    def forget(self, server: str) -> None:
+        """A launch began there: it works."""
+        if self._rests.pop(server, None) is not None:
+            self._store.set(_KEY, self._rests)
+
+    def resting(self, now: float) -> frozenset[str]:
+        """Servers that rest."""
+        return frozenset(server for server, (until, _) in self._rests.items() if now < until)
+
+    def somebody_rose(self, now: float) -> bool:
+        """Whether a server's rest has ended since this was asked last."""
+        before, self._resting = self._resting, self.resting(now)
+        return bool(before - self._resting)

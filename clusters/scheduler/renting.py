@@ -31,6 +31,7 @@ from ...schema.plan import Plan
 from ...schema.run import RunRecord
 from ..engines.local import LocalEngine
 from ..engines.protocol import (
+    ENGINES,
     FIRST_STEP,
     OUTPUT,
     Engine,
@@ -39,7 +40,6 @@ from ..engines.protocol import (
     RentingEngine,
     Work,
 )
-from ..engines.registry import ENGINES
 from .leases import CHECKPOINT, KILL_AFTER_SECONDS, last_words
 from .store import RUN
 

@@ -15,8 +15,7 @@ from typing import TypeVar
 from ...schema.cluster import Cluster
 from ...schema.errors import FileError, ProblemError
 from ...schema.files import from_json, to_json, to_plain
-from ..engines.protocol import Engine, EngineForUsers
-from ..engines.registry import ENGINES
+from ..engines.protocol import ENGINES, Engine, EngineForUsers
 from ..mechanisms.rounds.rules import RoundRules
 from .copies import Copies
 from .group import Group

@@ -48,20 +48,6 @@ def _read_table(path: Path) -> Throughputs:
     return read(path, Throughputs)
 
 
-def check_variable(name: str, value: str) -> None:
-    """Refuse a variable that a job cannot have, or that hetflow sets itself.
-
-    Raises:
-        ProblemError: It is such a one.
-    """
-    if not _VARIABLE.fullmatch(name):
-        raise ProblemError(f"environment {name!r}: is no name of a variable")
-    if name.startswith("HETFLOW_") or name.endswith("VISIBLE_DEVICES"):
-        raise ProblemError(f"environment {name}: hetflow sets it for each launch; leave it out")
-    if "\0" in value:
-        raise ProblemError(f"environment {name}: its value holds a zero byte")
-
-
 @record
 class Submission:
     """One training job of a live cluster.
@@ -118,7 +104,14 @@ class Submission:
 
     def __post_init__(self) -> None:
         for name, value in self.environment.items():
-            check_variable(name, value)
+            if not _VARIABLE.fullmatch(name):
+                raise ProblemError(f"environment {name!r}: is no name of a variable")
+            if name.startswith("HETFLOW_") or name.endswith("VISIBLE_DEVICES"):
+                raise ProblemError(
+                    f"environment {name}: hetflow sets it for each launch; leave it out"
+                )
+            if "\0" in value:
+                raise ProblemError(f"environment {name}: its value holds a zero byte")
         if (self.profiles is None) == (not self.throughputs):
             given = "neither profiles nor" if self.profiles is None else "both profiles and"
             raise ProblemError(f"{given} throughputs are given: give one of them")

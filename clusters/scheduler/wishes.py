@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ...schema.cluster import Cluster
 from ...schema.errors import FileError, InfeasibleError
 from ...schema.jobs import MixThroughput
-from ..mechanisms.cluster.layout import Layout
+from ..mechanisms.cluster.seats import Layout
 from ..mechanisms.easyscale import ByType, Elastic, Fixed, Variant, Wish, alone
 from .plans import Rate, kind_of, may_mix, rate_on, rates_of
 from .submission import Submission

@@ -11,8 +11,8 @@ from ...schema.lazy import lazy_names
 if TYPE_CHECKING:
     from ..mechanisms.allocators.named import allocator_named
     from ..mechanisms.allocators.shares import Allocator, Shares
-    from ..mechanisms.cluster.layout import Layout
     from ..mechanisms.cluster.pool import Pool
+    from ..mechanisms.cluster.seats import Layout
     from .cases import SCHEDULERS, Case, report, run_case, sweep
     from .cluster.failures import FailureOptions
     from .events.fair_share import FairShareOptions, simulate_fair_share
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "..mechanisms.allocators.named": "allocator_named",
     "..mechanisms.allocators.shares": "Allocator Shares",
-    "..mechanisms.cluster.layout": "Layout",
+    "..mechanisms.cluster.seats": "Layout",
     "..mechanisms.cluster.pool": "Pool",
     ".cases": "SCHEDULERS Case report run_case sweep",
     ".cluster.failures": "FailureOptions",

@@ -21,8 +21,8 @@ from ...schema.simulation import SimulationRun
 from ...solvers.market.offers import Prices
 from ..mechanisms.allocators.named import allocator_named, always_pairs
 from ..mechanisms.allocators.shares import Allocator
-from ..mechanisms.cluster.layout import Layout
 from ..mechanisms.cluster.pool import Pool
+from ..mechanisms.cluster.seats import Layout
 from ..mechanisms.easyscale import Variant
 from .cluster.failures import FailureOptions
 from .events.fair_share import FairShareOptions, simulate_fair_share

@@ -31,7 +31,16 @@ def table_of(record: "Record") -> str:
     if isinstance(record, Profile):
         return profile_table(record)
     if isinstance(record, Cluster):
-        return cluster_table(record)
+        rows = [
+            (
+                name,
+                number,
+                mebibytes(record.device_types[name].memory_bytes),
+                record.device_types[name].dollars_per_hour or "-",
+            )
+            for name, number in record.num_devices.items()
+        ]
+        return grid(("device type", "devices", "memory", "$/hour"), rows)
     if isinstance(record, Plan):
         return plan_table(record)
     if isinstance(record, LaunchConfig):
@@ -80,20 +89,6 @@ def profile_table(profile: Profile) -> str:
     if profile.estimate is not None:
         lines.append(str(profile.estimate))
     return "\n".join(lines)
-
-
-def cluster_table(cluster: Cluster) -> str:
-    """Device types, their numbers, memory and price."""
-    rows = [
-        (
-            name,
-            number,
-            mebibytes(cluster.device_types[name].memory_bytes),
-            cluster.device_types[name].dollars_per_hour or "-",
-        )
-        for name, number in cluster.num_devices.items()
-    ]
-    return grid(("device type", "devices", "memory", "$/hour"), rows)
 
 
 def launch_table(config: LaunchConfig) -> str:

@@ -10,7 +10,6 @@ _ROOMS = (
     "solve",
     "allocate",
     "check",
-    "resize",
     "rent",
     "simulate",
     "launch",

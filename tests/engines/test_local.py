@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.clusters.engines.local import LocalEngine
-from hetflow.clusters.engines.protocol import FIRST_STEP, Fate, ResizingEngine, Work
-from hetflow.clusters.engines.registry import ENGINES
+from hetflow.clusters.engines.protocol import ENGINES, FIRST_STEP, Fate, ResizingEngine, Work
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 

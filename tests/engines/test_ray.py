@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from hetflow.clusters.engines.lease_folder import claim
-from hetflow.clusters.engines.protocol import Fate, UnsuitableDevicesError
+from hetflow.clusters.engines.protocol import ENGINES, Fate, UnsuitableDevicesError
 from hetflow.clusters.engines.ray import RayEngine, actor_name, devices_of
-from hetflow.clusters.engines.registry import ENGINES
 from hetflow.runtime.preload import VARIABLE as PRELOAD
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from hetflow.clusters.engines import skypilot
-from hetflow.clusters.engines.protocol import FIRST_STEP, Fate, RentingEngine, Work
-from hetflow.clusters.engines.registry import ENGINES
+from hetflow.clusters.engines.protocol import ENGINES, FIRST_STEP, Fate, RentingEngine, Work
 from hetflow.schema.cluster import Cluster, DeviceType, ServerGroup
 from hetflow.schema.errors import BackendError, ProblemError
 

@@ -13,8 +13,7 @@ import pytest
 
 from hetflow.api.export import export
 from hetflow.clusters.engines.lease_folder import claim
-from hetflow.clusters.engines.protocol import Fate, UnsuitableDevicesError, Work
-from hetflow.clusters.engines.registry import ENGINES
+from hetflow.clusters.engines.protocol import ENGINES, Fate, UnsuitableDevicesError, Work
 from hetflow.clusters.engines.slurm import (
     NodeGpus,
     SlurmEngine,

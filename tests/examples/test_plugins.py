@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from hetflow.cli.main import run
-from hetflow.clusters.engines.protocol import OUTPUT, Fate, Work
-from hetflow.clusters.engines.registry import ENGINES
+from hetflow.clusters.engines.protocol import ENGINES, OUTPUT, Fate, Work
 from hetflow.devices.backend import DEVICES
 from hetflow.devices.cpu import cpu_device
 from hetflow.devices.local import device_of_type, local_devices, parse_requests

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.layout import Layout
 from hetflow.clusters.mechanisms.cluster.pool import Pool
-from hetflow.clusters.mechanisms.cluster.seats import Device, Seat
+from hetflow.clusters.mechanisms.cluster.seats import Device, Layout, Seat
 from hetflow.clusters.mechanisms.easyscale import (
     VARIANTS,
     Elastic,

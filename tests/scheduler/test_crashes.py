@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.clusters.engines.protocol import Fate, Work
-from hetflow.clusters.engines.registry import ENGINES
+from hetflow.clusters.engines.protocol import ENGINES, Fate, Work
 from hetflow.clusters.scheduler.leases import folder_of, open_leases
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.serve import serve

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.clusters.mechanisms.cluster.layout import Layout
+from hetflow.clusters.mechanisms.cluster.seats import Layout
 from hetflow.clusters.mechanisms.easyscale import Elastic, Variant
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.leases import PLAN

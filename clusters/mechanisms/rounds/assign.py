@@ -7,8 +7,7 @@ import numpy as np
 from ....schema.errors import ProblemError
 from ..allocators.shares import Allocator
 from ..arrays import NOWHERE, Bools, Ints
-from ..cluster.layout import Sizes
-from ..cluster.seats import Device, Placement, Seat, seat
+from ..cluster.seats import Device, Placement, Seat, Sizes, seat
 from .decide import choose_alone, choose_together, is_due, seat_on_servers, share_anew
 from .rules import RoundRules
 from .state import RoundState

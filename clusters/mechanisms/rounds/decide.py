@@ -19,7 +19,7 @@ import numpy as np
 from ..allocators.shares import Allocator, Shares
 from ..arrays import NOWHERE, Bools, Floats, Ints
 from ..cluster.active import Active
-from ..cluster.layout import Sizes
+from ..cluster.seats import Sizes
 from .pairs import Chosen, PairShares, choose_combinations
 from .rules import ANY_SHARE, RoundRules
 from .state import RoundState

@@ -8,7 +8,7 @@ import numpy as np
 
 from ....schema.errors import InfeasibleError, ProblemError
 from ...mechanisms.arrays import Ints
-from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.cluster.seats import Layout
 
 # Where devices work for a smaller part of the time, a run is refused: it would take more than a
 # hundred times as long as without failures, if it ended at all.

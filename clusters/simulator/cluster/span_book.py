@@ -4,8 +4,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....schema.simulation import Span
-from ...mechanisms.cluster.layout import Layout, Sizes
-from ...mechanisms.cluster.seats import Device, Placement, Seat, device_name, devices_down, seat
+from ...mechanisms.cluster.seats import (
+    Device,
+    Layout,
+    Placement,
+    Seat,
+    Sizes,
+    device_name,
+    devices_down,
+    seat,
+)
 
 
 @dataclass(slots=True)

@@ -8,9 +8,8 @@ import numpy as np
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.jobs import Job
 from ....schema.simulation import JobOutcome
-from ...mechanisms.cluster.layout import Layout
 from ...mechanisms.cluster.pool import Pool
-from ...mechanisms.cluster.seats import Placement
+from ...mechanisms.cluster.seats import Layout, Placement
 from ..cluster.failures import FailureEvents, FailureOptions
 from ..cluster.span_book import SpanBook
 from ..metrics import Simulation

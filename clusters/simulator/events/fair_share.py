@@ -12,8 +12,8 @@ from typing import Literal
 
 from ....schema.errors import ProblemError
 from ....schema.jobs import Job
-from ...mechanisms.cluster.layout import Layout
 from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.cluster.seats import Layout
 from ...mechanisms.fair_share import Claim, admit_whole, share_elastically
 from ..cluster.failures import FailureOptions
 from ..metrics import Simulation

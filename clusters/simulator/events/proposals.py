@@ -12,8 +12,8 @@ from functools import cache, partial
 
 from ....schema.errors import ProblemError
 from ....schema.jobs import Job
-from ...mechanisms.cluster.layout import Layout
 from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.cluster.seats import Layout
 from ...mechanisms.easyscale import Variant
 from ...mechanisms.proposals import Bidder, Stock, decide
 from ..cluster.failures import FailureOptions

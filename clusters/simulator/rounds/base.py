@@ -15,9 +15,8 @@ from ....schema.simulation import JobOutcome
 from ...mechanisms.allocators.shares import Allocator
 from ...mechanisms.arrays import NOWHERE, Bools, Floats, Ints
 from ...mechanisms.cluster.active import Active
-from ...mechanisms.cluster.layout import Layout
 from ...mechanisms.cluster.pool import Pool
-from ...mechanisms.cluster.seats import Placement
+from ...mechanisms.cluster.seats import Layout, Placement
 from ...mechanisms.cluster.servers import Held
 from ...mechanisms.rounds.decide import (
     choose_alone,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ....schema.errors import ProblemError
-from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.cluster.seats import Layout
 from ...mechanisms.rounds.rules import LONGEST_ROUND, SHORTEST_ROUND, RoundRules
 from ..cluster.failures import FailureOptions
 

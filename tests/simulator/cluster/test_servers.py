@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.layout import Layout
+from hetflow.clusters.mechanisms.cluster.seats import Layout
 from hetflow.clusters.mechanisms.cluster.servers import Servers
 from hetflow.clusters.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
 from hetflow.schema.errors import HetflowError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.layout import Layout
+from hetflow.clusters.mechanisms.cluster.seats import Layout
 from hetflow.clusters.mechanisms.easyscale import Variant
 from hetflow.clusters.mechanisms.fair_share import fair_shares
 from hetflow.clusters.simulator import (
