@@ -169,6 +169,7 @@ def assemble(
             runner = Member(session, engine, epochs, progress, control)
             if engine.shared_states is not None:
                 engine.shared_states.run = runner.run
+                engine.shared_states.is_behind = lambda: runner.is_behind
     agreement = Agreement(_subject_of(session, engine, runner), watch)
     report_when_asked(session)
     try:

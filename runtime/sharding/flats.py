@@ -76,6 +76,7 @@ class Flat:
 
     Attributes:
         part: Where what this worker keeps of the vector begins and ends.
+        is_alone: Whether what others keep is 0 in the whole vector: they are elsewhere.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Flat:
         kept: Sequence[range],
         order: Order | None = None,
     ) -> None:
-        self.kept = kept
+        self.kept, self.is_alone = kept, False
         self.members, self._place, self._keeps_whole = members, place, keeps_whole
         first = members[0][1]
         self.is_trained, self._cuts = first.requires_grad, list(cuts)
@@ -181,11 +182,13 @@ class Flat:
         if not self._keeps_whole:
             storage = self._whole.untyped_storage()
             storage.resize_(self._whole.numel() * self._whole.element_size())
+            if self.is_alone:
+                self._whole.zero_()
             self._whole[slice(*self.part)].copy_(self._own)
         self._gathering = [
             peers.broadcast(part, src=rank, async_op=True)
             for rank, part in enumerate(self._parts(self._whole))
-            if self._place.distributed and part.numel()
+            if self._place.distributed and part.numel() and not self.is_alone
         ]
 
     def wait(self) -> None:

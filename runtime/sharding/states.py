@@ -141,6 +141,7 @@ class SharedStates:
 
     Attributes:
         run: Runs an exchange between two steps, which may be repeated where a worker is lost.
+        is_behind: Whether this worker's script has not reached the others' position yet.
         moves: How often shares have moved to other workers.
     """
 
@@ -153,6 +154,7 @@ class SharedStates:
         kept: Sequence[range] | None = None,
     ) -> None:
         self.run: Callable[[Callable[[], Tensor]], Tensor] = lambda exchange: exchange()
+        self.is_behind: Callable[[], bool] = lambda: False
         self._kept = kept or [range(rank, rank + 1) for rank in range(len(shares))]
         self._session, self._shard, self._sums_order = session, shard, order
         self._names, self._parameters = list(session.parameters), list(session.parameters.values())
@@ -613,7 +615,13 @@ class SharedStates:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Let the model be called in the body between steps, on all workers alike."""
+        """Let the model be called in the body between steps, on all workers alike.
+
+        A joining worker's script comes by what the others have done: it sees its own share alone.
+        """
+        alone = self.is_behind()
+        for flat in self._laid:
+            flat.is_alone = alone
         if not self.shares_weights:
             self.make_whole()
         self._order = []
@@ -624,6 +632,8 @@ class SharedStates:
             self._order = []
             for unit in self._all:
                 unit.free()
+            for flat in self._laid:
+                flat.is_alone = False
 
     @contextmanager
     def trying(self) -> Iterator[None]:

@@ -38,24 +38,24 @@ def test_shares_move_and_are_restored_with_the_same_digest(
     """Some workers join; all are replaced by others of another type; one of these is killed."""
     kept = ("--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "3")
     plan = shares_of([4, 4], (1, 3), shard)
-    launch = Launch(tmp_path / "run", [], *kept, holds=[2, 5, 8], plan=plan)
+    launch = Launch(tmp_path / "run", [], *kept, holds=[4, 7, 10], plan=plan)
     for step, plan, joined, left in (
-        (2, shares_of([2, 2, 2, 2], (5, 1, 1, 0), shard), 2, 0),
-        (5, shares_of([4, 4], (1, 2), shard, "cpu:slow"), 2, 4),
+        (4, shares_of([2, 2, 2, 2], (5, 1, 1, 0), shard), 2, 0),
+        (7, shares_of([4, 4], (1, 2), shard, "cpu:slow"), 2, 4),
     ):
         launch.wait_for_step(step, workers=2)
         files.write(tmp_path / f"{step}.json", plan)
         asked = launch.resize_later("--plan", str(tmp_path / f"{step}.json"), "--json")
-        launch.wait_for_newcomers(4 if step == 2 else 6)
+        launch.wait_for_newcomers(4 if step == 4 else 6)
         launch.go(step)
         out, err = asked.communicate(timeout=60)
         assert asked.returncode == 0, err
         answer = json.loads(out)
         assert answer["status"] == "done"
         assert [len(answer.get(key, [])) for key in ("joined", "left")] == [joined, left]
-    launch.wait_for_step(8, workers=2)
+    launch.wait_for_step(10, workers=2)
     launch.kill(1)
-    launch.go(8)
+    launch.go(10)
     assert launch.digest()
     record = launch.record()
     assert record["parameters_digest"] == undisturbed
