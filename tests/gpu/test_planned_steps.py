@@ -33,32 +33,6 @@ def plans() -> list[Plan]:
     return found
 
 
-def off(found: list[Trial]) -> list[str]:
-    """Those whose steps are further apart than they may be."""
-    return [str(one) for one in found if abs(one.ratio - 1) > tolerance(one.plan)]
-
-
-def test_a_planned_step_takes_what_the_virtual_clock_says(
-    tmp_path: Path, plans: list[Plan]
-) -> None:
-    found = list(trials(tmp_path, plans))
-    assert len(found) == NUMBER
-    assert off(found) == []
-
-
-def test_a_step_that_has_lost_its_overlap_is_further_off(tmp_path: Path, plans: list[Plan]) -> None:
-    """Receives that wait for all earlier passes, in pipelines of one replica a stage."""
-    chosen = [
-        plan
-        for plan in plans
-        if plan.kind == "pipeline"
-        and plan.num_devices == len(plan.stages)
-        and tolerance(plan) == 0.05
-    ]
-    found = list(trials(tmp_path, chosen, "one-stream"))
-    assert off(found)
-
-
 def of_two_tensor_parallel_stages() -> Plan:
     """Two V100 share the first half of the model, two A100 the second."""
     names = [layer.id for layer in layers_of(planned.model_of()).layers]
@@ -88,12 +62,56 @@ def of_two_tensor_parallel_stages() -> Plan:
     )
 
 
-@pytest.mark.parametrize(("fault", "is_hidden"), [("none", True), ("one-stream", False)])
+TWO_STAGES = of_two_tensor_parallel_stages()
+
+
+def in_two_processes(plan: Plan) -> bool:
+    """A pipeline of one device a stage whose step is planned well."""
+    return (
+        plan.kind == "pipeline"
+        and plan.num_devices == len(plan.stages) == 2
+        and tolerance(plan) == 0.05
+    )
+
+
+@pytest.fixture(scope="module")
+def as_it_is(tmp_path_factory: pytest.TempPathFactory, plans: list[Plan]) -> list[Trial]:
+    """All plans, then that of two tensor-parallel stages, which train in the same processes."""
+    return in_order([*plans, TWO_STAGES], tmp_path_factory.mktemp("as-it-is"), "none")
+
+
+@pytest.fixture(scope="module")
+def on_one_stream(tmp_path_factory: pytest.TempPathFactory, plans: list[Plan]) -> list[Trial]:
+    """Pipelines of two stages whose receives wait for all earlier passes."""
+    chosen = [*filter(in_two_processes, plans), TWO_STAGES]
+    return in_order(chosen, tmp_path_factory.mktemp("on-one-stream"), "one-stream")
+
+
+def in_order(plans: list[Plan], folder: Path, fault: str) -> list[Trial]:
+    """The plans' trials."""
+    return sorted(trials(folder, plans, fault), key=lambda one: plans.index(one.plan))
+
+
+def off(found: list[Trial]) -> list[str]:
+    """Those whose steps are further apart than they may be."""
+    return [str(one) for one in found if abs(one.ratio - 1) > tolerance(one.plan)]
+
+
+def test_a_planned_step_takes_what_the_virtual_clock_says(as_it_is: list[Trial]) -> None:
+    assert len(as_it_is) == NUMBER + 1
+    assert off(as_it_is[:NUMBER]) == []
+
+
+def test_a_step_that_has_lost_its_overlap_is_further_off(on_one_stream: list[Trial]) -> None:
+    assert off(on_one_stream[:-1])
+
+
+@pytest.mark.parametrize("is_hidden", [True, False])
 def test_messages_between_tensor_parallel_stages_are_hidden_and_their_sums_are_not_late(
-    tmp_path: Path, fault: str, is_hidden: bool
+    request: pytest.FixtureRequest, is_hidden: bool
 ) -> None:
     """Each sum is of a product that the next one needs, so nothing can hide it."""
-    (found,) = trials(tmp_path, [of_two_tensor_parallel_stages()], fault)
+    found = request.getfixturevalue("as_it_is" if is_hidden else "on_one_stream")[-1]
     spans = found.timeline.spans
     messages = replace(
         found.timeline,
