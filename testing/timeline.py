@@ -58,12 +58,15 @@ class Rates:
             many times smaller than a real one; on devices that are as much slower, its products
             take as long as real ones, and are not lost beside the launches of kernels.
         network: Between two hosts.
+        one_queue: As with CUDA_DEVICE_MAX_CONNECTIONS=1: a device starts nothing before all that it
+            was asked for earlier can start, on whatever streams.
     """
 
     efficiency: Efficiency = FITTED
     precision: Precision | None = None
     slower: float = 1.0
     network: Wire = Wire(2e-5, 12.5e9)
+    one_queue: bool = False
 
     def spec(self, name: str) -> DeviceSpec:
         """A row of the table of devices, as slow as asked for."""
@@ -315,6 +318,7 @@ class _Process:
         self._streams: defaultdict[int, Frontier] = defaultdict(lambda: _NONE)
         self._events: dict[str, Frontier] = {}
         self._waited: Frontier = _NONE
+        self._queues: defaultdict[Device, Frontier] = defaultdict(lambda: _NONE)
 
     def read(self, lines: Iterable[list[str]]) -> None:
         """Add a process's operations to the graph, or facts that others need for theirs."""
@@ -356,8 +360,12 @@ class _Process:
         self._ask(int(stream), node)
 
     def _ask(self, stream: int, node: _Node) -> None:
-        waits = self._streams[stream] | self._waited
-        node.sides.append((self._device_of(stream), stream, waits))
+        device, waits = self._device_of(stream), self._streams[stream] | self._waited
+        if self._graph.rates.one_queue:
+            gate = self._graph.node()
+            gate.sides.append((None, 0, waits | self._queues[device]))
+            waits = self._queues[device] = frozenset((gate,))
+        node.sides.append((device, stream, waits))
         self._streams[stream] = frozenset((node,))
 
     def _nccl(

@@ -84,6 +84,28 @@ def test_operators_take_what_estimates_say_and_collectives_what_planning_says(
         assert products[3].asked_seconds == max(products[2].end_seconds, sent.end_seconds)
 
 
+BEHIND = """
+x, side = torch.ones(1024, 1024, device="cuda"), torch.cuda.Stream()
+work = dist.all_reduce(x.clone(), async_op=True)
+with torch.cuda.stream(side):
+    work.wait()
+    x.add(1.0)
+x.mm(x)
+dist.destroy_process_group()
+"""
+
+
+def test_with_one_queue_an_operation_waits_for_those_asked_for_before_it(tmp_path: Path) -> None:
+    """A product of another stream is behind a sum's result, as on CUDA with one connection."""
+    gpus = two(tmp_path, BEHIND)
+    for rates in (testing.Rates(), testing.Rates(one_queue=True)):
+        timeline = gpus.timeline(rates)
+        for device in timeline.devices:
+            own = {span.name: span for span in timeline.spans if span.device == device}
+            is_behind = own["mm"].start_seconds >= own[f"allreduce {4 * 1024**2}"].end_seconds
+            assert is_behind is rates.one_queue
+
+
 CROSSED = """
 sent, there = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
 calls = [(dist.isend, sent), (dist.irecv, there)]
