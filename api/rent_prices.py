@@ -29,7 +29,7 @@ def rent_prices(request: PricesRequest) -> PriceReport:
         What each strategy pays, how long it takes and what it holds.
 
     Raises:
-        ProblemError: A number is out of range, no machine has such a device, none of ``cloud`` has,
+        ProblemError: A number is out of range, or no machine (of ``cloud``) has such a device. Or
             there are no prices at the start, or the job cannot end before they do.
         FileError: A file is missing or has faults.
 

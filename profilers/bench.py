@@ -2,9 +2,9 @@
 
 A pass is forward + backward into gradients that already exist, as the runtime accumulates them:
 no optimizer update, no communication, no batch making. A `cpu` device is one core, so a pass on
-it is timed by the process's CPU time, which leaves out the time in which other programs used the
-core. Waiting (for a disk, say) is not counted either; wall times are in the provenance.
-An accelerator's pass is timed by the wall clock between two synchronisations.
+it is timed by the process's CPU time. This leaves out the time in which other programs used the
+core, and waiting (for a disk, say); wall times are in the provenance. An accelerator's pass is
+timed by the wall clock between two synchronisations.
 """
 
 import time

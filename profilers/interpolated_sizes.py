@@ -1,8 +1,8 @@
 """Rehearse some sizes, and carry the others between them by a ratio that is checked.
 
-Two ratios change little from one batch size to the next: how many times as long a pass takes in the
-loop that trains as by itself, and how many times as long beside a host's busy devices as alone. So
-each is measured at some sizes over the whole range, and a size between takes its own cheap time
+Two ratios change little from one batch size to the next. One is a pass's time in the loop that
+trains over its time by itself, the other its time beside a host's busy devices over its time alone.
+So each is measured at some sizes over the whole range, and a size between takes its own cheap time
 (of a few passes by themselves; of the loop alone) times the ratio between its neighbours. Each
 measured size is also predicted from those around it as if it had not been measured: where that is
 further off than noise explains, a size to either side is measured too. What it is off by widens the

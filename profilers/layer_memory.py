@@ -3,7 +3,7 @@
 What is kept is counted by storages, each once: autograd saves a tensor through
 ``torch.autograd.graph.saved_tensors_hooks``, and several saved tensors may be views of one
 storage. Parameters and buffers are there anyway. A layer's output counts for the layer that made
-it, also where only a later one saves it, so that the layers of a stage sum to what it keeps.
+it, also where only a later one saves it. So the layers of a stage sum to what it keeps.
 
 Temporary memory is the allocator's own account: its statistics on a GPU, the
 profiler's allocation events on a CPU (what libraries allocate by themselves is not in it).

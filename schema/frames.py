@@ -35,10 +35,9 @@ class Shown:
     def to_frame(self) -> "DataFrame":
         """Build a pandas table of the record's parts; units are in the names of the columns.
 
-        The rows are the groups of a split plan, the stages of a pipeline, the replicas of each
-        stage of a parallel plan, the batch sizes of a profile, the jobs of an allocation, a
-        simulation or a list of jobs, the devices of a run, the rates of throughputs, and the
-        device types of a cluster.
+        The rows are a split plan's groups, a pipeline's stages, the replicas of each stage of a
+        parallel plan, or a profile's batch sizes. Those of an allocation, a simulation or a list of
+        jobs are jobs. Those of a run are devices, of throughputs rates, of a cluster device types.
 
         Raises:
             HetflowError: pandas is not installed, or the record was kept without these parts.

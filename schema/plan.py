@@ -84,9 +84,9 @@ class PricedPlans:
     """Parallel plans by the times of their stages, and what a device of each type is priced at.
 
     ``least_stage_seconds`` < slowest stage <= ``most_stage_seconds``, and no stage's update and
-    all-reduce take longer than ``most_exchange_seconds``. With ``device_prices`` [types of the
-    pool] in seconds for each device of a replica, covering the layers by stages takes at least the
-    bound, as the judge counts it.
+    all-reduce take longer than ``most_exchange_seconds``. ``device_prices`` [types of the pool] are
+    seconds for each device of a replica. With these, covering the layers by stages takes at least
+    the bound, as the judge counts it.
     """
 
     microbatch_size: Count

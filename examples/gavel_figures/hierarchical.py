@@ -3,9 +3,9 @@
     python examples/gavel_figures/hierarchical.py simulation_throughputs.json [--seeds 20]
 
 Eighteen jobs come one after another: six of entity 0 (weight 1), six of entity 1 (weight 2), six of
-entity 2 (weight 3). Total effective throughput, each job's relative to its V100, of the
-heterogeneity-aware policy, and of a static partition by the same shares that gives everybody
-the same of each type.
+entity 2 (weight 3). Compared is the total effective throughput, each job's relative to its V100.
+One policy is heterogeneity-aware, the other a static partition by the same shares that gives
+everybody the same of each type.
 """
 
 import argparse

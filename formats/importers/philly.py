@@ -2,9 +2,9 @@
 
 The file is one JSON array of jobs: ``jobid``, ``submitted_time``, and ``attempts`` with
 ``start_time``, ``end_time`` and the ``gpus`` of each machine in ``detail``. It names neither models
-nor device types. So a hash of its id gives each job a model of a throughput table, and as many
-steps as that model makes on a reference device in the time for which all attempts ran. The array is
-decoded one job at a time; jobs out of order are sorted within a window.
+nor device types. So a hash of its id gives each job a model of a throughput table. Its steps are as
+many as that model makes on a reference device while all attempts ran. The array is decoded one job
+at a time; jobs out of order are sorted within a window.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Plot markets (thesis figures 6.1 to 6.4) and what there is to choose.
 
 Prices over time by zone (6.1), per device (6.4) or by cloud (6.3), and when spot machines were
-there (6.2). Each function returns the bytes of a ``png`` or an ``svg`` file, and raises
-HetflowError where matplotlib is not installed, or there is nothing or too much to draw.
+there (6.2). Each function returns the bytes of a ``png`` or an ``svg`` file. It raises HetflowError
+where matplotlib is not installed, or there is nothing or too much to draw.
 """
 
 from collections.abc import Sequence

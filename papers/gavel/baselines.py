@@ -185,8 +185,8 @@ class Gandiva:
     one of its jobs alone would: when the sum of both rates, each relative to alone, is below 1 on
     average over the types that run both.
 
-    The published code adds the types up instead, so it keeps whatever runs on all of them (on
-    three a third of one job's rate is enough), and breaks up what does not run on one.
+    The published code adds the types up instead. So it keeps whatever runs on all of them (on three
+    a third of one job's rate is enough), and breaks up what does not run on one.
     """
 
     name, agnostic, shares_space, leaves_idle = "gandiva", False, True, False

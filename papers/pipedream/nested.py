@@ -1,11 +1,10 @@
 """Solve level by level, as thesis 2.4.1 reads; with its costs, the ring's or the published ones.
 
 Level 0 is the layers' compute time. Level k splits a range of cuts into blocks, each on some
-components of the level, and takes the level below's best time on one whole component as the
-compute time of a block. With the ring's costs every stage also has what its passes cost
-themselves, every boundary what its messages do. The dynamic program fills A(i -> j, m) with arrays
-over i; where cuts are in one line a parametric search gives the same
-in far less time.
+components of the level. A block's compute time is the level below's best time on one whole
+component. With the ring's costs every stage also has what its passes cost themselves, every
+boundary what its messages do. The dynamic program fills A(i -> j, m) with arrays over i; where cuts
+are in one line a parametric search gives the same in far less time.
 """
 
 from bisect import bisect_right

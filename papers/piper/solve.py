@@ -36,8 +36,8 @@ def solve(problem: SteadyProblem) -> SteadyPlan:
     stage take their slower and smaller choice (recomputation) is a knapsack problem. It is solved
     greedily and bounded by its linear program, and exactly where the cap lies between the two. A
     gap is left only where that takes too many partial choices, or where a graph has too many
-    downsets: its layers are then cut in one order, that of their numbers where edges allow it, and
-    the bound, which holds for every order, is what all devices can compute. Deterministic.
+    downsets. Its layers are then cut in one order, that of their numbers where edges allow it. The
+    bound holds for every order: it is what all devices can compute. Deterministic.
 
     Args:
         problem: Layers, links and devices.
@@ -483,9 +483,9 @@ def greedy(saved: np.ndarray, spent: np.ndarray, missing: float) -> Packed | Non
 def exact(saved: np.ndarray, spent: np.ndarray, missing: float, known: Packed) -> Packed:
     """The layers that take the fewest seconds more.
 
-    A dynamic program over layers, in the order of seconds for each byte saved. Of partial choices
-    those are kept that no other is as good as in both bytes and seconds, and that may still beat
-    the best known by the linear program of the layers left.
+    A dynamic program over layers, in the order of seconds for each byte saved. A partial choice is
+    kept if no other is as good in both bytes and seconds. By the linear program of the layers left
+    it must also have a chance to beat the best known.
 
     Args:
         saved: As for ``greedy``.

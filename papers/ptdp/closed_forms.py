@@ -1,6 +1,6 @@
 """Pipeline, tensor and data parallelism together: the equations of PTD-P (thesis 4.2 to 4.5).
 
-Symbols: p, t, d are the pipeline, tensor and data parallel sizes, B the global batch, b the
+Symbols: p, t, d are the pipeline, tensor and data parallel sizes; B the global batch, b the
 microbatch, m = B / (b d) the microbatches of a pipeline, v the model chunks a device; l layers of
 hidden size h, sequences of s tokens, a vocabulary of V. Volumes are elements, not bytes.
 """
@@ -177,8 +177,8 @@ def flops_without_full_recomputation(
 ) -> float:
     """Floating-point operations of a batch without full recomputation; counted as in 4.5.1.
 
-    For each sample, the forward and backward passes of a layer take 3 (24 s h^2 + 4 s^2 h)
-    operations, and those of the logits 6 s h V.
+    A sample's forward and backward passes of a layer take 3 (24 s h^2 + 4 s^2 h) operations, those
+    of the logits 6 s h V.
 
     Args:
         global_batch_size: B.

@@ -1,10 +1,10 @@
 """Read the inputs of Sailor's planner (SOSP'25) as a problem of three dimensions.
 
-A folder holds ``profiles_tmp.json`` ({model}/{GPU}/{microbatch}/{degree}/{layer} -> forward,
-backward and update seconds), ``llm_info.json`` ({model}/{degree}/{layer} -> numbers of parameters
-and activations), ``configs/basic_cluster_config.json`` ({GPU} -> GPUs per node, bytes per GPU) and
-``multizone_bandwidths_het.json`` (polynomials of gigabytes per second over log2 of megabytes, by
-zone, GPU and number of GPUs of both ends).
+A folder holds four files: ``profiles_tmp.json`` ({model}/{GPU}/{microbatch}/{degree}/{layer} ->
+forward, backward and update seconds); ``llm_info.json`` ({model}/{degree}/{layer} -> numbers of
+parameters and activations); ``configs/basic_cluster_config.json`` ({GPU} -> GPUs per node, bytes
+per GPU); ``multizone_bandwidths_het.json`` (polynomials of gigabytes per second over log2 of
+megabytes, by zone, GPU and number of GPUs of both ends).
 """
 
 import json

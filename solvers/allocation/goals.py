@@ -86,9 +86,9 @@ class Ratio:
 class LeastCurve:
     """Minimise the largest of decreasing functions of each job's throughput.
 
-    ``needed(v)`` [jobs] is the throughput at which a job's function equals v, ``value`` the
-    largest function at given throughputs [jobs], ``lowest`` the v below which some job's
-    function cannot be. Solved by cutting planes from the dual: exact, a few linear programs.
+    ``needed(v)`` [jobs] is the throughput at which a job's function equals v. ``value`` is the
+    largest function at given throughputs [jobs], ``lowest`` the v below which some job's function
+    cannot be. Solved by cutting planes from the dual: exact, a few linear programs.
     """
 
     needed: Callable[[float], Floats]
@@ -176,8 +176,8 @@ def _others(instance: Instance, places: Ints, factor: Floats) -> str:
 def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:
     """Minimise the largest curve: each program's prices cut off every smaller value.
 
-    Prices y with sum y_m * throughput_m <= h for every allocation (h their dual bound) refute
-    each v with sum y_m * needed_m(v) > h, so the root of that equation is a lower bound.
+    Take prices y with sum y_m * throughput_m <= h for every allocation (h their dual bound). They
+    refute each v with sum y_m * needed_m(v) > h, so the root of that equation is a lower bound.
     """
     start = instance.isolated * 0.999
     upper = goal.value(np.maximum(start, 1e-300))

@@ -1,15 +1,15 @@
 """A sum of ratios under SLOs, by branch and bound (thesis 6.4.2 with the SLOs of 6.4.3).
 
 The objective is sum_m throughput(m, X) / cost(m, X). A ratio depends on where a job runs, not on
-how long, so a job with an SLO may as well run at exactly the throughput f_m that it needs: less of
+how long. So a job with an SLO may as well run at exactly the throughput f_m that it needs: less of
 the same x keeps its ratio and frees devices. With throughput(m, X) = f_m the ratio is f_m / d_m,
 d_m the dollars per hour of the job: a convex function, which a linear program cannot maximise.
 
-Of each job the polytope P_m of its ways to run (throughput f_m within the time there is) has few
-vertices, and over P_m the least concave function above f_m / d_m is their convex combination. So
-one linear program over weights of vertices bounds the sum; its vertex solution mixes at most as
-many jobs as there are resources, and only these are worth less than it thinks. Where that is too
-much, the range of one such job's dollars is cut in two.
+Each job's polytope P_m of ways to run (throughput f_m within the time there is) has few vertices.
+Over P_m the least concave function above f_m / d_m is their convex combination. So one linear
+program over weights of vertices bounds the sum; its vertex solution mixes at most as many jobs as
+there are resources, and only these are worth less than it thinks. Where that is too much, the range
+of one such job's dollars is cut in two.
 
 A job without an SLO counts with its cheapest column, and runs there in what the others leave.
 """

@@ -1,7 +1,7 @@
 """Plans that take milliseconds to find, for searches that a limit of time ends before their first.
 
-Equally many replicas in every stage, on runs of devices in the order of the topology, and cuts that
-share out the compute, or the weights, evenly by the devices' speed. They prove nothing.
+Every stage has equally many replicas, on runs of devices in the order of the topology. Cuts share
+out the compute, or the weights, evenly by the devices' speed. The plans prove nothing.
 """
 
 from collections.abc import Iterator

@@ -87,11 +87,11 @@ def cuts_of(problem: PipelineProblem, *, lazy_sources: bool = False, every: bool
 def _weightless(problem: PipelineProblem) -> int:
     """Layers, as bits, that take neither time nor bytes, such as selecting an unused state.
 
-    Moving one into the stage of its last parent (the first stage where it has none) makes no
-    stage slower or larger and lets no more cross a cut. A stage that it leaves empty is dropped:
-    the link past it is no slower than the slower of its two. So only cuts that hold such a layer
-    as soon as they hold its parents count. Not so where a number of stages or workers is asked
-    for, nor where a second device type might be a faster way between devices of one.
+    Moving one into the stage of its last parent (the first stage where it has none) makes no stage
+    slower or larger, and no more crosses a cut. A stage that it leaves empty is dropped: the link
+    past it is no slower than the slower of its two. So only cuts that hold such a layer as soon as
+    they hold its parents count. Not so where a number of stages or workers is asked for, nor where
+    a second device type might be a faster way between devices of one.
     """
     if problem.num_stages is not None or problem.workers == "exactly":
         return 0

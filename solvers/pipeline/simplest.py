@@ -31,9 +31,9 @@ def simplest(
 ) -> Plan:
     """The simplest plan within the error of the shortest step; the shortest if no error is known.
 
-    As exact as ``solve``: with a plan of every problem it is the fewest stages that have a step
-    within the error, on the fewest devices that have one in so many stages. A search that is
-    stopped, or gives up early, may leave a simpler plan unfound, never take one beyond the error.
+    As exact as ``solve``: with a plan of every problem it has the fewest stages, and then the
+    fewest devices, that have a step within the error. A search that is stopped, or gives up early,
+    may leave a simpler plan unfound, never take one beyond the error.
 
     Args:
         problem: What is asked.

@@ -53,9 +53,9 @@ def solve(
     """Minimise the step, or the slowest stage or boundary in seconds per input.
 
     Over every partition into cuts of the graph, every number of replicas and every placement on
-    devices: ordered ones (runs in the order of the topology) first, then any devices in any
-    order, searched to the end where that is affordable and bounded from below where not. The
-    proof says which: ``optimal`` is so over all placements. A graph of more than 2,000 cuts is
+    devices. Ordered ones (runs in the order of the topology) come first, then any devices in any
+    order. These are searched to the end where that is affordable and bounded from below where not.
+    The proof says which: ``optimal`` is so over all placements. A graph of more than 2,000 cuts is
     cut in its own order only; the plan then says ``feasible`` and carries a bound. Deterministic,
     unless ``effort`` stops it by a clock. Of plans within a billionth of the best, single stages
     included, the one with the least step time is returned. Where the problem says how far steps may

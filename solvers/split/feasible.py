@@ -225,8 +225,8 @@ def counts_within(
     """Counts of at most ``limit`` devices in all that can do exactly B within ``seconds``.
 
     The devices that can do most are tried first. Where they cannot add up to B, all choices are
-    judged at once by sums over pairs (devices used, samples short of the ideal), the ideal being
-    that the devices which can do most are full.
+    judged at once by sums over pairs (devices used, samples short of the ideal). The ideal is that
+    the devices which can do most are full.
     """
     passes = pool.passes(seconds)
     tops = pool.tops(passes)

@@ -1,9 +1,10 @@
 """Levels of a batch split: which types and how many devices may be used, and what that adds.
 
 The costs of synchronisation, updates and each step's fixed part depend only on the set of used
-types and on the number of devices, not on how the batch is shared out. They never fall when a type
-or a device is added, so a level stands for all plans on a subset of its types and devices. Within
-a level the least compute time in which the batch fits is one of finitely many candidates.
+types and on the number of devices. They do not depend on how the batch is shared out, and never
+fall when a type or a device is added. So a level stands for all plans on a subset of its types and
+devices. Within a level the least compute time in which the batch fits is one of finitely many
+candidates.
 """
 
 from collections.abc import Callable, Iterator
@@ -238,7 +239,7 @@ def refutation(pool: Pool, step_seconds: float) -> SplitCertificate | None:
     """Show that every split on two or more devices takes ``step_seconds``, to 1e-9.
 
     Of each set of types (``type_sets``) the numbers of devices are taken together as long as the
-    fewest devices' cost and the most devices' work refute them, and halved where they do not.
+    fewest devices' cost and the most devices' work refute them. Else they are halved.
 
     Returns:
         None if some split is faster.

@@ -49,8 +49,8 @@ def solve(
     """Minimise the predicted step time with PuLP.
 
     Where a device was also measured alone, or sizes differ in what synchronisation adds, plans on
-    one device are choices of their own, one for each device type and size, and the others use at
-    least two devices.
+    one device are choices of their own. There is one for each device type and size, and the others
+    use at least two devices.
 
     Args:
         problem: Profiles, pool and batch, in either regime.

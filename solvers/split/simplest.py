@@ -2,14 +2,14 @@
 
 Measurements are uncertain, so many plans cannot be told apart from the one with the shortest
 predicted step. Of all splits whose predicted step is at most the limit we take the one with the
-fewest virtual nodes in all, then the fewest devices, then the shortest step. Of those left we
+fewest virtual nodes in all. Next count the fewest devices, then the shortest step. Of those left we
 prefer one in which all devices of each used type do the same work, and the fastest types do the
 most.
 
-For one level (levels.py) the limit fixes the seconds of each device, and so the amounts of samples
-that it can do and the fewest passes for each amount. Device after device is added to a table that
-holds, for each number of samples, the fewest passes and devices that do exactly so many: a
-knapsack.
+For one level (levels.py) the limit fixes the seconds of each device. These fix the amounts of
+samples that it can do and the fewest passes for each amount. Device after device is added to a
+table that holds, for each number of samples, the fewest passes and devices that do exactly so many:
+a knapsack.
 """
 
 from collections import Counter

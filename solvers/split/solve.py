@@ -52,10 +52,9 @@ def solve(
     Exact in both regimes; devices of one type may differ, and devices may stay unused.
     Deterministic: of equally fast plans, the rule of ties.py. Where the fastest plan's
     prediction has an interval, the plan is the simplest of all whose predicted step lies within
-    it and is little more than the fastest's, by the rule of simplest.py, or of latest.py where
-    types are estimated;
-    ``proof.tolerance`` says how much more it may be,
-    ``proof.lower_bound`` is the fastest plan's step, and ``provenance["fastest"]`` that plan.
+    it and is little more than the fastest's. The rule is that of simplest.py, or of latest.py where
+    types are estimated. ``proof.tolerance`` says how much more it may be, ``proof.lower_bound`` is
+    the fastest plan's step, and ``provenance["fastest"]`` that plan.
 
     Args:
         problem: Profiles, pool and batch.

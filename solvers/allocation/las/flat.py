@@ -1,10 +1,10 @@
 """LAS with one rate everywhere: the level in closed form, the analytic centre by Newton's method.
 
-A job of class c asks for sum_j x_cj >= p_c z on the types it runs on, so the best z is the least of
-1 / p_c and, by Hall's condition, of C(S) / (what the classes that run on S alone ask for) over sets
-of types S. What is tight in every optimum is known from that, and the centre of the rest maximises
-the sum of the logarithms of all other slacks: a smooth problem with as many coupled unknowns as
-types. In plain Python, which is faster than arrays of a few numbers.
+A job of class c asks for sum_j x_cj >= p_c z on the types it runs on. So the best z is the least of
+1 / p_c and of C(S) / D(S) over sets of types S (Hall's condition). D(S) is what the classes that
+run on S alone ask for. What is tight in every optimum is known from that, and the centre of the
+rest maximises the sum of the logarithms of all other slacks: a smooth problem with as many coupled
+unknowns as types. In plain Python, which is faster than arrays of a few numbers.
 """
 
 from collections.abc import Sequence

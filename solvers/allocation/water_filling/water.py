@@ -8,10 +8,10 @@ known in advance (``tree.Path``), and what is asked is how far up that path all 
 can go. One program at a point beyond it gives prices; these refute every point of the path
 above a lower one; a few such steps (Newton's method, from above) end where nothing is refuted.
 There the jobs that would pay for a little more are stuck; the others rise on, on columns that
-cost nothing. Without space sharing each such stage prices a further resource, so there are at
-most as many stages as resources, each of a few programs of O(jobs x types) an iteration. Where
-that breaks down, or its own prices do not prove every level, ``stepwise`` answers (with space
-sharing after another try, in which no program starts from the last one's basis).
+cost nothing. Without space sharing each such stage prices a further resource, so there are at most
+as many stages as resources. Each takes a few programs of O(jobs x types) an iteration. Where that
+breaks down, or its own prices do not prove every level, ``stepwise`` answers. With space sharing it
+does so after another try, in which no program starts from the last one's basis.
 """
 
 from collections.abc import Callable

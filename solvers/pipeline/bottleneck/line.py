@@ -1,9 +1,9 @@
 """Parametric search over the slowest stage's time, where the cuts are in one line.
 
 For a time limit, each state of the devices keeps the least cut from which it can run everything
-behind, one for each bandwidth the next boundary may need. A shorter remainder is never harder to
-run, so the least cut is all that matters, and one pass over the moves decides the limit. The
-answer is among finitely many times: the search halves, jumps to the time a found plan attains,
+behind. There is one for each bandwidth the next boundary may need. A shorter remainder is never
+harder to run, so the least cut is all that matters, and one pass over the moves decides the limit.
+The answer is among finitely many times: the search halves, jumps to the time a found plan attains,
 and ends when the limit just below it fails.
 """
 

@@ -1,7 +1,7 @@
 """A lower bound of a flushing step that adds up over stages: a sum and one maximum.
 
 The first microbatch goes through all stages and back. When its gradient arrives at a stage, that
-stage's replica has g seconds of passes left, and the last gradient that it makes still has to go
+stage's replica has g seconds of passes left. The last gradient that it makes still has to go
 through the stages before it. So for every stage the step takes at least
 
     sum over stages (C + 2c)  +  g of that stage  +  all-reduce and update of the first stage
@@ -12,12 +12,12 @@ of R microbatches that admits k before its first backward pass has g = (R-1) b +
 
 Two more hold for each stage, and need the sum of the stages behind it, T = sum (C + 2c):
 
-- It admits microbatch i + k only when the gradient of i is back, so R - 1 = q k + r microbatches
+- It admits microbatch i + k only when the gradient of i is back. So R - 1 = q k + r microbatches
   behind the first take q T and r passes.
 - It ends with its own all-reduce and update, where these outlast the way back and the first
   stage's.
 
-They do not add up over stages, so tables use them to leave out what a known step excludes, and the
+They do not add up over stages. So tables use them to leave out what a known step excludes, and the
 tree search to bound what follows the stages that it has placed.
 """
 
@@ -153,8 +153,8 @@ class StepModel:
         """How often a stage waits until what it has in flight is back, and its passes beside that.
 
         Returns:
-            q and [cuts] the seconds of r passes of a stage that begins at ``first``, where q k + r
-            microbatches follow its first one and k are in flight; None where it waits for none.
+            q, and [cuts] the seconds of r passes of a stage that begins at ``first``; None where it
+            waits for none. Behind its first microbatch come q k + r, and k are in flight.
         """
         follow = ceil(self.problem.num_microbatches / kind.num_replicas) - 1
         times = follow // kind.in_flight

@@ -1,10 +1,10 @@
 """Best-first search over placements for the step as the timer times it.
 
-A node is the first stages of a plan. A lower bound for all plans below it is its own sum, plus the
-least sum of the other stages, plus the larger of its own maximum and the least maximum of the
-others. The tables for several caps give these: a plan whose maximum lies between two caps has at
-least the least sum under the upper one. Leaves are timed. The search ends when the best open node
-is no better than the best plan, which is then optimal, or when its limit of work is reached.
+A node is the first stages of a plan. A lower bound for all plans below it adds up its own sum, the
+least sum of the other stages, and the larger maximum: its own or the least of the others. The
+tables for several caps give these: a plan whose maximum lies between two caps has at least the
+least sum under the upper one. Leaves are timed. The search ends when the best open node is no
+better than the best plan, which is then optimal, or when its limit of work is reached.
 """
 
 import heapq

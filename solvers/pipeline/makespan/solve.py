@@ -3,7 +3,7 @@
 Three parts. First, the lower bound of bound.py, sum(a_i) + max(b_i), is minimised by bisecting on a
 cap for the maximum, as DAPPLE's and Alpa's planners do; for each cap a dynamic program finds the
 least sum, and every plan found is timed. Second, the programs run again without the stages that
-cannot be in a faster plan, and a best-first tree search closes the gap that is left between the
+cannot be in a faster plan. A best-first tree search then closes the gap that is left between the
 bound and the best step, or reports it. Third, where few such tables are affordable, a heuristic
 looks for plans among some of the cuts and runs of devices beforehand (heuristic.py).
 """

@@ -1,9 +1,9 @@
 """The least sum of a step model under a limit on its maximum, for every state and cut.
 
 S(state, link, cut) is the least sum over stages of everything behind ``cut`` on the devices of
-``state``, whose first boundary is at least as slow as ``link``, where no stage has more than
-``limit`` seconds left. Cuts in one line: a stage's end is a window, so a range-minimum table for
-each source answers all cuts at once, O(moves x cuts) for a limit. Otherwise O(moves x cuts^2).
+``state``. Its first boundary is at least as slow as ``link``, and no stage has more than ``limit``
+seconds left. Cuts in one line: a stage's end is a window, so a range-minimum table for each source
+answers all cuts at once, O(moves x cuts) for a limit. Otherwise O(moves x cuts^2).
 
 Moves are taken in batches by how many devices their targets use, so every source is complete
 before its moves are looked at. A row is a source with the pool and the link of what comes next;
