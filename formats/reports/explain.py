@@ -295,9 +295,8 @@ def group_terms(
 ) -> dict[str, float] | None:
     """The terms of a step of tensor-parallel groups, in seconds (docs/parallel.md).
 
-    ``passes`` and ``messages`` are those of all microbatches in the slowest stage. ``other stages``
-    are those of one microbatch in each of the others, before and after (the bubble of thesis
-    4.2.2).
+    ``passes`` and ``messages`` are of all microbatches in the slowest stage. ``other stages`` are
+    of one microbatch in each of the others, before and after (the bubble of thesis 4.2.2).
 
     Args:
         num_microbatches: Microbatches per pipeline (m).

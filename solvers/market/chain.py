@@ -1,9 +1,9 @@
 """How spot machines come and go in some zones, as a Markov chain learned from history.
 
 For a job of one machine, a zone's state says whether spot machines can be had ("there") or not
-("gone"), and the class of the number of ticks since that last changed. Run lengths of real traces
-have heavy tails: the longer a state has lasted, the longer it is likely to last. Transitions are
-counted in windows of history; a weak prior covers states that the history never shows.
+("gone"). It also has the class of the number of ticks since that last changed. Run lengths of real
+traces have heavy tails: the longer a state has lasted, the longer it is likely to last. Transitions
+are counted in windows of history; a weak prior covers states that the history never shows.
 
 For a job of several, a zone's state is how many there are. A count that the history shows seldom or
 never changes as counts do on average: of the changes seen anywhere, those that stay between none

@@ -1,13 +1,13 @@
 """The least expected dollars, by dynamic programming over a chain learned from history.
 
-States are the tick, the chain's state of all zones, the zone of the last launch, what is held with
-its restart, and the work left on a grid of units, between which values are interpolated. With one
-machine a tick of work is a whole number of units, and what cannot end in time whatever the market
-does costs so much that it is never chosen while anything else is left. Several machines do unlike
-parts of the work in a tick: then work left at the deadline costs several times what it costs on
-demand. ``guarded`` takes care of what the units round. So no deadline is missed, however wrong the
-chain is. O(ticks x states x (states + zones) x zones x modes x units) once, then a look-up a tick.
-Where the table would take more than ``MOST_BYTES``, several ticks share a decision.
+A state is the tick, the chain's state of all zones, the zone of the last launch, what is held with
+its restart, and the work left. Work is on a grid of units, between which values are interpolated.
+With one machine a tick of work is a whole number of units. What cannot end in time whatever the
+market does costs so much that it is never chosen while anything else is left. Several machines do
+unlike parts of the work in a tick: then work left at the deadline costs several times what it costs
+on demand. ``guarded`` takes care of what the units round. So no deadline is missed, however wrong
+the chain is. O(ticks x states x (states + zones) x zones x modes x units) once, then a look-up a
+tick. Where the table would take more than ``MOST_BYTES``, several ticks share a decision.
 """
 
 from dataclasses import dataclass

@@ -300,9 +300,9 @@ class Policy(Protocol):
 def guarded(job: RentJob, now: Moment, wanted: Held) -> Held:
     """What is wanted if it is safe, else what is held if that is, else the last resort.
 
-    A choice is safe if the last resort, launched in the next tick, would still end in time, or if
-    it has no spot machines and ends in time by itself. At the start the last resort is safe, and
-    after a safe choice it or staying is safe in the next tick. So no deadline is missed.
+    A choice is safe if the last resort, launched in the next tick, would still end in time. So is
+    one that has no spot machines and ends in time by itself. At the start the last resort is safe,
+    and after a safe choice it or staying is safe in the next tick. So no deadline is missed.
     """
     for choice in (wanted, now.held):
         if _is_safe(job, now, choice):

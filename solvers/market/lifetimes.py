@@ -2,8 +2,8 @@
 
 A lifetime is a run of ticks in which a machine could be had and was kept. One that the window
 ends, or that is followed by what nobody knows, is censored: it lasted at least so long. Of one
-that the window begins with nobody knows its age, so that it counts for the rate of preemptions
-over all ages, and not for what depends on age.
+that the window begins with nobody knows its age. So it counts for the rate of preemptions over all
+ages, and not for what depends on age.
 """
 
 import warnings

@@ -2,8 +2,8 @@
 
 The rules are those of Can't Be Late (NSDI 2024). One says what to hold as if all zones were one: a
 spot machine in any zone is as good. New spot machines are of the zone that the job is in, if that
-has some, else of the one with most for the job and of these the cheapest for the work. The paper
-has one machine; these are its policies then, and several machines follow the same rules.
+has some. Else they are of the one with most for the job, and of these the cheapest for the work.
+The paper has one machine; these are its policies then, and several machines follow the same rules.
 
 With R0 the deadline, C0 the work and d the restart:
 

@@ -8,9 +8,8 @@ as all strategies do. A launch loses the work of one restart, or of the whole st
 shorter; this never counts too much.
 
 Ends are looked at in order of time, until a job that holds the cheapest offers all along would have
-paid the bound already. Where there are more than 64 offers, those of one device type in one cloud
-are taken for one at the lowest of their prices, between which moves are free: still a lower bound,
-if a looser one.
+paid the bound already. Of more than 64 offers, those of one device type in one cloud count as one
+at the lowest of their prices, with free moves between them: still a lower bound, if a looser one.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,8 @@
 
 Stages are placed from the model's end to its start, as a stage's memory depends on the workers
 behind it. Each takes a run of devices of one type in the order of the topology. It starts right
-behind the type's previous run or at the start of the next component (the devices between stay
-idle). A run never gains from starting anywhere else: shifted left to such a place it spans no more
-levels.
+behind the type's previous run or at the start of the next component (devices between stay idle). No
+run gains from starting elsewhere: shifted left to such a place it spans no more levels.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,9 @@
 """Levels of a batch split: which types and how many devices may be used, and what that adds.
 
 The costs of synchronisation, updates and each step's fixed part depend only on the set of used
-types and on the number of devices. They do not depend on how the batch is shared out, and never
-fall when a type or a device is added. So a level stands for all plans on a subset of its types and
-devices. Within a level the least compute time in which the batch fits is one of finitely many
-candidates.
+types and on the number of devices. They do not depend on the batch's shares, and never fall when a
+type or a device is added. So a level stands for all plans on a subset of its types and devices.
+Within a level the least compute time in which the batch fits is one of finitely many candidates.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,8 +2,7 @@
 
 Rows of a group run at the same rates r, so what matters is the total time t_k that the group has
 at each rate. It has to be dealt out so that each of its n jobs has at most all its time and at
-least its demand D. That can be done if and only if, for every rate u >= 0 and every set S of its
-jobs,
+least its demand D. It can if and only if, for every rate u >= 0 and every set S of its jobs,
 
     sum_k t_k max(r_k - u, 0)  >=  sum over S of (D - u)        and  sum_k t_k <= n
 
