@@ -50,6 +50,9 @@ def rent_prices(request: PricesRequest) -> PriceReport:
     rates = request.rates
     if not rates:
         raise ProblemError(f"no device type has a speed: give {option('rates', 'V100=9.6')}")
+    for name, rate in rates.items():
+        if not 0 < rate < inf:
+            raise ProblemError(f"{option('rates', f'{name}={rate:g}')} must be finite and > 0")
     first = next(iter(rates))
     read = markets_of(request.market)
     history = history_of(read, rates, fixed="until the last change")

@@ -4,6 +4,7 @@ Everything is recomputed from the problem's layers and edges, independently of h
 plans. The code is slow and simple on purpose.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -113,7 +114,10 @@ def _layer_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
 
 
 def _device_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
-    there = {pool.device_type: pool.num_devices for pool in problem.pools}
+    there = {  # counted here: the pool's own number is what solvers go by
+        pool.device_type: math.prod(level.num_components for level in pool.levels)
+        for pool in problem.pools
+    }
     faults = [*_chunk_faults(plan), *device_faults(plan, there)]
     taken: dict[tuple[str, int], int] = {}  # device -> its stage; the order of devices is free
     for index, stage in enumerate(plan.stages):
