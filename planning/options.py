@@ -92,8 +92,8 @@ def _unread(one: Given, tried: Collection[str], why_no_others: str) -> ProblemEr
 def _plans(planners: Collection[str], beside: Given | None = None) -> str:
     """Name the plans of several planners.
 
-    All planners of a kind are named by the kind, and so is one alone if ``beside``, an option that
-    it does not read, is read by no planner of that kind.
+    All planners of a kind are named by the kind. So is one alone if ``beside``, an option that it
+    does not read, is read by no planner of that kind.
     """
     left, names = list(planners), []
     for whole, name in ((SPLITS, "splits"), (PIPELINES, "pipelines")):

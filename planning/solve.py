@@ -112,8 +112,8 @@ def _best(question: Question, kind: Kind, clock: Clock, kinds_left: int = 1) -> 
 def _kinds_to_try(question: Question) -> list[Kind]:
     """List the kinds of plans to compare, simplest first.
 
-    Without a requested kind these are all that read the options that ask for something of the
-    plan, except kinds that need layers which the profiles do not hold.
+    Without a requested kind these are all that read the options that ask for something of the plan.
+    Kinds that need layers which the profiles do not hold are left out.
 
     Raises:
         ProblemError: An option has no effect on any of these kinds, or options of different kinds

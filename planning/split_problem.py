@@ -38,12 +38,11 @@ def split_problem(
 
     Sizes that do not fit a device's memory are dropped, and so is a type on which no size fits;
     where devices share states all stay, as with less of the states each may fit. A plan on one
-    device uses the measurements made on one device alone. A plan on several
-    devices uses those made on a busy host,
-    if some server holds the type with other devices, the type was measured so, and a measured size
-    fits. The ring of gradients is as slow as the pool's slowest link, where that is known: stated,
-    or measured between two types (``split_keys``). Shared states are gathered and reduced at that
-    rate, and no faster than the slowest all-reduce that the profiles measured.
+    device uses the measurements made on one device alone. A plan on several devices uses those made
+    on a busy host, if the type was measured so and a measured size fits. Some server must also hold
+    the type with other devices. The ring of gradients is as slow as the pool's slowest link, where
+    that is known: stated, or measured between two types (``split_keys``). Shared states are
+    gathered and reduced at that rate, and no faster than the slowest all-reduce in the profiles.
 
     With ``interpolate``, sizes between profiled ones are allowed; their time and memory are linear
     between the neighbours'. In the uniform regime this is the one size that the plan needs. In the
@@ -64,9 +63,9 @@ def split_problem(
         A ``ShardedProblem`` if states may be shared.
 
     Raises:
-        ProblemError: A device type has no profile, the profiles are of several models or
-            optimizers, or do not say which optimizer another one takes the place of, or which one
-            trains where states are shared.
+        ProblemError: A device type has no profile, or the profiles are of several models or
+            optimizers. Or they do not say which optimizer another one takes the place of, or which
+            one trains where states are shared.
         InfeasibleError: No profiled size fits the memory of any device.
     """
     used, optimizer = _used(problem)

@@ -1,8 +1,8 @@
 """Choose machines to rent for a whole training, comparing dollars and hours.
 
-A choice is a number of devices of one or two types, and the cheapest machines that have them, at
-one time, either with spot machines or on demand only. The batch split solver predicts the step on
-these devices, or a table of throughputs gives it, so choices are compared by their price per
+A choice is a number of devices of one or two types. It takes the cheapest machines that have them,
+at one time, either with spot machines or on demand only. The batch split solver predicts the step
+on these devices, or a table of throughputs gives it. So choices are compared by their price per
 sample, not per hour.
 """
 

@@ -5,11 +5,11 @@ but takes more devices. So each job runs at exactly its SLO's throughput, called
 vector y holds the fractions of the job's work done on each column; its ratio is
 floor / dollars(y), a convex function of y.
 
-For any device prices, the sum of ratios is at most the pool's value plus, for each job, the
-maximum over y of its ratio minus the price of the devices it holds. That difference is convex in
-y, so its maximum lies at a corner of the feasible set. A certificate may state prices once for
-all allocations, or one set of prices for each of several regions; the regions must then cover all
-allocations.
+For any device prices, the sum of ratios is at most the pool's value plus a term for each job. It is
+the maximum over y of the job's ratio minus the price of the devices it holds. That difference is
+convex in y, so its maximum lies at a corner of the feasible set. A certificate may state prices
+once for all allocations, or one set of prices for each of several regions; the regions must then
+cover all allocations.
 """
 
 from collections import defaultdict
@@ -147,8 +147,8 @@ def _corners(
 ) -> Iterator[dict[str, float]]:
     """Yield the corners of {y >= 0, sum y = 1, time . y <= 1, low <= dollars . y <= high}.
 
-    A corner is a vertex of the simplex, a point of one of its edges at which one limit is tight,
-    or a point of one of its triangles at which the time and one end of the range are tight.
+    A corner is a vertex of the simplex, or a point of one of its edges at which one limit is tight.
+    Or it is a point of one of its triangles at which the time and one end of the range are tight.
     """
     ends = [end for end in (low, high) if 0 < end < inf]
     limits = [(time, 1.0), *((dollars, end) for end in ends)]

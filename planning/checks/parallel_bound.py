@@ -1,8 +1,8 @@
 """Show that no plan with pipeline, tensor and data parallelism takes less than a bound.
 
-Plans are told apart by their microbatch size b and replicas d, and then by the time T of their
-slowest stage and X of its update and all-reduce, each alone and over its own devices' links. With m
-microbatches, and T and X above the lower ends of a cell, a step takes at least
+Plans are told apart by their microbatch size b and replicas d, and then by two times. T is that of
+their slowest stage, X that of its update and all-reduce, each alone and over its own devices'
+links. With m microbatches, and T and X above the lower ends of a cell, a step takes at least
 
     (m - 1) T + X + sum over stages of (seconds + price of their devices) - price of the pool / d,
 

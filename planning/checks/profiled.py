@@ -22,8 +22,8 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
     """List the groups whose passes do not fit their devices, or differ from the measured time.
 
     A plan on one device uses the measurements made on one device alone. A plan on several devices
-    uses those made on a busy host, if the type has such measurements, some server of the pool holds
-    the type together with other devices, and a measured size fits the memory.
+    uses those made on a busy host, if the type has such measurements and a measured size fits the
+    memory. Some server of the pool must also hold the type together with other devices.
 
     Args:
         plan: The plan to check.

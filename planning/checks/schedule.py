@@ -121,8 +121,8 @@ def _bubble_faults(
 ) -> Iterator[str]:
     """Hold a zero-bubble schedule without an order to its definition.
 
-    With F = B = W = 1 and no transfers, the ranks work without a pause from the time when the first
-    microbatch reaches the last rank, at p - 1. No schedule is shorter.
+    With F = B = W = 1 and no transfers, the first microbatch reaches the last rank at p - 1. From
+    then on the ranks work without a pause. No schedule is shorter.
     """
     bound = definition_of(name).most_in_flight
     if bound is None:

@@ -5,8 +5,8 @@ them: ``roofline`` multiplies them by efficiencies that were fitted to measured 
 
 The figures were compared with public tables of the sheets, but for the rates of A10G and GH200, the
 16-bit rate of the 6000 Ada, and most links: these were written from memory, so read the data sheet
-before you spend money by them. The 16-bit rates of Quadro RTX cards and the RTX 2080 Ti are eight
-and four times their 32-bit rates, as in the sheet of the passive Quadro RTX 6000.
+before you spend money by them. The 16-bit rates of Quadro RTX cards are eight times their 32-bit
+rates, that of the RTX 2080 Ti four times. The sheet of the passive Quadro RTX 6000 has it so.
 """
 
 from collections.abc import Sequence

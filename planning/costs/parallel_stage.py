@@ -57,7 +57,7 @@ def transfer_seconds(
     """Seconds of a stage's messages for one microbatch.
 
     With ``hetflow``, a stage sends its output to the next stage and its input's gradient to the
-    previous one. With ``sailor``, inner stages do the same, but the last stage counts its gradient
+    previous one. With ``sailor``, inner stages do the same. The last stage counts its gradient
     twice, and with more than three stages the first counts its output twice, as Sailor's simulator
     does.
 

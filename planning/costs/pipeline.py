@@ -5,8 +5,8 @@ replicas. Three prices for it, all in seconds per input:
 
 ``thesis``
     The text, 2.4.1: T = max(C, 2(m-1) w / B) / m. A ring all-reduce moves 2(m-1)/m w bytes over
-    each link, so the text charges m times too much for its own sentence on weight
-    synchronisation ("each worker sends (m-1)/m |w|"). Kept as written.
+    each link. So the text charges m times too much for its own sentence on weight synchronisation
+    ("each worker sends (m-1)/m |w|"). Kept as written.
 ``published``
     The released optimizer: (C + 4(m-1) w / (B m) / g) / m, where g (the previous level's
     devices) divides only in a pipeline's first block; a boundary costs 2a / (B m) on both
@@ -214,8 +214,8 @@ def weight_versions(schedule: str, in_flight: int) -> int:
 def kept_per_weight_byte(versions: int, state_bytes_per_weight_byte: float) -> float:
     """Bytes that a replica keeps for each byte of its stage's weights.
 
-    The versions, one copy of the gradients (the runtime adds them up in place, under every
-    schedule), and the optimizer's state, which is there once however many versions there are.
+    They are the versions, one copy of the gradients, and the optimizer's state. The runtime adds up
+    gradients in place, under every schedule; the state is there once for all versions.
 
     Args:
         versions: From ``weight_versions``.

@@ -93,10 +93,10 @@ def _half_width_seconds(
 ) -> float | None:
     """Half the width of what the measurements allow; None where their spread is unknown.
 
-    The larger of two: how much later the last device is where each pass takes as long as its
-    spread allows, and how far steps put together from such terms were from measured ones. Both
-    hold the spread of the passes, so they are not added. One that a type in use does not tell is
-    left out.
+    The larger of two. One is how much later the last device is where each pass takes as long as its
+    spread allows. The other is how far steps put together from such terms were from measured ones.
+    Both hold the spread of the passes, so they are not added. One that a type in use does not tell
+    is left out.
     """
     latest = [one.latest_seconds for one in work]
     known = [seconds for seconds in latest if seconds is not None]

@@ -1,8 +1,8 @@
 """A fast timer of one step of a pipeline that flushes, for searches over thousands of plans.
 
 The result is that of ``timing`` for the schedule's list, but the list is not built. Passes run in
-the order that the generators use too (``alternating``), transfers overlap with them, one at a time
-on each directed link, and each stage ends with its all-reduce and update.
+the order that the generators use too (``alternating``). Transfers overlap with them, one at a time
+on each directed link. Each stage ends with its all-reduce and update.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ is left is to cover the layers by stages that take few seconds in all and few de
 A price on each type makes that a shortest path over cuts (Lagrange); how replicas are dealt is
 relaxed, so that a stage of two types costs at least the cheaper one for every replica. The best
 prices are those of the linear program whose columns are the paths that were found (column
-generation). In a region of caps, low_T < T <= high_T and low_X <= X <= high_X, a step takes at
+generation). A region of caps is low_T < T <= high_T and low_X <= X <= high_X. In it a step takes at
 least (m - 1) low_T + low_X + S(high_T, high_X), for S the shortest path less the pool's worth.
 """
 

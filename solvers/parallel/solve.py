@@ -58,10 +58,10 @@ def solve(
     """The plan of the shortest step.
 
     Exact over the space that the plan's proof states. For each microbatch size b and number of
-    replicas d, stages are placed from the last to the first; a branch is left when its bound on
-    the step reaches the best plan, or when the layers left need more devices than there are, by a
-    Lagrangian bound (``bound.py``). Bounds take O(p N) vector operations for N layers and p
-    stages. In the worst case the search is exponential in p; it then ends after a fixed amount of
+    replicas d, stages are placed from the last to the first. A branch is left when its bound on the
+    step reaches the best plan. It is also left when the layers left need more devices than there
+    are, by a Lagrangian bound (``bound.py``). Bounds take O(p N) vector operations for N layers and
+    p stages. In the worst case the search is exponential in p; it then ends after a fixed amount of
     work, ``feasible``, with the least bound of what it left open. Deterministic.
 
     Args:

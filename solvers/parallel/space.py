@@ -182,8 +182,8 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
     """The options of every type, and their mixes of at most ``MOST_TYPES`` types.
 
     Replicas of one degree share the state of a sharded optimizer. Each parameter is kept by one of
-    them, so the fullest of d holds at most (s + (d - 1) m) / d bytes of a stage's s, where m are
-    those of its largest layer (Graham, 1969).
+    them. Of the s bytes of a stage, m are its largest layer's. The fullest of d then holds at most
+    (s + (d - 1) m) / d of them (Graham, 1969).
 
     Args:
         problem: Whose tables.
