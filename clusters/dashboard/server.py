@@ -2,9 +2,9 @@
 
 Only GET and HEAD are answered. The token is the first part of each path and is compared in constant
 time. A connection that has not shown it is closed after some seconds, and sooner for a newer one
-where there are too many, so slow strangers do not keep the owner out. A request whose Host is a
-name that is not ours is refused, so that no other site can point its own name at this address and
-read the answers (DNS rebinding). No answer allows another origin.
+where there are too many. So slow strangers do not keep the owner out. A request whose Host is a
+name that is not ours is refused. So no other site can point its own name at this address and read
+the answers (DNS rebinding). No answer allows another origin.
 """
 
 import hmac

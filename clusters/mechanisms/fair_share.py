@@ -1,14 +1,14 @@
 """Elastic weighted fair sharing, and static priority beside it (VirtualFlow 4.2, 6.4).
 
 On one device type. Where algorithm 1 is silent: "expand current allocations" gives free devices by
-weighted fair share to running jobs below their demand; fair shares are whole devices, at least one
-a job where there are enough, at most the demand, the largest remainder first, then the higher
-weight, then the earlier job; "no higher priority job allocations are affected" means that no
+weighted fair share to running jobs below their demand. Fair shares are whole devices, at least one
+a job where there are enough, at most the demand. The largest remainder comes first, then the higher
+weight, then the earlier job. "No higher priority job allocations are affected" means that no
 running job of a higher weight than the queue's head would hold fewer devices than now.
 
 Jobs of a live cluster run on some numbers of devices only, from a least one on. That is ours: a
 job whose fair share is less than its least number, of two or more, gets this number, in order of
-weight as long as devices are left, and all others their fair shares of the rest; what a job cannot
+weight as long as devices are left. All others get their fair shares of the rest. What a job cannot
 use of its share goes to the next one that can take a step up.
 """
 

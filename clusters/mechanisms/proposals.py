@@ -207,7 +207,7 @@ class Exchange:
     def accept(self) -> None:
         """Accept proposals, the best first, until there is none.
 
-        A job's best proposal gets no better while others are accepted, so it is looked for again
+        A job's best proposal gets no better while others are accepted. So it is looked for again
         only when it is the best of all and does not fit any more.
         """
         if not any(left > 0 for left in self.free):

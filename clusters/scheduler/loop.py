@@ -131,7 +131,7 @@ class Scheduler:
         """Do what is due at a time, in seconds since the epoch.
 
         Time should be steady (``serve`` sees to that). If it was set back, what was to come is due
-        as long from now on as it was at most, and nobody is charged for what has not been.
+        as long from now on as it was at most. Nobody is charged for what has not been.
 
         Raises:
             FileError: The state cannot be written. What was not is forgotten only by a scheduler

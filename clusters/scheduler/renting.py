@@ -1,9 +1,9 @@
 """Rent machines for one training in real time: a policy decides, an engine launches.
 
-The policy is the one that replays ask, at the start of each tick. The agent follows it: it starts
-the training's launch on the machines that the policy wants, with the plan for as many, and lets it
-save and end where the policy wants others or none. A machine that is announced to go saves in time;
-one that goes without notice loses what was done since the last checkpoint.
+The policy is the one that replays ask, at the start of each tick. The agent follows it. It starts
+the training's launch on the machines that the policy wants, with the plan for as many. It lets the
+launch save and end where the policy wants others or none. A machine that is announced to go saves
+in time; one that goes without notice loses what was done since the last checkpoint.
 
 Seconds are those of the market since the job's start. In a replay, the market runs faster than real
 time, and the agent kills the launch on a machine that the market takes away. All that has to

@@ -23,7 +23,7 @@ class Failure:
     """How one worker (or a whole launch, where ``rank`` is None) ended badly.
 
     ``lost_peer`` says that the worker failed only because another was gone, ``timed_out`` that it
-    waited for it in vain, ``may_be_echo`` that its own error may follow from such a loss;
+    waited for it in vain; ``may_be_echo`` says that its own error may follow from such a loss;
     ``stages`` are those that a pipeline's worker holds; ``why`` is why the controller ended it,
     where it did; ``sentence_of_ours`` is the whole story, where it takes more than this worker's.
     """

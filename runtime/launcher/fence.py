@@ -1,7 +1,7 @@
 """Keep two launches of one checkpoint folder apart.
 
 A launch locks a file in the folder, and every worker inherits the descriptor. The kernel releases
-the lock when the last process that holds it is gone, so a launcher that was killed does not open
+the lock when the last process that holds it is gone. So a launcher that was killed does not open
 the folder to a new launch while one of its workers still runs.
 """
 

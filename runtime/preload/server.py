@@ -145,8 +145,8 @@ def check_forkable() -> None:
 def freeze() -> None:
     """Keep the collector from what is imported: it would copy every page, if only at the end.
 
-    But nanobind prints pages about what is alive when a process ends, and a triton bound by it (of
-    CUDA builds of torch from 2.15 on) comes with the imports: then the end pays for the collection.
+    But nanobind prints pages about what is alive when a process ends. A triton bound by it (of CUDA
+    builds of torch from 2.15 on) comes with the imports: then the end pays for the collection.
     """
     gc.freeze()
     if BOUND_BY_NANOBIND in sys.modules:

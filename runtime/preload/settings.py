@@ -1,9 +1,9 @@
 """Which settings act before or during the imports, so that a fork comes too late for them.
 
 A preloaded process serves only those whose settings of this kind are its own; for others another
-preloaded process is started. All other variables are read when they are used (a driver's choice of
-devices at its first use, a collective library's when a group is made, hetflow's own when a worker
-starts), so a forked process takes them over from its request.
+preloaded process is started. All other variables are read when they are used, so a forked process
+takes them over from its request. A driver's choice of devices is read at its first use, a
+collective library's when a group is made, hetflow's own when a worker starts.
 """
 
 import os

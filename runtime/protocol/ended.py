@@ -45,8 +45,8 @@ class FailureNote:
     """One worker's report of its own failure.
 
     ``at_seconds`` is the host's monotonic clock. ``lost_peer`` means that the worker failed only
-    because another one was lost, ``timed_out`` that it waited for the other until the time limit,
-    ``may_be_echo`` that its own error may be a consequence of such a loss.
+    because another one was lost, ``timed_out`` that it waited for the other until the time limit.
+    ``may_be_echo`` means that its own error may be a consequence of such a loss.
     """
 
     error: str = ""

@@ -20,12 +20,11 @@ Key = tuple[float, int, tuple[bool, ...]]
 class FlatLas:
     """LAS that ignores device types, over classes of jobs that are then equal.
 
-    With one rate on every type a job's row is ``sum_j X_mj >= z w_m / s_m``, so jobs of one weight,
+    With one rate on every type a job's row is ``sum_j X_mj >= z w_m / s_m``. So jobs of one weight,
     scale factor and set of types are alike whatever their models. Of several optima: the analytic
     centre of the optimal face, which depends on how many jobs each class has and on nothing else.
-    Where the jobs that run anywhere fill the pool it is known: every job gets the same part
-    of each type, X_mj = C_j / (N s_m). Elsewhere Newton's method finds it, once for each tuple of
-    counts.
+    Where the jobs that run anywhere fill the pool it is known: every job gets the same part of each
+    type, X_mj = C_j / (N s_m). Elsewhere Newton's method finds it, once for each tuple of counts.
     """
 
     agnostic = True

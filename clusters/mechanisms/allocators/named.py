@@ -233,7 +233,7 @@ def solve_what_can_be_met(instance: Instance, policy: Policy) -> tuple[Outcome, 
 
     Dropped at once: SLOs in the past, and those that ask for more than the job's fastest devices.
     Then, one after another, the SLO whose throughput costs most at the prices of the bottleneck
-    (of the program that raises all floors together), of equals the earlier job's.
+    (of the program that raises all floors together). Of equals it is the earlier job's.
 
     Args:
         instance: The jobs; SLOs that are in the past are not positive.

@@ -60,12 +60,12 @@ class Active:
     ``rate`` steps per second, ``relative`` to the job's best, ``received`` seconds since the last
     allocation, ``share`` the allocation X, ``deficit`` seconds lacking, ``held`` seconds in all
     [columns, jobs]; ``left`` steps to run, ``weight``, ``isolated`` seconds of t^isolated so far,
-    ``started`` the second of the first start or -1, ``scale``, ``last_type`` of the last round,
-    ``kind`` the number of the (model, scale factor), ``restarts`` how many since [jobs].
+    ``started`` the second of the first start or -1 [jobs]; ``scale``, ``last_type`` of the last
+    round, ``kind`` the number of the (model, scale factor), ``restarts`` how many since [jobs].
     ``given_up`` are ids of jobs whose SLO the policy could not keep. ``capacity`` [types] are the
-    devices that are up, and ``consolidated`` how many of them jobs can hold consolidated (None:
-    it does not count): what policies share. ``waiting`` are ids of jobs that do not fit in that,
-    in what ``only`` shows.
+    devices that are up, and ``consolidated`` how many of them jobs can hold consolidated (None: it
+    does not count): what policies share. ``waiting`` are ids of jobs that do not fit in that, in
+    what ``only`` shows.
 
     All stand in blocks (``pairs``, ``floats``, ``ints``) with ``room`` for more jobs. A job may
     ``leave`` before its place is swept; ``present`` counts those who did not.

@@ -3,8 +3,8 @@
 Jobs are placed in decreasing order of the devices they ask for; of equals those that hold a lease
 first, then the earlier job. A job keeps the devices it had if they are still free and no placement
 on fewer servers exists; otherwise it takes the server where fewest devices are reserved by leases
-of others, of these the fullest that fits, or, larger than any, the emptiest servers one after
-another. It is consolidated where it uses as few servers as its type allows.
+of others, and of these the fullest that fits. Larger than any server, it takes the emptiest ones
+one after another. It is consolidated where it uses as few servers as its type allows.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,9 @@
 
 Two conventions. ``text`` is the thesis: devices that no job has a share of are given to the jobs
 that are relatively fastest there. ``published`` is what Gavel's simulator does: ties by
-accumulated deficit. Both start a job's time at half a round after each allocation, count it once
-for all its devices, and serve device types one after another, fastest first (at random under
-agnostic policies); ``selection="joint"`` ranks all pairs of job and type together, the other
+accumulated deficit. Both start a job's time at half a round after each allocation and count it once
+for all its devices. Both serve device types one after another, fastest first (at random under
+agnostic policies). ``selection="joint"`` ranks all pairs of job and type together, the other
 reading of algorithm 2.
 
 Every function takes the state that it decides from. Those that end a decision write it there.

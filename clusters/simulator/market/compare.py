@@ -162,7 +162,7 @@ def interval_of(job: RentJob, policy: Policy, history: Sequence[Traces]) -> tupl
 
     The order statistics at 5 and 95 % of what the policy would have paid in windows of the history,
     and one more. Where the past has too few windows for one of them, it is what a job can cost at
-    all, at the least and the highest prices of the past.
+    all: at the least or the highest prices of the past.
     """
     past = [replay(job, policy, *window).dollars for window in _past_windows(history, job)]
     low, high = (job.at(prices) for prices in zip(*_ranges(job, history), strict=True))

@@ -1,8 +1,8 @@
 """Many jobs on a market: prices change, spot machines are taken away, jobs move with checkpoints.
 
-The model is that of ``solvers.market.offers`` for each job: it holds devices of one offer at a
-time and pays their share of the machines, a launch takes ``restart_seconds`` that are paid, and a
-move between clouds ``cloud_move_dollars``. Jobs share quotas: so many devices of each type.
+The model is that of ``solvers.market.offers`` for each job. It holds devices of one offer at a time
+and pays their share of the machines. A launch takes ``restart_seconds`` that are paid, a move
+between clouds costs ``cloud_move_dollars``. Jobs share quotas: so many devices of each type.
 
 A spot machine is gone where its price or the machine cannot be had, and after a random time where
 a mean one is given. A job then goes back to its last checkpoint. Without ``checkpoint_seconds`` it
@@ -12,9 +12,9 @@ Whenever something changes, each job takes what ends it by its deadline for the 
 today's prices, the move included: one offer to the end, or a slower one now and the fastest that
 stays later, just in time (thesis 6.3.1). Where nothing does, it takes the fastest, and of those as
 fast the cheapest. A job with a deadline waits while all that it could launch costs more than a spot
-machine that is away now, by the price that was last posted for it. It goes on demand, for good,
-when the time left is only just enough for that. Who has least time to spare chooses first, then who
-came first.
+machine that is away now. Such a machine counts by its last posted price. The job goes on demand,
+for good, when the time left is only just enough for that. Who has least time to spare chooses
+first, then who came first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
