@@ -462,6 +462,37 @@ def test_only_the_command_line_speaks_of_flags() -> None:
     assert found == []
 
 
+_NO_PROSE = re.compile(r">>>|^ *\||^==|\A {4}", re.MULTILINE)  # examples, tables, formulas
+
+
+def long_sentences(docstring: str) -> list[str]:
+    """Those of more than 28 words; a colon or a semicolon ends one too."""
+    return [
+        " ".join(words)
+        for paragraph in re.split(r"\n\s*\n", docstring)
+        if not _NO_PROSE.search(paragraph)
+        for words in map(str.split, re.split(r"(?<=[.:;!?])\s+", paragraph))
+        if len(words) > 28
+    ]
+
+
+def test_no_docstring_has_a_long_sentence() -> None:
+    rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{path.relative_to(ROOT)}:{node.body[0].lineno}: {sentence}"
+        for room in rooms
+        if room.name not in {"cli", "tests"}  # commands list examples
+        for path in room.rglob("*.py")
+        for node in nodes(path)
+        if isinstance(node, documented)
+        for sentence in long_sentences(ast.get_docstring(node) or "")
+    ]
+    assert found == []
+    assert not long_sentences("word " * 28 + "\n\n    " + "formula " * 29)
+    assert long_sentences("Short.\n\nArgs:\n    name: It is" + " very" * 27 + ".")
+
+
 def test_nothing_names_this_machine_or_a_registry() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
