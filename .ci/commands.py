@@ -89,9 +89,9 @@ def main() -> None:
 
 def write_inputs(folder: Path) -> None:
     """Write the golden cases' files, markets, a log of Slurm's, and the state of a live cluster."""
-    from hetflow.clusters.scheduler.store import Store
+    from hetflow.clusters.scheduler.store import ClusterStore
 
-    Store.create(folder / "state").close()
+    ClusterStore.create(folder / "state").close()
     (folder / "log.txt").write_text(
         "JobID|JobName|State|Submit|Start|End|AllocTRES\n"
         "1|a|COMPLETED|2026-11-23T03:11:15|2026-11-23T03:11:16|2026-11-23T03:11:18|gres/gpu:v100=2\n",

@@ -3,7 +3,7 @@
 from ..planning.allocate import allocate as allocate_problem
 from ..planning.allocate import allocation_problem
 from ..planning.inputs import pool_of
-from ..planning.limits import Clock, Limits
+from ..planning.limits import SolveLimits, TimeShares
 from ..schema.jobs import Allocation
 from ..schema.requests.allocate import AllocateRequest
 from .calls import takes
@@ -38,7 +38,7 @@ def allocate(request: AllocateRequest) -> Allocation:
         >>> {job: round(row["V100"], 6) for job, row in shares.x.items()}
         {'a': 0.5, 'b': 0.5}
     """
-    clock = Clock(Limits(time_limit_seconds=request.time_limit_seconds))
+    clock = TimeShares(SolveLimits(time_limit_seconds=request.time_limit_seconds))
     devices, _ = priced_pool(pool_of(request.pool), request.market, request.at)
     problem = allocation_problem(
         jobs_of(request.jobs),

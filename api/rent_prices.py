@@ -10,7 +10,7 @@ from ..schema.market import PriceReport, utc_seconds, utc_text
 from ..schema.options import option
 from ..schema.requests.rent import PricesRequest
 from ..schema.spelling import nearest
-from ..solvers.market.offers import History, history_of, job_on
+from ..solvers.market.offers import OfferHistory, history_of, job_on
 from .calls import takes
 from .files import markets_of
 
@@ -89,7 +89,7 @@ def rent_prices(request: PricesRequest) -> PriceReport:
     )
 
 
-def _cloud_of(history: History, asked: str | None) -> str:
+def _cloud_of(history: OfferHistory, asked: str | None) -> str:
     """The cloud of the strategies that use only one.
 
     Raises:

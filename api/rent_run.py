@@ -10,8 +10,8 @@ from ..clusters.scheduler.renting import (
     RECORD,
     Agent,
     RealFeed,
+    RentedTraining,
     ReplayedFeed,
-    Training,
     machines_for,
     rents,
 )
@@ -110,7 +110,7 @@ def rent_run(request: RunRentRequest) -> RentRun:
     for path, plan in zip(paths, plans, strict=True):
         files.write(path, plan, force=True)
     agent = Agent(
-        training=Training(
+        training=RentedTraining(
             folder=folder,
             plans=paths,
             script=(str(request.script), *request.arguments),

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..clusters.mechanisms import easyscale, elastic
-from ..clusters.scheduler.history import History, LiveJob, history
-from ..clusters.scheduler.store import Store
+from ..clusters.scheduler.history import JobHistory, LiveJob, history
+from ..clusters.scheduler.store import ClusterStore
 from ..clusters.simulator import Case, Simulation, run_case
 from ..formats.importers.sacct import read_sacct
 from ..schema.cluster import Cluster
@@ -41,7 +41,7 @@ def replay(request: ReplayRequest, state: Path) -> tuple[dict[str, Any], Simulat
             raise ProblemError(
                 told("{gpus} and {rates} are for a log"), hint=f"add {option('sacct', 'FILE')}"
             )
-        live = history(Store.open(state))
+        live = history(ClusterStore.open(state))
     else:
         live = _history_of_log(Path(request.sacct), request)
     policy = request.policy or live.policy
@@ -67,14 +67,14 @@ def replay(request: ReplayRequest, state: Path) -> tuple[dict[str, Any], Simulat
     return _compared(live, {outcome.id: outcome for outcome in run.jobs}, policy), run
 
 
-def _history_of_log(path: Path, request: ReplayRequest) -> History:
+def _history_of_log(path: Path, request: ReplayRequest) -> JobHistory:
     """The jobs of ``sacct`` as a live cluster's; what a policy was to give them is not known."""
     log = read_sacct(path)
     jobs, throughputs = log.as_jobs(request.rates or {})
     pool = Cluster.parse(request.gpus).num_devices if request.gpus else log.num_devices
     if log.num_left_out:
         _log.info(f"{log.num_left_out} jobs left out: no GPU, or not over")
-    return History(
+    return JobHistory(
         jobs=tuple(
             LiveJob(
                 name=one.name,
@@ -94,7 +94,7 @@ def _history_of_log(path: Path, request: ReplayRequest) -> History:
     )
 
 
-def _compared(live: History, found: dict[str, JobOutcome], policy: str) -> dict[str, Any]:
+def _compared(live: JobHistory, found: dict[str, JobOutcome], policy: str) -> dict[str, Any]:
     """The document; what the pool cannot hold is not simulated, and left out of the averages."""
     jobs: list[dict[str, Any]] = [
         {

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from ..clusters import simulator
 from ..clusters.mechanisms.allocators.named import always_pairs
-from ..clusters.simulator import Case, TraceOptions
+from ..clusters.simulator import Case, DrawOptions
 from ..clusters.simulator.market.many_jobs import MarketOptions
 from ..clusters.simulator.traces.arrivals import TraceKind
 from ..formats.importers.jobs_files import read_jobs
@@ -156,7 +156,7 @@ def _drawn(
         replace(
             base,
             seed=number,
-            trace=TraceOptions(
+            trace=DrawOptions(
                 kind=kind,
                 num_jobs=num_jobs,
                 jobs_per_hour=load,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..planning.inputs import pool_of
-from ..planning.limits import Clock, Limits
+from ..planning.limits import SolveLimits, TimeShares
 from ..planning.request import question_of
 from ..planning.solve import solve as best_plan
 from ..schema.plan import Plan
@@ -43,7 +43,7 @@ def solve(request: SolveRequest) -> Plan:
         >>> plan.groups[0].virtual_nodes, plan.predicted.step_seconds, plan.proof.gap
         (2, 0.2, 0.0)
     """
-    clock = Clock(Limits(request.time_limit_seconds, request.gap))
+    clock = TimeShares(SolveLimits(request.time_limit_seconds, request.gap))
     pool = pool_of(request.pool)
     offers: dict[str, DevicePrice] = {}
     if request.market is not None or request.at is not None or request.spot is not None:

@@ -30,8 +30,8 @@ from hetflow.clusters.mechanisms.rounds.rules import RoundRules
 from hetflow.clusters.scheduler import leases
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.plans import plan_on
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import STARTS, Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import STARTS, ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.runtime import preload
 from hetflow.schema import files
@@ -104,9 +104,11 @@ def scheduled(
     folder: Path, asked: Submission, round_seconds: float, *, renews: bool
 ) -> tuple[float, int, str]:
     """Seconds of the job from its first start to its end, how often it started, its digest."""
-    store = Store.create(folder)
+    store = ClusterStore.create(folder)
     rules = RoundRules(round_seconds=round_seconds, reset_seconds=0.0)
-    scheduler = Scheduler(store, LocalEngine(Cluster.parse(f"1x{DEVICE}")), Settings(rules=rules))
+    scheduler = Scheduler(
+        store, LocalEngine(Cluster.parse(f"1x{DEVICE}")), ClusterSettings(rules=rules)
+    )
     submit(store, asked)
 
     def end_round(now: float) -> None:

@@ -31,8 +31,8 @@ from hetflow.clusters.mechanisms.allocators.named import allocator_named
 from hetflow.clusters.mechanisms.rounds.rules import RoundRules
 from hetflow.clusters.scheduler import sharing
 from hetflow.clusters.scheduler.loop import Scheduler
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_plan
@@ -110,13 +110,13 @@ def trace(folder: Path, jobs: int, mean_gap: float) -> list[tuple[float, Submiss
 
 
 def live(folder: Path, jobs: list[tuple[float, Submission]], engine: CountingEngine,
-         round_seconds: float) -> Store:  # fmt: skip
+         round_seconds: float) -> ClusterStore:  # fmt: skip
     """Run them through the live scheduler; its state at the end."""
     pool = Cluster.parse(",".join(f"{EACH}x{kind}" for kind, _ in TYPES))
     store = begin(folder, pool, engine.name, round_seconds)
     store.run("PRAGMA synchronous = OFF")
     rules = RoundRules(round_seconds=round_seconds, reset_seconds=0.0)
-    scheduler = Scheduler(store, engine, Settings(policy=POLICY, rules=rules))
+    scheduler = Scheduler(store, engine, ClusterSettings(policy=POLICY, rules=rules))
     waiting, now = list(jobs), START
     while waiting or engine.running or _are_open(store):
         while waiting and waiting[0][0] <= now:
@@ -131,7 +131,7 @@ def live(folder: Path, jobs: list[tuple[float, Submission]], engine: CountingEng
     return store
 
 
-def _are_open(store: Store) -> bool:
+def _are_open(store: ClusterStore) -> bool:
     return bool(store.rows("SELECT 1 FROM jobs WHERE state != 'done' LIMIT 1"))
 
 

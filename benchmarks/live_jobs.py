@@ -36,8 +36,8 @@ from hetflow.clusters.engines.local import LocalEngine
 from hetflow.clusters.mechanisms.rounds.rules import RoundRules
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.loop import Scheduler
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.runtime import preload
 from hetflow.schema.cluster import Cluster
@@ -96,13 +96,13 @@ def live(
     folder: Path,
     jobs: Sequence[tuple[float, Submission]],
     round_seconds: float,
-    beside: Callable[[Store], None] = lambda store: None,
-) -> Store:
+    beside: Callable[[ClusterStore], None] = lambda store: None,
+) -> ClusterStore:
     """Run them; the state at their end. ``beside`` is called before each tick."""
     pool = Cluster.parse(",".join(f"{EACH}x{kind}" for kind in PASS_SECONDS))
     store = begin(folder, pool, LocalEngine.name, round_seconds)
     rules = RoundRules(round_seconds=round_seconds, reset_seconds=0.0)
-    scheduler = Scheduler(store, LocalEngine(pool), Settings(policy=POLICY, rules=rules))
+    scheduler = Scheduler(store, LocalEngine(pool), ClusterSettings(policy=POLICY, rules=rules))
     waiting, start = list(jobs), time.time()
 
     def arrive(now: float) -> None:
@@ -140,7 +140,7 @@ def resize_seconds(folder: Path) -> float:
     write_profiles(folder, {})
     first = next(iter(PASS_SECONDS))  # the fastest, where they begin
 
-    def drain(store: Store) -> None:
+    def drain(store: ClusterStore) -> None:
         if store.get("drainable") and not store.get("drained"):
             if store.rows("SELECT 1 FROM leases WHERE state = 'running' LIMIT 1"):
                 view.drain(store, first, undo=False)

@@ -36,8 +36,8 @@ from hetflow.clusters.mechanisms import elastic
 from hetflow.clusters.mechanisms.easyscale import VARIANTS
 from hetflow.clusters.mechanisms.rounds.rules import RoundRules
 from hetflow.clusters.scheduler.loop import Scheduler
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import FILE, Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import FILE, ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 
 ROUND_SECONDS = 360.0
@@ -104,9 +104,9 @@ def asked(folder: Path, number: int, *, grows: bool = False) -> Submission:
     )  # fmt: skip
 
 
-def state(folder: Path) -> Store:
+def state(folder: Path) -> ClusterStore:
     """A new state, whose file is not waited for."""
-    store = Store.create(folder)
+    store = ClusterStore.create(folder)
     store.run("PRAGMA synchronous = OFF")
     return store
 
@@ -127,7 +127,7 @@ def resident_bytes() -> int:
 def one_answer(folder: Path, now: float) -> tuple[float, int]:
     """CPU seconds and bytes of all that the dashboard's page shows."""
     start = time.process_time()
-    with closing(Store.read(folder)) as store, store.one_moment():
+    with closing(ClusterStore.read(folder)) as store, store.one_moment():
         text = json.dumps(snapshot(store, now=now, window_seconds=None).to_plain())
     return time.process_time() - start, len(text)
 
@@ -140,7 +140,7 @@ def a_full_queue(folder: Path, jobs: int, each: int, policy: str, rounds: int) -
     store, now = state(folder / policy), time.time() + 1.0
     os.environ["HETFLOW_STATE"] = str(folder / policy)
     rules = RoundRules(round_seconds=ROUND_SECONDS, reset_seconds=0.0)
-    scheduler = Scheduler(store, engine, Settings(policy=policy, rules=rules))
+    scheduler = Scheduler(store, engine, ClusterSettings(policy=policy, rules=rules))
     for number in range(jobs):
         submit(store, asked(folder, number, grows=grows))
     first = cpu(scheduler.tick, now)
@@ -187,7 +187,7 @@ def many_jobs(folder: Path, jobs: int, each: int) -> dict[str, object]:
     """Jobs come and end, 500 at a time; memory after each tenth of them."""
     store, engine, now = state(folder / "many"), IdleEngine(each), time.time() + 1.0
     rules = RoundRules(round_seconds=ROUND_SECONDS, reset_seconds=0.0)
-    scheduler = Scheduler(store, engine, Settings(rules=rules))
+    scheduler = Scheduler(store, engine, ClusterSettings(rules=rules))
     memory, finished, submitted = [], 0, 0
     while finished < jobs:
         while submitted < min(jobs, finished + 500):

@@ -26,7 +26,7 @@ from hetflow.profilers.operator_counts import tallied
 from hetflow.profilers.targets import as_workload
 from hetflow.profilers.zoo.tokens import GPT
 from hetflow.runtime.pipeline.cut import cut
-from hetflow.runtime.pipeline.stage import Stage
+from hetflow.runtime.pipeline.stage import StageRunner
 from hetflow.runtime.pipeline.trace import layers_of
 
 CHANNELS, HEADS, DEPTH, VOCABULARY, SAMPLES = 256, 8, 4, 512, 2
@@ -72,7 +72,7 @@ class OneStage:
         self.model = model_of(tokens)
         layered = layers_of(self.model)
         (part,) = cut(layered, [[layer.id for layer in layered.layers]])
-        self.stage = Stage(
+        self.stage = StageRunner(
             part,
             recompute=kind == "full",
             recompute_cores=kind == "selective",

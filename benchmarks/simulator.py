@@ -27,7 +27,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hetflow.clusters.simulator import Case, TraceOptions, report, run_case
+from hetflow.clusters.simulator import Case, DrawOptions, report, run_case
 from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.jobs import Throughputs
 from hetflow.solvers.compiling import can_compile
@@ -165,7 +165,7 @@ def long_traces(table: Throughputs, quick: bool, repeats: int) -> list[dict[str,
     number = 500 if quick else 5000
     loads = (("continuous-single", 5.6), ("continuous-multiple", 2.6))
     for (kind, load), agnostic in itertools.product(loads, (False, True)):
-        trace = TraceOptions(
+        trace = DrawOptions(
             kind=kind,  # type: ignore[arg-type]
             num_jobs=number,
             jobs_per_hour=load,
@@ -208,7 +208,7 @@ def main() -> None:
     table = read_gavel_throughputs(path)
     quick, repeats = arguments.quick, arguments.repeats
     # Solvers and compiled loops are loaded before anything is timed.
-    few = TraceOptions(kind="continuous-single", num_jobs=5, jobs_per_hour=5.6)
+    few = DrawOptions(kind="continuous-single", num_jobs=5, jobs_per_hour=5.6)
     for policy in ("las", "makespan", "finish_time_fairness"):
         case = Case(
             throughputs=table, num_devices=dict.fromkeys(TYPES, 4), trace=few, policy=policy

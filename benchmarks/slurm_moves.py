@@ -28,8 +28,8 @@ from hetflow.clusters.engines.protocol import OUTPUT
 from hetflow.clusters.engines.slurm import SlurmEngine
 from hetflow.clusters.mechanisms.rounds.rules import RoundRules
 from hetflow.clusters.scheduler.loop import Scheduler
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.runtime import preload
 from hetflow.schema.cluster import Cluster
@@ -92,12 +92,12 @@ def job(folder: Path, epochs: int) -> Submission:
     )  # fmt: skip
 
 
-def run(folder: Path, epochs: int) -> Store:
+def run(folder: Path, epochs: int) -> ClusterStore:
     """Train, on the other node in every round; the state at the end."""
-    store = Store.create(folder / "state")
+    store = ClusterStore.create(folder / "state")
     pool = Cluster.parse(",".join(f"1x{kind}" for kind in PASS_SECONDS))
     rules = RoundRules(round_seconds=ROUND_SECONDS, reset_seconds=0.0)
-    scheduler = Scheduler(store, SlurmEngine(pool), Settings(rules=rules))
+    scheduler = Scheduler(store, SlurmEngine(pool), ClusterSettings(rules=rules))
     submit(store, job(folder, epochs))
 
     def drain_its_type(now: float) -> None:
@@ -111,7 +111,7 @@ def run(folder: Path, epochs: int) -> Store:
     return store
 
 
-def moves_of(store: Store) -> list[Move]:
+def moves_of(store: ClusterStore) -> list[Move]:
     """All moves of the job; the files' times are those of the moments."""
     rows = store.rows("SELECT * FROM leases WHERE started NOT NULL ORDER BY number")
     found = []

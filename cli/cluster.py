@@ -47,13 +47,13 @@ def start(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = Fal
     """
     from ..clusters.mechanisms.rounds.rules import RoundRules
     from ..clusters.scheduler.serve import serve, systemd_unit
-    from ..clusters.scheduler.settings import Settings
+    from ..clusters.scheduler.settings import ClusterSettings
     from ..clusters.scheduler.submission import read_entities
     from ..planning.inputs import pool_of
 
     request = requests.StartRequest(**asked)
     pool, entities = pool_of(request.pool), request.entities
-    settings = Settings(
+    settings = ClusterSettings(
         policy=request.policy,
         rules=RoundRules(round_seconds=request.round_seconds, reset_seconds=0.0),
         grace_seconds=request.grace_seconds,
@@ -95,10 +95,10 @@ def drain(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = Fal
     hetflow cluster drain P100 --undo
     """
     from ..clusters.scheduler import view
-    from ..clusters.scheduler.store import Store
+    from ..clusters.scheduler.store import ClusterStore
 
     request = requests.DrainRequest(**asked)
-    view.drain(Store.open(state), request.named, undo=request.undo)
+    view.drain(ClusterStore.open(state), request.named, undo=request.undo)
     if json:
         emit_json({"named": request.named, "drained": not request.undo})
 
@@ -135,13 +135,13 @@ def usage(
 
     from ..clusters.scheduler.history import Period, csv_of
     from ..clusters.scheduler.history import usage as used
-    from ..clusters.scheduler.store import Store
+    from ..clusters.scheduler.store import ClusterStore
     from ..schema.files import write_text
 
     per = requests.UsageRequest(**asked).per
     if per not in get_args(Period):
         raise ProblemError(f"--per {per}: is none of {', '.join(get_args(Period))}")
-    rows = used(Store.open(state), period=cast("Period", per), now=time.time())
+    rows = used(ClusterStore.open(state), period=cast("Period", per), now=time.time())
     if json:
         emit_json({"usage": [row.to_plain() for row in rows]})
     elif output is None:
@@ -168,10 +168,10 @@ def correct(
     hetflow cluster correct train -o corrected
     """
     from ..clusters.scheduler import view
-    from ..clusters.scheduler.store import Store
+    from ..clusters.scheduler.store import ClusterStore
     from .profile import fold_runs
 
-    store = Store.open(state)
+    store = ClusterStore.open(state)
     profiles, model, runs = view.finished_runs(store, view.job_number(store, job))
     fold_runs(runs, profiles, model, output, force=force, json=json)
 
@@ -342,9 +342,9 @@ def dashboard(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag =
     hetflow dashboard --listen 127.0.0.1:8080 --state hetflow-cluster
     """
     from ..clusters.dashboard.server import serving
-    from ..clusters.scheduler.store import Store
+    from ..clusters.scheduler.store import ClusterStore
 
-    Store.read(state).close()
+    ClusterStore.read(state).close()
     with serving(requests.DashboardRequest(**asked).listen, state) as served:
         emit_either(json, {"url": served.url, "address": str(served.address)}, served.url)
         threading.Event().wait()

@@ -22,7 +22,7 @@ def _solve(
     hetflow solve --profiles profiles --gpus 2xV100,8xP100 --batch-size 8192 -o plan.json
     """
     from .. import solve as find
-    from ..planning.limits import Limits
+    from ..planning.limits import SolveLimits
     from ..schema.files import check_outputs
 
     check_outputs(output, force=force)
@@ -36,7 +36,7 @@ def _solve(
             note(f"{name}: {price_text(price['dollars_per_hour'], price['machine'])}")
     if output is not None:
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
-    if Limits(asked.get("time_limit_seconds"), asked.get("gap")).is_missed(plan):
+    if SolveLimits(asked.get("time_limit_seconds"), asked.get("gap")).is_missed(plan):
         raise typer.Exit(4)
 
 

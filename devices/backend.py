@@ -103,7 +103,7 @@ class DeviceBackend(ABC):
 
     @property
     def num_threads(self) -> int:
-        """As above; one thread a worker, unless the kind says otherwise."""
+        """The threads of a worker: one, unless the kind of device says otherwise."""
         return 1
 
     # The host's side

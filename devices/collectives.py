@@ -93,7 +93,7 @@ def wire_device(
 
 
 def current_wire_device() -> "torch.device":
-    """As ``wire_device``, of the default group, for the device that is current."""
+    """The ``wire_device`` of the default group, for the device that is current."""
     import torch
     import torch.distributed as dist
 

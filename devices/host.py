@@ -50,7 +50,7 @@ class HostBackend(DeviceBackend):
         return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
     def pins(self, level: "Determinism") -> dict[str, str]:
-        """The same kernels on every x86 CPU, where types are unlike."""
+        """Pin kernels that are the same on every x86 CPU, where types are unlike."""
         return dict(_SAME_KERNELS) if level == "heterogeneous" else {}
 
     def fix_kernels(self, level: "Determinism") -> None:

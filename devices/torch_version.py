@@ -28,7 +28,7 @@ def check_torch(version: str) -> None:
 
 
 def check_installed_torch() -> None:
-    """The same of what is installed, without importing it; none at all is another error's."""
+    """Check the torch that is installed, without importing it; none at all is another error's."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:

@@ -25,7 +25,7 @@ def digits(dtype: torch.dtype) -> TensorDataset:
 
 
 def workload() -> tuple[nn.Module, Any, Any, Any, TensorDataset]:
-    """The same training for ``hetflow profile``: model, batches, loss, optimizer, dataset."""
+    """Make the training for ``hetflow profile``: model, batches, loss, optimizer, dataset."""
     dataset = digits(torch.float64)
 
     def make_batch(batch_size: int) -> tuple[torch.Tensor, ...]:

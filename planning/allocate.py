@@ -17,7 +17,7 @@ from ..schema.options import option
 from ..solvers.effort import OutOfTimeError, never
 from .checks.allocation import check
 from .inputs import spelled_as
-from .limits import Clock
+from .limits import TimeShares
 
 
 def allocation_problem(
@@ -70,7 +70,7 @@ def allocate(
     policy: str,
     *,
     fills: bool = True,
-    clock: Clock | None = None,
+    clock: TimeShares | None = None,
 ) -> Allocation:
     """Share a pool among jobs according to a policy.
 

@@ -9,7 +9,7 @@ from ..solvers.effort import DEFAULT, Effort
 
 
 @dataclass(frozen=True)
-class Limits:
+class SolveLimits:
     """The limits of ``hetflow solve``: wall seconds for all searches together, and a relative gap.
 
     None sets no limit.
@@ -21,7 +21,7 @@ class Limits:
     @property
     def are_asked(self) -> bool:
         """Whether a time limit or a gap was given."""
-        return self != Limits()
+        return self != SolveLimits()
 
     def is_missed(self, plan: Plan) -> bool:
         """Whether a plan is not proved within the requested gap, which ends in exit code 4.
@@ -36,7 +36,7 @@ class Limits:
         return gap is None or gap > max(self.gap or 0.0, 1e-9)
 
 
-class Clock:
+class TimeShares:
     """Shares the time limit among the searches of a command, which run one after another.
 
     Time counts from when the clock is made, which is before profiles are read.
@@ -46,7 +46,7 @@ class Clock:
         now: Returns the seconds of a monotonic clock.
     """
 
-    def __init__(self, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: SolveLimits, now: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._now = limits, now
         self._end = now() + (limits.time_limit_seconds or 0.0)
 
@@ -57,7 +57,7 @@ class Clock:
             return None
         return max(self._end - self._now(), 0.0)
 
-    def part(self, searches_left: int) -> "Clock":
+    def part(self, searches_left: int) -> "TimeShares":
         """Return a clock that ends when a fair part of the time left is over.
 
         Args:
@@ -66,7 +66,7 @@ class Clock:
         left = self.seconds_left
         if left is None:
             return self
-        return Clock(replace(self._limits, time_limit_seconds=left / searches_left), self._now)
+        return TimeShares(replace(self._limits, time_limit_seconds=left / searches_left), self._now)
 
     def effort(self, searches_left: int = 1) -> Effort:
         """Return the limits of the next search, if ``searches_left`` are left including it."""

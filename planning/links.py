@@ -89,7 +89,7 @@ def links_of(
     Raises:
         ProblemError: A link was neither stated nor measured.
     """
-    source = Source(profiles, cluster, link_bytes_per_second)
+    source = LinkSource(profiles, cluster, link_bytes_per_second)
     between: dict[tuple[str, str], float] = {}
     names = [profile.device_type for profile in profiles]
     for pair in pairs_of(cluster):
@@ -115,7 +115,7 @@ def links_of(
     )
 
 
-class Source:
+class LinkSource:
     """Answers for the links of a pool, and keeps what it answered for those not stated.
 
     Args:
@@ -256,7 +256,7 @@ def _megabytes(bytes_per_second: float) -> str:
 
 
 def _levels(
-    profile: Profile, cluster: Cluster, source: Source, between_types: float | None
+    profile: Profile, cluster: Cluster, source: LinkSource, between_types: float | None
 ) -> Levels:
     """Devices of a type in servers, racks and zones; one level of all where these are unlike."""
     name = profile.device_type

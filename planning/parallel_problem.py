@@ -24,7 +24,7 @@ from ..schema.problem import Problem
 from ..schema.profile import LayerGraph, LayerNode, Profile
 from ..schema.schedule_traits import traits
 from .costs.memory import exchange_bytes
-from .links import Pair, PoolLinks, Source, measured_between
+from .links import LinkSource, Pair, PoolLinks, measured_between
 from .pipeline_problem import graph_of, layered, reserve_in_pipeline
 from .pool_parts import Key, Keys
 
@@ -202,7 +202,7 @@ def parallel_keys(problem: Problem, pool: Cluster) -> Keys:
     Raises:
         ProblemError: A type has no profile.
     """
-    source = Source(replace(problem, pool=pool).used, pool, problem.link_bytes_per_second)
+    source = LinkSource(replace(problem, pool=pool).used, pool, problem.link_bytes_per_second)
 
     def keys(pair: Pair) -> dict[Key, float]:
         link = source.link(pair)

@@ -17,7 +17,7 @@ from ..schema.profile import LayerGraph, LayerNode, Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
 from .costs.compute import busy_ratio
 from .costs.memory import exchange_bytes, reserve_of, with_reserve
-from .links import Pair, PoolLinks, Source, links_of, measured_between
+from .links import LinkSource, Pair, PoolLinks, links_of, measured_between
 from .pool_parts import Key, Keys
 
 Edges = tuple[tuple[int, int], ...]
@@ -121,7 +121,7 @@ def pipeline_keys(problem: Problem, pool: Cluster) -> Keys:
     """
     chosen = {profile.device_type: profile for profile in replace(problem, pool=pool).used}
     graphs = [graph_of(profile) for profile in chosen.values()]
-    source = Source(list(chosen.values()), pool, problem.link_bytes_per_second)
+    source = LinkSource(list(chosen.values()), pool, problem.link_bytes_per_second)
     ties = any(node.shared_with for graph in graphs for node in graph.nodes)
 
     def keys(pair: Pair) -> dict[Key, float]:

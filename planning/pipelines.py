@@ -18,7 +18,7 @@ from ..solvers.effort import Effort
 from ..solvers.methods import METHODS
 from ..solvers.pipeline.simplest import simplest_of
 from .judging import confirm
-from .limits import Clock
+from .limits import TimeShares
 from .links import PoolLinks, links_of
 from .pipeline_problem import capacity_seconds, pipeline_keys, pipeline_problem
 from .pool_parts import best_of_parts, parts_of
@@ -43,7 +43,7 @@ def check_flags(question: Question) -> None:
         )
 
 
-def best_pipeline(question: Question, clock: Clock) -> Plan:
+def best_pipeline(question: Question, clock: TimeShares) -> Plan:
     """Find the best pipeline plan for the requested schedule.
 
     With the schedule ``auto``, the best of all schedules that flush.
@@ -64,7 +64,7 @@ def best_pipeline(question: Question, clock: Clock) -> Plan:
     return plan
 
 
-def _in_the_best_part(question: Question, clock: Clock) -> Plan:
+def _in_the_best_part(question: Question, clock: TimeShares) -> Plan:
     """The best plan of the pool and of its parts without slow links."""
 
     def within(part: Cluster) -> Question:
@@ -112,7 +112,7 @@ def _say_what_is_simpler(plan: Plan) -> None:
     )
 
 
-def _best(question: Question, clock: Clock) -> Plan:
+def _best(question: Question, clock: TimeShares) -> Plan:
     asked = question.asked.schedule
     sizes = _microbatch_sizes(question)
     if question.asked.repetitive:
@@ -146,7 +146,7 @@ def _repetitive(question: Question, microbatch_sizes: Sequence[int]) -> Plan:
     return with_origin(confirm(plan, problems[plan.microbatch_size], problem), question)
 
 
-def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> Plan:
+def _best_schedule(question: Question, sizes: list[int], clock: TimeShares) -> Plan:
     """Find the best plan over all schedules that flush, which all train to the same result."""
     plans: list[Plan] = []
     refusals: list[HetflowError] = []
@@ -180,7 +180,7 @@ def _scheduled(
     question: Question,
     schedule: str,
     sizes: list[int],
-    clock: Clock,
+    clock: TimeShares,
     others_left: int = 0,
 ) -> Plan:
     """Find the best plan of one schedule over microbatch sizes.

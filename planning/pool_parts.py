@@ -20,7 +20,7 @@ from ..schema.cluster import Cluster, Link
 from ..schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
 from ..schema.plan import Plan
 from .costs.pipeline import slowest_links
-from .limits import Clock
+from .limits import TimeShares
 from .links import Levels, Pair, pairs_of
 
 _log = logging.getLogger("hetflow")
@@ -269,7 +269,7 @@ def _choices(pool: Cluster, place: int, allowed: Collection[Pair]) -> Iterator[C
 def _trimmed(
     chosen: Chosen, degrees: Mapping[str, Collection[int]], *, in_levels: bool
 ) -> Iterator[Chosen]:
-    """Those servers, with a few devices left idle where that makes them alike or fill degrees."""
+    """The servers, with a few devices left idle where that makes them alike or fill degrees."""
     numbers: dict[str, set[int]] = {}
     for _, _, devices in chosen:
         for name, number in devices:
@@ -346,8 +346,8 @@ def is_part_of(part: Cluster, pool: Cluster) -> bool:
 
 def best_of_parts(
     parts: Parts,
-    clock: Clock,
-    solve: Callable[[Cluster, Clock], Plan],
+    clock: TimeShares,
+    solve: Callable[[Cluster, TimeShares], Plan],
     least_seconds: Callable[[Cluster], float] | None = None,
 ) -> tuple[Cluster, Plan]:
     """The best plan of several parts, with the bound of all: (its part, the plan).

@@ -13,7 +13,7 @@ from ..schema.requests.solve import SolveRequest
 from ..schema.schedule_traits import is_planned, planned_schedules
 from ..schema.spelling import nearest
 from .inputs import name_of, pool_of, profiles_of, under_todays_names
-from .limits import Limits
+from .limits import SolveLimits
 from .options import Given, Kind, Planner, given
 
 
@@ -55,13 +55,13 @@ class Question:
 
     @property
     def profiles_in_pool(self) -> list[Profile]:
-        """Those of the pool's types, as far as there are some."""
+        """The profiles of the pool's types, as far as there are some."""
         return [p for p in self.profiles if p.device_type in self.pool.num_devices]
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SolveLimits:
         """Limits of the search."""
-        return Limits(self.asked.time_limit_seconds, self.asked.gap)
+        return SolveLimits(self.asked.time_limit_seconds, self.asked.gap)
 
     @property
     def fixes_microbatches(self) -> bool:

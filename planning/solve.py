@@ -19,7 +19,7 @@ from ..solvers.methods import METHODS
 from .costs.memory import reserve_of
 from .inputs import flat
 from .judging import confirm
-from .limits import Clock
+from .limits import TimeShares
 from .options import Kind, refuse_unread
 from .plan_dollars import priced
 from .pool_parts import Parts, best_of_parts, parts_of
@@ -28,7 +28,7 @@ from .request import Question
 _log = logging.getLogger("hetflow")
 
 
-def solve(question: Question, clock: Clock | None = None) -> Plan:
+def solve(question: Question, clock: TimeShares | None = None) -> Plan:
     """Find and check the best plan of the requested kind.
 
     The kind ``auto`` takes the fastest of the kinds of plans that can be launched: split, pipeline
@@ -40,7 +40,7 @@ def solve(question: Question, clock: Clock | None = None) -> Plan:
         InfeasibleError: No plan of the requested kind exists; with ``auto``, no plan of any kind.
         BackendError: A solver's plan fails its check, which is a bug.
     """
-    clock, pool = clock or Clock(question.limits), question.pool
+    clock, pool = clock or TimeShares(question.limits), question.pool
     kinds = _kinds_to_try(question)
     _warn_about_update_time(question)
     one_kind = len(kinds) == 1
@@ -96,7 +96,7 @@ def _reserve(plan: Plan, profile: Profile, question: Question) -> MemoryReserve:
     )
 
 
-def _best(question: Question, kind: Kind, clock: Clock, kinds_left: int = 1) -> Plan:
+def _best(question: Question, kind: Kind, clock: TimeShares, kinds_left: int = 1) -> Plan:
     """Find the best plan of one kind, in a fair part of the time that is left."""
     if kind == "split":
         return _split(question, clock)
@@ -162,7 +162,7 @@ def _no_layers(question: Question) -> str:
     return f"layers were {trace.obstacle}"
 
 
-def _fastest_kind(question: Question, kinds: list[Kind], clock: Clock) -> Plan:
+def _fastest_kind(question: Question, kinds: list[Kind], clock: TimeShares) -> Plan:
     """The fastest plan of several kinds, and for each other kind a line that says why it lost."""
     from .pipelines import check_flags
 
@@ -242,7 +242,7 @@ def _why_refused(kind: str, reason: HetflowError) -> dict[str, Any]:
     return {"kind": kind, "refused": reason.message}
 
 
-def _split(question: Question, clock: Clock) -> Plan:
+def _split(question: Question, clock: TimeShares) -> Plan:
     """The best split of the pool and of its parts without slow links, with the bound of all."""
     _warn_about_one_size(question)
     pools = Parts([question.pool], are_all=True)
@@ -263,7 +263,7 @@ def _split(question: Question, clock: Clock) -> Plan:
     return plan
 
 
-def _split_in(question: Question, clock: Clock, *, warns: bool) -> Plan:
+def _split_in(question: Question, clock: TimeShares, *, warns: bool) -> Plan:
     """The best split of a pool; with ``shard`` one whose devices share states.
 
     With ``auto`` it is the better of both, and of equally good ones that of whole states.
@@ -345,7 +345,7 @@ def _warn_about_free_communication(problem: SplitProblem) -> None:
         )
 
 
-def _solve_split(view: SplitProblem, question: Question, clock: Clock) -> Plan:
+def _solve_split(view: SplitProblem, question: Question, clock: TimeShares) -> Plan:
     asked = question.asked
     if isinstance(view, ShardedProblem):
         from ..solvers.split.sharded import solve as share_states

@@ -10,7 +10,7 @@ from ..schema.layer_trace import LayerTrace, cannot_spread
 from ..schema.parallel import ParallelProblem
 from ..schema.plan import Plan
 from .judging import confirm
-from .limits import Clock
+from .limits import TimeShares
 from .parallel_problem import chunks_of, degrees_of, parallel_keys, parallel_problem
 from .pipelines import say_obstacle, trace_for, with_origin
 from .plan_dollars import priced
@@ -20,7 +20,7 @@ from .request import Question
 _log = logging.getLogger("hetflow")
 
 
-def best_parallel(question: Question, clock: Clock) -> Plan:
+def best_parallel(question: Question, clock: TimeShares) -> Plan:
     """Find and check the plan with the shortest step; with ``top``, the Pareto table too.
 
     Raises:
@@ -70,7 +70,7 @@ def best_parallel(question: Question, clock: Clock) -> Plan:
 
 
 def _in_the_best_part(
-    question: Question, trace: LayerTrace | None, clock: Clock
+    question: Question, trace: LayerTrace | None, clock: TimeShares
 ) -> tuple[Cluster, ParallelProblem, Plan]:
     """The fastest plan of the pool and of its parts with faster links: (part, its problem, plan).
 

@@ -35,7 +35,7 @@ class FoundCores:
     freed_bytes: Mapping[str, int]
 
     def of_layer(self, layer: str) -> list[FoundCore]:
-        """Those that begin in a layer."""
+        """The cores of attention that begin in a layer."""
         return [core for core in self.cores if core.layer == layer]
 
     def changes(self, layer: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..schema.errors import ProblemError, TargetError
 from ..schema.options import option, told
-from .timing import RepeatPolicy, Timing
+from .timing import RepeatPolicy, RepeatTiming
 
 TOO_LARGE = (
     "use a smaller model, or a device with more memory; for a pipeline plan, "
@@ -45,7 +45,7 @@ class SizeResult:
     """
 
     batch_size: int
-    timing: Timing
+    timing: RepeatTiming
     wall_seconds: float
     peak_memory_bytes: int
     fragmentation_bytes: int | None = None

@@ -21,7 +21,7 @@ from .batch_curve import SizeResult
 from .layer_memory import footprint
 from .samples import Samples
 from .targets import Workload, one_line
-from .timing import RepeatPolicy, Timing, repeat
+from .timing import RepeatPolicy, RepeatTiming, repeat
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,7 +115,7 @@ class Bench:
             walls.append(wall)
             return seconds
 
-        timing = Timing.of(repeat(once, policy, time.perf_counter))
+        timing = RepeatTiming.of(repeat(once, policy, time.perf_counter))
         return SizeResult(
             batch_size=batch_size,
             timing=timing,

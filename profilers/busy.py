@@ -11,12 +11,12 @@ from ..schema.errors import HetflowError
 from ..schema.profile import Sync, SyncPoint
 from . import links
 from .interpolated_sizes import Carried, a_few, measured_and_carried
-from .loop_costs import LoopCosts, LoopPolicy, Rounds
+from .loop_costs import LoopCosts, LoopPolicy, RehearsalRounds
 from .process import ChildDied
 from .rehearsal import config_of
 from .several_devices import Crew, GroupPeak
 from .targets import Target
-from .timing import Timing
+from .timing import RepeatTiming
 
 # Synchronisation, measured in the loop that trains.
 #
@@ -55,8 +55,8 @@ class SyncInLoop:
         beside_bytes: The most that no allocator of tensors holds of its device; None on a CPU.
     """
 
-    timing: Timing
-    by_size: dict[int, Timing]
+    timing: RepeatTiming
+    by_size: dict[int, RepeatTiming]
     peak_bytes: dict[int, int]
     beside_bytes: int | None = None
 
@@ -126,8 +126,8 @@ def measure_sync_in_loop(
                 for_peak = max(_FEWEST_STEPS_FOR_PEAK, num_steps)
                 peaks[size] = crew.peak_together(config, num_steps=for_peak)
     return SyncInLoop(
-        timing=Timing.of([seconds for samples in found.values() for seconds in samples]),
-        by_size={size: Timing.of(samples) for size, samples in found.items()},
+        timing=RepeatTiming.of([seconds for samples in found.values() for seconds in samples]),
+        by_size={size: RepeatTiming.of(samples) for size, samples in found.items()},
         peak_bytes={size: peak.peak_bytes for size, peak in peaks.items()},
         beside_bytes=max(
             (p.beside_bytes for p in peaks.values() if p.beside_bytes is not None), default=None
@@ -139,7 +139,7 @@ def _is_known(samples: Sequence[float], steps: Sequence[float]) -> bool:
     """Whether the interval of a size's median is narrow beside its step."""
     if len(samples) < FEWEST_FOR_AN_INTERVAL:
         return False
-    found = Timing.of(samples)
+    found = RepeatTiming.of(samples)
     width = found.high_seconds - found.low_seconds
     return width / 2 <= _TOLERANCE * statistics.median(steps)
 
@@ -237,7 +237,7 @@ def measure_busy(
         elif options.with_curve:
 
             def rehearsed(sizes: Sequence[int]) -> LoopCosts:
-                return Rounds(
+                return RehearsalRounds(
                     crew.beside,
                     {size: pass_seconds[size] for size in sizes},
                     options.policy,

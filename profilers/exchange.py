@@ -221,7 +221,7 @@ class _End:
 
     def __init__(self, rank: int, device: "torch.device") -> None:
         from ..runtime.group import Place, subgroup
-        from ..runtime.pipeline.channels import Inbox, Outbox, Rooms
+        from ..runtime.pipeline.channels import Outbox, ReceiveQueue, Rooms
         from ..runtime.pipeline.transport import transport_of
         from ..runtime.protocol.environment import Start
 
@@ -234,7 +234,7 @@ class _End:
             mine, theirs = theirs, mine
         self.rank, self.device = rank, device
         self.outbox: Outbox = Outbox(transport.lines(mine))
-        self.inbox: Inbox = Inbox(transport.lines(theirs))
+        self.inbox: ReceiveQueue = ReceiveQueue(transport.lines(theirs))
         self._are_joined = transport.lines(mine).are_joined
         self._rooms = Rooms()  # as the outbox counts its own
         self._agreeing: ProcessGroup = subgroup(place, backend=HOST_COLLECTIVE)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .loop_costs import LoopCosts, LoopPoint
-from .timing import Timing
+from .timing import RepeatTiming
 
 _MOST_BUSY = 6
 _SHORT_SECONDS = 0.03  # a pass
@@ -67,7 +67,9 @@ def a_few(pass_seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 
 def measured_and_carried(
-    own: Mapping[int, Timing], chosen: Sequence[int], rehearse: Callable[[Sequence[int]], LoopCosts]
+    own: Mapping[int, RepeatTiming],
+    chosen: Sequence[int],
+    rehearse: Callable[[Sequence[int]], LoopCosts],
 ) -> Carried:
     """Rehearse the chosen sizes, more where their ratio is uneven, and carry the rest.
 
@@ -121,7 +123,7 @@ def _joined(costs: LoopCosts, more: LoopCosts) -> LoopCosts:
     )
 
 
-def _ratios(own: Mapping[int, Timing], costs: LoopCosts) -> dict[int, float]:
+def _ratios(own: Mapping[int, RepeatTiming], costs: LoopCosts) -> dict[int, float]:
     """[sizes] the rehearsed pass over its own time."""
     return {p.batch_size: p.step_seconds / own[p.batch_size].median_seconds for p in costs.points}
 
@@ -153,7 +155,9 @@ def _error(ratios: Mapping[int, float], carried: Sequence[int]) -> float | None:
     return statistics.median(found[size] for size in near) if near else None
 
 
-def _off(ratios: Mapping[int, float], own: Mapping[int, Timing], costs: LoopCosts) -> list[int]:
+def _off(
+    ratios: Mapping[int, float], own: Mapping[int, RepeatTiming], costs: LoopCosts
+) -> list[int]:
     """Sizes whose ratio their neighbours do not give, by more than noise explains."""
     spread = {
         point.batch_size: (point.error or 0.0) + (own[point.batch_size].error or 0.0)
@@ -193,7 +197,7 @@ def _doubtful(costs: LoopCosts, sizes: Sequence[int]) -> list[int]:
     return [last, *between] if between else []
 
 
-def _times(timing: Timing, ratio: float, error: float) -> Timing:
+def _times(timing: RepeatTiming, ratio: float, error: float) -> RepeatTiming:
     return replace(
         timing,
         median_seconds=timing.median_seconds * ratio,

@@ -75,7 +75,7 @@ def _allocations(events: Iterable[Any]) -> list[tuple[int, int]]:
     return found
 
 
-class Ledger:
+class StorageLedger:
     """The layer that made each storage of a model's passes, and the storages that autograd keeps.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..runtime.nested_tensors import mapped, tensors_in
 from .bench import Bench
-from .layer_memory import Footprint, Ledger, footprint
+from .layer_memory import Footprint, StorageLedger, footprint
 
 if TYPE_CHECKING:
     from ..runtime.pipeline.cut import LayeredModel
@@ -21,7 +21,7 @@ _EMPTY_PASSES = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LayerPiece:
     """A layer to run: ``call(*values)`` on detached values; ``made(answer)`` are its tensors.
 
     ``before`` names the layer that a tensor of unknown origin counts for.
@@ -38,15 +38,15 @@ def measuring_seconds(bench: Bench) -> tuple[float, float]:
     """What timing an empty layer takes, forward and backward: the clock and autograd's start."""
     import torch
 
-    empty = Piece("", torch.neg, [torch.zeros(1, device=bench.device)], tensors_in)
+    empty = LayerPiece("", torch.neg, [torch.zeros(1, device=bench.device)], tensors_in)
     timed = [_timed_passes(bench, empty) for _ in range(_EMPTY_PASSES)]
     return median(forward for forward, _ in timed), median(backward for _, backward in timed)
 
 
 def measure_piece(
     bench: Bench,
-    ledger: Ledger,
-    piece: Piece,
+    ledger: StorageLedger,
+    piece: LayerPiece,
     repeats: int,
     empty: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Row, Any]:
@@ -77,7 +77,7 @@ def measure_piece(
     }, answer
 
 
-def _timed_passes(bench: Bench, piece: Piece) -> tuple[float, float]:
+def _timed_passes(bench: Bench, piece: LayerPiece) -> tuple[float, float]:
     inputs = _Inputs(piece.values)
     kept: list[Any] = []
     forward, _ = bench.timed(lambda: kept.append(piece.call(*inputs.copies)))
@@ -110,7 +110,7 @@ class _Inputs:
         return sum(g.numel() * g.element_size() for g in grads if g is not None)
 
 
-def _workspace_bytes(bench: Bench, piece: Piece) -> int | None:
+def _workspace_bytes(bench: Bench, piece: LayerPiece) -> int | None:
     """The most over inputs, outputs and stashes (forward), and over new gradients (backward)."""
     inputs = _Inputs(piece.values)
     kept: list[Any] = []
@@ -153,7 +153,7 @@ def detached(value: Any) -> Any:
 
 def traced_rows(
     bench: Bench,
-    ledger: Ledger,
+    ledger: StorageLedger,
     layered: "LayeredModel",
     arguments: dict[str, Any],
     repeats: int,
@@ -181,7 +181,7 @@ def traced_rows(
         own = [name not in part.inputs for name in part.outputs]
         made = partial(chosen, own) if own else tensors_in
         names = [*part.arguments, *part.inputs]
-        piece = Piece(layer.id, part, [values[name] for name in names], made)
+        piece = LayerPiece(layer.id, part, [values[name] for name in names], made)
         row, answer = measure_piece(bench, ledger, piece, repeats, empty)
         trained = [weight for weight in part.module.parameters() if weight.requires_grad]
         row |= _halves(bench, piece, trained, repeats, empty[1])
@@ -196,7 +196,7 @@ def traced_rows(
 
 
 def _halves(
-    bench: Bench, piece: Piece, trained: list[Any], repeats: int, empty_seconds: float
+    bench: Bench, piece: LayerPiece, trained: list[Any], repeats: int, empty_seconds: float
 ) -> Row:
     """Time the halves of a layer's backward pass, as zero-bubble schedules run them.
 
@@ -211,7 +211,7 @@ def _halves(
     return {"input_gradient_share": first / (first + second) if first else 0.0}
 
 
-def _timed_halves(bench: Bench, piece: Piece, weights: list[Any]) -> tuple[float, float]:
+def _timed_halves(bench: Bench, piece: LayerPiece, weights: list[Any]) -> tuple[float, float]:
     import torch
 
     from ..runtime.pipeline.stage import WeightHalf, backward_input

@@ -15,8 +15,8 @@ from ..runtime.nested_tensors import tensors_in
 from ..schema.errors import TargetError
 from ..schema.layer_trace import LayerTrace, TracedInput
 from .bench import Bench
-from .layer_memory import Ledger
-from .layer_passes import Piece, Row, detached, measure_piece, measuring_seconds, weight_row
+from .layer_memory import StorageLedger
+from .layer_passes import LayerPiece, Row, detached, measure_piece, measuring_seconds, weight_row
 from .targets import one_line
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundLayers:
     """The layers to run apart, or None for hooks; and how they were found."""
 
     layered: "LayeredModel | None"
     trace: LayerTrace
 
 
-def find_layers(bench: Bench, microbatch_size: int) -> Found:
+def find_layers(bench: Bench, microbatch_size: int) -> FoundLayers:
     """Try the ways in turn.
 
     Args:
@@ -56,13 +56,13 @@ def find_layers(bench: Bench, microbatch_size: int) -> Found:
     # One sample would fix the batch dimension to one in torch.export.
     call = call_of(bench, bench.make_batch(max(2, microbatch_size)))
     reasons: list[str] = []
-    coarse: Found | None = None
+    coarse: FoundLayers | None = None
     try:
         from ..runtime.pipeline.trace import layers_of
 
         layered = layers_of(bench.model)
         _check_answer(bench, layered, call)
-        coarse = Found(layered, LayerTrace(way="fx"))
+        coarse = FoundLayers(layered, LayerTrace(way="fx"))
         if not coarse.layered or not coarse.layered.whole:
             return coarse
         reasons.append(f"torch.fx: cannot go into {coarse.layered.whole[0]}")
@@ -74,7 +74,7 @@ def find_layers(bench: Bench, microbatch_size: int) -> Found:
             return finer
     except Exception as error:
         reasons.append(_reason("torch.export", error))
-    return coarse or Found(None, LayerTrace(way="hooks", reason="; ".join(reasons)))
+    return coarse or FoundLayers(None, LayerTrace(way="hooks", reason="; ".join(reasons)))
 
 
 def _reason(way: str, error: Exception) -> str:
@@ -85,7 +85,7 @@ def _reason(way: str, error: Exception) -> str:
     return f"{way}: {said.removeprefix(f'{way}: ')}"
 
 
-def _size(found: Found) -> int:
+def _size(found: FoundLayers) -> int:
     return len(found.layered.layers) if found.layered else 0
 
 
@@ -117,7 +117,7 @@ def call_of(bench: Bench, batch: Any) -> Call:
     return seen[0]
 
 
-def _by_export(bench: Bench, call: Call, reason: str) -> Found:
+def _by_export(bench: Bench, call: Call, reason: str) -> FoundLayers:
     import torch
 
     from ..runtime.pipeline.trace import layers_of
@@ -141,7 +141,7 @@ def _by_export(bench: Bench, call: Call, reason: str) -> Found:
     )
     layered = layers_of(bench.model, trace)
     _check_answer(bench, layered, call)
-    return Found(layered, trace)
+    return FoundLayers(layered, trace)
 
 
 def _check_answer(bench: Bench, layered: "LayeredModel", call: Call) -> None:
@@ -252,7 +252,7 @@ class _Call:
 
 
 def hooked_rows(
-    bench: Bench, ledger: Ledger, batch: Any, repeats: int
+    bench: Bench, ledger: StorageLedger, batch: Any, repeats: int
 ) -> tuple[list[Row], list[list[str]]]:
     """Measure each module call alone.
 
@@ -273,7 +273,7 @@ def hooked_rows(
     rows = []
     for index, (call, name) in enumerate(zip(calls, names, strict=True)):
         before = names[index - 1] if index else None
-        piece = Piece(name, _runner(call), call.values, tensors_in, before)
+        piece = LayerPiece(name, _runner(call), call.values, tensors_in, before)
         row, _ = measure_piece(bench, ledger, piece, repeats, empty)
         parameters = _parameters(bench.model, calls, index)
         weights = weight_row(name, parameters, held)

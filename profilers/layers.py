@@ -15,7 +15,7 @@ from ..schema.files import to_plain
 from ..schema.layer_trace import trace_of
 from ..schema.profile import LayerCore, LayerGraph, LayerNode
 from .bench import Bench
-from .layer_memory import Ledger, footprint
+from .layer_memory import StorageLedger, footprint
 from .layer_passes import Row, core_rows, traced_rows
 from .layer_traces import call_of, find_layers, hooked_rows
 
@@ -39,7 +39,7 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
     whole = _whole(bench, batch, repeats)
     arguments = call_of(bench, batch).arguments
     standing = [*bench.model.parameters(), *bench.model.buffers()]
-    ledger = Ledger(standing, tensors_in(arguments))
+    ledger = StorageLedger(standing, tensors_in(arguments))
     cores: dict[str, tuple[int, Row]] = {}
     if found.layered is not None:
         cores = core_rows(bench, found.layered, arguments, repeats)

@@ -22,7 +22,7 @@ from .fits import LinkFit, fit_link, fit_ring
 from .process import GROUP_ANSWER_SECONDS, Child, ChildDied
 from .several_devices import Crew
 from .targets import Target
-from .timing import Timing
+from .timing import RepeatTiming
 
 MESSAGE_BYTES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 _LINK_BUDGET_SECONDS = 4.0
@@ -114,8 +114,8 @@ def _slowest(samples: Sequence[Sequence[float]]) -> list[float]:
 def _summary(
     request: DeviceRequest, options: SyncOptions, answers: list[dict[str, Any]]
 ) -> tuple[Sync, dict[str, Any]]:
-    single = Timing.of(_slowest([answer["single"] for answer in answers]))
-    distributed = Timing.of(_slowest([answer["distributed"] for answer in answers]))
+    single = RepeatTiming.of(_slowest([answer["single"] for answer in answers]))
+    distributed = RepeatTiming.of(_slowest([answer["distributed"] for answer in answers]))
     provenance: dict[str, Any] = {
         "method": "distributed minus single step time",
         "single": asdict(single),
@@ -142,7 +142,9 @@ def _all_reduces(answers: list[dict[str, Any]]) -> tuple[MessageTime, ...]:
     return tuple(
         MessageTime(
             num_bytes=column[0]["num_bytes"],
-            seconds=Timing.of(_slowest([entry["seconds"] for entry in column])).median_seconds,
+            seconds=RepeatTiming.of(
+                _slowest([entry["seconds"] for entry in column])
+            ).median_seconds,
         )
         for column in zip(*(answer["messages"] for answer in answers), strict=True)
     )
@@ -235,10 +237,10 @@ def links_of(
     Returns:
         The link, None where time does not grow with size, and its provenance.
     """
-    there = [Timing.of(samples) for samples in second["there"]]
-    back = [Timing.of(samples) for samples in first["back"]]
+    there = [RepeatTiming.of(samples) for samples in second["there"]]
+    back = [RepeatTiming.of(samples) for samples in first["back"]]
     pairs = zip(first["both"], second["both"], strict=True)
-    both = [Timing.of(_slowest(pair)) for pair in pairs]
+    both = [RepeatTiming.of(_slowest(pair)) for pair in pairs]
     fit = fit_link(message_bytes, [timing.median_seconds for timing in both])
     provenance: dict[str, Any] = {
         "method": "messages between two workers, there, back and both at once; fitted to the last",
@@ -272,7 +274,7 @@ def links_of(
 
 
 def reversed_link(link: TypeLink, device_type: str) -> TypeLink:
-    """The same link as the other type sees it, to ``device_type``."""
+    """A link as the other type sees it, to ``device_type``."""
     points = tuple(
         replace(point, there_seconds=point.back_seconds, back_seconds=point.there_seconds)
         for point in link.links.points

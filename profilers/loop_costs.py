@@ -18,7 +18,7 @@ from ..runtime.measurements import FEWEST_FOR_AN_INTERVAL, StepTimes
 from ..schema.errors import TargetError
 from ..schema.options import told
 from .batch_curve import TOO_LARGE
-from .timing import Timing
+from .timing import RepeatTiming
 
 _NUM_NODES, _NUM_LONG_NODES = 3, 2
 _LONG_SECONDS = 0.3  # a pass; caches are then no matter, and a step of three is dear
@@ -81,7 +81,7 @@ class LoopPolicy:
 
     @classmethod
     def thorough(cls) -> "LoopPolicy":
-        """As narrow as a quiet machine allows."""
+        """Precision for a quiet machine: as narrow as it allows."""
         return cls(
             tolerance=0.01,
             most_passes=600,
@@ -125,7 +125,7 @@ class LoopPoint:
     """One size."""
 
     batch_size: int
-    timing: Timing
+    timing: RepeatTiming
     load_seconds: float
 
     @property
@@ -161,7 +161,7 @@ class LoopCosts:
     points: tuple[LoopPoint, ...]
     virtual_node_seconds: float
     fixed_seconds: float
-    update: Timing
+    update: RepeatTiming
     checks: tuple[CheckedStep, ...]
     num_rounds: int
     tolerance: float
@@ -228,11 +228,11 @@ class _Size:
             return True
         if len(self.nodes) < FEWEST_FOR_AN_INTERVAL:
             return False
-        error = Timing.of(self.nodes).error
+        error = RepeatTiming.of(self.nodes).error
         return error is not None and error <= policy.tolerance
 
 
-class Rounds:
+class RehearsalRounds:
     """Rehearse all sizes in turns.
 
     Args:
@@ -366,13 +366,13 @@ class Rounds:
         points = tuple(
             LoopPoint(
                 batch_size=size.batch_size,
-                timing=Timing.of(size.nodes),
+                timing=RepeatTiming.of(size.nodes),
                 load_seconds=statistics.median(size.loads),
             )
             for size in self._sizes
         )
         fixed = max(0.0, statistics.median(self._fixed)) if self._fixed else 0.0
-        update = Timing.of(self._updates)
+        update = RepeatTiming.of(self._updates)
         step_seconds = {point.batch_size: point.step_seconds for point in points}
         return LoopCosts(
             points=points,

@@ -17,7 +17,7 @@ from .batch_curve import SizeResult
 from .process import Child, ChildDied, Loading
 from .rehearsal import config_of
 from .targets import Target
-from .timing import RepeatPolicy, Timing
+from .timing import RepeatPolicy, RepeatTiming
 
 ANSWER_SECONDS = 900.0
 _Answer = TypeVar("_Answer")
@@ -95,7 +95,7 @@ class Measurer:
             self.release()
             return None
         self._measured_any = True
-        return SizeResult(timing=Timing(**answer.pop("timing")), **answer)
+        return SizeResult(timing=RepeatTiming(**answer.pop("timing")), **answer)
 
     def rehearse(
         self, sizes: Sequence[int], *, num_steps: int, is_empty: bool = False
@@ -231,7 +231,7 @@ class HeldSize:
 
     batch_size: int
     table_seconds: float
-    measured: Timing
+    measured: RepeatTiming
     num_overruns: int
 
     @property
@@ -275,7 +275,7 @@ def verify(
             HeldSize(
                 batch_size=point.batch_size,
                 table_seconds=point.step_seconds,
-                measured=Timing.of(answer["seconds"]),
+                measured=RepeatTiming.of(answer["seconds"]),
                 num_overruns=answer["num_overruns"],
             )
         )

@@ -35,8 +35,8 @@ from ..schema.options import option
 from . import targets
 from .attention_cores import FoundCores, find_cores
 from .bench import Bench
-from .layer_memory import Ledger
-from .layer_passes import Piece, chosen, detached, weight_row
+from .layer_memory import StorageLedger
+from .layer_passes import LayerPiece, chosen, detached, weight_row
 from .layer_traces import call_of, find_layers
 
 _ROLES: dict[str, TensorRole] = {
@@ -641,7 +641,7 @@ def _table(bench: Bench, size: int) -> LayerTable:
     batch = bench.make_batch(size)
     values = dict(call_of(bench, batch).arguments)
     standing = [*bench.model.parameters(), *bench.model.buffers()]
-    ledger = Ledger(standing, tensors_in(values))
+    ledger = StorageLedger(standing, tensors_in(values))
     parts = cut(found.layered, [[layer.id] for layer in found.layered.layers])
     cores = find_cores(found.layered, parts, values)
     held: dict[int, str] = {}
@@ -651,7 +651,7 @@ def _table(bench: Bench, size: int) -> LayerTable:
         made = partial(chosen, own) if own else tensors_in
         inputs = [values[name] for name in (*part.arguments, *part.inputs)]
         trained = [weight for weight in part.module.parameters() if weight.requires_grad]
-        row, answer = _layer(ledger, Piece(layer.id, part, inputs, made), trained)
+        row, answer = _layer(ledger, LayerPiece(layer.id, part, inputs, made), trained)
         values.update(
             (name, detached(value))
             for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
@@ -698,7 +698,9 @@ def _core(cores: FoundCores, layer: str, kept_bytes: int) -> CoreCounts | None:
     )
 
 
-def _layer(ledger: Ledger, piece: Piece, trained: list[Any]) -> tuple[dict[str, Any], Any]:
+def _layer(
+    ledger: StorageLedger, piece: LayerPiece, trained: list[Any]
+) -> tuple[dict[str, Any], Any]:
     """A layer's operators and memory, and its answer."""
     import torch
 
@@ -726,7 +728,7 @@ def _layer(ledger: Ledger, piece: Piece, trained: list[Any]) -> tuple[dict[str, 
 class _Inputs:
     """A layer's inputs: leaves, copies that in-place layers may write, and pairs for the ledger."""
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: LayerPiece) -> None:
         self.leaves: list[Any] = []
         self.pairs: list[tuple[Any, Any]] = []
 
@@ -738,12 +740,12 @@ class _Inputs:
         self.copies = [mapped(copied, value) for value in piece.values]
 
 
-def _results(piece: Piece, answer: Any) -> list[Any]:
+def _results(piece: LayerPiece, answer: Any) -> list[Any]:
     return [tensor for tensor in piece.made(answer) if tensor.requires_grad]
 
 
 def _halves(
-    piece: Piece, trained: list[Any], ones: list[Any]
+    piece: LayerPiece, trained: list[Any], ones: list[Any]
 ) -> tuple[tuple[Operator, ...], tuple[Operator, ...]] | None:
     """The operators of the inputs' gradients and of the weights', as under zero-bubble schedules.
 

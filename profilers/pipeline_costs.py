@@ -20,11 +20,11 @@ from ..schema.schedule_traits import schedule_in_order
 from ..schema.step_costs import PipelineCosts
 from .busy import Progress
 from .links import said, too_few_devices
-from .pipeline_fit import Profiled, Ring, Trial, fit_costs
+from .pipeline_fit import KnownCosts, Ring, Trial, fit_costs
 from .process import ChildDied
 from .several_devices import Crew
 from .targets import Target
-from .timing import Timing
+from .timing import RepeatTiming
 
 # Which pipelines a profile rehearses, and the launch configs of them.
 
@@ -134,7 +134,7 @@ class _Rehearsed:
 def measure_pipeline(
     target: Target,
     request: DeviceRequest,
-    profiled: Profiled,
+    profiled: KnownCosts,
     *,
     optimizer: str,
     budget_seconds: float,
@@ -177,7 +177,7 @@ def measure_pipeline(
     except (HetflowError, ChildDied, MemoryError) as error:
         return None, {"skipped": f"the pipelines failed: {said(error)}"}
     steps = found.steps
-    timings = [Timing.of([_slowest(step) for step in made]) for made in steps]
+    timings = [RepeatTiming.of([_slowest(step) for step in made]) for made in steps]
     reduction = _reduction(trials, steps)
     if reduction is not None:
         profiled = replace(profiled, reduce_seconds=reduction.median_seconds)
@@ -198,7 +198,7 @@ def measure_pipeline(
     }
 
 
-def _reduction(trials: Sequence[Trial], steps: Sequence[Sequence[_Step]]) -> Timing | None:
+def _reduction(trials: Sequence[Trial], steps: Sequence[Sequence[_Step]]) -> RepeatTiming | None:
     """Seconds that a replica waits for gradients at a step's end, without a step's small sums.
 
     A worker's own wait, stragglers included: the passes beside it are a worker's own too.
@@ -214,10 +214,10 @@ def _reduction(trials: Sequence[Trial], steps: Sequence[Sequence[_Step]]) -> Tim
     if not waits:
         return None
     alike = statistics.median(sums)
-    return Timing.of([max(0.0, seconds - alike) for seconds in waits])
+    return RepeatTiming.of([max(0.0, seconds - alike) for seconds in waits])
 
 
-def _with_ring(costs: PipelineCosts, profiled: Profiled) -> PipelineCosts:
+def _with_ring(costs: PipelineCosts, profiled: KnownCosts) -> PipelineCosts:
     """The ring whose all-reduce of the model takes as long as replicas waited."""
     seconds, num_bytes = profiled.reduce_seconds, profiled.weight_bytes
     if not seconds or not num_bytes:
@@ -236,7 +236,7 @@ def _slowest(step: _Step) -> float:
     return max(worker.ended for worker in step)
 
 
-def affordable(profiled: Profiled, budget_seconds: float) -> tuple[Trial, ...]:
+def affordable(profiled: KnownCosts, budget_seconds: float) -> tuple[Trial, ...]:
     """The trials whose fewest steps fit the budget together; at least six."""
     trials = trials_of(profiled.graph)
     left, number = budget_seconds, 0
@@ -248,7 +248,7 @@ def affordable(profiled: Profiled, budget_seconds: float) -> tuple[Trial, ...]:
     return trials[:number]
 
 
-def _obstacle(profiled: Profiled) -> str | None:
+def _obstacle(profiled: KnownCosts) -> str | None:
     trace = profiled.graph.trace
     if trace is not None and trace.obstacle is not None:
         return f"layers {trace.obstacle}"
@@ -260,7 +260,7 @@ def _obstacle(profiled: Profiled) -> str | None:
 def _rehearse(
     target: Target,
     request: DeviceRequest,
-    profiled: Profiled,
+    profiled: KnownCosts,
     trials: Sequence[Trial],
     optimizer: str,
     budget_seconds: float,
@@ -291,7 +291,7 @@ def _beyond_passes(passing: Sequence[int], held: Sequence[int | None]) -> list[i
     """[workers] what each held free beyond its stage's passes, where that is known.
 
     Args:
-        passing: [stages] from ``Profiled.passing_bytes``; one stage is on all workers.
+        passing: [stages] from ``KnownCosts.passing_bytes``; one stage is on all workers.
         held: [workers] free memory that was not the system's.
     """
     of_worker = passing if len(passing) == len(held) else [*passing] * len(held)

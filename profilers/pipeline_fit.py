@@ -58,7 +58,7 @@ class Ring(Wire):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled:
+class KnownCosts:
     """What is known of the layers and links before pipelines are rehearsed.
 
     Attributes:
@@ -158,7 +158,7 @@ class Profiled:
 
 
 def fit_costs(
-    profiled: Profiled, trials: Sequence[Trial], seconds: Sequence[float]
+    profiled: KnownCosts, trials: Sequence[Trial], seconds: Sequence[float]
 ) -> PipelineCosts:
     """Fit the costs to measured steps, by least absolute relative errors, none negative.
 
@@ -199,7 +199,10 @@ def _costs(values: "Array", error: float | None = None) -> PipelineCosts:
 
 
 def _fit(
-    profiled: Profiled, trials: Sequence[Trial], seconds: Sequence[float], starts: Sequence["Array"]
+    profiled: KnownCosts,
+    trials: Sequence[Trial],
+    seconds: Sequence[float],
+    starts: Sequence["Array"],
 ) -> "Array":
     """A pass's cost (beyond a lone one's), a message's, a step's, and a lone pass's if asked."""
     import numpy as np

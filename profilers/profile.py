@@ -23,10 +23,10 @@ from .batch_curve import Curve, CurveLimits, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
 from .interpolated_sizes import Carried, every_second, measured_and_carried
 from .layers import as_in_the_loop, graph_of
-from .loop_costs import LoopCosts, LoopPolicy, Rounds
+from .loop_costs import LoopCosts, LoopPolicy, RehearsalRounds
 from .measurer import Measurer, as_provenance, stretched, verify
 from .pipeline_costs import measure_pipeline
-from .pipeline_fit import Profiled, Ring
+from .pipeline_fit import KnownCosts, Ring
 from .process import started_like_workers
 from .targets import Target
 
@@ -304,7 +304,7 @@ def _measured_alone(
 
     def rehearsed(sizes: Sequence[int]) -> LoopCosts:
         known = {size: walls[size] for size in sizes}
-        return Rounds(
+        return RehearsalRounds(
             measurer.rehearse,
             known,
             options.loop,
@@ -334,7 +334,9 @@ def _pass_seconds(
     if known is not None:
         return known
     whole = how["whole_forward_seconds"] + how["whole_backward_seconds"]
-    rounds = Rounds(measurer.rehearse, {size: whole}, options.loop, time.monotonic, progress)
+    rounds = RehearsalRounds(
+        measurer.rehearse, {size: whole}, options.loop, time.monotonic, progress
+    )
     rehearsed = rounds.run().pass_seconds(size)
     return whole if rehearsed is None else rehearsed
 
@@ -511,7 +513,7 @@ def _measure_pipeline(
     sync, ring = base.busy.sync, None
     if sync is not None and sync.latency_seconds is not None and sync.bytes_per_second is not None:
         ring = Ring(sync.latency_seconds, sync.bytes_per_second)
-    profiled = Profiled(
+    profiled = KnownCosts(
         graph=tables[0],
         links=base.links,
         update_seconds=update,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..runtime.group import Place
     from ..runtime.job import Job
     from ..runtime.peers import SharedStore
-    from .samples import Source
+    from .samples import SampleSource
 
 _MOST_EXTRA_SECONDS = 60.0
 
@@ -150,7 +150,9 @@ class _Loop:
             where nobody asked, or it is not known.
     """
 
-    def __init__(self, bench: Bench, place: "Place", source: "Source", *, is_empty: bool) -> None:
+    def __init__(
+        self, bench: Bench, place: "Place", source: "SampleSource", *, is_empty: bool
+    ) -> None:
         self._bench, self._place, self._source = bench, place, source
         self._is_empty = is_empty
         self.held_free_bytes: int | None = None

@@ -24,7 +24,7 @@ _OF_LOADERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SampleSource:
     """Where a rehearsal's samples come from.
 
     Attributes:
@@ -60,9 +60,9 @@ class Samples:
 
     def __init__(self, host_batch: Callable[[int], Any], dataset: Any) -> None:
         self._host_batch, self._dataset = host_batch, dataset
-        self._size, self._source = 0, Source(None, {}, tuple)
+        self._size, self._source = 0, SampleSource(None, {}, tuple)
 
-    def source(self, batch_size: int) -> Source:
+    def source(self, batch_size: int) -> SampleSource:
         """Where virtual nodes of this size get their samples."""
         suits = self._size == batch_size or (
             self._size > batch_size and self._source.obstacle is None
@@ -71,7 +71,7 @@ class Samples:
             self._size, self._source = batch_size, self._make(batch_size)
         return self._source
 
-    def _make(self, batch_size: int) -> Source:
+    def _make(self, batch_size: int) -> SampleSource:
         from torch.utils.data import TensorDataset
 
         batch = self._host_batch(batch_size)
@@ -81,7 +81,7 @@ class Samples:
         if obstacle is None:
             # As a script with plain tensors has it; the runtime draws no numbers for its samples.
             dataset = TensorDataset(*_tensors(batch))
-            return Source(dataset, {}, lambda parts: _like(batch, iter(parts)))
+            return SampleSource(dataset, {}, lambda parts: _like(batch, iter(parts)))
         return _ready(self._host_batch, obstacle)
 
     def _obstacle_of_one(self, batch_size: int) -> str | None:
@@ -104,7 +104,7 @@ def _obstacle(batch: Any, batch_size: int) -> str | None:
     )
 
 
-def _of_target(own: Any, batch: Any) -> Source:
+def _of_target(own: Any, batch: Any) -> SampleSource:
     """The target's dataset or DataLoader, whose batches must have the form of ``make_batch``'s."""
     from torch.utils.data import DataLoader
 
@@ -122,7 +122,7 @@ def _of_target(own: Any, batch: Any) -> Source:
             )
         return _like(batch, iter(found))
 
-    return Source(dataset, options, batch_of)
+    return SampleSource(dataset, options, batch_of)
 
 
 class _Numbers(Sequence[int]):
@@ -138,8 +138,8 @@ class _Numbers(Sequence[int]):
         return indices
 
 
-def _ready(make: Callable[[int], Any], obstacle: str) -> Source:
-    """The same batch for every virtual node of a size."""
+def _ready(make: Callable[[int], Any], obstacle: str) -> SampleSource:
+    """Give one batch to every virtual node of a size."""
     known: dict[int, Any] = {}
 
     def collate(numbers: list[int]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _ready(make: Callable[[int], Any], obstacle: str) -> Source:
             known[size] = make(size)
         return {"batch": known[size]}
 
-    return Source(
+    return SampleSource(
         _Numbers(), {"collate_fn": collate}, lambda parts: parts[0]["batch"], obstacle=obstacle
     )
 

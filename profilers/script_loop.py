@@ -27,7 +27,7 @@ from .batch_curve import SizeResult
 from .bench import tensor_bytes
 from .meeting import StartingLine
 from .targets import one_line
-from .timing import RepeatPolicy, Timing
+from .timing import RepeatPolicy, RepeatTiming
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -266,7 +266,7 @@ class _Loop:
             samples += [step.computed for step in (yield from self._steps([batch_size], 1))]
         found = SizeResult(
             batch_size=batch_size,
-            timing=Timing.of(samples),
+            timing=RepeatTiming.of(samples),
             wall_seconds=statistics.median(samples),
             peak_memory_bytes=self._peak_bytes(),
             fragmentation_bytes=self._backend.fragmentation_bytes(self._torch_device),
@@ -285,7 +285,7 @@ class _Loop:
         beside: dict[str, Any] | None = None,
         measures_peak: bool = False,
     ) -> Steps:
-        """As ``rehearsal.rehearse``, with one pass in a step; the workers have met already."""
+        """Rehearse as ``rehearsal.rehearse``, one pass in a step; the workers have met already."""
         parsed = files.from_json(config, LaunchConfig, name="config")
         sizes = [node.batch_size for slot in parsed.workers for node in slot.virtual_nodes]
         line = StartingLine(**beside) if beside is not None else None

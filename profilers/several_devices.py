@@ -30,7 +30,7 @@ class GroupPeak:
 
 
 class Crew:
-    """As many workers as devices. A context manager; its processes start when first needed.
+    """A worker for each device. A context manager; its processes start when first needed.
 
     Args:
         target: What they train.
@@ -102,7 +102,7 @@ class Crew:
     def together_with_held(
         self, config: LaunchConfig, *, num_steps: int
     ) -> tuple[list[list[StepTimes]], list[int | None]]:
-        """As ``together``; and [workers] the bytes that were free after the last step, but held.
+        """Run as ``together`` does; also [workers] the bytes free after the last step, but held.
 
         They are the system's again then, which costs the next steps time.
         """
@@ -179,7 +179,7 @@ class Crew:
         return answers
 
     def _workers_for(self, asked: list[dict[str, Any]]) -> list[Child]:
-        """Those that do it: workers of a script meet once, when they start."""
+        """The workers that do it: those of a script meet once, when they start."""
         if self.is_of_script and "group" in asked[0]:
             self._start_synchronising()
             return self._synchronising

@@ -33,7 +33,7 @@ class RepeatPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class RepeatTiming:
     """What the repeats gave. ``spread`` is the interquartile range over the median."""
 
     median_seconds: float
@@ -49,10 +49,10 @@ class Timing:
             return None
         return (self.high_seconds - self.low_seconds) / 2 / self.median_seconds
 
-    def minus(self, other: "Timing") -> "Timing":
+    def minus(self, other: "RepeatTiming") -> "RepeatTiming":
         """The difference of two that were measured apart; its interval is the widest one."""
         median = self.median_seconds - other.median_seconds
-        return Timing(
+        return RepeatTiming(
             median_seconds=median,
             low_seconds=self.low_seconds - other.high_seconds,
             high_seconds=self.high_seconds - other.low_seconds,
@@ -72,7 +72,7 @@ class Timing:
         return None, self.high_seconds if self.high_seconds > 0 else -self.low_seconds
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> "Timing":
+    def of(cls, samples: Sequence[float]) -> "RepeatTiming":
         """Summarise at least one sample; the interval is the whole range below six."""
         median = statistics.median(samples)
         low, high = median_interval(samples) or (min(samples), max(samples))

@@ -49,14 +49,14 @@ from .virtual_nodes import slices
 # the rows on, and is left out.
 
 
-class Rows(Dataset[Any]):
+class RowLoader(Dataset[Any]):
     """Passes of a dataset that consists of tensors, collated."""
 
     def __init__(self, dataset: TensorDataset, subsets: "Sequence[Subset[Any]]") -> None:
         self._dataset, self._subsets = dataset, tuple(subsets)
 
     @classmethod
-    def of(cls, loader: "DataLoader[Any]") -> "Rows | None":
+    def of(cls, loader: "DataLoader[Any]") -> "RowLoader | None":
         """The rows of a loader's dataset; None where they are not what the loader would give.
 
         Processes that load data put it into shared memory sample by sample, so they keep to the
@@ -86,10 +86,12 @@ class Rows(Dataset[Any]):
         return [tensor[index] for tensor in self._dataset.tensors]
 
 
-class Passes:
+class RowPasses:
     """Passes over rows, an epoch for each iteration, as a DataLoader gives them."""
 
-    def __init__(self, rows: Rows, sampler: "Iterable[Sequence[tuple[int, int, int]]]") -> None:
+    def __init__(
+        self, rows: RowLoader, sampler: "Iterable[Sequence[tuple[int, int, int]]]"
+    ) -> None:
         self._rows, self._sampler = rows, sampler
 
     def __iter__(self) -> Iterator[list[Tensor]]:
@@ -547,10 +549,10 @@ def pass_loader(
     dataset: Dataset[Any] = KeyedDataset(loader.dataset, seed)
     collate: Callable[[Any], Any] = loader.collate_fn
     pins = loader.pin_memory and not backend_of(device).is_host
-    rows = Rows.of(loader)
+    rows = RowLoader.of(loader)
     if rows is not None:
         if not pins:
-            return Passes(rows, sampler)
+            return RowPasses(rows, sampler)
         dataset, collate = rows, lambda passed: passed  # collated already
     return DataLoader(
         dataset,

@@ -28,7 +28,7 @@ from .worker import ScriptRun, fail_at_exit
 _STARTED = time.monotonic()
 
 
-class Outcome:
+class ScriptEnd:
     """How this process's script is ending; set by the excepthook or by runtime/worker.py."""
 
     failed = False
@@ -57,18 +57,18 @@ def at_exit(job: Ending) -> None:
 
 def say_errors_in_one_line() -> None:
     """Let errors of hetflow's that end the script be one line and an exit code of their own."""
-    if Outcome.hooked:
+    if ScriptEnd.hooked:
         return
-    Outcome.hooked = True
+    ScriptEnd.hooked = True
     atexit.register(_leave_with_code)
     before = sys.excepthook
 
     def failed(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        Outcome.failed, told = True, explained(error)
+        ScriptEnd.failed, told = True, explained(error)
         if isinstance(told, HetflowError) and not ScriptRun.active:
-            Outcome.code = fail_at_exit(told)
+            ScriptEnd.code = fail_at_exit(told)
         else:
             before(kind, error, traceback)
 
@@ -76,16 +76,16 @@ def say_errors_in_one_line() -> None:
 
 
 def _leave_with_code() -> None:
-    if Outcome.code is not None:
+    if ScriptEnd.code is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(Outcome.code)
+        os._exit(ScriptEnd.code)
 
 
 def _end(job: Ending) -> None:
-    if not Outcome.failed and ScriptRun.interrupted:
+    if not ScriptEnd.failed and ScriptRun.interrupted:
         job.abandon()
-    elif not Outcome.failed:
+    elif not ScriptEnd.failed:
         try:
             job.finish(whole=False)
         except BaseException as error:
@@ -94,7 +94,7 @@ def _end(job: Ending) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    elif Outcome.code is not None:
+    elif ScriptEnd.code is not None:
         _leave_with_code()
     elif job.world_size > 1 and not ScriptRun.active:
         # Collectives in flight would keep the interpreter alive until their time limit.

@@ -23,9 +23,9 @@ from .engine import LossFunction, Runner, Step, StepEngine
 from .epoch import Epoch, Epochs, IndexReader
 from .losses import Weighted, weighted_by
 from .measurements import StepTimes
-from .outputs import PREDICTION_EPOCH, Prediction
-from .promise.promise import Form, Promise
-from .rounds import Rounds
+from .outputs import PREDICTION_EPOCH, PredictedOutputs
+from .promise.promise import Promise, ReturnForm
+from .rounds import JobRounds
 from .session import Session
 from .split_engine import SplitEngine
 from .streaming import StreamReader, check_stream
@@ -68,7 +68,7 @@ class Job:
         self._progress, self._runner = progress, runner
         self._agreement, self._checkpoints = agreement, checkpoints
         split = engine if isinstance(engine, SplitEngine) else None
-        self._rounds = Rounds(session, split, runner, agreement, tests=promise is not None)
+        self._rounds = JobRounds(session, split, runner, agreement, tests=promise is not None)
 
     @property
     def rank(self) -> int:
@@ -357,7 +357,7 @@ class Job:
             )
         self._runner.join()
         session.check_open()
-        form = Form(has_aux=has_aux, gives_outputs=over_batch is not None)
+        form = ReturnForm(has_aux=has_aux, gives_outputs=over_batch is not None)
         self._check_form(form, weight)
         if callable(weight):
             function = weighted_by(function, weight, has_aux=has_aux)
@@ -439,7 +439,7 @@ class Job:
         """
         return self._rounds.parts(batch)
 
-    def _check_form(self, form: Form, weight: object) -> None:
+    def _check_form(self, form: ReturnForm, weight: object) -> None:
         if weight is not None and not callable(weight):
             raise TargetError(
                 f"job.backward: weight must be a function of the batch, got {weight!r}",
@@ -570,7 +570,7 @@ class Job:
         function: Callable[..., Any],
         *,
         on_all: bool = False,
-    ) -> Prediction:
+    ) -> PredictedOutputs:
         """Evaluate a large batch on the virtual nodes (VirtualFlow 1.3).
 
         Call and iterate it on all workers. Each global batch is shared out as in training; passes
@@ -606,7 +606,7 @@ class Job:
         def first_sample(step: int) -> Any:
             return self._epochs.read(loader, sampler.keys_of(step)([(0, 1)]))[0]
 
-        return Prediction(
+        return PredictedOutputs(
             self._session,
             self._runner,
             self._engine.buffers,

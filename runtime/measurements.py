@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..devices.backend import DeviceBackend, Mark, backend_of
-from ..schema.run import MeasuredTerm, StageRun, StepTerms
+from ..schema.run import MeasuredTerm, MeasuredTerms, StageRun
 
 # A confidence interval for a median that assumes nothing about the distribution.
 #
@@ -134,7 +134,7 @@ class StepTimes:
 # terms measured here add up to the measured step in the same way, so they can correct a prediction.
 
 
-def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
+def step_terms(steps: Sequence[StepTimes]) -> MeasuredTerms | None:
     """Medians over steps of each term in seconds, with 95 % intervals; None without steps.
 
     The time of one more virtual node is, in each step, the mean over all but the first: from the
@@ -147,14 +147,14 @@ def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
     sync = _term([entry.sync_seconds for entry in steps])
     update = _term([entry.update_seconds for entry in steps])
     if steps[0].stages or any(len(entry.passes) < 2 for entry in steps):
-        return StepTerms(num_steps=len(steps), step=step, sync=sync, update=update)
+        return MeasuredTerms(num_steps=len(steps), step=step, sync=sync, update=update)
     number = len(steps[0].passes)
     # One more virtual node: from the end of a pass to the end of the next.
     each = [(e.passes[-1][1] - e.passes[0][1]) / (len(e.passes) - 1) for e in steps]
     node, load = _term(each), _term([statistics.mean(e.gap_seconds) for e in steps])
     left = [e.ended - number * node.seconds - e.sync_seconds - e.update_seconds for e in steps]
     others = number * node.seconds + sync.seconds + update.seconds
-    return StepTerms(
+    return MeasuredTerms(
         num_steps=len(steps),
         step=step,
         sync=sync,
@@ -216,7 +216,7 @@ class Timings:
     update: float | None
     step: float | None
     spread: float | None
-    terms: StepTerms | None = None
+    terms: MeasuredTerms | None = None
     stages: tuple[StageRun, ...] = ()
 
 

@@ -124,7 +124,7 @@ PREDICTION_EPOCH = -1
 _LEAVES = -1  # in place of a step: a worker has left its loop over the outputs
 
 
-class Prediction:
+class PredictedOutputs:
     """One call of ``job.predict``: iterate it once, on all workers.
 
     ``together`` is for workers that call the model together: a context for these calls, and the

@@ -82,7 +82,7 @@ class Collective(Transfer):
     __slots__ = ()
 
     def wait(self) -> None:
-        """As ``Transfer``; also ends where the wait has become vain (``give_up_when``)."""
+        """Wait as ``Transfer`` does; end too where the wait has become vain (``give_up_when``)."""
         are_in_vain = _Waits.are_in_vain
         while are_in_vain is not None:
             try:

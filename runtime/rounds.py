@@ -57,7 +57,7 @@ class _Round:
         return max(len(self.step.batch.passes), 1)
 
 
-class Rounds:
+class JobRounds:
     """The rounds of one job."""
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..schema.errors import TargetError
-from .agreement.agreement import Watch
+from .agreement.agreement import CompareSchedule
 from .group import Place
 from .measurements import StepClock
 from .protocol.environment import tell_first_step
@@ -46,7 +46,7 @@ class Session:
         place: Place,
         *,
         seed: int,
-        watch: Watch,
+        watch: CompareSchedule,
     ) -> None:
         self.model, self.optimizers, self.seed = model, tuple(optimizers), seed
         self.device = place.device

@@ -35,7 +35,7 @@ from .outputs import OutputsOfBatch, in_order, message_of
 from .promise.promise import Promise
 from .session import Session
 from .setup import final_tensors
-from .sharding.leaves import Order
+from .sharding.leaves import NodeOrder
 from .sharding.moving import kept_of, move, shares_of
 from .sharding.saving import SharedState
 from .sharding.states import SharedStates
@@ -472,10 +472,10 @@ def _shared_states_of(session: Session) -> SharedStates | None:
     return SharedStates(session, config.shard, shares_of(config), order, kept_of(config))
 
 
-def _order_of(place: Place) -> Order | None:
+def _order_of(place: Place) -> NodeOrder | None:
     config = place.start.config
     is_fixed = config is not None and is_invariant(config.determinism)
-    return Order(holdings_of(place)) if is_fixed else None
+    return NodeOrder(holdings_of(place)) if is_fixed else None
 
 
 def _num_sums(session: Session, *, has_buffers: bool) -> int:

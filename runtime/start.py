@@ -10,7 +10,13 @@ from torch import nn
 from ..devices.backend import backend_of
 from ..devices.torch_version import check_torch
 from ..schema.errors import TargetError
-from .agreement.agreement import Agreement, KnownParameters, OtherOptimizers, Subject, Watch
+from .agreement.agreement import (
+    Agreement,
+    CompareSchedule,
+    KnownParameters,
+    OtherOptimizers,
+    Subject,
+)
 from .checkpoints.progress import Progress
 from .checkpoints.saving import Checkpoints
 from .determinism import apply_level, check_level
@@ -114,7 +120,7 @@ def prepare(
         optimizers,
         place,
         seed=start.seed if seed is None else seed,
-        watch=Watch(start.compare_every),
+        watch=CompareSchedule(start.compare_every),
         overlap=overlap,
     )
     at_exit(job)
@@ -127,7 +133,7 @@ def assemble(
     place: Place,
     *,
     seed: int,
-    watch: Watch,
+    watch: CompareSchedule,
     overlap: bool = True,
     tests: bool = True,
 ) -> Job:
@@ -251,7 +257,7 @@ def rehearsed(
             optimizers,
             place,
             seed=config.seed if config is not None else 0,
-            watch=Watch(every=0, watches_first=False),
+            watch=CompareSchedule(every=0, watches_first=False),
             tests=False,
         )
         try:

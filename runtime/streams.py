@@ -32,7 +32,7 @@ def seed_streams(*parts: int | str) -> None:
 
 
 def seed_streams_by(key: int) -> None:
-    """As ``seed_streams``, with the number that ``key_of`` gives for the key."""
+    """Seed as ``seed_streams`` does, with the number that ``key_of`` gives for the key."""
     _seed_host(key)
     # torch.manual_seed takes 0.2 ms a call; these are the parts of it that matter here.
     for backend in initialized():

@@ -78,7 +78,7 @@ class PriceOdds:
 
 
 @record
-class Together:
+class ZoneCorrelation:
     """Pearson's correlation of two zones' prices, or of their availability."""
 
     of: Literal["prices", "availability"]
@@ -95,8 +95,8 @@ class OddsReport:
     zones: tuple[ZoneOdds, ...] = ()
     parts: tuple[Share, ...] = ()
     prices: tuple[PriceOdds, ...] = ()
-    together: tuple[Together, ...] = ()
+    together: tuple[ZoneCorrelation, ...] = ()
     checkpoint_seconds: PositiveSeconds | None = None
 
 
-register_keys(PreemptionRate, Survivors, ZoneOdds, PriceOdds, Together, OddsReport)
+register_keys(PreemptionRate, Survivors, ZoneOdds, PriceOdds, ZoneCorrelation, OddsReport)

@@ -20,7 +20,7 @@ class MeasuredTerm:
 
 
 @record
-class StepTerms:
+class MeasuredTerms:
     """The measured values of the terms of a worker's predicted step.
 
     ``virtual_node`` is the time that one more virtual node adds to the step, including the wait for
@@ -74,7 +74,7 @@ class DeviceRun:
     step_seconds_spread: Seconds | None
     peak_memory_bytes: Bytes | None
     num_host_devices: Count | None = None
-    terms: StepTerms | None = None
+    terms: MeasuredTerms | None = None
     stages: tuple[StageRun, ...] = ()
 
 
@@ -184,7 +184,7 @@ class RunRecord(Shown):
 
 register_keys(
     MeasuredTerm,
-    StepTerms,
+    MeasuredTerms,
     StageRun,
     DeviceRun,
     TermComparison,

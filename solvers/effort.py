@@ -46,7 +46,7 @@ class Effort:
     most_limits: int = 24
 
     def until(self, should_stop: Callable[[], bool]) -> "Effort":
-        """The same search, ended by the caller instead of by its work.
+        """A search that the caller ends, instead of its work.
 
         What one table may cost stays as it is: it bounds the memory.
         """

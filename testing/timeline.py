@@ -98,7 +98,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class DeviceSpan:
     """What ran on a stream of a device.
 
     ``kind`` is ``kernel``, ``copy`` or ``nccl``. ``asked_seconds`` is when all that it waited for
@@ -124,7 +124,7 @@ class Timeline:
             optimizer of a process has stepped.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[DeviceSpan, ...]
     marks: tuple[tuple[Device, str, float], ...]
 
     @property
@@ -165,7 +165,7 @@ class Timeline:
         return min(self.hidden_share_of(device) for device in self.devices)
 
     def hidden_share_of(self, device: Device, period: tuple[float, float] | None = None) -> float:
-        """The same of one device; 1 where it transfers nothing.
+        """The hidden share of one device; 1 where it transfers nothing.
 
         Args:
             device: Which one.
@@ -491,12 +491,12 @@ def _check_no_circle(nodes: Sequence[_Node], after: "defaultdict[_Node, list[_No
         raise DeadlockError(f"collectives wait for each other: {names}")
 
 
-def _spans(nodes: Iterable[_Node]) -> Iterator[Span]:
+def _spans(nodes: Iterable[_Node]) -> Iterator[DeviceSpan]:
     for node in nodes:
         if node.is_done and node.kind != "moment":
             for device, stream, waits in node.sides:
                 assert device is not None
-                yield Span(
+                yield DeviceSpan(
                     device=device,
                     stream=stream % _STREAMS_PER_DEVICE,
                     kind=node.kind,

@@ -462,6 +462,37 @@ def test_only_the_command_line_speaks_of_flags() -> None:
     assert found == []
 
 
+def test_a_class_name_means_one_thing() -> None:
+    rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
+    names: dict[str, set[str]] = {}
+    for room in rooms:
+        if room.name not in {"tests", "examples"}:
+            for path in room.rglob("*.py"):
+                for node in nodes(path):
+                    if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                        names.setdefault(node.name, set()).add(f"{path.relative_to(ROOT)}")
+    several = {name: paths for name, paths in names.items() if len(paths) > 1}
+    # A training job of a cluster, and what a script gets from hf.prepare: both are promised names.
+    assert several == {"Job": {"schema/jobs.py", "runtime/job.py"}}
+
+
+_FIRST_WORDS = re.compile(r"(Those|These|As|They|It)\b|The same\b")
+
+
+def test_first_sentences_stand_alone() -> None:
+    documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {docstring.splitlines()[0]}"
+        for room in {path.parent for path in ROOT.glob("*/__init__.py")}
+        if room.name != "tests"
+        for path in room.rglob("*.py")
+        for node in nodes(path)
+        if isinstance(node, documented) and (docstring := ast.get_docstring(node))
+        if _FIRST_WORDS.match(docstring)
+    ]
+    assert found == []
+
+
 _NO_PROSE = re.compile(r">>>|^ *\||^==|\A {4}", re.MULTILINE)  # examples, tables, formulas
 
 

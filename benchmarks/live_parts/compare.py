@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from hetflow.clusters.scheduler.history import history
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.simulator import Case, run_case
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import to_json
@@ -47,9 +47,9 @@ class JobRow:
     resizes: int
 
 
-def begin(folder: Path, pool: Cluster, engine: str, round_seconds: float) -> Store:
+def begin(folder: Path, pool: Cluster, engine: str, round_seconds: float) -> ClusterStore:
     """A cluster's new state, with what ``hetflow cluster start`` notes there."""
-    store = Store.create(folder)
+    store = ClusterStore.create(folder)
     with store.transaction():
         told = {"pool": to_json(pool), "engine": engine, "policy": POLICY}
         store.set("started_with", told | {"round_seconds": round_seconds, "grace_seconds": 30})
@@ -58,7 +58,7 @@ def begin(folder: Path, pool: Cluster, engine: str, round_seconds: float) -> Sto
 
 def compared(
     name: str,
-    store: Store,
+    store: ClusterStore,
     round_seconds: float,
     start_seconds: float,
     resize_seconds: float,

@@ -12,7 +12,7 @@ from pathlib import Path
 from hetflow.clusters.scheduler.leases import RUN
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.serve import POLL_SECONDS
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.run import RunRecord
@@ -57,7 +57,7 @@ def write_profile(
 
 def run_to_end(
     scheduler: Scheduler,
-    store: Store,
+    store: ClusterStore,
     before: Callable[[float], None],
     *,
     num_jobs: int,
@@ -105,7 +105,7 @@ def _ending(scheduler: Scheduler) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def pauses_of(store: Store) -> list[float]:
+def pauses_of(store: ClusterStore) -> list[float]:
     """Seconds that training paused in each resize of launches that are over."""
     found = []
     for row in store.rows("SELECT DISTINCT job, coalesce(launch, number) AS launch FROM leases"):
@@ -119,7 +119,7 @@ def pauses_of(store: Store) -> list[float]:
     return found
 
 
-def turns_of(store: Store) -> list[Turn]:
+def turns_of(store: ClusterStore) -> list[Turn]:
     """All launches that trained long enough to be measured, and were not resized."""
     found = []
     for row in store.rows("SELECT * FROM leases WHERE state = 'over' AND started NOT NULL"):

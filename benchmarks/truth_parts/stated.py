@@ -15,7 +15,13 @@ from hetflow.solvers.pipeline.bottleneck.line import objective
 from hetflow.solvers.pipeline.cuts import cuts_of, layers_of
 from hetflow.solvers.pipeline.makespan.bound import step_of
 from hetflow.solvers.pipeline.packing import seat
-from hetflow.solvers.pipeline.placements import Move, PlacedStage, Space, build, final_states
+from hetflow.solvers.pipeline.placements import (
+    Move,
+    PlacedStage,
+    PlacementSpace,
+    build,
+    final_states,
+)
 from hetflow.solvers.pipeline.stage_costs import StageCosts
 
 Stated = Sequence[tuple[Sequence[str], int]]
@@ -70,7 +76,7 @@ def stated_plan(problem: PipelineProblem, stages: Stated, *, recompute: bool = F
     return replace(plan, proof=proof)
 
 
-def _moves(problem: PipelineProblem, space: Space, replicas: Sequence[int]) -> list[Move]:
+def _moves(problem: PipelineProblem, space: PlacementSpace, replicas: Sequence[int]) -> list[Move]:
     """The moves that place stages of so many replicas on runs of devices, without a gap.
 
     Moves go from the model's end to its start; the answer is in the model's order.

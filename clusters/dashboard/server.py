@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ...schema.errors import HetflowError, ProblemError
-from ..scheduler.store import Store
+from ..scheduler.store import ClusterStore
 from .snapshot import snapshot
 
 WINDOWS = {"600": 600.0, "3600": 3600.0, "21600": 21600.0, "86400": 86400.0, "604800": 604800.0,
@@ -185,7 +185,7 @@ class _States:
         with self._lock:
             made, text = self._made.get(window, (-1e9, b""))
             if time.monotonic() - made > _FRESH_SECONDS:
-                with closing(Store.read(self._folder)) as store, store.one_moment():
+                with closing(ClusterStore.read(self._folder)) as store, store.one_moment():
                     found = snapshot(store, now=time.time(), window_seconds=WINDOWS[window])
                 text = json.dumps(found.to_plain(), separators=(",", ":")).encode()
                 self._made[window] = (time.monotonic(), text)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from sqlite3 import Row
 from typing import Any
 
-from ..scheduler.store import Store
+from ..scheduler.store import ClusterStore
 from ..scheduler.view import QueuedJob, queue
 
 MOST_LEASES = 1500
@@ -117,11 +117,11 @@ class Snapshot:
     names: Mapping[int, str]
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
-def snapshot(store: Store, *, now: float, window_seconds: float | None) -> Snapshot:
+def snapshot(store: ClusterStore, *, now: float, window_seconds: float | None) -> Snapshot:
     """Read what the page shows.
 
     Args:
@@ -166,7 +166,7 @@ def snapshot(store: Store, *, now: float, window_seconds: float | None) -> Snaps
     )
 
 
-def _turns(store: Store, since: float) -> tuple[list[Row], int]:
+def _turns(store: ClusterStore, since: float) -> tuple[list[Row], int]:
     """Leases that held devices after a time, open ones first, then the last to end.
 
     If some are left out, one more is there, the first of these; and how many they are.
@@ -182,7 +182,7 @@ def _turns(store: Store, since: float) -> tuple[list[Row], int]:
     return rows, counted["number"] - MOST_LEASES
 
 
-def _listed(store: Store) -> list[list[Any]]:
+def _listed(store: ClusterStore) -> list[list[Any]]:
     """Name, type and server of each device, and whether it works."""
     known = store.get("inventory")
     if known is None:  # of a scheduler that did not note it
@@ -191,7 +191,7 @@ def _listed(store: Store) -> list[list[Any]]:
     return list(known)
 
 
-def _devices(store: Store, rows: Iterable[Row]) -> tuple[ShownDevice, ...]:
+def _devices(store: ClusterStore, rows: Iterable[Row]) -> tuple[ShownDevice, ...]:
     holder = {
         name: row["job"]
         for row in rows
@@ -212,7 +212,7 @@ def _devices(store: Store, rows: Iterable[Row]) -> tuple[ShownDevice, ...]:
     )
 
 
-def _leases(store: Store, rows: Iterable[Row]) -> tuple[ShownLease, ...]:
+def _leases(store: ClusterStore, rows: Iterable[Row]) -> tuple[ShownLease, ...]:
     place = {name: index for index, (name, *_) in enumerate(_listed(store))}
     return tuple(
         ShownLease(
@@ -262,7 +262,7 @@ def uses(
     ]
 
 
-def _jobs(store: Store, now: float, held: Mapping[int, ShownLease]) -> tuple[ShownJob, ...]:
+def _jobs(store: ClusterStore, now: float, held: Mapping[int, ShownLease]) -> tuple[ShownJob, ...]:
     """Open jobs, those that run first, then those that ended last."""
     since, shares = store.get("aimed"), _shares(store)
     found = []
@@ -281,7 +281,7 @@ def _jobs(store: Store, now: float, held: Mapping[int, ShownLease]) -> tuple[Sho
     return tuple(found)
 
 
-def _shares(store: Store) -> dict[int, float]:
+def _shares(store: ClusterStore) -> dict[int, float]:
     """Devices that the policy gives each job on average: its shares of time, times its devices."""
     document = store.get("rounds") or {"jobs": ()}
     return {
@@ -290,7 +290,7 @@ def _shares(store: Store) -> dict[int, float]:
     }
 
 
-def _names(store: Store, jobs: Iterable[int]) -> dict[int, str]:
+def _names(store: ClusterStore, jobs: Iterable[int]) -> dict[int, str]:
     wanted = sorted(jobs)
     rows = store.rows(
         "SELECT number, json_extract(submission, '$.name') AS name FROM jobs "  # noqa: S608

@@ -86,7 +86,7 @@ class SkyPilotEngine:
         self._looks: dict[Path, _Look] = {}
 
     def devices(self) -> tuple[EngineDevice, ...]:
-        """Those that the machines are to have."""
+        """Return the devices that the machines are to have."""
         return self._devices
 
     def start(self, work: Work) -> None:

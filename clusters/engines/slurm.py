@@ -340,7 +340,7 @@ class SlurmEngine:
         return fate_of_lost(folder)
 
     def _ask(self, *command: str) -> str:
-        """As ``_slurm``; says when the controller goes away, and when it is back."""
+        """Ask Slurm as ``_slurm`` does; say when the controller goes away, and when it is back."""
         try:
             answer = _slurm(*command)
         except SlurmUnreachableError as error:

@@ -13,8 +13,8 @@ import numpy as np
 
 from ...schema.jobs import Job
 from ...schema.plugins import Registry
-from .cluster.seats import Device, Layout, Placement, Seat, seat
-from .proposals import Bidder, Counts, Exchange, Stock, admit_gangs, decide
+from .cluster.seats import Device, DeviceLayout, Placement, Seat, seat
+from .proposals import Bidder, Counts, Stock, TentativeHoldings, admit_gangs, decide
 from .rounds.state import RoundState
 
 
@@ -23,7 +23,7 @@ class Variant:
     """``mixes``: jobs may hold several types at once. For ``trade`` see ``proposals.decide``."""
 
     mixes: bool = True
-    trade: Callable[[Exchange], None] | None = None
+    trade: Callable[[TentativeHoldings], None] | None = None
 
 
 VARIANTS: Registry[Variant] = Registry(
@@ -57,7 +57,7 @@ class Fixed:
 Wish = Elastic | Fixed
 
 
-def alone(wish: Wish, layout: Layout, variant: Variant) -> ByType | None:
+def alone(wish: Wish, layout: DeviceLayout, variant: Variant) -> ByType | None:
     """The devices that a job would have of an empty cluster; None where no server can hold it."""
     stocks = _Stocks(layout, ())
     if isinstance(wish, Fixed):
@@ -74,7 +74,7 @@ def next_devices(
     now_seconds: float,
     *,
     variant: Variant,
-    layout: Layout,
+    layout: DeviceLayout,
     down: Collection[Device] = (),
     held: Mapping[str, Seat] | None = None,
     kept: Mapping[str, Seat] | None = None,
@@ -158,7 +158,7 @@ def _note(state: RoundState, seats: Mapping[str, Seat]) -> None:
 class _Stocks:
     """Devices of one type on one server, as ``proposals`` counts them, and by name."""
 
-    def __init__(self, layout: Layout, down: Collection[Device]) -> None:
+    def __init__(self, layout: DeviceLayout, down: Collection[Device]) -> None:
         self.num_types = len(layout.sizes)
         self.keys = [(kind, place) for kind, row in enumerate(layout.sizes)
                      for place in range(len(row))]  # fmt: skip

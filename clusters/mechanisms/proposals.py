@@ -81,7 +81,7 @@ def decide(
     running: Sequence[Bidder],
     waiting: Sequence[Bidder],
     *,
-    trade: "Callable[[Exchange], None] | None" = None,
+    trade: "Callable[[TentativeHoldings], None] | None" = None,
 ) -> Decision:
     """Which devices each job has from now on.
 
@@ -92,7 +92,7 @@ def decide(
         waiting: Jobs that hold none, in order of arrival.
         trade: What jobs do with devices of others, once the free ones are given.
     """
-    exchange = Exchange(stocks, room, running, waiting)
+    exchange = TentativeHoldings(stocks, room, running, waiting)
     exchange.give_back()
     exchange.accept()
     if trade is not None:
@@ -135,7 +135,7 @@ class _Proposal:
     counts: Counts
 
 
-class Exchange:
+class TentativeHoldings:
     """Who holds what while a decision is made."""
 
     def __init__(

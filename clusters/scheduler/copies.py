@@ -16,7 +16,7 @@ from pathlib import Path
 from ...schema.errors import FileError, ProblemError
 from ...schema.options import option
 from ..engines.lease_folder import WORK, read_json
-from .store import FILE, Store, lock
+from .store import FILE, ClusterStore, lock
 
 COPY = f"{FILE}.copy"
 EVERY_SECONDS = 10.0
@@ -30,7 +30,7 @@ class Copies:
         say: Called with why there is no copy, once for each reason.
     """
 
-    def __init__(self, store: Store, say: Callable[[str], None]) -> None:
+    def __init__(self, store: ClusterStore, say: Callable[[str], None]) -> None:
         self._store, self._say = store, say
         self._last, self._version, self._said = float("-inf"), -1, ""
 
@@ -55,7 +55,7 @@ class Copies:
                 self._say(f"{self._store.folder / COPY}: no copy of the state: {error}")
 
 
-def _copy(store: Store) -> None:
+def _copy(store: ClusterStore) -> None:
     handle, made = tempfile.mkstemp(dir=store.folder, prefix=f".{COPY}.")
     os.close(handle)
     try:
@@ -107,7 +107,7 @@ def recover(folder: Path) -> str:
         of = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(copy.stat().st_mtime))
         broken = _set_aside(path)
         os.replace(copy, path)
-        store = Store.open(folder)
+        store = ClusterStore.open(folder)
         with closing(store):
             lost = _take_up(store, time.time())
     said = f"goes on from the copy of {of}; the broken state is {broken}"
@@ -130,7 +130,7 @@ def _set_aside(path: Path) -> Path:
     return broken
 
 
-def _take_up(store: Store, now: float) -> list[int]:
+def _take_up(store: ClusterStore, now: float) -> list[int]:
     """Know the launches that began after the copy; jobs that it does not know."""
     known = {row["number"]: row["leases"] for row in store.rows("SELECT number, leases FROM jobs")}
     there = sorted(int(one.name) for one in (store.folder / "jobs").glob("[0-9]*"))
@@ -143,7 +143,7 @@ def _take_up(store: Store, now: float) -> list[int]:
     return [job for job in there if job not in known]
 
 
-def _take_up_leases(store: Store, job: int, number: int, now: float) -> None:
+def _take_up_leases(store: ClusterStore, job: int, number: int, now: float) -> None:
     """Record the last lease of a job that has a folder and that the copy saw planned at most."""
     begun = {
         row["number"]

@@ -23,7 +23,7 @@ from typing import Any
 from ...schema.errors import FileError, HetflowError, ProblemError
 from ...schema.options import option
 from ..engines.accounts import Account, account
-from .store import FILE, Store
+from .store import FILE, ClusterStore
 
 SOCKET = "requests.sock"
 MOST_BYTES = 16 * 2**20
@@ -33,7 +33,7 @@ MOST_OF_USER = 4
 """Connections of one user at once."""
 _CREDENTIALS = struct.Struct("3i")
 _log = logging.getLogger("hetflow")
-Answer = Callable[[Store, str, Account], Any]
+Answer = Callable[[ClusterStore, str, Account], Any]
 """Answers what a user has sent; HetflowError where it is nothing, or the user may not."""
 
 
@@ -99,7 +99,7 @@ class Group:
         self._guard = threading.Lock()
 
     @contextmanager
-    def serving(self, store: Store) -> Iterator[None]:
+    def serving(self, store: ClusterStore) -> Iterator[None]:
         """Inside, members are answered.
 
         Raises:
@@ -125,7 +125,7 @@ class Group:
                     (self._folder / SOCKET).unlink()
                 thread.join()
 
-    def _protect(self, store: Store) -> None:
+    def _protect(self, store: ClusterStore) -> None:
         """Let the group in, after what lies there has been closed to it."""
         handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -210,7 +210,7 @@ class Group:
                     "submitter",
                 )
             member = account(uid)
-            with closing(Store.open(self._folder)) as store:
+            with closing(ClusterStore.open(self._folder)) as store:
                 return {"answer": self._answer(store, text, member)}
         except HetflowError as error:
             return {"error": error.message, "hint": error.hint}

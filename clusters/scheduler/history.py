@@ -16,7 +16,7 @@ from ...schema.errors import ProblemError
 from ...schema.files import from_json
 from ...schema.jobs import Entity, Job, Throughputs
 from .plans import as_job, rates_from, together
-from .store import STARTS, Store
+from .store import STARTS, ClusterStore
 from .submission import Submission
 
 
@@ -45,7 +45,7 @@ class LiveJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class JobHistory:
     """Jobs in order of submission, and what they shared."""
 
     jobs: tuple[LiveJob, ...]
@@ -62,7 +62,7 @@ def entities_of(started_with: Mapping[str, Any]) -> tuple[Entity, ...]:
     return tuple(Entity(**one) for one in started_with.get("entities", ()))
 
 
-def history(store: Store) -> History:
+def history(store: ClusterStore) -> JobHistory:
     """All jobs that were ever let in, and were neither cancelled nor are held.
 
     Raises:
@@ -98,7 +98,7 @@ def history(store: Store) -> History:
                 num_resizes=row["resizes"],
             )
         )
-    return History(
+    return JobHistory(
         jobs=tuple(jobs),
         throughputs=together(rates.values()),
         num_devices=dict(pool.num_devices),
@@ -133,7 +133,7 @@ class Usage:
     device_seconds: float = 0.0
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON and CSV have it."""
+        """Return plain data for JSON and CSV."""
         return asdict(self)
 
 
@@ -146,7 +146,7 @@ def csv_of(rows: Iterable[Usage]) -> str:
     return text.getvalue()
 
 
-def usage(store: Store, *, period: Period, now: float) -> list[Usage]:
+def usage(store: ClusterStore, *, period: Period, now: float) -> list[Usage]:
     """What was used until now, sorted by period, user, entity and device type.
 
     Args:

@@ -13,11 +13,11 @@ from functools import partial
 
 from ...schema.files import from_json
 from ...schema.jobs import MixThroughput
-from ..mechanisms.cluster.pool import Pool
+from ..mechanisms.cluster.pool import ClusterPool
 from ..mechanisms.easyscale import Wish
 from .leases import Ended
 from .plans import Rate, kind_of, pool_from, rates_from
-from .store import Store
+from .store import ClusterStore
 from .submission import Submission
 from .wishes import wish_of
 
@@ -29,7 +29,10 @@ class KnownJobs:
     """Submissions and rates; each is read from the state, or made, when it is first asked for."""
 
     def __init__(
-        self, store: Store, num_devices: Mapping[str, int], dollars_per_hour: Mapping[str, float]
+        self,
+        store: ClusterStore,
+        num_devices: Mapping[str, int],
+        dollars_per_hour: Mapping[str, float],
     ) -> None:
         """Know the jobs that the state says are present.
 
@@ -81,7 +84,7 @@ class KnownJobs:
             )
         return self._wishes[job]
 
-    def pool(self) -> Pool:
+    def pool(self) -> ClusterPool:
         """The cluster's devices, and how fast jobs are there by what is known now."""
         rates = (corrected(rate, self._ratios_of(rate.model)) for rate in self._rates.values())
         return pool_from(rates, self._num_devices, self._dollars_per_hour)
@@ -154,7 +157,11 @@ MOST_RATIOS = 5
 
 
 def note(
-    store: Store, kind: str, types: Iterable[str], predicted: float | None, measured: float | None
+    store: ClusterStore,
+    kind: str,
+    types: Iterable[str],
+    predicted: float | None,
+    measured: float | None,
 ) -> bool:
     """Record what a lease measured; whether it says anything.
 
@@ -177,7 +184,7 @@ def note(
     return True
 
 
-def ratios_of(store: Store, kind: str) -> Ratios:
+def ratios_of(store: ClusterStore, kind: str) -> Ratios:
     """What is known of a kind of job; empty where nothing was measured."""
     return {
         row["types"]: statistics.median(json.loads(row["ratios"]))

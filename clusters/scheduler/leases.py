@@ -24,7 +24,7 @@ from ...schema.run import RunRecord
 from ..engines.accounts import Account, account, give
 from ..engines.protocol import FIRST_STEP, OUTPUT, Engine, EngineDevice, EngineForUsers, Work
 from .plans import plan_on
-from .store import RUN, Store
+from .store import RUN, ClusterStore
 from .submission import Submission
 
 PLAN = "plan.json"
@@ -116,7 +116,7 @@ class Ended:
     has_begun: bool = True
 
 
-def open_leases(store: Store) -> list[Lease]:
+def open_leases(store: ClusterStore) -> list[Lease]:
     """All leases that are not over, in order of their jobs."""
     rows = store.rows("SELECT * FROM leases WHERE state != 'over' ORDER BY job, number")
     return [_lease(row) for row in rows]
@@ -131,12 +131,12 @@ def _lease(row: sqlite3.Row) -> Lease:
     )  # fmt: skip
 
 
-def folder_of(store: Store, lease: Lease) -> Path:
+def folder_of(store: ClusterStore, lease: Lease) -> Path:
     """Where the plan, output and run record of a lease's launch are."""
     return store.lease_folder(lease.job, lease.launch)
 
 
-def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> None:
+def plan_lease(store: ClusterStore, job: int, devices: Sequence[str], now: float) -> None:
     """Plan a lease: it starts as soon as its devices and its job are free."""
     [row] = store.rows("SELECT leases FROM jobs WHERE number = ?", job)
     number = row["leases"] + 1
@@ -147,13 +147,13 @@ def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> No
     )  # fmt: skip
 
 
-def planned_devices(store: Store, job: int) -> tuple[str, ...]:
+def planned_devices(store: ClusterStore, job: int) -> tuple[str, ...]:
     """The devices of a job's lease that is planned; empty where none is."""
     rows = store.rows("SELECT devices FROM leases WHERE job = ? AND state = 'planned'", job)
     return tuple(json.loads(rows[0]["devices"])) if rows else ()
 
 
-def ask_to_resize(store: Store, lease: Lease, devices: Sequence[str], now: float) -> None:
+def ask_to_resize(store: ClusterStore, lease: Lease, devices: Sequence[str], now: float) -> None:
     """Record that a lease's launch is asked for other devices: it may be on these, too, now."""
     store.run(
         "UPDATE leases SET resizing_to = ?, resize_asked = ? WHERE job = ? AND number = ? "
@@ -161,7 +161,7 @@ def ask_to_resize(store: Store, lease: Lease, devices: Sequence[str], now: float
     )  # fmt: skip
 
 
-def stay(store: Store, lease: Lease) -> None:
+def stay(store: ClusterStore, lease: Lease) -> None:
     """Record that a launch has not taken up the devices that it was asked for."""
     store.run(
         "UPDATE leases SET resizing_to = NULL, resize_asked = NULL WHERE job = ? AND number = ?",
@@ -169,7 +169,7 @@ def stay(store: Store, lease: Lease) -> None:
     )  # fmt: skip
 
 
-def move(store: Store, lease: Lease, now: float, steps_per_second: float | None) -> None:
+def move(store: ClusterStore, lease: Lease, now: float, steps_per_second: float | None) -> None:
     """Record that a launch has gone over: its lease ends, the next one begins on the new devices.
 
     Args:
@@ -190,14 +190,14 @@ def move(store: Store, lease: Lease, now: float, steps_per_second: float | None)
     store.run("UPDATE jobs SET resizes = resizes + 1 WHERE number = ?", lease.job)
 
 
-def drop_planned(store: Store, job: int, now: float) -> None:
+def drop_planned(store: ClusterStore, job: int, now: float) -> None:
     """Drop a job's lease that never started."""
     store.run(
         "UPDATE leases SET state = 'over', ended = ? WHERE job = ? AND state = 'planned'", now, job
     )
 
 
-def ask_to_stop(store: Store, lease: Lease, now: float) -> None:
+def ask_to_stop(store: ClusterStore, lease: Lease, now: float) -> None:
     """Record that a lease has to end; ``pursue`` then asks the engine."""
     store.run(
         "UPDATE leases SET state = 'stopping', stop_asked = ? WHERE job = ? AND number = ? "
@@ -205,14 +205,14 @@ def ask_to_stop(store: Store, lease: Lease, now: float) -> None:
     )  # fmt: skip
 
 
-def credit(store: Store, lease: Lease, now: float) -> None:
+def credit(store: ClusterStore, lease: Lease, now: float) -> None:
     """Record until when a lease's time has been counted."""
     store.run(
         "UPDATE leases SET credited = ? WHERE job = ? AND number = ?", now, lease.job, lease.number
     )
 
 
-def begin(store: Store, lease: Lease, now: float) -> None:
+def begin(store: ClusterStore, lease: Lease, now: float) -> None:
     """Mark a planned lease as starting: from here on its launch may be there."""
     with store.transaction():
         store.run(
@@ -225,7 +225,7 @@ def begin(store: Store, lease: Lease, now: float) -> None:
         )  # fmt: skip
 
 
-def forget_future(store: Store, now: float) -> None:
+def forget_future(store: ClusterStore, now: float) -> None:
     """Take what open leases say of later times for now: a clock was set back.
 
     Not of resizes: the names of their requests are made of these times.
@@ -238,7 +238,7 @@ def forget_future(store: Store, now: float) -> None:
         )  # fmt: skip
 
 
-def note_progress(store: Store, engine: Engine, lease: Lease, now: float) -> Lease:
+def note_progress(store: ClusterStore, engine: Engine, lease: Lease, now: float) -> Lease:
     """Record that a lease's launch has begun, or trains; the lease as it is then."""
     fate = engine.fate(folder_of(store, lease))
     seen = fate.state in ("running", "training")
@@ -255,7 +255,7 @@ def note_progress(store: Store, engine: Engine, lease: Lease, now: float) -> Lea
 
 
 def start(
-    store: Store,
+    store: ClusterStore,
     engine: Engine,
     devices: Mapping[str, EngineDevice],
     lease: Lease,
@@ -317,7 +317,7 @@ def start(
         )  # fmt: skip
 
 
-def user_of(store: Store, job: int) -> int | None:
+def user_of(store: ClusterStore, job: int) -> int | None:
     """The number of the user whom a job runs as; None: the scheduler's."""
     [row] = store.rows("SELECT uid FROM jobs WHERE number = ?", job)
     return None if row["uid"] is None else int(row["uid"])
@@ -337,7 +337,7 @@ def _environment(asked: Submission, folder: Path) -> dict[str, str]:
     return {**asked.environment, **own, environment.FIRST_STEP: str(folder / FIRST_STEP)}
 
 
-def held_seconds(store: Store, job: int, now: float) -> float:
+def held_seconds(store: ClusterStore, job: int, now: float) -> float:
     """For how long a job's launches have held devices since it was released last."""
     [row] = store.rows(
         "SELECT total(coalesce(leases.ended, ?) - leases.began) AS seconds FROM leases JOIN jobs "
@@ -346,7 +346,9 @@ def held_seconds(store: Store, job: int, now: float) -> float:
     return float(row["seconds"])
 
 
-def pursue(store: Store, engine: Engine, lease: Lease, grace_seconds: float, now: float) -> None:
+def pursue(
+    store: ClusterStore, engine: Engine, lease: Lease, grace_seconds: float, now: float
+) -> None:
     """Ask a lease to stop, and kill it if it has not ended within its grace time."""
     folder = folder_of(store, lease)
     if lease.stop_asked is not None and (
@@ -357,7 +359,7 @@ def pursue(store: Store, engine: Engine, lease: Lease, grace_seconds: float, now
         engine.stop(folder)
 
 
-def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
+def fate_of(store: ClusterStore, engine: Engine, lease: Lease) -> Ended | None:
     """How a lease that was started ended; None while it runs."""
     folder = folder_of(store, lease)
     fate = engine.fate(folder)
@@ -400,7 +402,7 @@ def _record(path: Path) -> RunRecord:
 
 
 def end(
-    store: Store,
+    store: ClusterStore,
     lease: Lease,
     now: float,
     exit_code: int | None = None,

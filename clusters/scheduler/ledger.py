@@ -18,7 +18,7 @@ from . import leases
 from .known_jobs import KnownJobs
 from .leases import Lease
 from .occupancy import Places
-from .store import Store
+from .store import ClusterStore
 
 _AIMED = "aimed"  # until when shares were counted
 _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
@@ -27,7 +27,7 @@ _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
 class Ledger:
     """Counts until now, in a transaction: in the state of rounds that it is given, and the file."""
 
-    def __init__(self, store: Store, places: Places, known: KnownJobs) -> None:
+    def __init__(self, store: ClusterStore, places: Places, known: KnownJobs) -> None:
         """Go on where the file is."""
         self._store, self._places, self._known = store, places, known
 

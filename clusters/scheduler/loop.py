@@ -37,9 +37,9 @@ from .ledger import Ledger
 from .occupancy import FIRST_SECONDS, LONGEST_SECONDS, Places, Rests, occupancy
 from .plans import Rate, as_job, plan_on, rates_to
 from .resizes import due
-from .settings import Settings
+from .settings import ClusterSettings
 from .sharing import sharing_of
-from .store import Store
+from .store import ClusterStore
 from .submission import prospect
 
 _log = logging.getLogger("hetflow")
@@ -55,7 +55,7 @@ _LONGEST_ROUND = 2.0  # lengths of a round: so far later first steps put its end
 class Scheduler:
     """One cluster; ``tick`` does what is due."""
 
-    def __init__(self, store: Store, engine: Engine, settings: Settings) -> None:
+    def __init__(self, store: ClusterStore, engine: Engine, settings: ClusterSettings) -> None:
         """Go on where the state is.
 
         Args:
@@ -273,7 +273,7 @@ class Scheduler:
     def _types(self, devices: Sequence[str]) -> Counter[str]:
         return Counter(self._devices[name].device_type for name in devices)
 
-    def _stop_instead(self, lease: Lease, found: resizes.Outcome, now: float) -> None:
+    def _stop_instead(self, lease: Lease, found: resizes.ResizeOutcome, now: float) -> None:
         """Let a job that was not resized save, and start on its next devices."""
         if found.state == "stayed":
             leases.stay(self._store, lease)
@@ -653,7 +653,7 @@ class Scheduler:
 
     def _give_up(self, lease: Lease, why: str, now: float) -> None:
         with self._store.transaction():
-            self._stop_instead(lease, resizes.Outcome("stayed", why), now)
+            self._stop_instead(lease, resizes.ResizeOutcome("stayed", why), now)
 
     def _start(self, lease: Lease, now: float) -> None:
         try:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...schema.errors import ProblemError
-from .store import SHOWN_STATE, Store
+from .store import SHOWN_STATE, ClusterStore
 
 FORMAT = "hetflow.job-change/1"
 LONGEST_SECONDS = 10.0
@@ -31,7 +31,7 @@ _STATES = (
 class Notices:
     """Looks for changes, and tells them one after another, beside the scheduler."""
 
-    def __init__(self, store: Store, to: str, say: Callable[[str], None]) -> None:
+    def __init__(self, store: ClusterStore, to: str, say: Callable[[str], None]) -> None:
         """Tell of what changes from now on.
 
         Args:

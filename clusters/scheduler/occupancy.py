@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..engines.protocol import EngineDevice
-from ..mechanisms.cluster.seats import Device, Layout, Seat
+from ..mechanisms.cluster.seats import Device, DeviceLayout, Seat
 from .leases import Lease
-from .store import Store
+from .store import ClusterStore
 
 
 class Places:
@@ -41,7 +41,7 @@ class Places:
         self._device = {name: device for device, name in self._name.items()}
         servers = list(dict.fromkeys(device.server for device in listed))
         self.num_servers = len(servers)
-        self.layout = Layout(
+        self.layout = DeviceLayout(
             self.sizes, tuple(tuple(map(servers.index, row)) for row in rows.values())
         )
 
@@ -161,7 +161,7 @@ _KEY = "rests"
 class Rests:
     """Which servers rest, and until when; in the state, so that another scheduler knows."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ClusterStore) -> None:
         """Go on where the state is."""
         self._store = store
         # Until when, and how long it was in all, by server.

@@ -21,7 +21,7 @@ from ...schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from ...schema.plan import Plan
 from ...schema.profile import Profile
 from ...schema.requests.solve import SolveRequest
-from ..mechanisms.cluster.pool import Pool
+from ..mechanisms.cluster.pool import ClusterPool
 from .submission import Submission
 
 Rate = ModelThroughput | MixThroughput
@@ -327,10 +327,10 @@ def together(rates: Iterable[Rate]) -> Throughputs:
 
 def pool_from(
     rates: Iterable[Rate], num_devices: Mapping[str, int], dollars_per_hour: Mapping[str, float]
-) -> Pool:
+) -> ClusterPool:
     """A cluster's devices by type, with prices and the rates of jobs, as mechanisms take it."""
     throughputs = together(rates)
-    return Pool(
+    return ClusterPool(
         throughputs=throughputs,
         num_devices=dict(num_devices),
         dollars_per_hour=dict(dollars_per_hour),

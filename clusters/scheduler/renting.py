@@ -140,7 +140,7 @@ class RealFeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class RentedTraining:
     """What runs on a rented machine, and how it is saved.
 
     Attributes:
@@ -285,7 +285,7 @@ class Agent:
     called with a line for each change.
     """
 
-    training: Training
+    training: RentedTraining
     engine: Engine
     devices: tuple[tuple[EngineDevice, ...], ...]
     feed: Feed

@@ -19,7 +19,7 @@ from ...schema.profile import Profile
 from ...schema.records import Index, Name, record, register_keys
 from ..engines.accounts import Account
 from . import group, view
-from .store import Store
+from .store import ClusterStore
 from .submission import MOST_OF_ARRAY, Submission, check_asked, submit, submit_array
 
 _MOST_WEIGHT = 1.0
@@ -60,7 +60,7 @@ def send(folder: Path, request: Request) -> Any:
         HetflowError: As ``answer``; or this user may not ask, or no scheduler runs.
     """
     if not group.is_member(folder):
-        with closing(Store.open(folder)) as store:
+        with closing(ClusterStore.open(folder)) as store:
             return answer(store, request)
     asked = request.submission
     if asked is not None and asked.profiles is not None:  # which the scheduler must not read
@@ -69,7 +69,7 @@ def send(folder: Path, request: Request) -> Any:
     return group.ask(folder, to_json(request))
 
 
-def answer_member(store: Store, text: str, member: Account) -> Any:
+def answer_member(store: ClusterStore, text: str, member: Account) -> Any:
     """Answer the request of another user.
 
     Args:
@@ -83,7 +83,7 @@ def answer_member(store: Store, text: str, member: Account) -> Any:
     return answer(store, from_json(text, Request, name="request"), member)
 
 
-def answer(store: Store, request: Request, member: Account | None = None) -> Any:
+def answer(store: ClusterStore, request: Request, member: Account | None = None) -> Any:
     """Do what is asked for; what JSON can say of it.
 
     Args:
@@ -125,7 +125,7 @@ def answer(store: Store, request: Request, member: Account | None = None) -> Any
     return None
 
 
-def _check_owner(store: Store, job: int, member: Account | None) -> None:
+def _check_owner(store: ClusterStore, job: int, member: Account | None) -> None:
     [row] = store.rows("SELECT user, uid FROM jobs WHERE number = ?", job)
     if member is not None and row["uid"] != member.uid:
         whose = f"{row['user']}'s" if row["user"] else "another user's"
@@ -134,7 +134,9 @@ def _check_owner(store: Store, job: int, member: Account | None) -> None:
         )
 
 
-def _admitted(store: Store, asked: Submission, request: Request, member: Account) -> Submission:
+def _admitted(
+    store: ClusterStore, asked: Submission, request: Request, member: Account
+) -> Submission:
     """Another user's submission, with profiles that the scheduler keeps."""
     indices = request.indices or ()
     if len(set(indices)) != len(indices) or len(indices) > MOST_OF_ARRAY:
@@ -165,7 +167,7 @@ def _admitted(store: Store, asked: Submission, request: Request, member: Account
     return asked
 
 
-def _kept(store: Store, profiles: tuple[Profile, ...], member: Account) -> Path:
+def _kept(store: ClusterStore, profiles: tuple[Profile, ...], member: Account) -> Path:
     """Write another user's profiles into a folder of the state, named by what they say."""
     texts = [to_json(one) for one in profiles]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]

@@ -15,7 +15,7 @@ from ...schema.errors import HetflowError, ProblemError
 from ...schema.launch import LaunchConfig
 from ...schema.plan import Plan
 from .leases import Lease, folder_of
-from .store import RUN, Store
+from .store import RUN, ClusterStore
 
 LONGEST_SECONDS = 600.0
 """A launch that has not answered for so long is asked to stop instead.
@@ -25,7 +25,7 @@ Joining workers first run the script up to its first batch, so a resize may take
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ResizeOutcome:
     """What became of a resize.
 
     ``moved``: the launch is on the new devices alone. ``stayed``: it holds those before alone.
@@ -36,7 +36,7 @@ class Outcome:
     detail: str
 
 
-def mapping(store: Store, lease: Lease, plan: Plan) -> LaunchConfig:
+def mapping(store: ClusterStore, lease: Lease, plan: Plan) -> LaunchConfig:
     """What a lease's launch is asked for: a plan, at the seed and level that it runs with.
 
     Raises:
@@ -49,7 +49,7 @@ def mapping(store: Store, lease: Lease, plan: Plan) -> LaunchConfig:
     return lower(plan, now.seed, now.determinism)
 
 
-def ask(store: Store, lease: Lease, config: LaunchConfig) -> None:
+def ask(store: ClusterStore, lease: Lease, config: LaunchConfig) -> None:
     """Ask a lease's launch to go over, unless it was asked before.
 
     Raises:
@@ -58,12 +58,12 @@ def ask(store: Store, lease: Lease, config: LaunchConfig) -> None:
     control.ask(_run(store, lease), config, name=_name(lease))
 
 
-def is_asked(store: Store, lease: Lease) -> bool:
+def is_asked(store: ClusterStore, lease: Lease) -> bool:
     """Whether the request is there: a scheduler may have been killed before it had written it."""
     return _request(store, lease).exists()
 
 
-def outcome(store: Store, lease: Lease, now: float) -> Outcome | None:
+def outcome(store: ClusterStore, lease: Lease, now: float) -> ResizeOutcome | None:
     """What became of a resize that was asked for; None while that is open.
 
     Args:
@@ -74,25 +74,25 @@ def outcome(store: Store, lease: Lease, now: float) -> Outcome | None:
     try:
         answer = control.answered(_request(store, lease))
     except HetflowError as error:
-        return Outcome("unknown", error.message)
+        return ResizeOutcome("unknown", error.message)
     if answer is not None:
-        return Outcome("moved" if answer.status == "done" else "stayed", answer.detail)
+        return ResizeOutcome("moved" if answer.status == "done" else "stayed", answer.detail)
     assert lease.resize_asked is not None
     if now - lease.resize_asked <= LONGEST_SECONDS:
         return None
-    return Outcome("unknown", f"its launch did not answer for {LONGEST_SECONDS:.0f} s")
+    return ResizeOutcome("unknown", f"its launch did not answer for {LONGEST_SECONDS:.0f} s")
 
 
-def forget(store: Store, lease: Lease) -> None:
+def forget(store: ClusterStore, lease: Lease) -> None:
     """Take the request and its answer away, once the record tells of it."""
     control.take_away(_run(store, lease), _request(store, lease))
 
 
-def _run(store: Store, lease: Lease) -> Path:
+def _run(store: ClusterStore, lease: Lease) -> Path:
     return folder_of(store, lease) / RUN
 
 
-def _request(store: Store, lease: Lease) -> Path:
+def _request(store: ClusterStore, lease: Lease) -> Path:
     return control.request_named(_run(store, lease), _name(lease))
 
 

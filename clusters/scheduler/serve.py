@@ -23,9 +23,9 @@ from .history import entities_of
 from .loop import Scheduler
 from .notices import Notices, words_of
 from .requests import answer_member
-from .settings import Settings
+from .settings import ClusterSettings
 from .sharing import check_settings
-from .store import Store, lock
+from .store import ClusterStore, lock
 
 POLL_SECONDS = 0.1
 _BEGAN = time.time() - time.monotonic()
@@ -44,7 +44,7 @@ _STOP, _STARTED_WITH = "stop", "started_with"
 
 
 def serve(
-    folder: Path, pool: Cluster, engine: str, settings: Settings, say: Callable[[str], None]
+    folder: Path, pool: Cluster, engine: str, settings: ClusterSettings, say: Callable[[str], None]
 ) -> None:
     """Schedule until a user asks to stop.
 
@@ -66,7 +66,7 @@ def serve(
         words_of(settings.on_change)
     members = None if settings.group is None else _group(folder, settings.group, made)
     check_settings(settings, made.devices())  # else a new folder would hold the state of no cluster
-    store = Store.create(folder)
+    store = ClusterStore.create(folder)
     with lock(folder):
         steady = _Steady(partial(Scheduler, store, made, settings), say)  # before, it may refuse
         with store.transaction():
@@ -107,7 +107,7 @@ def request_stop(folder: Path) -> None:
     Raises:
         HetflowError: No cluster was started there.
     """
-    store = Store.open(folder)
+    store = ClusterStore.open(folder)
     if store.get(_STARTED_WITH) is None:  # whoever made the state died, or was refused
         raise ProblemError(
             f"{folder}: no scheduler has run on this state yet",
@@ -168,7 +168,7 @@ class _Steady:
         return done
 
 
-def _tick(store: Store, scheduler: Scheduler) -> bool:
+def _tick(store: ClusterStore, scheduler: Scheduler) -> bool:
     """Do what is due; False, and nothing, where somebody asked to stop."""
     if store.get(_STOP):
         return False
@@ -181,7 +181,7 @@ def _drain_out(steady: _Steady) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _described(pool: Cluster, engine: str, settings: Settings) -> dict[str, object]:
+def _described(pool: Cluster, engine: str, settings: ClusterSettings) -> dict[str, object]:
     rules = settings.rules
     return {
         "pool": to_json(pool),
@@ -193,10 +193,10 @@ def _described(pool: Cluster, engine: str, settings: Settings) -> dict[str, obje
     }
 
 
-def _as_started(store: Store) -> tuple[Engine, Settings]:
+def _as_started(store: ClusterStore) -> tuple[Engine, ClusterSettings]:
     known = store.get(_STARTED_WITH)
     pool = from_json(known["pool"], Cluster, name="the cluster's state")
-    settings = Settings(
+    settings = ClusterSettings(
         policy=known["policy"],
         rules=RoundRules(round_seconds=known["round_seconds"], reset_seconds=0.0),
         grace_seconds=known["grace_seconds"],

@@ -8,7 +8,7 @@ from ..mechanisms.rounds.rules import RoundRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ClusterSettings:
     """How a live cluster is run. ``grace_seconds`` is what a job has to save in.
 
     ``policy`` is one of allocation, ``elastic``, or one of ``easyscale.VARIANTS``. ``entities`` are

@@ -23,7 +23,7 @@ from ..mechanisms.rounds.state import RoundState
 from .known_jobs import KnownJobs
 from .occupancy import Occupancy, Places
 from .plans import Rate, pool_from, rates_of
-from .settings import Settings
+from .settings import ClusterSettings
 from .submission import Submission
 from .wishes import rates_and_wish
 
@@ -59,7 +59,7 @@ class Sharing(Protocol):
         """
 
 
-def sharing_of(settings: Settings, places: Places) -> Sharing:
+def sharing_of(settings: ClusterSettings, places: Places) -> Sharing:
     """The sharing that a policy's name stands for.
 
     Raises:
@@ -72,7 +72,7 @@ def sharing_of(settings: Settings, places: Places) -> Sharing:
     return RoundSharing(settings, places)
 
 
-def check_settings(settings: Settings, devices: Iterable[EngineDevice]) -> None:
+def check_settings(settings: ClusterSettings, devices: Iterable[EngineDevice]) -> None:
     """Check that a policy can share the devices of a cluster, before a state is made for it.
 
     Raises:
@@ -90,7 +90,7 @@ class RoundSharing:
     moves_running_jobs = False
     waits_for_rests = False
 
-    def __init__(self, settings: Settings, places: Places) -> None:
+    def __init__(self, settings: ClusterSettings, places: Places) -> None:
         """Make the policy's allocators.
 
         LAS has a faster form while no job is on several types at once.
@@ -124,7 +124,7 @@ class RoundSharing:
         self._alone.allocate(rounds.active, 0.0)
 
     def rates_of(self, asked: Submission) -> tuple[Rate, ...]:
-        """As ``Sharing``; on several types only if the job names its devices."""
+        """A job's rates, as of ``Sharing``; on several types only if the job names its devices."""
         return rates_of(asked, self._places.num_devices, self._no_mixes())
 
     def _no_mixes(self) -> str | None:
@@ -136,7 +136,7 @@ class RoundSharing:
         return None
 
     def oversize(self, num_devices: int) -> str | None:
-        """As ``Sharing``."""
+        """The jobs that nothing can hold, as of ``Sharing``."""
         most = self._most_devices
         if most is None or num_devices <= most:
             return None
@@ -149,7 +149,7 @@ class RoundSharing:
     def next_devices(
         self, state: RoundState, known: KnownJobs, occupied: Occupancy, now: float
     ) -> dict[str, Seat]:
-        """As ``Sharing``: the jobs that lack most of their shares."""
+        """Choose as ``Sharing`` does: the jobs that lack most of their shares."""
         allocator = self._mixing if state.pool.uses_mixes else self._alone
         rules = replace(self._settings.rules, fills_idle=not allocator.leaves_idle)
         found = next_round(
@@ -187,7 +187,7 @@ class FairSharing:
         return self._places.servers is None
 
     def rates_of(self, asked: Submission) -> tuple[Rate, ...]:
-        """As ``Sharing``; all devices of a job are on one server."""
+        """A job's rates, as of ``Sharing``; all its devices are on one server."""
         try:
             return rates_of(asked, self._places.largest)
         except InfeasibleError as error:
@@ -195,13 +195,13 @@ class FairSharing:
             raise InfeasibleError(f"{error.message}{where}", hint=error.hint) from None
 
     def oversize(self, num_devices: int) -> str | None:
-        """As ``Sharing``; jobs get as many as their server has."""
+        """Jobs that nothing can hold, as of ``Sharing``; jobs get as many as their server has."""
         return None
 
     def next_devices(
         self, state: RoundState, known: KnownJobs, occupied: Occupancy, now: float
     ) -> dict[str, Seat]:
-        """As ``Sharing``: by weight."""
+        """Choose as ``Sharing`` does: by weight."""
         return elastic.next_shares(
             state, known.numbers, now, sizes=self._places.sizes,
             down={*occupied.down, *occupied.taken},
@@ -220,18 +220,18 @@ class Proposals:
         self._variant, self._places = variant, places
 
     def rates_of(self, asked: Submission) -> tuple[Rate, ...]:
-        """As ``Sharing``; all devices of a job are on one server."""
+        """A job's rates, as of ``Sharing``; all its devices are on one server."""
         places = self._places
         return rates_and_wish(asked, places.num_devices, places.layout, self._variant)[0]
 
     def oversize(self, num_devices: int) -> str | None:
-        """As ``Sharing``; whom no server can hold has no rates."""
+        """Jobs that nothing can hold, as of ``Sharing``; whom no server holds has no rates."""
         return None
 
     def next_devices(
         self, state: RoundState, known: KnownJobs, occupied: Occupancy, now: float
     ) -> dict[str, Seat]:
-        """As ``Sharing``: by what each job can run on."""
+        """Choose as ``Sharing`` does: by what each job can run on."""
         return easyscale.next_devices(
             state, {job.id: known.wish(job.id) for job in state.active.jobs}, now,
             variant=self._variant, layout=self._places.layout,

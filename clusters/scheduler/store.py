@@ -108,7 +108,7 @@ _LATER = (
 _TRAINED = "UPDATE leases SET began = started, trained = started WHERE trained IS NULL"
 
 
-class Store:
+class ClusterStore:
     """The file of one cluster, open."""
 
     def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
@@ -117,7 +117,7 @@ class Store:
         self._connection = connection
 
     @classmethod
-    def create(cls, folder: Path) -> "Store":
+    def create(cls, folder: Path) -> "ClusterStore":
         """Open a cluster's state, or begin one: it is complete afterwards, or absent.
 
         Raises:
@@ -130,7 +130,7 @@ class Store:
             return cls._of(folder)
 
     @classmethod
-    def _of(cls, folder: Path) -> "Store":
+    def _of(cls, folder: Path) -> "ClusterStore":
         store = cls(folder, _connected(folder / FILE))
         try:
             store._refuse_others()
@@ -141,7 +141,7 @@ class Store:
         return store
 
     @classmethod
-    def open(cls, folder: Path) -> "Store":
+    def open(cls, folder: Path) -> "ClusterStore":
         """Open the state of a cluster that was started.
 
         Raises:
@@ -151,7 +151,7 @@ class Store:
         return cls._of(folder)
 
     @classmethod
-    def read(cls, folder: Path) -> "Store":
+    def read(cls, folder: Path) -> "ClusterStore":
         """Open the state of a cluster that was started, and never write to it.
 
         Raises:

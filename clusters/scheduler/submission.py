@@ -26,7 +26,7 @@ from ...schema.options import option, options
 from ...schema.records import Count, Index, Name, Positive, PositiveSeconds, record, register_keys
 from ...schema.spelling import nearest
 from ..engines.accounts import Account
-from .store import Store
+from .store import ClusterStore
 from .view import job_number
 
 PATHS = ("script", "profiles", "directory")
@@ -426,7 +426,7 @@ def array_indices(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def submit(store: Store, asked: Submission, member: Account | None = None) -> int:
+def submit(store: ClusterStore, asked: Submission, member: Account | None = None) -> int:
     """Add a job to the queue; its number.
 
     Args:
@@ -443,7 +443,7 @@ def submit(store: Store, asked: Submission, member: Account | None = None) -> in
 
 
 def submit_array(
-    store: Store, asked: Submission, indices: Sequence[int], member: Account | None = None
+    store: ClusterStore, asked: Submission, indices: Sequence[int], member: Account | None = None
 ) -> list[int]:
     """Add a job for each index of an array, all or none; their numbers.
 
@@ -454,7 +454,7 @@ def submit_array(
     return _add(store, jobs, member)
 
 
-def _add(store: Store, jobs: Sequence[Submission], member: Account | None) -> list[int]:
+def _add(store: ClusterStore, jobs: Sequence[Submission], member: Account | None) -> list[int]:
     user, uid = (user_name(), None) if member is None else (member.name, member.uid)
     known = (store.get("started_with") or {}).get("entities") or ()
     is_entity = any(one["name"] == user for one in known)
@@ -479,12 +479,14 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def _numbered(store: Store, after: str) -> str:
+def _numbered(store: ClusterStore, after: str) -> str:
     number = job_number(store, after.removesuffix(_OK))
     return f"{number}{_OK if after.endswith(_OK) else ''}"
 
 
-def prospect(store: Store, asked: Submission) -> tuple[Literal["now", "later", "never"], str]:
+def prospect(
+    store: ClusterStore, asked: Submission
+) -> tuple[Literal["now", "later", "never"], str]:
     """Whether the jobs that one comes after let it begin, and why not."""
     for one in asked.after:
         number, is_ok = int(one.removesuffix(_OK)), one.endswith(_OK)
@@ -498,7 +500,7 @@ def prospect(store: Store, asked: Submission) -> tuple[Literal["now", "later", "
     return "now", ""
 
 
-def _check_entity(store: Store, asked: Submission, member: Account | None) -> None:
+def _check_entity(store: ClusterStore, asked: Submission, member: Account | None) -> None:
     if member is not None and asked.entity is not None:
         own = {member.name} | member.group_names()
         if asked.entity not in own:

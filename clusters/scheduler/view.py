@@ -11,7 +11,7 @@ from ...schema.options import option
 from ...schema.spelling import whole_number
 from ..engines.accounts import Account
 from ..engines.protocol import OUTPUT
-from .store import RUN, SHOWN_STATE, STARTS, Store
+from .store import RUN, SHOWN_STATE, STARTS, ClusterStore
 
 Wish = Literal["hold", "release", "cancel"]
 _OVER = ("done", "cancelled")
@@ -68,12 +68,16 @@ class QueuedJob:
     user: str | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
 def queue(
-    store: Store, *, finished: int = 10, most_open: int | None = None, member: Account | None = None
+    store: ClusterStore,
+    *,
+    finished: int = 10,
+    most_open: int | None = None,
+    member: Account | None = None,
 ) -> list[QueuedJob]:
     """Jobs that are not over, in order of submission, then those that ended last.
 
@@ -137,7 +141,7 @@ def _row(plain: Mapping[str, Any]) -> QueuedJob:
     return QueuedJob(**{**plain, **lists, "measured": measured})
 
 
-def _measured(store: Store, number: int) -> MeasuredRate | None:
+def _measured(store: ClusterStore, number: int) -> MeasuredRate | None:
     rows = store.rows(
         "SELECT devices, measured_steps_per_second, predicted_steps_per_second FROM leases "
         "WHERE job = ? AND measured_steps_per_second IS NOT NULL ORDER BY number DESC LIMIT 1",
@@ -152,7 +156,7 @@ def _measured(store: Store, number: int) -> MeasuredRate | None:
     )
 
 
-def job_number(store: Store, named: str) -> int:
+def job_number(store: ClusterStore, named: str) -> int:
     """The job of a number, or of a name that only one job has.
 
     Raises:
@@ -172,7 +176,7 @@ def job_number(store: Store, named: str) -> int:
     raise ProblemError(f"no job {named!r}", hint="`hetflow queue` lists them")
 
 
-def ask(store: Store, number: int, wish: Wish) -> None:
+def ask(store: ClusterStore, number: int, wish: Wish) -> None:
     """Ask the scheduler to hold, release or cancel a job.
 
     Raises:
@@ -189,7 +193,7 @@ def ask(store: Store, number: int, wish: Wish) -> None:
         store.run("UPDATE jobs SET wanted = ? WHERE number = ?", wish, number)
 
 
-def drain(store: Store, named: str, *, undo: bool) -> None:
+def drain(store: ClusterStore, named: str, *, undo: bool) -> None:
     """Keep jobs off a device type or a server from the next round on, or end that.
 
     Raises:
@@ -206,7 +210,7 @@ def drain(store: Store, named: str, *, undo: bool) -> None:
         store.set("drained", sorted(drained if undo else drained | {named}))
 
 
-def outputs(store: Store, number: int) -> list[tuple[str, Path]]:
+def outputs(store: ClusterStore, number: int) -> list[tuple[str, Path]]:
     """What a job's launches wrote, oldest first: their devices, and the file, if it is there."""
     rows = store.rows(
         "SELECT coalesce(launch, number) AS launch, devices FROM leases WHERE job = ? "
@@ -223,7 +227,7 @@ def outputs(store: Store, number: int) -> list[tuple[str, Path]]:
 
 
 def finished_runs(
-    store: Store, number: int, *, most: int = 20
+    store: ClusterStore, number: int, *, most: int = 20
 ) -> tuple[Path, str | None, list[Path]]:
     """A job's profiles and model, and the runs of jobs done with these, the last ones first.
 
@@ -259,7 +263,7 @@ def finished_runs(
     return Path(asked["profiles"]), asked.get("model"), found
 
 
-def is_open(store: Store, number: int) -> bool:
+def is_open(store: ClusterStore, number: int) -> bool:
     """Whether a job may still write something."""
     [row] = store.rows("SELECT state FROM jobs WHERE number = ?", number)
     return row["state"] not in (*_OVER, "held")

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ...schema.cluster import Cluster
 from ...schema.errors import FileError, InfeasibleError
 from ...schema.jobs import MixThroughput
-from ..mechanisms.cluster.seats import Layout
+from ..mechanisms.cluster.seats import DeviceLayout
 from ..mechanisms.easyscale import ByType, Elastic, Fixed, Variant, Wish, alone
 from .plans import Rate, kind_of, may_mix, rate_on, rates_of
 from .submission import Submission
 
 
 def rates_and_wish(
-    asked: Submission, num_devices: Mapping[str, int], layout: Layout, variant: Variant
+    asked: Submission, num_devices: Mapping[str, int], layout: DeviceLayout, variant: Variant
 ) -> tuple[tuple[Rate, ...], Wish]:
     """A new job's rates, as ``plans.rates_of`` gives them, and its wish.
 

@@ -11,8 +11,8 @@ from ...schema.lazy import lazy_names
 if TYPE_CHECKING:
     from ..mechanisms.allocators.named import allocator_named
     from ..mechanisms.allocators.shares import Allocator, Shares
-    from ..mechanisms.cluster.pool import Pool
-    from ..mechanisms.cluster.seats import Layout
+    from ..mechanisms.cluster.pool import ClusterPool
+    from ..mechanisms.cluster.seats import DeviceLayout
     from .cases import SCHEDULERS, Case, report, run_case, sweep
     from .cluster.failures import FailureOptions
     from .events.fair_share import FairShareOptions, simulate_fair_share
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from .mixes import split_throughput
     from .rounds.options import RoundOptions
     from .rounds.simulate import simulate_rounds
-    from .traces.arrivals import TraceOptions, draw_jobs
+    from .traces.arrivals import DrawOptions, draw_jobs
 
 _NAMES = {
     "..mechanisms.allocators.named": "allocator_named",
     "..mechanisms.allocators.shares": "Allocator Shares",
-    "..mechanisms.cluster.seats": "Layout",
-    "..mechanisms.cluster.pool": "Pool",
+    "..mechanisms.cluster.seats": "DeviceLayout",
+    "..mechanisms.cluster.pool": "ClusterPool",
     ".cases": "SCHEDULERS Case report run_case sweep",
     ".cluster.failures": "FailureOptions",
     ".events.fair_share": "FairShareOptions simulate_fair_share",
@@ -45,13 +45,13 @@ __all__ = [
     "Case",
     "FailureOptions",
     "FairShareOptions",
-    "Layout",
-    "Pool",
+    "DeviceLayout",
+    "ClusterPool",
     "ProposalOptions",
     "RoundOptions",
     "Shares",
     "Simulation",
-    "TraceOptions",
+    "DrawOptions",
     "allocator_named",
     "draw_jobs",
     "report",

@@ -21,8 +21,8 @@ from ...schema.simulation import SimulationRun
 from ...solvers.market.offers import Prices
 from ..mechanisms.allocators.named import allocator_named, always_pairs
 from ..mechanisms.allocators.shares import Allocator
-from ..mechanisms.cluster.pool import Pool
-from ..mechanisms.cluster.seats import Layout
+from ..mechanisms.cluster.pool import ClusterPool
+from ..mechanisms.cluster.seats import DeviceLayout
 from ..mechanisms.easyscale import Variant
 from .cluster.failures import FailureOptions
 from .events.fair_share import FairShareOptions, simulate_fair_share
@@ -31,14 +31,14 @@ from .market.many_jobs import MarketOptions, simulate_market
 from .metrics import Simulation, summarise
 from .rounds.options import RoundOptions
 from .rounds.simulate import simulate_rounds
-from .traces.arrivals import TraceOptions, draw_jobs
+from .traces.arrivals import DrawOptions, draw_jobs
 
 Progress = Callable[[int, float], None] | None
-Run = Callable[["Case", Iterable[Job], Pool, Progress], Simulation]
+Run = Callable[["Case", Iterable[Job], ClusterPool, Progress], Simulation]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduler:
+class SimulatedScheduler:
     """What shares a cluster over time.
 
     ``run`` simulates a case. ``is_in_rounds``: it follows a policy, and pairs of jobs may share
@@ -52,7 +52,7 @@ class Scheduler:
     knows_servers: bool = True
 
 
-SCHEDULERS: Registry[Scheduler] = Registry(
+SCHEDULERS: Registry[SimulatedScheduler] = Registry(
     "scheduler",
     group="hetflow.schedulers",
     own=(__name__, "hetflow.papers.gavel.published_rounds", "hetflow.papers.easyscale.schedulers"),
@@ -81,7 +81,7 @@ class Case:
     throughputs: Throughputs
     num_devices: dict[str, int]
     dollars_per_hour: dict[str, float] = field(default_factory=dict)
-    trace: TraceOptions | None = None
+    trace: DrawOptions | None = None
     scheduler: str = "rounds"
     policy: str = "las"
     agnostic: bool = False
@@ -141,7 +141,7 @@ class Case:
             )
 
     @property
-    def mechanism(self) -> Scheduler:
+    def mechanism(self) -> SimulatedScheduler:
         """What shares the cluster."""
         return _RENTING if self.scheduler == MARKET else SCHEDULERS.get(self.scheduler)
 
@@ -151,11 +151,11 @@ class Case:
         return self.restart_seconds if self.resize_seconds is None else self.resize_seconds
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> DeviceLayout | None:
         """The servers that devices are on; None for a flat pool, or a mechanism that knows none."""
         if self.servers is None or not self.mechanism.knows_servers:
             return None
-        layout = Layout.apart(self.servers)
+        layout = DeviceLayout.apart(self.servers)
         if self.server_numbers is None:
             return layout
         return replace(layout, servers=self.server_numbers)
@@ -220,7 +220,7 @@ def run_case(
             raise ProblemError("a case needs a trace: jobs, or a recipe to draw them")
         jobs = draw_jobs(case.trace, case.throughputs)
     mixed = case.placement == "mixed" and case.servers is not None
-    pool = Pool(
+    pool = ClusterPool(
         throughputs=case.throughputs,
         num_devices=case.num_devices,
         dollars_per_hour=case.dollars_per_hour,
@@ -230,12 +230,12 @@ def run_case(
     return case.mechanism.run(case, jobs, pool, on_progress)
 
 
-def _on_a_market(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
+def _on_a_market(case: Case, jobs: Iterable[Job], pool: ClusterPool, told: Progress) -> Simulation:
     assert case.market is not None
     return simulate_market(jobs, pool, case.market, case.market_options, told)
 
 
-_RENTING = Scheduler(run=_on_a_market, resizes=False)
+_RENTING = SimulatedScheduler(run=_on_a_market, resizes=False)
 
 
 def _events(case: Case) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _events(case: Case) -> dict[str, Any]:
 def by_proposals(
     variant: Variant | None = None,
     simulate: Callable[
-        [Iterable[Job], Pool, ProposalOptions, Progress], Simulation
+        [Iterable[Job], ClusterPool, ProposalOptions, Progress], Simulation
     ] = simulate_proposals,
 ) -> Run:
     """How one of EasyScale's schedulers runs a case, or what ``simulate`` does instead of it."""
@@ -267,7 +267,9 @@ def _by_fair_share(scheduler: Literal["elastic", "static_priority"]) -> Run:
     )
 
 
-def allocator_of(case: Case, pool: Pool, *, blind: bool = False, warm: bool = True) -> Allocator:
+def allocator_of(
+    case: Case, pool: ClusterPool, *, blind: bool = False, warm: bool = True
+) -> Allocator:
     """The case's policy; for ``blind`` and ``warm`` see ``allocator_named``.
 
     Raises:
@@ -305,16 +307,16 @@ def round_options(case: Case, allocator: Allocator) -> RoundOptions:
     )
 
 
-def _in_rounds(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
+def _in_rounds(case: Case, jobs: Iterable[Job], pool: ClusterPool, told: Progress) -> Simulation:
     allocator = allocator_of(case, pool, warm=case.optimum == "vertex")
     return simulate_rounds(jobs, pool, allocator, round_options(case, allocator), told)
 
 
 for _name, _scheduler in {
-    "rounds": Scheduler(run=_in_rounds, is_in_rounds=True),
-    "elastic": Scheduler(run=_by_fair_share("elastic")),
-    "static-priority": Scheduler(run=_by_fair_share("static_priority"), resizes=False),
-    "easyscale": Scheduler(run=by_proposals()),
+    "rounds": SimulatedScheduler(run=_in_rounds, is_in_rounds=True),
+    "elastic": SimulatedScheduler(run=_by_fair_share("elastic")),
+    "static-priority": SimulatedScheduler(run=_by_fair_share("static_priority"), resizes=False),
+    "easyscale": SimulatedScheduler(run=by_proposals()),
 }.items():
     SCHEDULERS.add(_name, _scheduler, __name__)
 

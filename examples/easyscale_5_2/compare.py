@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetflow.clusters.mechanisms.easyscale import Variant
-from hetflow.clusters.simulator import Pool, ProposalOptions, simulate_proposals, summarise
+from hetflow.clusters.simulator import ClusterPool, ProposalOptions, simulate_proposals, summarise
 from hetflow.papers.easyscale.schedulers import simulate_yarn
 from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
@@ -91,8 +91,8 @@ def draw(seed: int, jobs_per_hour: float, choice: Choice) -> list[Job]:
 def ratios(jobs: list[Job], choice: Choice) -> tuple[float, ...]:
     """JCT and makespan of YARN-CS over both EasyScales'; then YARN-CS's utilisation in percent."""
     speeds = SPEEDS[choice.speeds]
-    bound = Pool(throughputs=table(speeds, bound=True), num_devices=DEVICES)
-    free = Pool(throughputs=table(speeds, bound=False), num_devices=DEVICES)
+    bound = ClusterPool(throughputs=table(speeds, bound=True), num_devices=DEVICES)
+    free = ClusterPool(throughputs=table(speeds, bound=False), num_devices=DEVICES)
     yarn = summarise(simulate_yarn(jobs, bound))
     trade = take if choice.takes else None
     homogeneous = ProposalOptions(variant=Variant(mixes=False, trade=trade))

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.simulator import Pool, Shares
+from hetflow.clusters.simulator import ClusterPool, Shares
 
 
 class Isolated:
@@ -34,7 +34,7 @@ class GavelFifo:
 
     agnostic, shares_space, leaves_idle = True, False, True
 
-    def __init__(self, pool: Pool, seed: int = 0, *, mended: bool = False) -> None:
+    def __init__(self, pool: ClusterPool, seed: int = 0, *, mended: bool = False) -> None:
         """Start without jobs.
 
         Args:

@@ -22,10 +22,10 @@ from baselines import GavelFifo, Isolated
 from hetflow.clusters.simulator import (
     Allocator,
     Case,
-    Pool,
+    ClusterPool,
+    DrawOptions,
     RoundOptions,
     Simulation,
-    TraceOptions,
     draw_jobs,
     report,
     run_case,
@@ -36,7 +36,7 @@ from hetflow.papers.gavel.baselines import Gandiva
 from hetflow.schema.errors import HetflowError
 
 HOUR = 3600.0
-Baseline = Callable[[Pool, int], Allocator]
+Baseline = Callable[[ClusterPool, int], Allocator]
 
 
 def drawn(case: Case, seed: int) -> Case:
@@ -50,7 +50,7 @@ def run(case: Case, baseline: Baseline | None = None) -> Simulation:
     if baseline is None:
         return run_case(case)
     assert case.trace is not None
-    pool = Pool(throughputs=case.throughputs, num_devices=case.num_devices)
+    pool = ClusterPool(throughputs=case.throughputs, num_devices=case.num_devices)
     allocator = baseline(pool, case.seed)
     options = RoundOptions(seed=case.seed, fills_idle=not allocator.leaves_idle)
     return simulate_rounds(draw_jobs(case.trace, case.throughputs), pool, allocator, options)
@@ -165,7 +165,7 @@ def makespan(single: Case, seeds: int, quick: bool) -> None:
             single,
             window=None,
             policy="makespan",
-            trace=TraceOptions(kind="static-multiple", num_jobs=jobs),
+            trace=DrawOptions(kind="static-multiple", num_jobs=jobs),
         )
         over_fifo, over_gandiva, packed = MAKESPANS[jobs]
         name, paper = f"makespan, {jobs} jobs, over", f"2.5x (published {over_fifo})"
@@ -200,7 +200,7 @@ def main() -> None:
     single = Case(
         throughputs=read_gavel_throughputs(arguments.throughputs),
         num_devices={"v100": 36, "p100": 36, "k80": 36},
-        trace=TraceOptions(kind="continuous-single", num_jobs=number, jobs_per_hour=5.6),
+        trace=DrawOptions(kind="continuous-single", num_jobs=number, jobs_per_hour=5.6),
         window=window,
     )
     assert single.trace is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from baselines import GavelFifo
 
-from hetflow.clusters.simulator import Pool, RoundOptions, simulate_rounds
+from hetflow.clusters.simulator import ClusterPool, RoundOptions, simulate_rounds
 from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.errors import HetflowError
 
@@ -34,7 +34,7 @@ def main() -> None:
         if stored["policy"] != "fifo":
             continue
         numbers = map(int, stored["cluster"].split(":"))
-        pool = Pool(throughputs=table, num_devices=dict(zip(TYPES, numbers, strict=True)))
+        pool = ClusterPool(throughputs=table, num_devices=dict(zip(TYPES, numbers, strict=True)))
         mended = "fixfifo" in stored["options"]
         found = []
         for seed in range(arguments.seeds):

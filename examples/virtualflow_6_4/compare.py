@@ -15,8 +15,8 @@ import sys
 import numpy as np
 
 from hetflow.clusters.simulator import (
+    ClusterPool,
     FairShareOptions,
-    Pool,
     Simulation,
     simulate_fair_share,
     summarise,
@@ -38,7 +38,7 @@ SCALINGS = (1.0, 0.8, 0.6, 0.4)  # exponents: on n of d GPUs a job runs at (n / 
 
 def both(jobs: list[Job], devices: int, scaling: float) -> tuple[Simulation, Simulation]:
     """Run the static priority scheduler and the elastic one on the same jobs."""
-    pool = Pool(throughputs=TABLE, num_devices={"V100": devices})
+    pool = ClusterPool(throughputs=TABLE, num_devices={"V100": devices})
     static = simulate_fair_share(jobs, pool, FairShareOptions(scheduler="static_priority"))
     elastic = FairShareOptions(efficiency=lambda n, demand: (n / demand) ** scaling)
     return static, simulate_fair_share(jobs, pool, elastic)

@@ -8,7 +8,7 @@ as a pair, so that the transfers of each hide behind the other's computation.
 
 from collections.abc import Callable
 
-from ...planning.schedules.assemble import Order, Pass, Slot, assemble
+from ...planning.schedules.assemble import Pass, PassOrder, Slot, assemble
 from ...planning.schedules.registry import schedule
 from ...schema.errors import ProblemError
 from ...schema.operations import Kind, Schedule
@@ -39,7 +39,7 @@ def bidirectional(shape: PipelineShape) -> Schedule:
     for rank in range(p):
         place = min(rank, p - 1 - rank)
         slots.append(_one_rank(p // 2, place, m // 2, _direction(rank, p, m)))
-    order = Order(
+    order = PassOrder(
         placement=tuple((min(s, p - 1 - s), max(s, p - 1 - s)) for s in range(p)),
         slots=slots,
         num_microbatches=m,
@@ -67,7 +67,7 @@ def v_shaped(shape: PipelineShape) -> Schedule:
         return lambda kind, phase, k: (kind, stage[phase], k)
 
     slots = [_one_rank(p, rank, m, make(rank)) for rank in range(p)]
-    order = Order(
+    order = PassOrder(
         placement=tuple((min(s, 2 * p - 1 - s),) for s in range(2 * p)),
         slots=slots,
         num_microbatches=m,

@@ -5,10 +5,10 @@ YARN is first in, first out: a whole gang of one type at once.
 
 from collections.abc import Callable, Iterable
 
-from ...clusters.mechanisms.cluster.pool import Pool
+from ...clusters.mechanisms.cluster.pool import ClusterPool
 from ...clusters.mechanisms.easyscale import VARIANTS
 from ...clusters.mechanisms.proposals import admit_gangs
-from ...clusters.simulator.cases import SCHEDULERS, Scheduler, by_proposals
+from ...clusters.simulator.cases import SCHEDULERS, SimulatedScheduler, by_proposals
 from ...clusters.simulator.events.events import Counts, Entry, EventCluster
 from ...clusters.simulator.events.proposals import ProposalOptions, est_rate
 from ...clusters.simulator.metrics import Simulation
@@ -17,7 +17,7 @@ from ...schema.jobs import Job
 
 def simulate_yarn(
     jobs: Iterable[Job],
-    pool: Pool,
+    pool: ClusterPool,
     options: ProposalOptions | None = None,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> Simulation:
@@ -53,6 +53,8 @@ class _Yarn(EventCluster):
         ]
 
 
-SCHEDULERS.add("yarn", Scheduler(run=by_proposals(simulate=simulate_yarn), resizes=False), __name__)
+SCHEDULERS.add(
+    "yarn", SimulatedScheduler(run=by_proposals(simulate=simulate_yarn), resizes=False), __name__
+)
 for _name in ("easyscale-taking", "easyscale-homogeneous"):
-    SCHEDULERS.add(_name, Scheduler(run=by_proposals(VARIANTS.get(_name))), __name__)
+    SCHEDULERS.add(_name, SimulatedScheduler(run=by_proposals(VARIANTS.get(_name))), __name__)

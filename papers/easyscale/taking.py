@@ -8,12 +8,12 @@ Homogeneous jobs keep to one type of devices while they run.
 """
 
 from ...clusters.mechanisms.easyscale import VARIANTS, Variant
-from ...clusters.mechanisms.proposals import Bidder, Counts, Exchange, plus
+from ...clusters.mechanisms.proposals import Bidder, Counts, TentativeHoldings, plus
 
 _FACTOR = 1.0 + 1e-9  # of a product of rates: growth that is not rounding
 
 
-def take(exchange: Exchange) -> None:
+def take(exchange: TentativeHoldings) -> None:
     """Let devices change hands while that makes jobs faster on the whole."""
     trade = _Trade(exchange)
     while trade.take_one():
@@ -23,7 +23,7 @@ def take(exchange: Exchange) -> None:
 
 
 class _Trade:
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: TentativeHoldings) -> None:
         self.exchange = exchange
         self.has_leftovers = False  # whether a giver had to give more than what was taken
 

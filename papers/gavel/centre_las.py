@@ -9,8 +9,8 @@ from ...clusters.mechanisms.allocators.shares import OPTIMA, Shares
 from ...clusters.mechanisms.cluster.active import Active
 from ...solvers.allocation.engine import solve_alone
 from ...solvers.allocation.interior.method import over_rows
-from ...solvers.allocation.program import Floats, Ints, Program
-from .face import Face, Rows, climb, optimal_face, roomy_face
+from ...solvers.allocation.program import Floats, FractionProgram, Ints
+from .face import Face, FaceRows, climb, optimal_face, roomy_face
 
 _ROOM = 0.005  # relative, of what a guess leaves none of
 
@@ -79,7 +79,7 @@ def _near_centre(face: Face, rate: Floats) -> Floats:
     """By the interior point method, which ends before the centre but never fails."""
     zero = np.zeros(len(face.count))
     found = solve_alone(
-        Program(
+        FractionProgram(
             count=face.count,
             rate=rate.T,
             usage=np.repeat(face.scale[:, None], len(face.capacity), axis=1),
@@ -116,7 +116,7 @@ def centre(face: Face, start: Floats) -> Floats | None:
     point = np.zeros(size + types)
     x, w = point[:size].reshape(types + 2, classes), point[size:]
     with np.errstate(all="ignore"):
-        fixed = Rows(face)
+        fixed = FaceRows(face)
         x[:types] = np.where(face.rate > 0, start, 0.0)
         reached = (face.rate * x[:types]).sum(axis=0)
         x[types] = np.maximum(1.0 - x[:types].sum(axis=0), _ROOM) * ~face.busy

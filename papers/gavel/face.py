@@ -99,7 +99,7 @@ def roomy_face(program: WarmMaxMin, classes: Ints, counts: Floats) -> Face:
     )  # fmt: skip
 
 
-class Rows:
+class FaceRows:
     """What does not change from step to step.
 
     Columns of a class are its types, its time to spare, what it has beyond p z; ``rows`` is what
@@ -120,7 +120,7 @@ class Rows:
         self.idle = 1.0 - f.asks
 
 
-def climb(f: Face, fixed: Rows, point: Floats) -> bool:
+def climb(f: Face, fixed: FaceRows, point: Floats) -> bool:
     """Move a point (columns, then spare devices) to the centre; whether it got there."""
     types, classes = f.rate.shape
     size = (types + 2) * classes
@@ -143,7 +143,7 @@ def climb(f: Face, fixed: Rows, point: Floats) -> bool:
     return False
 
 
-def _step(f: Face, fixed: Rows, x: Floats, w: Floats) -> Floats | None:
+def _step(f: Face, fixed: FaceRows, x: Floats, w: Floats) -> Floats | None:
     """Newton's step on 1/x = u + y rate + s price, 1/w = price, and the rows' and types' totals."""
     rows, coupled = fixed.rows, fixed.coupled
     types, number = len(w), len(coupled)

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...clusters.mechanisms.cluster.pool import Pool
+from ...clusters.mechanisms.cluster.pool import ClusterPool
 from ...clusters.simulator.cases import (
     SCHEDULERS,
     Case,
     Progress,
-    Scheduler,
+    SimulatedScheduler,
     allocator_of,
     round_options,
 )
@@ -18,7 +18,7 @@ from ...schema.jobs import Job
 from .baselines import Gandiva
 
 
-def _run(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulation:
+def _run(case: Case, jobs: Iterable[Job], pool: ClusterPool, told: Progress) -> Simulation:
     blind = case.agnostic and not case.space_sharing
     allocator = allocator_of(case, pool, blind=blind, warm=False)
     if isinstance(allocator, Gandiva):
@@ -28,5 +28,7 @@ def _run(case: Case, jobs: Iterable[Job], pool: Pool, told: Progress) -> Simulat
 
 
 SCHEDULERS.add(
-    "published-rounds", Scheduler(run=_run, is_in_rounds=True, knows_servers=False), __name__
+    "published-rounds",
+    SimulatedScheduler(run=_run, is_in_rounds=True, knows_servers=False),
+    __name__,
 )

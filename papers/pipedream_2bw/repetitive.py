@@ -25,17 +25,17 @@ from ...solvers.pipeline.cuts import cuts_of
 from ...solvers.pipeline.placements import bandwidths_of
 from ...solvers.pipeline.prediction import predicted
 from ...solvers.pipeline.stage_costs import StageCosts
-from ...solvers.pipeline.uniform.layouts import Layout, Place
-from ...solvers.pipeline.uniform.option import Cut, Option, Shape
+from ...solvers.pipeline.uniform.layouts import PipelineLayout, PipelinePlace
+from ...solvers.pipeline.uniform.option import Cut, ScheduledLayout, ShapeOption
 from . import sweep
 from .sweep import (
     ClosedForm,
     Configuration,
     CostModel,
-    Estimate,
-    Measured,
     ParallelPipelineProblem,
     Row,
+    SweepEstimate,
+    SweptRuns,
 )
 
 
@@ -105,7 +105,7 @@ class Repetitive:
                 hint=f"leave {option('repetitive')} out: the partition solver takes several",
             )
         self.repetition = repetition(self.any.layers)
-        self._options: dict[Configuration, Option] = {}
+        self._options: dict[Configuration, ShapeOption] = {}
 
     @cached_property
     def _costs(self) -> dict[tuple[int, bool], StageCosts]:
@@ -117,7 +117,7 @@ class Repetitive:
             for recompute in (False, True)
         }
 
-    def option(self, configuration: Configuration) -> tuple[Option, Cut] | None:
+    def option(self, configuration: Configuration) -> tuple[ShapeOption, Cut] | None:
         """A configuration's stages; None where p does not divide the blocks."""
         stages, size = configuration.pipeline_parallel_size, configuration.microbatch_size
         if self.repetition.num_blocks % stages:
@@ -126,7 +126,9 @@ class Repetitive:
         costs = self._costs[size, configuration.recompute]
         if configuration not in self._options:
             replicas = configuration.data_parallel_size
-            places = tuple(Place.run(0, stage * replicas, replicas) for stage in range(stages))
+            places = tuple(
+                PipelinePlace.run(0, stage * replicas, replicas) for stage in range(stages)
+            )
             held = tuple(
                 costs.stashed(replicas, (stages - stage) * replicas) for stage in range(stages)
             )
@@ -134,9 +136,9 @@ class Repetitive:
                 problem.schedule, pipeline_parallel_size=stages, num_microbatches=stages * replicas,
                 replicas=[replicas] * stages,
             )  # fmt: skip
-            layout = Layout(replicas, places)
-            shape = Shape(layout, 1, schedule, tuple(range(stages)), held)
-            self._options[configuration] = Option(problem, costs, shape)
+            layout = PipelineLayout(replicas, places)
+            shape = ScheduledLayout(layout, 1, schedule, tuple(range(stages)), held)
+            self._options[configuration] = ShapeOption(problem, costs, shape)
         number = {inside: index for index, inside in enumerate(costs.cuts.layer_sets)}
         ends = self.repetition.ends(stages, len(problem.layers))
         return self._options[configuration], tuple(number[(1 << end) - 1] for end in ends)
@@ -188,14 +190,14 @@ class Profiled:
 
     model: Repetitive
 
-    def estimate(self, configuration: Configuration, num_microbatches: int) -> Estimate | None:
+    def estimate(self, configuration: Configuration, num_microbatches: int) -> SweepEstimate | None:
         """Time and memory; None where p does not divide the blocks."""
         found = self.model.option(configuration)
         if found is None:
             return None
         option, cut = found
         per_input, pool = option.slowest(cut), option.problem.pools[0]
-        return Estimate(
+        return SweepEstimate(
             microbatch_seconds=per_input * configuration.data_parallel_size,
             memory_bytes=max(stage.memory_bytes or 0 for stage in option.stages(cut))
             + (pool.workspace_bytes if pool.base_memory_bytes is None else 0),
@@ -238,8 +240,8 @@ def _least_per_sample(model: Repetitive, rows: list[Row]) -> float:
     return least
 
 
-def _least_slowest(option: Option, cut: Cut) -> float:
-    """A bound of ``Option.slowest`` on any devices: links as fast as so many devices can have."""
+def _least_slowest(option: ShapeOption, cut: Cut) -> float:
+    """A bound of ``ShapeOption.slowest`` on any devices: links as fast as so many can have."""
     spans, links, replicas = option.spans, option.links, option.shape.layout.num_replicas
     levels = option.problem.pools[0].levels
 
@@ -255,7 +257,7 @@ def _least_slowest(option: Option, cut: Cut) -> float:
     return found
 
 
-def _plan(option: Option, cut: Cut, *, least_per_sample: float | None, num_rows: int) -> Plan:
+def _plan(option: ShapeOption, cut: Cut, *, least_per_sample: float | None, num_rows: int) -> Plan:
     """A configuration as a plan; ``least_per_sample`` bounds all, None where nothing does."""
     seconds, is_own = option.slowest(cut), least_per_sample is not None
     bound = seconds
@@ -315,14 +317,14 @@ def planned(
     return replace(plan, provenance={"cost_model": cost_model, "configurations": configurations})
 
 
-def _measured(folder: Path | None, model: str) -> Measured:
+def _measured(folder: Path | None, model: str) -> SweptRuns:
     """Read the configurations that ran under 2BW plans of this model from their run records."""
     if folder is None:
         raise ProblemError(
             f"{option('cost_model', 'measured')} needs runs to learn from",
             hint=f"add {option('runs', 'DIR')}",
         )
-    estimates: dict[Configuration, Estimate] = {}
+    estimates: dict[Configuration, SweepEstimate] = {}
     paths = sorted(folder.rglob("run.json")) if folder.is_dir() else [folder]
     for path in paths:
         record = files.read_any(path)
@@ -335,10 +337,10 @@ def _measured(folder: Path | None, model: str) -> Measured:
             f"{folder} holds no finished run of {model} under a 2bw plan with equal stages",
             hint="launch some configurations first, or use another cost model",
         )
-    return Measured(estimates=estimates)
+    return SweptRuns(estimates=estimates)
 
 
-def _configuration(record: RunRecord, model: str) -> tuple[Configuration, Estimate] | None:
+def _configuration(record: RunRecord, model: str) -> tuple[Configuration, SweepEstimate] | None:
     plan = record.plan
     replicas = {stage.num_replicas for stage in plan.stages}
     seconds = record.measured_step_seconds
@@ -353,7 +355,7 @@ def _configuration(record: RunRecord, model: str) -> tuple[Configuration, Estima
         recompute=plan.recomputes,
     )
     peaks = [device.peak_memory_bytes or 0 for device in record.devices]
-    return configuration, Estimate(
+    return configuration, SweepEstimate(
         microbatch_seconds=seconds / (plan.num_microbatches // size),
         memory_bytes=float(max(peaks, default=0)),
     )

@@ -24,7 +24,7 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class SweepEstimate:
     """Seconds per microbatch of a pipeline, and bytes of the fullest device."""
 
     microbatch_seconds: float
@@ -34,7 +34,7 @@ class Estimate:
 class CostModel(Protocol):
     """THROUGHPUT(.) and MEMORY(.) of algorithm 1 in one; None where it knows nothing."""
 
-    def estimate(self, configuration: Configuration, num_microbatches: int) -> Estimate | None:
+    def estimate(self, configuration: Configuration, num_microbatches: int) -> SweepEstimate | None:
         """Time and memory of a configuration that accumulates m microbatches."""
 
 
@@ -64,12 +64,12 @@ class ClosedForm:
     slow_bytes_per_second: float
     recompute_factor: float = 4 / 3
 
-    def estimate(self, configuration: Configuration, num_microbatches: int) -> Estimate | None:
+    def estimate(self, configuration: Configuration, num_microbatches: int) -> SweepEstimate | None:
         """Time and memory; None where p does not divide the blocks or b was not measured."""
         unmeasured = configuration.microbatch_size not in self.block_seconds
         if unmeasured or self.num_blocks % configuration.pipeline_parallel_size:
             return None
-        return Estimate(
+        return SweepEstimate(
             microbatch_seconds=self._seconds(configuration, num_microbatches),
             memory_bytes=self._bytes(configuration),
         )
@@ -107,12 +107,12 @@ class ClosedForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class SweptRuns:
     """Configurations that were run for a while: what the thesis's own experiments used."""
 
-    estimates: Mapping[Configuration, Estimate]
+    estimates: Mapping[Configuration, SweepEstimate]
 
-    def estimate(self, configuration: Configuration, num_microbatches: int) -> Estimate | None:
+    def estimate(self, configuration: Configuration, num_microbatches: int) -> SweepEstimate | None:
         """The measurement, or None where the configuration was not run."""
         return self.estimates.get(configuration)
 

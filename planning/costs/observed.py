@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...schema.optimizer import OptimizerState
 from ...schema.plan import ReplicaGroup
 from ...schema.profile import Profile
-from ...schema.run import DeviceRun, MeasuredTerm, RunRecord, StepTerms
+from ...schema.run import DeviceRun, MeasuredTerm, MeasuredTerms, RunRecord
 
 FEWEST_STEPS = 10
 """Full steps after the warm-up that a run must have to correct anything."""
@@ -127,13 +127,13 @@ def _worker(device: DeviceRun, group: ReplicaGroup, host: int, is_alone: bool) -
     )
 
 
-def _older_terms(device: DeviceRun) -> StepTerms | None:
+def _older_terms(device: DeviceRun) -> MeasuredTerms | None:
     """What a record without terms has of them: the medians of whole parts of the step."""
     step, sync, update = device.step_seconds, device.sync_seconds, device.update_seconds
     steps = device.num_steps - _WARMUP_STEPS
     if step is None or sync is None or update is None or steps < 1:
         return None
-    return StepTerms(
+    return MeasuredTerms(
         num_steps=steps,
         step=MeasuredTerm(seconds=step),
         sync=MeasuredTerm(seconds=sync),

@@ -42,7 +42,7 @@ def alternating(microbatches: Sequence[int], ahead: int) -> list[Turn]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class PassOrder:
     """The passes of each rank, and how weights are updated.
 
     Attributes:
@@ -63,7 +63,7 @@ class Order:
 
 def assemble(
     name: str,
-    order: Order,
+    order: PassOrder,
     *,
     weight_semantics: WeightSemantics = "flush",
     max_in_flight: Sequence[int] | None = None,
@@ -103,7 +103,7 @@ def assemble(
 class _Rank:
     """Builds the list of operations of one rank."""
 
-    def __init__(self, rank: int, order: Order, holder: dict[tuple[int, int], int]) -> None:
+    def __init__(self, rank: int, order: PassOrder, holder: dict[tuple[int, int], int]) -> None:
         self.rank = rank
         self.order = order
         self.holder = holder

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ...schema.operations import Kind, Schedule, WeightSemantics
 from ...schema.pipeline_shape import PipelineShape
 from . import closed_forms
-from .assemble import Order, Slot, alternating, assemble
+from .assemble import PassOrder, Slot, alternating, assemble
 from .registry import schedule
 
 
@@ -65,7 +65,7 @@ def build(
         for replica in range(count):
             mine = shape.microbatches_of(position, replica)
             slots.append(one_rank(mine, position, depth[position]))
-    order = Order(
+    order = PassOrder(
         placement=shape.ranks_of_position,
         slots=slots,
         num_microbatches=shape.num_microbatches,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from ...schema.operations import Schedule
 from ...schema.pipeline_shape import PipelineShape
-from .assemble import Order, Slot, assemble
+from .assemble import PassOrder, Slot, assemble
 
 Pipeline = Sequence[Sequence[Slot]]
 
@@ -43,7 +43,7 @@ def parallel_pipelines(
         for position in range(shape.pipeline_parallel_size)
         for replica in range(count)
     ]
-    order = Order(
+    order = PassOrder(
         placement=tuple(shape.ranks_of_position[position] for position in positions),
         slots=slots,
         num_microbatches=shape.num_microbatches,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ...schema.errors import ProblemError
 from ...schema.operations import PASSES, Kind, Operation, Schedule
 from ...schema.pipeline_shape import Placement
-from .assemble import Order, Pass, assemble
+from .assemble import Pass, PassOrder, assemble
 
 _LETTERS = {
     "F": Kind.FORWARD,
@@ -84,7 +84,7 @@ def from_text(
         [tuple(_read(word, rank, placement) for word in pair.split("&")) for pair in line.split()]
         for rank, line in enumerate(lines)
     ]
-    order = Order(placement=placement, slots=slots, num_microbatches=num_microbatches)
+    order = PassOrder(placement=placement, slots=slots, num_microbatches=num_microbatches)
     return assemble(name, order)
 
 

@@ -19,7 +19,7 @@ from ...schema.options import option
 from ..nested_tensors import mapped, tensors_in
 from .losses import Known
 from .patching import around, check_version
-from .training import Cuts, Share, note_split, training, with_scalars
+from .training import Share, ShareSampler, note_split, training, with_scalars
 
 # Data without an index: each worker reads all samples, and keeps its share of each batch.
 
@@ -102,7 +102,7 @@ def adapt(module: Any) -> None:
     from accelerate.utils import operations
 
     around(PartialState, "__init__", _join)
-    loaders.BatchSamplerShard = lambda batches, *_, **__: Cuts(training(), batches)
+    loaders.BatchSamplerShard = lambda batches, *_, **__: ShareSampler(training(), batches)
     for module in (accelerators, loaders):
         around(module, "prepare_data_loader", _prepare_loader)
     around(loaders.DataLoaderShard, "__iter__", _deliver)
@@ -204,7 +204,7 @@ def _cut(loader: Any) -> Any:
             "needs a batch_size"
         )
     # A DataLoader refuses other batches once it is made; only its iterators read them.
-    cuts = Cuts(training(), loader.batch_sampler)
+    cuts = ShareSampler(training(), loader.batch_sampler)
     object.__setattr__(loader.base_dataloader, "batch_sampler", cuts)
     return loader
 
@@ -240,12 +240,12 @@ def _read(batches: Iterator[Read], batch_size: int | None) -> Iterator[Any]:
         yield batch
 
 
-def _cuts_of(loader: Any) -> tuple[Cuts | None, int]:
+def _cuts_of(loader: Any) -> tuple[ShareSampler | None, int]:
     """The cut batches below a loader's samplers, and how many of them are skipped."""
     skipped, sampler = 0, loader.batch_sampler
     if sampler is None:
         sampler = loader.sampler
-    while sampler is not None and not isinstance(sampler, Cuts):
+    while sampler is not None and not isinstance(sampler, ShareSampler):
         skipped += int(getattr(sampler, "skip_batches", 0))
         sampler = getattr(sampler, "batch_sampler", None)
     return sampler, skipped

@@ -21,7 +21,7 @@ from ..group import gathered
 from ..sync_batch_norm import NormCall, normalised
 from .losses import adapt as adapt_divisors
 from .patching import around
-from .training import Cuts, Training, begun, training
+from .training import ShareSampler, Training, begun, training
 
 # Batch norm under a plan: the statistics of the whole global batch, as one process has them.
 #
@@ -425,10 +425,12 @@ def _cut_batches(original: Any, self: Any, *values: Any, **options: Any) -> None
         )
     current.loader_batch_size = self.batch_size
     global_batch = self.batch_size * current.world_size
-    cut_loader(self, Cuts(current, BatchSampler(self.sampler, global_batch, self.drop_last)))
+    cut_loader(
+        self, ShareSampler(current, BatchSampler(self.sampler, global_batch, self.drop_last))
+    )
 
 
-def cut_loader(loader: Any, cuts: Cuts) -> None:
+def cut_loader(loader: Any, cuts: ShareSampler) -> None:
     """Let a DataLoader give this worker's parts, and note each as the script takes it."""
     # A DataLoader refuses other batches once it is made; only its iterators read them.
     object.__setattr__(loader, "batch_sampler", cuts)

@@ -26,9 +26,9 @@ from ..data import rows_of
 from ..nested_tensors import mapped
 from ..promise.graph import ignores_targets
 from .ddp import cut_loader
-from .numbers import LOSS, Call, Numbers, Part, Step, Tried, joined, slope_of
+from .numbers import LOSS, Call, CountedPart, Numbers, ScriptStep, TriedStep, joined, slope_of
 from .patching import around, check_version
-from .training import Cuts, Training, training, with_scalars
+from .training import ShareSampler, Training, training, with_scalars
 
 VERSIONS = ((2, 4), (2, 6))  # the oldest and the newest that were tested
 # A module with Trainer or Fabric -> the package that pip knows it by.
@@ -245,7 +245,7 @@ def _cut(loader: Any, *, needs_all: bool) -> Any:
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     said = None
-    if isinstance(batches, Cuts):
+    if isinstance(batches, ShareSampler):
         return loader
     if not isinstance(loader, DataLoader):
         said = f"a {type(loader).__name__} is no DataLoader"
@@ -273,7 +273,7 @@ def _cut(loader: Any, *, needs_all: bool) -> Any:
                 hint="give the DataLoader drop_last=True, or another batch_size",
             )
     made = copy.copy(loader)
-    cut_loader(made, Cuts(current, batches, draws_alike=True, gives_all=True))
+    cut_loader(made, ShareSampler(current, batches, draws_alike=True, gives_all=True))
     return made
 
 
@@ -335,13 +335,13 @@ def _on_first_worker(original: Any, self: Any, trainer: Any, *values: Any, **opt
 class _Loader:
     """A loader as Lightning looks for the batches that it has seen."""
 
-    def __init__(self, cuts: Cuts) -> None:
+    def __init__(self, cuts: ShareSampler) -> None:
         self.batch_sampler = cuts.batch_sampler
 
 
 def _whole_indices(original: Any, self: Any, dataloader: Any) -> Any:
     cuts = getattr(dataloader, "batch_sampler", None)
-    return original(self, _Loader(cuts) if isinstance(cuts, Cuts) else dataloader)
+    return original(self, _Loader(cuts) if isinstance(cuts, ShareSampler) else dataloader)
 
 
 class _WithValue(torch.autograd.Function):
@@ -372,7 +372,7 @@ class _TrainerStrategy(_PlanStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._steps: dict[str, Step] = {}
+        self._steps: dict[str, ScriptStep] = {}
         self._recording: _Recording | None = None
         self._is_trying = False
         self._last: tuple[int, float] = (0, 0.0)
@@ -424,7 +424,7 @@ class _TrainerStrategy(_PlanStrategy):
         piece = current.piece
         assert piece is not None
 
-        def call(part: Any) -> Tried:
+        def call(part: Any) -> TriedStep:
             return self._tried("training_step", part, rest)
 
         step.try_once(call, batch)
@@ -433,7 +433,7 @@ class _TrainerStrategy(_PlanStrategy):
         if len(ends) > 1:
             shares = [rows_of(batch, piece.own_samples, *part) for part in ends]
         counts = [min(end - start, piece.own_samples) for start, end in ends]
-        parts = [Part.of(*entry) for entry in zip(shares, counts, strict=True)]
+        parts = [CountedPart.of(*entry) for entry in zip(shares, counts, strict=True)]
         weights = step.weights(call, batch, parts)
         recordings, outputs = [], []
         sets_aside = len(parts) > 1 and current.sharing is None  # which does so by itself
@@ -524,7 +524,7 @@ class _TrainerStrategy(_PlanStrategy):
 
         return self._own.optimizer_step(optimizer, recorded, model, **options)
 
-    def _by_hand(self, step: Step, values: tuple[Any, ...]) -> Any:
+    def _by_hand(self, step: ScriptStep, values: tuple[Any, ...]) -> Any:
         """A training step in which the script itself goes back and updates."""
         if training().some_run_parts:
             raise TargetError(
@@ -548,12 +548,12 @@ class _TrainerStrategy(_PlanStrategy):
         return self._once("test_step", self._first_look("test_step", options), values)
 
     def _once(
-        self, name: str, step: Step, values: tuple[Any, ...], *, means: str | None = None
+        self, name: str, step: ScriptStep, values: tuple[Any, ...], *, means: str | None = None
     ) -> Any:
         """Call a step once on this worker's samples; numbers named ``means`` must be means."""
         batch, *rest = values
 
-        def call(part: Any) -> Tried:
+        def call(part: Any) -> TriedStep:
             return self._tried(name, part, rest)
 
         if name != "training_step":
@@ -564,7 +564,7 @@ class _TrainerStrategy(_PlanStrategy):
         piece = training().piece
         assert piece is not None
         recording, output = self._recorded(name, values)
-        self._replay(step, [recording], [Part.of(batch, piece.own_samples)], call, batch)
+        self._replay(step, [recording], [CountedPart.of(batch, piece.own_samples)], call, batch)
         return output
 
     def predict_step(self, *values: Any, **options: Any) -> Any:
@@ -586,7 +586,7 @@ class _TrainerStrategy(_PlanStrategy):
 
     # What a step gives
 
-    def _first_look(self, name: str, options: dict[str, Any]) -> Step:
+    def _first_look(self, name: str, options: dict[str, Any]) -> ScriptStep:
         """What is known of a step; at first, whether it takes one batch of one loader.
 
         Raises:
@@ -608,7 +608,7 @@ class _TrainerStrategy(_PlanStrategy):
                     f"{name} {said}, and a plan's shares are cut from one batch after another",
                     hint="use one DataLoader of a known length; or train with hf.prepare",
                 )
-            step = self._steps[name] = Step(name, current, self._module)
+            step = self._steps[name] = ScriptStep(name, current, self._module)
         current.num_taken = 0
         return step
 
@@ -623,7 +623,7 @@ class _TrainerStrategy(_PlanStrategy):
         finally:
             self._recording = None
 
-    def _tried(self, name: str, part: Any, rest: Any) -> Tried:
+    def _tried(self, name: str, part: Any, rest: Any) -> TriedStep:
         """The numbers of some samples; nothing is updated, logged or sent to other workers."""
         module, trains = self._module, name == "training_step"
         self._recording = recording = _Recording()
@@ -636,7 +636,7 @@ class _TrainerStrategy(_PlanStrategy):
                 output = getattr(module, name)(part, *rest)
                 if trains and module.automatic_optimization:
                     recording.note_loss(LOSS, _loss_in(output), module)
-            return Tried(recording.numbers(), recording.scales)
+            return TriedStep(recording.numbers(), recording.scales)
         finally:
             self._recording = None
 
@@ -705,7 +705,12 @@ class _TrainerStrategy(_PlanStrategy):
         self._plain_log(module, **{**given, "sync_dist": False})
 
     def _replay(
-        self, step: Step, recordings: list[_Recording], parts: list[Part], call: Call, batch: Any
+        self,
+        step: ScriptStep,
+        recordings: list[_Recording],
+        parts: list[CountedPart],
+        call: Call,
+        batch: Any,
     ) -> Numbers:
         """Log what the virtual nodes have logged, with the values of the global batch."""
         numbers = [recording.numbers() for recording in recordings]

@@ -32,7 +32,7 @@ from ...schema.errors import TargetError
 from .. import peers
 from ..group import Place, gathered
 from ..promise.graph import chain, last_divisors_of, signature_of, targets_of
-from ..promise.recording import Recording, Replays, Slice, Verdict
+from ..promise.recording import LossVerdict, Recording, Replays, Slice
 
 # What a loss is divided by, as a share counts it: before a script keeps it from being nothing.
 #
@@ -114,7 +114,7 @@ class _Piece(Protocol):
         """This worker's samples of the batch."""
 
 
-class Training(Protocol):
+class WeighedTraining(Protocol):
     """What is needed of a worker's training."""
 
     models: nn.ModuleList
@@ -185,7 +185,7 @@ class Losses:
         is_untried: Whether a loss is to be tried, and none was.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: WeighedTraining) -> None:
         self._training = training
         self._forms: dict[int, _Form] = {}
         self._recording: Recording | None = None
@@ -378,7 +378,7 @@ class _Trial:
         recorded: The operators.
     """
 
-    def __init__(self, training: Training, recorded: Slice) -> None:
+    def __init__(self, training: WeighedTraining, recorded: Slice) -> None:
         self._training, self._recorded = training, recorded
         piece = training.piece
         assert piece is not None
@@ -441,7 +441,7 @@ class _Trial:
             hint=_HINT,
         )
 
-    def verdict(self, loss: Tensor, num_rows: int) -> Verdict:
+    def verdict(self, loss: Tensor, num_rows: int) -> LossVerdict:
         """Try the share's loss with so many of its samples; call it on all workers."""
         table = [size for t in self._tensors for size in [*t.shape, *[-1] * 8][:8]]
         found = _of_all(self._training, [self._num_rows, *table])
@@ -532,7 +532,7 @@ def _is_compiled() -> bool:
     return dynamo is not None and bool(dynamo.counters["frames"]["total"])
 
 
-def _of_all(training: Training, numbers: Sequence[int]) -> Tensor:
+def _of_all(training: WeighedTraining, numbers: Sequence[int]) -> Tensor:
     """[workers, n] the whole numbers of every worker."""
     own = torch.tensor(numbers, dtype=torch.int64, device=training.place.device)
     return gathered(own, place=training.place)

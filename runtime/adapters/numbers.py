@@ -23,7 +23,7 @@ from ..promise.draws import Draws
 from ..promise.promise import rounding_of
 from ..promise.untouched import Untouched
 from ..streams import streams_kept
-from .training import Piece, Training
+from .training import BatchPart, Training
 
 # Batches as a script's loader made them: their samples, and which of their labels count.
 
@@ -116,7 +116,7 @@ Numbers = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedStep:
     """What one call of a step in a trial gave.
 
     Attributes:
@@ -128,7 +128,7 @@ class Tried:
     scales: Numbers
 
 
-Call = Callable[[Any], Tried]
+Call = Callable[[Any], TriedStep]
 """Calls a step on some samples, without effects."""
 
 # In order of preference, for numbers that never tell them apart.
@@ -143,7 +143,7 @@ _MOST_SLOPES, _MOST_WEIGHTS = 8, 1 << 16  # parameters, and weights of each, in 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CountedPart:
     """What counts in the means of some samples.
 
     Attributes:
@@ -157,7 +157,7 @@ class Part:
     num_following: int
 
     @classmethod
-    def of(cls, batch: Any, num_samples: int) -> "Part":
+    def of(cls, batch: Any, num_samples: int) -> "CountedPart":
         """Count the samples and labels of a batch."""
         return cls(num_samples, *(labels_counted(batch) if num_samples else (0, 0)))
 
@@ -168,7 +168,7 @@ class Part:
         return self.num_samples
 
 
-def _put_together(kind: str, values: Sequence[float], parts: Sequence[Part]) -> float:
+def _put_together(kind: str, values: Sequence[float], parts: Sequence[CountedPart]) -> float:
     """The number of several parts together, if it is of this kind."""
     found = [
         (value, part.counted(kind))
@@ -190,7 +190,7 @@ def _are_close(one: float, other: float, rounding: float, scale: float) -> bool:
     return one == other or abs(one - other) <= rounding * scale
 
 
-class Step:
+class ScriptStep:
     """One of the script's functions that run on every batch, and what its numbers are.
 
     Args:
@@ -280,13 +280,14 @@ class Step:
                 continue
             torch.clear_autocast_cache()  # else casts of weights would have no graph later
             parts = [
-                Part.of(given, b - a) for given, (a, b) in zip(inputs[1:], ranges[1:], strict=True)
+                CountedPart.of(given, b - a)
+                for given, (a, b) in zip(inputs[1:], ranges[1:], strict=True)
             ]
             rounding = rounding_of(draws.coarsest, batch)
             return _faults_of_kinds(answers, parts, rounding), rounding
         return failure
 
-    def weights(self, call: Call, batch: Any, parts: Sequence[Part]) -> list[float]:
+    def weights(self, call: Call, batch: Any, parts: Sequence[CountedPart]) -> list[float]:
         """[parts] what the loss of each counts in the plain mean of workers; call it on all.
 
         Args:
@@ -311,7 +312,7 @@ class Step:
                 return found[0]
             self._try(call, batch)
 
-    def _weights_by(self, kind: str, parts: Sequence[Part]) -> list[float]:
+    def _weights_by(self, kind: str, parts: Sequence[CountedPart]) -> list[float]:
         workers = self._training.world_size
         if kind == "sum":
             return [float(workers) if part.num_samples else 0.0 for part in parts]
@@ -329,7 +330,7 @@ class Step:
         return self._kinds.get(LOSS) == _MEANS[:1]
 
     def of_batch(
-        self, numbers: Sequence[Numbers], parts: Sequence[Part], call: Call, batch: Any
+        self, numbers: Sequence[Numbers], parts: Sequence[CountedPart], call: Call, batch: Any
     ) -> Numbers:
         """The numbers of the global batch; call it on all workers.
 
@@ -357,7 +358,7 @@ class Step:
                 f"{self._name} does not log the same names on all parts of a batch",
                 hint="log what does not depend on the samples, or with hf.prepare",
             )
-        totals = [Part(*map(int, row[2:5])) for row in rows]
+        totals = [CountedPart(*map(int, row[2:5])) for row in rows]
         if any(name not in self._kinds for name in names):
             self._try(call, batch)
         found = {}
@@ -371,7 +372,9 @@ class Step:
             found[name] = value
         return found
 
-    def _value(self, name: str, columns: list[list[float]], totals: Sequence[Part]) -> float | None:
+    def _value(
+        self, name: str, columns: list[list[float]], totals: Sequence[CountedPart]
+    ) -> float | None:
         """A number of the whole batch; None where a trial must tell which it is."""
         kinds = self._kinds.setdefault(name, ())
         found = [_put_together(k, columns[_KINDS.index(k)], totals) for k in kinds]
@@ -405,7 +408,7 @@ class Step:
 
 
 def _faults_of_kinds(
-    answers: list[Tried], parts: list[Part], rounding: float
+    answers: list[TriedStep], parts: list[CountedPart], rounding: float
 ) -> dict[str, Numbers]:
     """By name and kind: by how much of its scale a number fails to be of this kind, if it may be.
 
@@ -428,14 +431,14 @@ def _faults_of_kinds(
     return found
 
 
-def slope_of(name: str, loss: torch.Tensor, parameters: Iterable[nn.Parameter]) -> Tried:
+def slope_of(name: str, loss: torch.Tensor, parameters: Iterable[nn.Parameter]) -> TriedStep:
     """A number of a loss's gradients, which must follow from its parts' as the loss does.
 
     Before training, losses of all samples may be equal, and tell nothing. Gradients differ.
     """
     some = [p for p in parameters if p.requires_grad and p.numel() <= _MOST_WEIGHTS][-_MOST_SLOPES:]
     if not some or not loss.requires_grad:
-        return Tried({}, {})
+        return TriedStep({}, {})
     found = torch.autograd.grad(loss, some, retain_graph=True, allow_unused=True)
     products = [
         gradient.detach().double().flatten()
@@ -445,11 +448,11 @@ def slope_of(name: str, loss: torch.Tensor, parameters: Iterable[nn.Parameter]) 
     ]
     value = float(sum(product.sum() for product in products))
     scale = float(sum(product.abs().sum() for product in products))
-    return Tried({name + _SLOPE: value}, {name + _SLOPE: scale})
+    return TriedStep({name + _SLOPE: value}, {name + _SLOPE: scale})
 
 
 def _packed(
-    names: list[str], numbers: Sequence[Numbers], parts: Sequence[Part], piece: Piece
+    names: list[str], numbers: Sequence[Numbers], parts: Sequence[CountedPart], piece: BatchPart
 ) -> list[float]:
     """What this worker tells the others: the order, the names, its counts, its numbers."""
     are_alike = all(list(answer) == names for answer in numbers)

@@ -20,7 +20,7 @@ from ...schema.choices import Shard
 from ...schema.errors import TargetError
 from ...schema.options import option
 from .. import peers
-from ..agreement.agreement import Watch
+from ..agreement.agreement import CompareSchedule
 from ..checkpoints.checkpoint import copy_to_host
 from ..group import Place
 from ..optimizers import is_elementwise
@@ -29,7 +29,7 @@ from ..sharding.states import SharedStates
 from .losses import Losses
 
 
-class Training(Protocol):
+class SharingTraining(Protocol):
     """What is needed of a worker's training."""
 
     place: Place
@@ -52,7 +52,9 @@ class SharedModel:
         runs: Whether a pass has begun that has not gone back.
     """
 
-    def __init__(self, training: Training, module: nn.Module, sharing: "Sharing") -> None:
+    def __init__(
+        self, training: SharingTraining, module: nn.Module, sharing: "SharedModels"
+    ) -> None:
         self._training, self.module, self._sharing = training, module, sharing
         self.states: SharedStates | None = None
         self.is_whole, self.is_open, self.runs, self._syncs = True, False, False, True
@@ -100,7 +102,7 @@ class SharedModel:
     def _share(self) -> None:
         training, sharing = self._training, self._sharing
         place = training.place
-        watch = Watch(0, watches_first=False)
+        watch = CompareSchedule(0, watches_first=False)
         session = Session(self.module, (), place, seed=place.start.seed, watch=watch)
         self.states = SharedStates(session, sharing.shard, sharing.shares)
         for optimizer in sharing.loaded:
@@ -173,7 +175,7 @@ class SharedModel:
                     state[key] = value.reshape(-1)[flat.slice_of(number)].clone()
 
 
-class Sharing:
+class SharedModels:
     """All models whose states the workers share, and what workers ask of each other.
 
     Args:
@@ -185,7 +187,7 @@ class Sharing:
         loaded: Optimizers that have loaded a state before it was shared.
     """
 
-    def __init__(self, training: Training, shard: Shard, shares: Sequence[int]) -> None:
+    def __init__(self, training: SharingTraining, shard: Shard, shares: Sequence[int]) -> None:
         self._training, self.shard, self.shares = training, shard, shares
         self._models: list[SharedModel] = []
         self.loaded: WeakSet[torch.optim.Optimizer] = WeakSet()

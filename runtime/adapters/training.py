@@ -41,7 +41,7 @@ from ...schema.errors import TargetError
 from ...schema.options import option
 from ...schema.plan import Plan
 from .. import peers
-from ..agreement.agreement import Comparison, KnownParameters, SharedTensors, Watch
+from ..agreement.agreement import CompareSchedule, KnownParameters, SharedTensors, WorkerComparison
 from ..digest import digest_of
 from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
@@ -55,7 +55,7 @@ from ..setup import final_tensors, keep_freed_memory
 from ..stopping import StopRequests, leave
 from ..virtual_nodes import batch_sizes_of, holders_of, share_out, slices
 from .losses import Losses
-from .shared import Sharing
+from .shared import SharedModels
 
 # The batches of a script that is measured: a profiler chooses their sizes.
 #
@@ -114,7 +114,7 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BatchPart:
     """This worker's part of one global batch.
 
     Attributes:
@@ -155,11 +155,11 @@ class Share:
     first: int
     last: int
 
-    def of(self, num_samples: int, batch_size: int | None) -> Piece:
+    def of(self, num_samples: int, batch_size: int | None) -> BatchPart:
         """The worker's part of a global batch of ``num_samples`` samples."""
         cuts = self.cuts(num_samples)
         start, end = cuts[self.first][0], cuts[self.last][1]
-        return Piece(num_samples, start, end - start, batch_size, tuple(cuts))
+        return BatchPart(num_samples, start, end - start, batch_size, tuple(cuts))
 
     def cuts(self, num_samples: int) -> list[tuple[int, int]]:
         """[virtual nodes] (start, end) of each in a batch; in a short one, none is left out.
@@ -218,14 +218,18 @@ class Training:
             raise TargetError("this worker's virtual nodes are not neighbours in the batch")
         self.models = nn.ModuleList()
         self._session = Session(
-            self.models, (), self.place, seed=start.seed, watch=Watch(0, watches_first=False)
+            self.models,
+            (),
+            self.place,
+            seed=start.seed,
+            watch=CompareSchedule(0, watches_first=False),
         )
         self._clock, self._holder = self._session.clock, self._session.holder
         self._is_asked, self._is_held = False, False
         self.sized: Sized | None = None
         self.num_full_steps = 0
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.piece: Piece | None = None
+        self.piece: BatchPart | None = None
         self.pass_samples = 0
         self.num_taken = 0
         self._part_weight: float | None = None
@@ -236,13 +240,13 @@ class Training:
         self._told: list[float] | None = None
         self.losses = Losses(self)
         config = start.config
-        self.sharing: Sharing | None = None
+        self.sharing: SharedModels | None = None
         if config is not None and config.shard is not None:
             shares = [slot.state_share_bytes or 0 for slot in config.workers]
-            self.sharing = Sharing(self, config.shard, shares)
+            self.sharing = SharedModels(self, config.shard, shares)
         self.loader_batch_size = 0
         self.known_losses: set[Any] | None = None
-        self._ahead: deque[Piece] | None = None
+        self._ahead: deque[BatchPart] | None = None
         self._mark: Mark | None = None
         self._is_begun, self._is_counted = False, False
         self._is_finished = False
@@ -252,7 +256,7 @@ class Training:
         self._script_hooks: list[ScriptHooks] = []  # [models]
         self._reached: set[int] = set()  # numbers of the models that a backward pass goes through
         self._replicas: WeakSet[DistributedDataParallel] = WeakSet()
-        self._watch = Watch(start.compare_every)
+        self._watch = CompareSchedule(start.compare_every)
         register_optimizer_step_pre_hook(self._stepping)
         register_optimizer_step_post_hook(lambda *_: self.losses.enter())
         at_exit(self)
@@ -315,7 +319,7 @@ class Training:
         """The times of the steps so far."""
         return self._clock
 
-    def cut(self, num_samples: int, batch_size: int | None, *, by_index: bool = False) -> Piece:
+    def cut(self, num_samples: int, batch_size: int | None, *, by_index: bool = False) -> BatchPart:
         """This worker's part of a global batch of ``num_samples`` samples.
 
         Args:
@@ -340,19 +344,19 @@ class Training:
         """Whether any device of the plan has several virtual nodes."""
         return len(self._sizes) > self.world_size
 
-    def shares(self, piece: Piece) -> list[int]:
+    def shares(self, piece: BatchPart) -> list[int]:
         """[workers] samples of each of a global batch."""
         shares = [0] * self.world_size
         for rank, (start, end) in zip(holders_of(self.place), piece.cuts, strict=True):
             shares[rank] += end - start
         return shares
 
-    def parts_of(self, piece: Piece) -> list[tuple[int, int]]:
+    def parts_of(self, piece: BatchPart) -> list[tuple[int, int]]:
         """[virtual nodes with samples] (start, end) of each within this worker's part."""
         cuts = [piece.cuts[node] for node in self._nodes]
         return [(a - piece.start, b - piece.start) for a, b in cuts if b > a] or [(0, 1)]
 
-    def asking(self, batches: Iterator[Any], cuts: "Cuts | None" = None) -> Iterator[Any]:
+    def asking(self, batches: Iterator[Any], cuts: "ShareSampler | None" = None) -> Iterator[Any]:
         """Give a loader's batches, and note whenever the script asks for one.
 
         Then the last step ends, and the next one begins, if the script trains on the batch.
@@ -377,7 +381,7 @@ class Training:
                     self.watcher.left()
                 raise
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: BatchPart) -> None:
         """Note the part of the batch that the script gets now."""
         self.num_taken += 1
         if self._ahead is not None:
@@ -398,7 +402,7 @@ class Training:
             raise TargetError(said, hint=hint)
 
     @contextmanager
-    def taking(self) -> Iterator[deque[Piece]]:
+    def taking(self) -> Iterator[deque[BatchPart]]:
         """A context in which batches are taken ahead; it gives their parts, in order."""
         self._ahead, self.losses.is_untried = deque(), False
         try:
@@ -408,7 +412,7 @@ class Training:
 
     # Steps
 
-    def begin_batch(self, piece: Piece) -> None:
+    def begin_batch(self, piece: BatchPart) -> None:
         """Note the batch that the next passes are of."""
         self.piece, self.pass_samples = piece, piece.own_samples
         self._is_begun, self._is_counted, self._mark = False, False, None
@@ -436,7 +440,7 @@ class Training:
             self._part_weight = weight
 
     @contextmanager
-    def evaluating(self, piece: Piece) -> Iterator[None]:
+    def evaluating(self, piece: BatchPart) -> Iterator[None]:
         """A context in which the script computes results of this worker's part of a batch."""
         self.pass_samples, self._is_inside = piece.own_samples, True
         try:
@@ -502,7 +506,7 @@ class Training:
         held = (p for o in self.optimizers for group in o.param_groups for p in group["params"])
         others = [parameter for parameter in held if id(parameter) not in known]
         names = {f"parameter {number} of no model": p for number, p in enumerate(others)}
-        comparison = Comparison(
+        comparison = WorkerComparison(
             KnownParameters(self.models, self.optimizers, parameters | names, keeps_groups=False),
             self.optimizers,
             # Of shared states the settings are compared: workers hold other slices.
@@ -519,10 +523,10 @@ class Training:
                 "(a loss before its backward pass, a gradient's norm) over workers first",
             ) from error
 
-    def _is_full(self, piece: Piece) -> bool:
+    def _is_full(self, piece: BatchPart) -> bool:
         return piece.num_samples == self.global_batch_size
 
-    def _check_batch(self, piece: Piece) -> None:
+    def _check_batch(self, piece: BatchPart) -> None:
         if self.watcher is not None:
             return
         size = piece.batch_size or max(piece.num_samples, self.global_batch_size)
@@ -979,7 +983,7 @@ def _check_start(start: Start) -> None:
         )
 
 
-class Cuts:
+class ShareSampler:
     """A batch sampler that gives this worker's part of each batch of another one.
 
     Args:
@@ -1014,7 +1018,7 @@ class Cuts:
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.num_processes, self.process_index = training.world_size, training.place.rank
-        self.pieces: deque[Piece] = deque()
+        self.pieces: deque[BatchPart] = deque()
         if hasattr(batches, "set_epoch"):  # a loader looks for it here
             self.set_epoch = batches.set_epoch
 

@@ -25,7 +25,7 @@ from ..promise.graph import divisors_of, last_divisors_of
 from .losses import before, share_of
 from .numbers import slope_of
 from .patching import around, check_version
-from .training import Piece, Training, training, with_scalars
+from .training import BatchPart, Training, training, with_scalars
 
 VERSIONS = ((4, 57), (5, 24))  # the oldest and the newest that were tested
 _CLOSE = 1e-5  # of losses in 32 or 64 bits; parts of the latter may be computed in 32
@@ -125,7 +125,7 @@ def _compute(
 ) -> Any:
     """Compute a loss, and note by how many items it is divided, for trials."""
     self.items_asked = values[1] if len(values) > 1 else options.get("num_items_in_batch")
-    form: Form | None = self.form_now
+    form: LossForm | None = self.form_now
     reads_graph = form is not None and form.kind in _READ
     with torch.set_grad_enabled(reads_graph or torch.is_grad_enabled()):
         made = original(model, inputs, *values, **options)
@@ -170,7 +170,7 @@ def _predict(
 
 
 @contextlib.contextmanager
-def _weighed_by(trainer: Any, form: "Form | None") -> Iterator[None]:
+def _weighed_by(trainer: Any, form: "LossForm | None") -> Iterator[None]:
     """A context in which losses that the Trainer computes are of this form."""
     trainer.form_now = form
     try:
@@ -283,7 +283,7 @@ def _labels_of(inputs: Any, first: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class LossForm:
     """How the loss of a batch is made of the losses of its parts.
 
     Attributes:
@@ -342,7 +342,7 @@ class Form:
         return share * current.world_size / self.scale
 
     def weights(
-        self, shares: list[tuple[Any, int]], piece: Piece, current: Training
+        self, shares: list[tuple[Any, int]], piece: BatchPart, current: Training
     ) -> list[float]:
         """[parts] what the loss of each part counts in the workers' plain mean; call it on all.
 
@@ -382,7 +382,7 @@ def _ignores_labels(inputs: Any) -> bool:
     return is_known and bool((labels == _IGNORED).any())
 
 
-def form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Training) -> Form:
+def form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Training) -> LossForm:
     """Find how the losses of parts make up the batch's, by asking the script's ``compute_loss``.
 
     It is asked for a virtual node's samples, and for them in two parts, in several ways and in
@@ -418,7 +418,7 @@ def form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Trainin
     known = [[*found.divisors.get(kind, ()), *[0.0] * _DIVISORS][:_DIVISORS] for found in told]
     shared = tuple(mean(each) if all(each) else 0.0 for each in zip(*known, strict=True))
     scale = round(mean(found.scale for found in told))
-    return Form(kind, scale, is_open, shared, round(mean(found.num_read for found in told)))
+    return LossForm(kind, scale, is_open, shared, round(mean(found.num_read for found in told)))
 
 
 def _with_unlike_rows(inputs: dict[str, Any], hides: bool) -> dict[str, Any]:

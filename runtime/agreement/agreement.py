@@ -373,7 +373,7 @@ def _name_of(leaf: Tensor) -> str:
 _AFTER_A_CHANGE = (1, 2)  # steps after a change of workers
 
 
-class Watch:
+class CompareSchedule:
     """The steps before which all workers compare their models.
 
     Args:
@@ -468,7 +468,7 @@ class Subject:
     compares_between_steps: bool
 
 
-class Comparison:
+class WorkerComparison:
     """Compares what all workers must have alike, together with the others.
 
     Args:
@@ -490,7 +490,7 @@ class Comparison:
         *,
         shared: Callable[[], list[SharedTensors]],
         place: Callable[[], Place],
-        watch: Watch,
+        watch: CompareSchedule,
         together: Callable[[Callable[[], Any]], Any] = lambda run: run(),
     ) -> None:
         self._known, self._optimizers, self._watch = known, optimizers, watch
@@ -564,11 +564,11 @@ class Comparison:
 class Agreement:
     """One worker's knowledge of whether the others train the same model."""
 
-    def __init__(self, subject: Subject, watch: Watch) -> None:
+    def __init__(self, subject: Subject, watch: CompareSchedule) -> None:
         self._subject, self._watch = subject, watch
         self._settings = SettingsNumber(subject.optimizers)
         self._epoch = -1
-        self._comparison = Comparison(
+        self._comparison = WorkerComparison(
             subject.known,
             subject.optimizers,
             shared=subject.shared,
@@ -667,7 +667,7 @@ class Agreement:
             )
 
     def compare(self, step: int) -> None:
-        """Compare shared tensors and settings, after so many steps; as ``Comparison.compare``."""
+        """Compare tensors and settings after so many steps; as ``WorkerComparison.compare``."""
         self._comparison.compare(step)
 
     def _warn(self, sentence: str) -> None:

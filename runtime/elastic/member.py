@@ -573,7 +573,7 @@ class Member:
         control.send(Joined(generation=message.generation))
 
     def _take_over(self, place: Place, message: Resize) -> dict[str, Any]:
-        """As ``_hand_over``, on a joining worker: receive the state, and its share."""
+        """Receive the state and its share on a joining worker, as ``_hand_over`` sends them."""
         found: dict[str, Any] = wire.receive(message.together[message.donors[self._control.worker]])
         if self._engine.shared_states is not None:
             self._check(found)

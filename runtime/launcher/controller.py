@@ -22,9 +22,9 @@ from .devices import check_memory, imagined_seats, remarks, seat_workers
 from .failures import Failure, interruption, tail_of
 from .fence import Fence
 from .generations import Generations
-from .hosts import Alone, Hosts, Together, expected_slots
+from .hosts import Hosts, OneHost, SeveralHosts, expected_slots
 from .inbox import Inbox
-from .output import Lines
+from .output import OutputLines
 from .repartition import Repartitions
 from .request import (
     LaunchRequest,
@@ -34,7 +34,7 @@ from .request import (
     check_script,
     make_folder,
 )
-from .spawn import Meeting, WorkerCommand, commands_of
+from .spawn import MeetingPoint, WorkerCommand, commands_of
 from .store import LastGeneration
 from .supervisor import Launched, Regroup, Supervisor
 from .workers import Signals, Starter, Workers
@@ -61,9 +61,9 @@ def supervision_of(request: LaunchRequest) -> Supervision:
         HetflowError: The store has no socket to listen on, or the token is none.
     """
     if request.rendezvous is not None:
-        together = Together(request, request.rendezvous)
+        together = SeveralHosts(request, request.rendezvous)
         return Supervision(together, "heartbeats" if request.policy == "replace" else None, Regroup)
-    alone = Alone(request.config)
+    alone = OneHost(request.config)
     if request.config.pipeline is not None:
         return Supervision(alone, "heartbeats", Repartitions)
     channel: Channel = "changes" if request.policy == "stop" else "losses"
@@ -94,7 +94,7 @@ def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
     check_script(request.script)
     check_checkpoints(request)
     place = request.rendezvous
-    meeting = Meeting(
+    meeting = MeetingPoint(
         address=place.host if place else "127.0.0.1",
         port=place.port if place else 0,
         interface="lo",
@@ -139,7 +139,7 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
         if failure is not None:
             tail = tail_of(Path(failure.log)) if failure.rank and failure.log else ""
             if tail:  # its own last words; the first worker's were shown as they came
-                Lines(sys.stderr).add(f"{tail}\n".encode())
+                OutputLines(sys.stderr).add(f"{tail}\n".encode())
             raise failure.as_error()
     return record
 

@@ -43,7 +43,7 @@ MAX_TRIES = 3  # at one step
 
 
 @dataclass(slots=True)
-class Losses:
+class LostWorkers:
     """The dead and their causes by name, and the operation that each of the others is in.
 
     ``first_sign`` is what the first of them to lose another says of it, ``last_sign`` what the
@@ -156,7 +156,7 @@ class Generations(Supervisor):
         self._pauses: list[float] = []
         self._left: set[str] = set()
         self._unanswered: list[tuple[Change, ResizeAnswer]] = []
-        self._losses = Losses()
+        self._losses = LostWorkers()
         self._closed: str | None = None
         self._wanted: LaunchConfig | None = None
         self._inbox.show(self.config)
@@ -445,7 +445,7 @@ class Generations(Supervisor):
 
     def _restart_all(self, cause: str) -> None:
         self._cancel("a worker was lost meanwhile")
-        self._losses = Losses()
+        self._losses = LostWorkers()
         self._phase, self._joined = "starting", set()
         self._closed, self._is_fragile = None, False
         wanted, self._wanted = self._wanted or self.config, None

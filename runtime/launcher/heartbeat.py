@@ -4,14 +4,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .workers import Line, Workers
+from .workers import WorkerLine, Workers
 
 _PARTED_SECONDS = 3.0  # in which neither moves: an exchange that ends takes milliseconds
 _HEARD_SECONDS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SilenceLimits:
     """How long a worker may be silent, and how long others may wait for it, in seconds."""
 
     heartbeat_seconds: float
@@ -21,7 +21,7 @@ class Limits:
 class Watch:
     """Ends workers that hang; their failures say so."""
 
-    def __init__(self, workers: Workers, limits: Limits) -> None:
+    def __init__(self, workers: Workers, limits: SilenceLimits) -> None:
         self._workers, self._limits = workers, limits
         self._stopped_since: dict[str, float] = {}
 
@@ -55,7 +55,7 @@ class Watch:
             return f"was stopped for {now - since:.1f} s while it {doing}"
         return None
 
-    def _stuck(self, name: str, line: Line, now: float) -> str | None:
+    def _stuck(self, name: str, line: WorkerLine, now: float) -> str | None:
         """The message about a worker that has not reached ``hf.prepare`` and makes no progress."""
         quiet = now - (line.began if line.heard_at is None else line.heard_at)
         if why := self._stopped(name, now, "started"):
@@ -65,7 +65,9 @@ class Watch:
         return None
 
 
-def hung(lines: Mapping[str, Line], limits: Limits, now: float) -> Iterator[tuple[str, str]]:
+def hung(
+    lines: Mapping[str, WorkerLine], limits: SilenceLimits, now: float
+) -> Iterator[tuple[str, str]]:
     """The workers that hang, each with what to say of it.
 
     A frozen or stopped process falls silent. One that hangs in its own code beats on, but gets no
@@ -83,7 +85,7 @@ def hung(lines: Mapping[str, Line], limits: Limits, now: float) -> Iterator[tupl
             yield name, f"got no further for {limits.progress_seconds:g} s"
 
 
-def parted(lines: Mapping[str, Line], now: float) -> tuple[str, str] | None:
+def parted(lines: Mapping[str, WorkerLine], now: float) -> tuple[str, str] | None:
     """A worker whose script has ended, and one that waits for it in its loop; None as a rule."""
     still = {
         name: line

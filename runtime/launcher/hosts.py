@@ -22,17 +22,17 @@ from ...schema.launch import LaunchConfig, Rendezvous, WorkerSlot
 from ...schema.options import option
 from ..protocol.environment import TOKEN, fingerprint_of
 from ..protocol.handover import STOPPED_EXIT_CODE
-from ..protocol.messages import Dealt, Greeting, Refused, answer_of, greeting_of, text_of
+from ..protocol.messages import Greeting, RankAnswer, Refused, answer_of, greeting_of, text_of
 from ..protocol.record import WorkerReport
 from .devices import inventory
 from .failures import Failure
 from .mapping import assigned_slots, deal_slots
 from .request import LaunchRequest
-from .spawn import Meeting
+from .spawn import MeetingPoint
 from .store import (
     LastGeneration,
-    Part,
     PatientStore,
+    StorePart,
     Unreachable,
     behind,
     hold_store,
@@ -60,7 +60,7 @@ _log = logging.getLogger("hetflow")
 Watch = Callable[[], None]
 
 
-class Alone:
+class OneHost:
     """A launch on one host: the store on loopback, made while the workers start."""
 
     is_first = True
@@ -72,10 +72,10 @@ class Alone:
         self._store: Any = None
         self._thread = threading.Thread(target=self._make_store, daemon=True)
 
-    def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], Meeting]:
+    def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], MeetingPoint]:
         """All slots are this host's."""
         port = self._socket.getsockname()[1]
-        return self._config.workers, Meeting(address="127.0.0.1", port=port, interface="lo")
+        return self._config.workers, MeetingPoint(address="127.0.0.1", port=port, interface="lo")
 
     def starting(self) -> None:
         """The workers are starting: import torch and make the store beside them."""
@@ -131,7 +131,7 @@ class Alone:
         return [] if self._store is None else read_reports(self._store, last)
 
 
-class Together:
+class SeveralHosts:
     """One of several hosts. Node 0 runs the store, assigns the slots, and collects reports."""
 
     def __init__(self, request: LaunchRequest, rendezvous: Rendezvous) -> None:
@@ -147,7 +147,7 @@ class Together:
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._is_over = threading.Event()
 
-    def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], Meeting]:
+    def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], MeetingPoint]:
         """Meet the other hosts; learn which slots are this host's.
 
         Raises:
@@ -182,7 +182,7 @@ class Together:
         self._names = dict(enumerate(answer.hosts))
         mine = answer.slots[place.node_rank]
         interface = interface_towards(place.host, place.port)
-        meeting = Meeting(address=place.host, port=place.port, interface=interface)
+        meeting = MeetingPoint(address=place.host, port=place.port, interface=interface)
         return [self._config.workers[rank] for rank in mine], meeting
 
     def _connect(self, watch: Watch) -> Any:
@@ -271,7 +271,7 @@ class Together:
             hint="give every host the same one, or none",
         )
 
-    def _deal(self, watch: Watch) -> Dealt | Refused:
+    def _deal(self, watch: Watch) -> RankAnswer | Refused:
         agents = []
 
         def look() -> None:
@@ -297,7 +297,7 @@ class Together:
     def _get(self, key: str, what: str, watch: Watch) -> bytes:
         return self._wait_for(self._store, key, what, watch)
 
-    def _wait_for(self, store: Part, key: str, what: str, watch: Watch) -> bytes:
+    def _wait_for(self, store: StorePart, key: str, what: str, watch: Watch) -> bytes:
         wait = self._wait_of(what)
         try:
             while not store.check([key]):
@@ -532,7 +532,7 @@ class Together:
         return [] if self._all is None else read_reports(self._all.whole, last)
 
 
-Hosts = Alone | Together
+Hosts = OneHost | SeveralHosts
 """The hosts of a launch, as this one's controller sees them."""
 
 
@@ -556,7 +556,7 @@ def _script(script: Sequence[str]) -> bytes:
     return script[1].encode() if script[0] == "-m" else Path(script[0]).read_bytes()
 
 
-def dealt(config: LaunchConfig, agents: Sequence[Greeting]) -> Dealt:
+def dealt(config: LaunchConfig, agents: Sequence[Greeting]) -> RankAnswer:
     """The slots of each host, where all hosts were started alike. Pure.
 
     Raises:
@@ -589,7 +589,7 @@ def dealt(config: LaunchConfig, agents: Sequence[Greeting]) -> Dealt:
             f"give every host the same {option('on_failure')} and {option('checkpoint')}"
         )
     slots = deal_slots(config, [agent.devices for agent in agents])
-    return Dealt(
+    return RankAnswer(
         slots=tuple(tuple(ranks) for ranks in slots), hosts=tuple(agent.host for agent in agents)
     )
 

@@ -16,7 +16,7 @@ _writing = threading.Lock()
 _log = logging.getLogger("hetflow")
 
 
-class Lines:
+class OutputLines:
     """What goes to one of our streams; a line is written at once.
 
     Args:
@@ -69,7 +69,7 @@ class Lines:
 
 def tee(read: int, log: Path, console: IO[str]) -> None:
     """Copy a pipe to a log and to the console, until its writers are gone."""
-    lines, is_kept = Lines(console), True
+    lines, is_kept = OutputLines(console), True
     with os.fdopen(read, "rb", buffering=0) as pipe, log.open("ab", buffering=0) as kept:
         while True:
             if lines.is_partial and not select.select([pipe], [], [], PARTIAL_SECONDS)[0]:
@@ -92,7 +92,7 @@ def follow(
     log: Path, console: IO[str], is_over: Callable[[], bool], goes_on: Callable[[], bool]
 ) -> None:
     """Show what is added to a log, until its worker is gone or another is shown."""
-    lines = Lines(console)
+    lines = OutputLines(console)
     with log.open("rb", buffering=0) as kept:
         kept.seek(0, os.SEEK_END)
         while lines.is_open and goes_on():

@@ -17,7 +17,7 @@ from ...schema.options import option, told
 from ..protocol import handover
 from ..protocol.control import INSTEAD
 from .failures import Failure
-from .hosts import Alone, Hosts
+from .hosts import Hosts, OneHost
 from .mapping import devices_of
 from .supervisor import Change, Launched, Supervisor, cause_among
 
@@ -75,7 +75,7 @@ class Repartitions(Supervisor):
                 self._workers.signal(name, handover.SIGNAL)
             self._phase = "saving"
         if self._phase == "saving" and change.ready >= self._ranks.keys():
-            cast(Alone, self._store).write(handover.key(change.number, handover.GO), "1")
+            cast(OneHost, self._store).write(handover.key(change.number, handover.GO), "1")
             self._show_first(change.ranks)
             self._phase = "joining"
         if self._phase == "joining" and self._all(change.number, change.config, handover.TRAINING):

@@ -38,7 +38,7 @@ class WorkerCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class MeetingPoint:
     """Where this host's workers find the store, and over which interface they talk."""
 
     address: str
@@ -65,7 +65,7 @@ class NewGeneration:
 def commands_of(
     request: LaunchRequest,
     seats: Sequence[Seat],
-    meeting: Meeting,
+    meeting: MeetingPoint,
     generation: NewGeneration | None = None,
 ) -> list[WorkerCommand]:
     """The commands of some workers of a launch; ``generation`` is None for those of the first."""

@@ -167,16 +167,16 @@ class PatientStore:
         self._gone: str | None = None
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def under(self, prefix: str) -> "Part":
+    def under(self, prefix: str) -> "StorePart":
         """The part of it whose keys begin with a prefix."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        return Part(self, PrefixStore(prefix, self._store))
+        return StorePart(self, PrefixStore(prefix, self._store))
 
     @property
-    def whole(self) -> "Part":
+    def whole(self) -> "StorePart":
         """All of it."""
-        return Part(self, self._store)
+        return StorePart(self, self._store)
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
         """Have the thread ask, and wait for the answer.
@@ -204,7 +204,7 @@ class PatientStore:
                 reply.set_exception(error)
 
 
-class Part:
+class StorePart:
     """Some keys of a store; each method as torch's."""
 
     def __init__(self, through: PatientStore, store: Any) -> None:

@@ -27,8 +27,8 @@ from ...schema.resize import ResizeAnswer
 from ...schema.run import Generation, GenerationKind, GenerationWorker
 from ..protocol import handover
 from .failures import Failure, first_cause, silence
-from .heartbeat import Limits, Watch
-from .hosts import Hosts, Together
+from .heartbeat import SilenceLimits, Watch
+from .hosts import Hosts, SeveralHosts
 from .inbox import Inbox
 from .mapping import devices_of
 from .request import LaunchRequest
@@ -119,9 +119,9 @@ class Launched:
         return self.request.config
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SilenceLimits:
         """When a worker counts as hung."""
-        return Limits(self.request.heartbeat_seconds, self.request.timeout_seconds)
+        return SilenceLimits(self.request.heartbeat_seconds, self.request.timeout_seconds)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -305,7 +305,7 @@ class Regroup(Supervisor):
 
     def __init__(self, launched: Launched, hosts: Hosts) -> None:
         super().__init__(launched, hosts)
-        self._hosts = cast(Together, hosts)
+        self._hosts = cast(SeveralHosts, hosts)
 
     def tick(self, wait_seconds: float) -> Failure | None:
         """Take in what has happened, after so long; a failure that ends the launch."""

@@ -39,7 +39,7 @@ from .output import follow, tee
 from .request import LaunchRequest
 from .spawn import (
     Entry,
-    Meeting,
+    MeetingPoint,
     NewGeneration,
     Process,
     WorkerCommand,
@@ -55,7 +55,7 @@ from .spawn import (
 MAX_LINE_BYTES = 64 << 20
 
 
-class Line:
+class WorkerLine:
     """One worker's line. ``heard_at`` and ``moved_at`` are monotonic seconds.
 
     ``operation``, ``is_waiting`` and ``left_at`` are what the last heartbeat said; ``moved_at`` is
@@ -191,7 +191,7 @@ class Workers:
         self._stdout_to_stderr = stdout_to_stderr
         self._channel, self._token = channel, token
         self._processes: dict[str, Process] = {}
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, WorkerLine] = {}
         self._types: dict[str, str] = {}
         self._killed: dict[str, str] = {}
         self._shown = "0"
@@ -230,7 +230,7 @@ class Workers:
     def _start_on(
         self, command: WorkerCommand, out: int | IO[bytes], err: int | IO[bytes]
     ) -> Process:
-        line = Line() if self._channel is not None else None
+        line = WorkerLine() if self._channel is not None else None
         theirs = None
         if line is not None and self._channel is not None:
             self._lines[command.name] = line
@@ -267,7 +267,7 @@ class Workers:
             is_over = lambda: process.poll() is not None  # noqa: E731
             self._begin(follow, log, console, is_over, lambda: self._shown == name)
 
-    def lines(self) -> dict[str, Line]:
+    def lines(self) -> dict[str, WorkerLine]:
         """The lines to the workers."""
         return self._lines
 
@@ -496,7 +496,7 @@ class Starter:
     """Starts this host's workers, and knows which devices they hold."""
 
     def __init__(
-        self, request: LaunchRequest, workers: Workers, meeting: Meeting, folder: Path
+        self, request: LaunchRequest, workers: Workers, meeting: MeetingPoint, folder: Path
     ) -> None:
         self._request, self._workers = request, workers
         self._meeting, self._folder = meeting, folder

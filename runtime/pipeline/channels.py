@@ -35,7 +35,7 @@ from ...schema.errors import TargetError
 from .. import peers
 from ..tensor.operators import TensorGroup
 from ..tensor.sequence import check_length
-from .transport import Lines, Transfer, overlap, part
+from .transport import ChannelLines, Transfer, overlap, part
 
 Value = Tensor | int | float | bool | None | tuple[Any, ...]
 Message = tuple[tuple[Value, ...], tuple[bool, ...]]
@@ -55,7 +55,7 @@ class _Part(NamedTuple):
     value: Value = None
 
 
-class Layout:
+class MessageLayout:
     """Where the values of a message are in its payload, and which of them want a gradient."""
 
     def __init__(self, parts: tuple[_Part, ...]) -> None:
@@ -64,7 +64,7 @@ class Layout:
         self.wants = tuple(part.wants for part in parts)
 
     @classmethod
-    def of(cls, key: tuple[Any, ...]) -> "Layout":
+    def of(cls, key: tuple[Any, ...]) -> "MessageLayout":
         """The layout of values with this key (``key_of``)."""
         parts, start = [], 0
         for entry in key:
@@ -88,7 +88,7 @@ class Layout:
 
 
 def write(values: tuple[Value, ...], places: tuple[Value, ...]) -> None:
-    """Copy the tensors of a message into its payload (``places`` from ``Layout.places``)."""
+    """Copy the tensors of a message into its payload (``places`` from ``MessageLayout.places``)."""
     for value, place in zip(values, places, strict=True):
         if isinstance(place, Tensor):
             assert isinstance(value, Tensor)
@@ -176,12 +176,12 @@ class _Frame(NamedTuple):
     whole: Tensor
     header: memoryview
     payload: Tensor
-    layout: Layout
+    layout: MessageLayout
     values: tuple[Value, ...]
     """Views of the values in the payload; empty if they do not fit."""
 
     @classmethod
-    def of(cls, layout: Layout, room: int) -> "_Frame":
+    def of(cls, layout: MessageLayout, room: int) -> "_Frame":
         """A frame whose buffer has ``room`` bytes for the payload."""
         whole = torch.empty(HEADER_BYTES + room, dtype=torch.uint8)
         payload = whole[HEADER_BYTES:]
@@ -192,10 +192,10 @@ class _Frame(NamedTuple):
 class Outbox:
     """The sending end of a channel. Buffers are kept until their messages were sent."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: ChannelLines) -> None:
         self._lines, self._are_joined = lines, lines.are_joined
         self._key: tuple[Any, ...] | None = None
-        self._layout = Layout(())
+        self._layout = MessageLayout(())
         self._number, self._rooms = 0, Rooms()
         self._leaving: deque[tuple[list[tuple[Transfer, Tensor]], _Frame]] = deque()
         self._free: list[_Frame] = []
@@ -215,7 +215,7 @@ class Outbox:
         key, text = key_of(values), b""
         if key != self._key:
             text = describe(key)
-            self._key, self._layout, self._free = key, Layout.of(key), []
+            self._key, self._layout, self._free = key, MessageLayout.of(key), []
         frame, size = self._frame(self._rooms.ahead[0]), self._layout.num_bytes
         _NUMBERS.pack_into(frame.header, 0, self._number, len(text), size)
         fits = size <= self._rooms.ahead[0]
@@ -260,12 +260,12 @@ class Outbox:
             self._let_go()
 
 
-class Inbox:
+class ReceiveQueue:
     """The receiving end of a channel; the receives of the next messages are posted ahead."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: ChannelLines) -> None:
         self._lines, self._are_joined = lines, lines.are_joined
-        self._layout = Layout(())
+        self._layout = MessageLayout(())
         self._number, self._rooms = 0, Rooms()
         self._posted: deque[tuple[Transfer, _Frame]] = deque()
         self._backend = backend_of(lines.device)
@@ -287,7 +287,7 @@ class Inbox:
         if num_described:
             text = torch.empty(num_described, dtype=torch.uint8)
             self._lines.aside.receive(text).wait()
-            self._layout = Layout.of(undescribe(text.numpy().tobytes()))
+            self._layout = MessageLayout.of(undescribe(text.numpy().tobytes()))
         layout = self._layout
         if size != layout.num_bytes:
             raise self._refusal(
@@ -355,7 +355,7 @@ class Received(NamedTuple):
     holdings: Holdings
 
     def of_gradients(self) -> Holdings:
-        """The same for the gradients of the values, in order of those that have one."""
+        """The layout of the gradients of the values, in order of those that have one."""
         _, wants = self.message
         pairs = zip(self.holdings, wants, strict=True) if self.holdings else ()
         found = tuple(holding for holding, wanted in pairs if wanted)
@@ -423,7 +423,7 @@ class Receiver:
 
     def __init__(
         self,
-        inboxes: Sequence[tuple[int, Inbox]],
+        inboxes: Sequence[tuple[int, ReceiveQueue]],
         group: TensorGroup,
         degree: int,
         device: torch.device,

@@ -337,7 +337,7 @@ def _leaves(value: Any, kind: type) -> Iterator[Any]:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """The same with everything of a kind changed."""
+    """A structure with everything of a kind changed."""
     if isinstance(value, kind):
         return change(value)
     if type(value) in (tuple, list):

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ...schema.errors import TargetError
 from ...schema.options import option
-from ..tensor.roles import Sharing
+from ..tensor.roles import SharedParts
 from ..tensor.sequence import spreads_tokens
 from .channels import Holding, Holdings
 
@@ -469,7 +469,7 @@ def _buffers(
 
 
 def holdings_of(
-    parts: Sequence[StageModule], sharing: Sharing, *, sequence_parallel: bool = False
+    parts: Sequence[StageModule], sharing: SharedParts, *, sequence_parallel: bool = False
 ) -> list[Holdings]:
     """[stages] what each worker holds of a stage's outputs.
 
@@ -502,7 +502,7 @@ def holdings_of(
 
 
 def _holding(
-    node: fx.Node, sharing: Sharing, here: dict[str, Holding], sequence_parallel: bool
+    node: fx.Node, sharing: SharedParts, here: dict[str, Holding], sequence_parallel: bool
 ) -> Holding:
     """What each worker holds of a node's value; ``here`` is the same of the nodes before it."""
     name = str(node.target) if node.op == "call_module" else ""

@@ -31,7 +31,7 @@ from ..setup import check_same_shapes, final_tensors
 from ..streams import key_of, seed_streams_by
 from ..tensor.groups import Lanes
 from ..tensor.regions import check_attention
-from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
+from ..tensor.roles import SharedParts, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
 from .channels import Message
 from .cut import (
@@ -59,8 +59,8 @@ from .ownership import (
     shapes_on,
 )
 from .stage import (
-    Stage,
     StageBuffers,
+    StageRunner,
     buffer_holders,
     hold_own,
     parameters_of,
@@ -307,11 +307,11 @@ class SpreadModel:
         )
 
 
-def _sharing_of(model: nn.Module, work: PipelineWork, device: torch.device) -> Sharing:
+def _sharing_of(model: nn.Module, work: PipelineWork, device: torch.device) -> SharedParts:
     """How the model's layers are shared, where some tensor-parallel group has several workers."""
     degrees = {len(group) for group in work.groups}
     if degrees == {1}:
-        return Sharing({}, {}, {})
+        return SharedParts({}, {}, {})
     check_attention(model, device)
     sharing = sharing_of(model)
     for degree in sorted(degrees):
@@ -395,7 +395,7 @@ class PipelineEngine:
         # Stages note forwards and buffers as they are: shared layers are in their places by now.
         self._sharded.install()
         self._stages = {
-            number: Stage(
+            number: StageRunner(
                 part,
                 recompute=work.recomputes(number),
                 recompute_cores=bool(work.stages[number].recompute_cores),

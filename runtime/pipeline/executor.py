@@ -16,16 +16,16 @@ from ...schema.operations import ACTIVATIONS, PASSES, RECEIVES, SENDS, Kind, Ope
 from ..data import Batch
 from ..protocol.lower import schedule_of
 from ..tensor.operators import TensorGroup
-from .channels import Holdings, Inbox, Message, Outbox, Receiver, Sender
+from .channels import Holdings, Message, Outbox, ReceiveQueue, Receiver, Sender
 from .optimizer import ScheduledSteps
-from .stage import Stage
+from .stage import StageRunner
 from .synchronise import Synchroniser
-from .transport import Channel, Lines, Routes, Transport
+from .transport import Channel, ChannelLines, Routes, Transport
 
 NOTHING: Message = ((), ())
 
 
-class Passes(Protocol):
+class StagePasses(Protocol):
     """The work of the operations, which an engine does for an executor."""
 
     def forward(self, operation: Operation, received: Message) -> tuple[Any, ...]:
@@ -138,7 +138,7 @@ class Executor:
             for channel in self._program.channels - self._receivers.keys():
                 peer, activation = channel
                 ways = self._routes.incoming(peer, activation)
-                inboxes = [(lane, Inbox(self._lines(way))) for lane, way in ways]
+                inboxes = [(lane, ReceiveQueue(self._lines(way))) for lane, way in ways]
                 degree = len(self._routes.groups[peer])
                 self._receivers[channel] = Receiver(inboxes, self._group, degree, self._device)
         self._next = 0
@@ -160,7 +160,7 @@ class Executor:
         self._program = _Program(schedule, self._rank)
         return now[self._next :]
 
-    def run(self, passes: Passes, before: int | None = None) -> None:
+    def run(self, passes: StagePasses, before: int | None = None) -> None:
         """Run the list, to its end or until it asks for microbatch ``before`` or a later one."""
         assert self._program is not None
         steps = self._program.steps
@@ -173,7 +173,7 @@ class Executor:
         for sender in self._senders.values():
             sender.flush()
 
-    def _do(self, step: _Step, passes: Passes) -> None:
+    def _do(self, step: _Step, passes: StagePasses) -> None:
         op, place = step.operation, step.place
         match op.kind:
             case Kind.FORWARD:
@@ -209,11 +209,11 @@ class Executor:
             self._senders[step.channel] = Sender(outboxes, self._group, degree)
         self._senders[step.channel].send(values, holdings, limit=self._program.most_under_way)
 
-    def _lines(self, channel: Channel) -> Lines:
+    def _lines(self, channel: Channel) -> ChannelLines:
         assert self._transport is not None
         return self._transport.lines(channel)
 
-    def _forward(self, step: _Step, passes: Passes) -> None:
+    def _forward(self, step: _Step, passes: StagePasses) -> None:
         op = step.operation
         made = passes.forward(op, self._activations.pop(step.place, NOTHING))
         assert self._program is not None
@@ -225,7 +225,7 @@ class Executor:
         wants = tuple(bool(getattr(value, "requires_grad", False)) for value in made)
         self._activations[op.stage + 1, op.microbatch] = (made, wants)
 
-    def _backward(self, step: _Step, passes: Passes) -> None:
+    def _backward(self, step: _Step, passes: StagePasses) -> None:
         op = step.operation
         made = passes.backward_pass(op, self._gradients.pop(step.place, None))
         if op.stage == 0:
@@ -331,7 +331,7 @@ class Unflushed:
     def __init__(
         self,
         work: PipelineWork,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, StageRunner],
         executor: Executor,
         synchroniser: Synchroniser,
         optimizer: torch.optim.Optimizer,
@@ -356,7 +356,7 @@ class Unflushed:
         """Set the length of an epoch, before its first batch."""
         self._epochs[epoch] = (num_batches, last_batch_samples)
 
-    def run(self, batch: Batch, passes: Passes) -> None:
+    def run(self, batch: Batch, passes: StagePasses) -> None:
         """Feed a batch into the run; begin a run if there is none."""
         if (batch.epoch, batch.step) != self._next_batch:
             self.drain(passes)
@@ -386,7 +386,7 @@ class Unflushed:
         """Whether nothing is in flight, so each parameter has only its newest value."""
         return self._executor.is_drained
 
-    def drain(self, passes: Passes) -> None:
+    def drain(self, passes: StagePasses) -> None:
         """Finish the microbatches in flight. Call it on all workers."""
         if self.is_drained:
             return

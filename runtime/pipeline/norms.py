@@ -141,7 +141,7 @@ class Indices:
         return self._sent[key]
 
 
-class Table:
+class NormTable:
     """The norms of all parameters' gradients, some of which may not be known.
 
     On a host single norms are plain numbers. On a device they stay there, and nothing waits.
@@ -218,12 +218,12 @@ class Columns:
         """The columns that a rank sends, and the indices of their parameters."""
         return [(n, index) for n, (index, teller) in enumerate(self._columns) if teller == rank]
 
-    def table(self, rows: Rows) -> Table:
+    def table(self, rows: Rows) -> NormTable:
         """The table of whole gradients, from [NUM_ROWS, columns] on the host."""
         used = [False] * self._num_parameters
         for (index, _), flag in zip(self._columns, (rows[0] > 0).tolist(), strict=True):
             used[index] |= flag
-        return Table(used, self.joined(torch.from_numpy(rows[1:])), self.indices)
+        return NormTable(used, self.joined(torch.from_numpy(rows[1:])), self.indices)
 
     def joined(self, norms: Tensor) -> Tensor:
         """[norms, parameters] the norms of whole gradients, from those of parts in their order."""
@@ -289,7 +289,7 @@ class DeviceSums:
 
     def sum(
         self, losses: Sequence[Loss], used: Sequence[bool], norms: Collection[float] | None
-    ) -> tuple[Tensor, Table | None]:
+    ) -> tuple[Tensor, NormTable | None]:
         """Sum the losses and a table of norms over all workers.
 
         Args:
@@ -312,15 +312,15 @@ class DeviceSums:
         loss = reduce(operator.add, own[: self._num_losses].unbind())
         return loss, None if table is None else self._table(used, own[self._num_losses :])
 
-    def tell(self, used: Sequence[bool], norms: Collection[float]) -> Table:
+    def tell(self, used: Sequence[bool], norms: Collection[float]) -> NormTable:
         """A table of these norms, as gradients are now. Call it on all workers."""
         own = self._own_norms(norms).view(-1)
         peers.all_reduce(own)
         return self._table(used, own)
 
-    def _table(self, used: Sequence[bool], sums: Tensor) -> Table:
+    def _table(self, used: Sequence[bool], sums: Tensor) -> NormTable:
         norms = self._columns.joined(sums.view(len(NORMS), -1))
-        return Table(used, norms, self._columns.indices)
+        return NormTable(used, norms, self._columns.indices)
 
     def _own_norms(self, norms: Collection[float]) -> Tensor:
         """[norms, columns] the norms that this worker sends, and zeros; float64."""
@@ -364,17 +364,17 @@ class ToldNorms:
         asked: The norms that this worker's script has ever asked for.
     """
 
-    def __init__(self, tell: Callable[[], Table], place: Place) -> None:
+    def __init__(self, tell: Callable[[], NormTable], place: Place) -> None:
         """``tell`` makes a table of all norms as they are now; all workers call it together."""
         self._tell, self._place = tell, place
         self._num_meetings = 0
         self.wanted = set(NORMS)
         self.asked: set[float] = set()
         self._known: set[float] = set()
-        self._table: Table | None = None
+        self._table: NormTable | None = None
         self._ratios: dict[float, Sequence[float] | Tensor] = {}
 
-    def take(self, table: Table, known: set[float]) -> None:
+    def take(self, table: NormTable, known: set[float]) -> None:
         """Take a step's table, and which norms it contains."""
         self._table, self._known, self._ratios = table, known, {}
 
@@ -513,7 +513,7 @@ class PartNorms:
         """Take the parameters, with their indices in tables of norms."""
         self._parts, self._told = list(parts), told
 
-    def show(self, table: Table, loss_scale: float | Tensor) -> None:
+    def show(self, table: NormTable, loss_scale: float | Tensor) -> None:
         """Give each part of a gradient a companion with the norm of the whole gradient.
 
         Args:
@@ -550,7 +550,7 @@ class StandIns:
                 for place, (index, parameter) in enumerate(members)
             ]
 
-    def show(self, table: Table) -> None:
+    def show(self, table: NormTable) -> None:
         """Set each as ``grad`` of its parameter, with the 2-norm, where a gradient exists."""
         for numbers, indices in self._kinds:
             numbers.copy_(table.two_norms(indices))

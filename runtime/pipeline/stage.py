@@ -166,7 +166,7 @@ def _leaves_first(roots: Sequence[Node]) -> Iterator[Node]:
 
 
 def _grouped(starts: Sequence[_Start]) -> tuple[tuple[_Start, ...], ...]:
-    """Those that lead to the same weights together."""
+    """The nodes, with those that lead to the same weights together."""
     groups: list[tuple[set[Tensor], list[_Start]]] = []
     for start in starts:
         weights, members = set(start.weights), [start]
@@ -477,7 +477,7 @@ class _Kept:
     half: WeightHalf | None = None  # of the backward pass, once the inputs' gradients are there
 
 
-class Stage:
+class StageRunner:
     """Runs one stage, and holds the activations of the microbatches in flight.
 
     ``passing`` makes a context for every pass, and for each recomputation in a backward pass.

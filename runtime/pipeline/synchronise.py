@@ -34,10 +34,10 @@ from .norms import (
     Columns,
     DeviceSums,
     Loss,
+    NormTable,
     PartNorms,
     Rows,
     StandIns,
-    Table,
     ToldNorms,
     norms_of,
     plain,
@@ -45,7 +45,7 @@ from .norms import (
 )
 from .ownership import Holders, Ownership
 from .replica_sums import ReplicaSums
-from .transport import Exchange, Transport
+from .transport import Transport, VectorSums
 
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 # For schedules that flush: number of workers, their optimizers' settings number, its square, how
@@ -121,7 +121,7 @@ class Synchroniser:
         if is_on_device:
             self._on_device = DeviceSums(place, tellers, self._columns, self._told)
             length = _HEAD + len(self._parameters)
-        self._exchange = Exchange(transport, place.world_size, length)
+        self._exchange = VectorSums(transport, place.world_size, length)
         self._summed: Tensor | None = None
         self._norms = ToldNorms(lambda: self._tell(NORMS), place)
         here = [(i, self._parameters[i][1]) for i in apart[place.rank]]
@@ -163,7 +163,7 @@ class Synchroniser:
 
     @property
     def stays_on_device(self) -> bool:
-        """As above."""
+        """Whether numbers stay on the device until they are asked for."""
         return self._on_device is not None
 
     def group_of(self, ranks: Holders) -> dist.ProcessGroup:
@@ -251,7 +251,7 @@ class Synchroniser:
             self._stand_in(table, known, adds=head[_ADDS] > 0)
         return loss
 
-    def _tell_hosts(self, known: set[float]) -> tuple[Tensor, Table | None]:
+    def _tell_hosts(self, known: set[float]) -> tuple[Tensor, NormTable | None]:
         """Sum gradients; then let the hosts send each other all numbers of the step.
 
         Returns:
@@ -266,8 +266,8 @@ class Synchroniser:
         table = None if rows is None else self._columns.table(rows)
         return sums[_LOSS] / sums[_WEIGHT], table
 
-    def _tell_devices(self, known: set[float]) -> tuple[Tensor, Table | None]:
-        """As ``_tell_hosts``; losses and norms are summed on the devices, and no host waits."""
+    def _tell_devices(self, known: set[float]) -> tuple[Tensor, NormTable | None]:
+        """Tell as ``_tell_hosts``; losses and norms are summed on devices, and no host waits."""
         assert self._on_device is not None
         self._write_own()[_HEAD:] = self._used_here()
         self._exchange.start()
@@ -285,7 +285,7 @@ class Synchroniser:
             self._summed = self._exchange.sum()
         return self._summed
 
-    def _stand_in(self, table: Table, known: set[float], *, adds: bool) -> None:
+    def _stand_in(self, table: NormTable, known: set[float], *, adds: bool) -> None:
         """Put stand-ins with the norms of other workers' gradients in place."""
         # All workers answer later questions together, so each needs a stand-in.
         all_ask = all(any(table.used[index] for index in asks) for asks in self._asks_of)
@@ -336,7 +336,7 @@ class Synchroniser:
             for row, values in zip(rows, taken.cpu().numpy(), strict=True):
                 table[row, places] = values
 
-    def _tell(self, norms: Collection[float]) -> Table:
+    def _tell(self, norms: Collection[float]) -> NormTable:
         """A table of these norms, as gradients are now. Call it on all workers."""
         assert self._transport is not None
         if self._on_device is not None:

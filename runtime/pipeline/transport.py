@@ -7,7 +7,7 @@ With one group for both directions, this would use a CPU core whenever messages 
 With NCCL, payloads go from device to device, over a group of two workers for each channel. A group
 has one queue, so two workers that send to each other over the same group would deadlock.
 
-``Exchange`` sums a few numbers over all workers at the end of a step, by messages posted ahead. The
+``VectorSums`` sums a few numbers over all workers at a step's end, by messages posted ahead. The
 workers of a pipeline end a step one after another. Each sends its numbers to all others when it
 is done. So the last worker has all numbers at once, and the others wait for a single message. An
 all-reduce would start only then and take several messages. For many workers, n * (n - 1) messages
@@ -32,7 +32,7 @@ Channel = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChannelLine:
     """One channel of a group, as seen from one end."""
 
     group: dist.ProcessGroup
@@ -69,13 +69,13 @@ class NearLine:
         return self.neighbour.receive(self.tag, part)
 
 
-AnyLine = Line | NearLine
+AnyLine = ChannelLine | NearLine
 Transfer = peers.Transfer | Sent | Arrival
 """Something to wait for: a message that is sent, or one that is to come."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class ChannelLines:
     """The lines of one channel, as seen from one end.
 
     Attributes:
@@ -123,17 +123,17 @@ class Transport:
         peer = destination if source == self.rank else source
         if peer in self.near:
             return NearLine(self.near[peer], tag)
-        return Line(self.up if source < destination else self.down, peer, tag)
+        return ChannelLine(self.up if source < destination else self.down, peer, tag)
 
-    def lines(self, channel: Channel) -> Lines:
+    def lines(self, channel: Channel) -> ChannelLines:
         """The lines of a channel."""
         source, destination, activation = channel
         tag = 1 if activation else 2
         frames, aside = (self.line(source, destination, tag + more) for more in (0, 2))
         group = self.payloads.get(channel)
-        payloads = aside if group is None else Line(group, int(frames.peer > self.rank))
+        payloads = aside if group is None else ChannelLine(group, int(frames.peer > self.rank))
         copies = group is None and frames.peer in self.near
-        return Lines(frames, aside, payloads, self.device, copies)
+        return ChannelLines(frames, aside, payloads, self.device, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ _MOST_WORKERS = 16
 _TAG = 5
 
 
-class Exchange:
+class VectorSums:
     """Sums float64 vectors of equal length over all workers.
 
     Attributes:

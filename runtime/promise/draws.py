@@ -206,7 +206,7 @@ def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
 
 
 def _constant(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same draw for the same arguments: Python's draws are single numbers."""
+    """Make one draw for the same arguments: Python's draws are single numbers."""
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         state = random.getstate()

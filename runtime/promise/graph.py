@@ -54,7 +54,7 @@ class Counts:
         return [n for n in (*self.of_all, *self.of_samples) if isinstance(n, Tensor)]
 
     def with_numbers(self, ahead: Iterator[float]) -> "Counts":
-        """The same, with numbers from the host in place of those ``on_device``."""
+        """The counts with numbers from the host in place of those ``on_device``."""
         rows = (self.of_all, self.of_samples)
         return Counts(
             *(tuple(next(ahead) if isinstance(n, Tensor) else n for n in r) for r in rows)

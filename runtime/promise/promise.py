@@ -22,7 +22,7 @@ again in its steps 2, 4, 8 and so on, in a pipeline in its microbatches 2, 4, 8.
 The calls have no gradients, run in evaluation mode (dropout and batch-norm are defined by virtual
 node), and leave nothing behind that Python can see: random streams, buffers, variables of the
 script are put back. In the first tests every worker has the same samples and comes to the same
-answer, so no exchange is needed. Workers that share the model's weights (``Together``) call it
+answer, so no exchange is needed. Workers that share the model's weights (``JointCalls``) call it
 together: then all make a later test that one of them wants.
 """
 
@@ -74,7 +74,7 @@ Cut = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ReturnForm:
     """How ``job.backward`` was asked to read what its function returns.
 
     Attributes:
@@ -87,7 +87,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CallAnswer:
     """One call: the function's loss or outputs, and how much it counts."""
 
     value: Tensor  # [] a loss, or [samples, ...] outputs; float64 on the host
@@ -142,7 +142,7 @@ class _Step:
 
     function: Callable[..., Any]
     batch: Batch
-    form: Form
+    form: ReturnForm
     looked: tuple[tuple[int, Counts], ...]  # the virtual node of each pass
 
     @property
@@ -156,7 +156,7 @@ class _Step:
         return [own.with_numbers(ahead) for _, own in self.looked]
 
 
-class Together(Protocol):
+class JointCalls(Protocol):
     """Workers that call the model together, because each has only a part of it.
 
     Attributes:
@@ -185,7 +185,7 @@ class Promise:
     """
 
     def __init__(
-        self, model: nn.Module, batch_sizes: Sequence[int], together: Together | None = None
+        self, model: nn.Module, batch_sizes: Sequence[int], together: JointCalls | None = None
     ) -> None:
         self._model, self._sizes, self._together = model, tuple(batch_sizes), together
         self._forget()
@@ -201,14 +201,16 @@ class Promise:
         self._said: _Step | None = None  # whose wish is on its way
         self._asked: _Step | None = None  # whose function all test again
         self._asked_node: int | None = None  # and the virtual node that asks for it
-        self._form: tuple[Callable[..., Any], Batch, Form] | None = None  # of this step
+        self._form: tuple[Callable[..., Any], Batch, ReturnForm] | None = None  # of this step
         self._nothing = torch.zeros(())  # on this worker's device
         self._is_late: bool | None = None  # whether a worker reads numbers late; all alike
 
     def _of(self, function: Callable[..., Any]) -> _Tests:
         return self._tests.setdefault(_key(function), _Tests())
 
-    def test(self, function: Callable[..., Any], batch: Batch, form: Form) -> TargetError | None:
+    def test(
+        self, function: Callable[..., Any], batch: Batch, form: ReturnForm
+    ) -> TargetError | None:
         """Test a function on a batch's first samples, if that is due in this step.
 
         Returns:
@@ -330,7 +332,7 @@ class Promise:
             raise failure
 
     def _test(
-        self, function: Callable[..., Any], batch: Batch, form: Form, start: int, cut: Cut
+        self, function: Callable[..., Any], batch: Batch, form: ReturnForm, start: int, cut: Cut
     ) -> TargetError | None:
         try:
             failure = lacking = self._tried(function, batch, form, start, cut)
@@ -349,7 +351,7 @@ class Promise:
         return bool(self._sizes) and self._together is None
 
     def _tried(
-        self, function: Callable[..., Any], batch: Batch, form: Form, start: int, cut: Cut
+        self, function: Callable[..., Any], batch: Batch, form: ReturnForm, start: int, cut: Cut
     ) -> TargetError | None:
         assert batch.first_samples is not None
         together = self._together
@@ -403,7 +405,7 @@ class Promise:
                 part: tree_map(lambda t, rows=slice(*part): t[rows].detach(), (inputs, outputs))
                 for part in _ranges(cut)
             }
-            calls = _Calls(function, self._model, given, Form(), call)
+            calls = _Calls(function, self._model, given, ReturnForm(), call)
             is_telling, _ = calls.judge(cut, num_samples)
         tests.note(_MOST_SAMPLES, is_told=is_telling)
 
@@ -586,7 +588,7 @@ class _Calls:
         function: Callable[..., Any],
         model: nn.Module,
         inputs: dict[tuple[int, int], Any],
-        form: Form,
+        form: ReturnForm,
         call: Callable[[Any], Any],
     ) -> None:
         self._call_with, self._inputs, self._form = call, inputs, form
@@ -637,7 +639,7 @@ class _Calls:
         torch.clear_autocast_cache()  # else casts of weights made here would have no graph later
         return verdict.is_telling, None
 
-    def _whole(self) -> Found | TargetError:
+    def _whole(self) -> CallAnswer | TargetError:
         """Call the function on all samples, as much as in training as it needs to run at all."""
         ways = ((False, False), (False, True), (True, True))  # (training mode, gradients)
         part = (0, self._num_samples)
@@ -662,7 +664,7 @@ class _Calls:
         model: AbstractContextManager[None] | None = None,
         *,
         leaves: bool = False,
-    ) -> Found:
+    ) -> CallAnswer:
         rows = range(*part)
         try:
             with warnings.catch_warnings():  # of so few samples: the script did not ask for them
@@ -674,7 +676,7 @@ class _Calls:
         except Exception as error:
             raise _unable(len(rows), error) from error
 
-    def _alone(self, single: tuple[int, int]) -> Found:
+    def _alone(self, single: tuple[int, int]) -> CallAnswer:
         """Call the function on one sample, twice.
 
         Raises:
@@ -686,7 +688,7 @@ class _Calls:
         return first
 
     def _alone_in_training(self, single: tuple[int, int]) -> None:
-        """The same in training mode, where a model may count its steps in a plain number."""
+        """Each part alone in training mode, where a model may count its steps in a plain number."""
         self._training = True
         try:
             first, second = (self._part(single, nullcontext(), leaves=one) for one in (True, False))
@@ -696,7 +698,7 @@ class _Calls:
             self._training = False
         self._check_same(first, second)
 
-    def _check_same(self, first: Found, second: Found) -> None:
+    def _check_same(self, first: CallAnswer, second: CallAnswer) -> None:
         scale = float(first.value.abs().nan_to_num().max())
         difference = float((first.value - second.value).abs().nan_to_num().max())
         if difference <= _REPEATED * self._rounding() * scale:
@@ -743,7 +745,7 @@ class _Calls:
         *,
         keeps: bool = False,
         leaves: bool = False,
-    ) -> Found:
+    ) -> CallAnswer:
         inputs = copied(inputs)
         with (
             self._untouched.calling(training=self._training, leaves=leaves),
@@ -760,10 +762,10 @@ class _Calls:
                 self._gradients.clear()
         if self._form.gives_outputs:
             held = [_on_host(rows).reshape(len(rows), -1) for rows in outputs_in(answer, len(rows))]
-            return Found(torch.cat(held, dim=1), None, len(rows))
+            return CallAnswer(torch.cat(held, dim=1), None, len(rows))
         loss, weight = loss_and_weight(loss_and_rest(answer)[0] if self._form.has_aux else answer)
         number = None if weight is None else weight_number(weight)
-        return Found(_on_host(loss).reshape(()), number, len(rows))
+        return CallAnswer(_on_host(loss).reshape(()), number, len(rows))
 
     def _backward(self, tensors: Any, *arguments: Any, **options: Any) -> None:
         """Stands for ``torch.autograd.backward``, by which the function trains something else."""
@@ -802,7 +804,7 @@ def rounding_of(coarsest: float, inputs: Any) -> float:
 class Comparison:
     """The loss of some samples together beside those of their parts."""
 
-    def __init__(self, whole: Found, parts: Sequence[Found], *, rounding: float) -> None:
+    def __init__(self, whole: CallAnswer, parts: Sequence[CallAnswer], *, rounding: float) -> None:
         self._whole, self._parts, self._rounding = whole, parts, rounding
 
     @property
@@ -833,7 +835,7 @@ class Comparison:
         if not self._equal(whole, mean):
             raise self._refusal(losses, mean, *self._likely(whole, losses))
 
-    def check_repeated(self, found: Found, times: int) -> None:
+    def check_repeated(self, found: CallAnswer, times: int) -> None:
         """Raise TargetError where the samples, each so many times, have another loss."""
         whole, other = float(self._whole.value), float(found.value)
         if math.isfinite(whole) and _weight(found) and not self._equal(whole, other):
@@ -859,7 +861,7 @@ class Comparison:
             hint="move what looks at several samples into the function given as over_batch=",
         )
 
-    def _counted(self) -> list[Found]:
+    def _counted(self) -> list[CallAnswer]:
         return [found for found in self._parts if _weight(found) > 0]
 
     def _equal(self, one: float, other: float) -> bool:
@@ -920,7 +922,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().to(torch.float64)
 
 
-def _weight(found: Found) -> float:
+def _weight(found: CallAnswer) -> float:
     return float(found.num_samples) if found.weight is None else found.weight
 
 

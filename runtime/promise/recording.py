@@ -322,7 +322,7 @@ def with_rows(tensor: Tensor, dim: int, rows: Sequence[int], num_rows: int) -> T
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LossVerdict:
     """What a worker has found of the loss of its samples.
 
     Attributes:
@@ -353,7 +353,7 @@ class Replays:
         self._recorded, self._num_rows, self._dims = recorded, num_rows, dims
         self._written = {n for operator in recorded.operators for n in operator.changed}
 
-    def verdict(self, loss: Tensor, num_rows: int) -> Verdict:
+    def verdict(self, loss: Tensor, num_rows: int) -> LossVerdict:
         """Try the loss with so many of its samples."""
         rows = range(self._num_rows)
         chosen = [rows[len(rows) * i // num_rows] for i in range(min(num_rows, len(rows)))]
@@ -368,7 +368,7 @@ class Replays:
             found = [self.of_rows([row] * len(rows), leaves, divisor) for row in chosen]
         except Exception as error:  # an operator that cannot take these samples
             said = f"it cannot be computed for other samples ({type(error).__name__})"
-            return Verdict(False, False, is_refuted=False, figures=said, best=0)
+            return LossVerdict(False, False, is_refuted=False, figures=said, best=0)
         close = self.close(loss)
         mean = sum(c * value for c, (value, _) in zip(counts, found, strict=True)) / len(rows)
         weights = [c * weight for c, (_, weight) in zip(counts, found, strict=True)]
@@ -384,7 +384,7 @@ class Replays:
         if divisor is not None and not any(weights):  # of samples that all count nothing
             is_divided = is_divided or math.isnan(whole) or not whole
         sizes = [abs(value) if math.isfinite(value) else -1.0 for value, _ in found]
-        return Verdict(
+        return LossVerdict(
             is_mean,
             is_divided,
             is_refuted=not is_mean and not is_divided,

@@ -20,7 +20,7 @@ FOUND = "checkpoint"  # what the generation continues from
 _FOREVER = timedelta(days=365)  # the launcher ends a worker that waits in vain
 
 
-class Store(Protocol):
+class LaunchStore(Protocol):
     """The launch's store, as a worker sees it."""
 
     def add(self, key: str, amount: int) -> int:
@@ -38,17 +38,17 @@ def key(generation: int, name: str) -> str:
     return f"hetflow/{generation}/{name}"
 
 
-def wait_for_turn(store: Store) -> None:
+def wait_for_turn(store: LaunchStore) -> None:
     """Wait until the former workers have saved their parts and exited."""
     store.add(READY, 1)
     store.wait([GO], _FOREVER)
 
 
-def tell_stopped(store: Store) -> None:
+def tell_stopped(store: LaunchStore) -> None:
     """Record the time at which the last step before a handover ended."""
     store.set(STOPPED_AT, str(time.monotonic()))
 
 
-def tell_training(store: Store) -> None:
+def tell_training(store: LaunchStore) -> None:
     """Record that this worker has reached the position of the saved state."""
     store.add(TRAINING, 1)

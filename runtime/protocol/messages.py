@@ -38,7 +38,7 @@ class Greeting:
 
 
 @record
-class Dealt:
+class RankAnswer:
     """Node 0's answer: [hosts] ranks of each host's workers, and [hosts] names."""
 
     slots: tuple[tuple[Index, ...], ...]
@@ -54,10 +54,10 @@ class Refused:
     kind: Literal["refused"] = "refused"
 
 
-_ANSWER = Annotated[Dealt | Refused, Field(discriminator="kind")]
+_ANSWER = Annotated[RankAnswer | Refused, Field(discriminator="kind")]
 
 
-def text_of(told: Greeting | Dealt | Refused) -> str:
+def text_of(told: Greeting | RankAnswer | Refused) -> str:
     """Encode a greeting or an answer for the store."""
     return to_json(told)
 
@@ -72,13 +72,13 @@ def greeting_of(text: bytes, node: int) -> Greeting:
     return found
 
 
-def answer_of(text: bytes) -> Dealt | Refused:
+def answer_of(text: bytes) -> RankAnswer | Refused:
     """Decode node 0's answer to the greetings.
 
     Raises:
         LaunchError: The text is not an answer of this version.
     """
-    found: Dealt | Refused = _read(text, _ANSWER, "node 0")
+    found: RankAnswer | Refused = _read(text, _ANSWER, "node 0")
     return found
 
 

@@ -12,10 +12,10 @@ from ...schema.records import Bytes, Index, Name, Seconds, adapter_of, record
 from ...schema.run import (
     DeviceRun,
     Generation,
+    MeasuredTerms,
     RunEvent,
     RunRecord,
     StageRun,
-    StepTerms,
     TermComparison,
 )
 from .lower import lower
@@ -180,7 +180,7 @@ class WorkerReport:
     emulated_overruns: Index = 0
     worst_overrun_seconds: Seconds = 0.0
     backend: str | None = None
-    terms: StepTerms | None = None
+    terms: MeasuredTerms | None = None
     stages: tuple[StageRun, ...] = ()
 
 

@@ -15,7 +15,7 @@ from ...devices.collectives import wire_device
 from .. import peers
 from ..group import Place
 from ..invariant import Subtree
-from .leaves import LeafSums, Order
+from .leaves import LeafSums, NodeOrder
 from .passage import Part, Passage
 
 ALIGNMENT = 64
@@ -87,7 +87,7 @@ class Flat:
         *,
         keeps_whole: bool,
         kept: Sequence[range],
-        order: Order | None = None,
+        order: NodeOrder | None = None,
     ) -> None:
         self.kept, self.is_alone = kept, False
         self.members, self._place, self._keeps_whole = members, place, keeps_whole
@@ -153,7 +153,7 @@ class Flat:
             self._own = self._whole[slice(*part)].copy_(own)
         self.free()
 
-    def take(self, place: Place, order: Order | None) -> None:
+    def take(self, place: Place, order: NodeOrder | None) -> None:
         """Be one of other workers from now on, in another order of sums."""
         self._place, self._order = place, order
 

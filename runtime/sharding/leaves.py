@@ -20,7 +20,7 @@ from ..invariant import Subtree, turns_of
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class NodeOrder:
     """Which virtual nodes each worker runs, in which turn.
 
     Attributes:

@@ -35,7 +35,7 @@ from ..session import Session
 from ..setup import check_same_shapes
 from ..virtual_nodes import share_out
 from .flats import Flat, cuts_of
-from .leaves import Order
+from .leaves import NodeOrder
 
 _SUM = torch.distributed.ReduceOp.SUM
 _NOT_HERE = (
@@ -150,7 +150,7 @@ class SharedStates:
         session: Session,
         shard: Shard,
         shares: Sequence[int],
-        order: Order | None = None,
+        order: NodeOrder | None = None,
         kept: Sequence[range] | None = None,
     ) -> None:
         self.run: Callable[[Callable[[], Tensor]], Tensor] = lambda exchange: exchange()
@@ -600,7 +600,7 @@ class SharedStates:
         self.moves += 1
         return self._laid
 
-    def take(self, place: Place, order: Order | None) -> None:
+    def take(self, place: Place, order: NodeOrder | None) -> None:
         """Be one of other workers from now on; shares have moved.
 
         Args:

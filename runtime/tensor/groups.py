@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParameterCut:
     """How a parameter is cut.
 
     Attributes:
@@ -61,7 +61,7 @@ class Lanes:
     def __init__(
         self,
         groups: Sequence[Ranks],
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, ParameterCut],
         inner: Collection[str] = (),
     ) -> None:
         self._cuts, self._inner = cuts, inner

@@ -431,7 +431,7 @@ def row_linear(
 def row_linear_to_tokens(
     x_Bi: Tensor, weight_Oi: Tensor, bias_O: Tensor | None, group: TensorGroup
 ) -> Tensor:
-    """As ``row_linear``, with sequence parallelism. Returns this worker's tokens, [..., T/t, O]."""
+    """Apply ``row_linear`` with sequence parallelism: this worker's tokens, [..., T/t, O]."""
     total = functional.linear(x_Bi, weight_Oi)
     if group.degree > 1:  # g: a reduce-scatter in forward, an all-gather in backward
         total = _apply(_SumTokens, total, group)

@@ -58,7 +58,7 @@ _DRAWN_BY_OPERATORS = {
 }  # fmt: skip
 
 
-class Region(TorchFunctionMode):
+class ParallelRegion(TorchFunctionMode):
     """What is computed between a column-parallel layer and the row-parallel layer after it.
 
     It begins when the first column-parallel layer has run and ends when a row-parallel one begins.

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from torch import nn
 
 from ...schema.errors import TargetError
-from .groups import Cut
+from .groups import ParameterCut
 from .sequence import SequenceRole, check_sequence
 
 Style = Literal["column", "row", "vocabulary", "output", "logits", "inner"]
@@ -80,7 +80,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class SharedParts:
     """The shared modules and parameters of one model.
 
     Attributes:
@@ -93,12 +93,12 @@ class Sharing:
 
     roles: Mapping[str, Role]
     sizes: Mapping[str, Sequence[str]]
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, ParameterCut]
     inner: frozenset[str] = frozenset()
     sequence: Mapping[str, SequenceRole] = field(default_factory=dict)
 
-    def over_sequences(self, model: nn.Module) -> "Sharing":
-        """The same with sequence parallelism: more parameters whose gradient is computed in shares.
+    def over_sequences(self, model: nn.Module) -> "SharedParts":
+        """Add sequence parallelism: more parameters whose gradient is computed in shares.
 
         Raises:
             TargetError: The model's sequences cannot be spread.
@@ -164,7 +164,7 @@ def tensor_parallel(
     setattr(model, _NOTE, (dict(roles), dict(sizes or {}), known))
 
 
-def sharing_of(model: nn.Module) -> Sharing:
+def sharing_of(model: nn.Module) -> SharedParts:
     """The sharing that the model declared, or that its modules' names imply.
 
     Raises:
@@ -202,7 +202,7 @@ def sharing_of(model: nn.Module) -> Sharing:
     inner = [name for name, role in roles.items() if role.style == "inner"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     shared = {names[id(p)] for name in inner for p in model.get_submodule(name).parameters()}
-    return Sharing(roles, sizes, _cuts(model, roles), frozenset(shared), sequence)
+    return SharedParts(roles, sizes, _cuts(model, roles), frozenset(shared), sequence)
 
 
 def _check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
@@ -259,7 +259,7 @@ def _num_inputs(module: nn.Module) -> int:
     return int(module.nx if is_transposed(module) else module.in_features)  # type: ignore[arg-type]
 
 
-def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, Cut]:
+def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, ParameterCut]:
     """The cuts by parameter name; a tied parameter is listed once.
 
     Raises:
@@ -267,7 +267,7 @@ def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, Cut]:
             share it equally.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, ParameterCut] = {}
     for name, role in roles.items():
         for attribute, cut in _cuts_of(name, model.get_submodule(name), role).items():
             parameter = names[id(getattr(model.get_submodule(name), attribute))]
@@ -283,7 +283,7 @@ def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, Cut]:
     return cuts
 
 
-def _cuts_of(name: str, module: nn.Module, role: Role) -> dict[str, Cut]:
+def _cuts_of(name: str, module: nn.Module, role: Role) -> dict[str, ParameterCut]:
     """The cuts by name of the module's attribute."""
     if role.style == "inner":
         return {}
@@ -295,15 +295,15 @@ def _cuts_of(name: str, module: nn.Module, role: Role) -> dict[str, Cut]:
                 f"{name} cannot be cut by vocabulary: max_norm, sparse and scale_grad_by_freq need "
                 "the whole embedding"
             )
-        return {"weight": Cut(0)}
+        return {"weight": ParameterCut(0)}
     if not isinstance(module, nn.Linear) and not is_transposed(module):
         raise _no_such(name, module, role)
     outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
     if role.style == "row":
-        return {"weight": Cut(inputs)}
-    found = {"weight": Cut(outputs, role.parts)}
+        return {"weight": ParameterCut(inputs)}
+    found = {"weight": ParameterCut(outputs, role.parts)}
     if module.bias is not None:
-        found["bias"] = Cut(0, role.parts)
+        found["bias"] = ParameterCut(0, role.parts)
     return found
 
 
@@ -314,7 +314,7 @@ def _no_such(name: str, module: nn.Module, role: Role) -> TargetError:
     )
 
 
-def check_degree(model: nn.Module, sharing: Sharing, degree: int) -> None:
+def check_degree(model: nn.Module, sharing: SharedParts, degree: int) -> None:
     """Refuse a degree that does not divide the numbers that must be equal on a group's workers.
 
     Raises:
@@ -347,7 +347,7 @@ def check_degree(model: nn.Module, sharing: Sharing, degree: int) -> None:
             )
 
 
-def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: Sharing) -> None:
+def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: SharedParts) -> None:
     """Refuse a stage cut between a column- and its row-parallel layer if the degrees differ.
 
     The activations there are one worker's share, which has no meaning at another degree.
@@ -379,7 +379,7 @@ def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: Shari
             column = None
 
 
-def check_shared(stages: Sequence[Any], sharing: Sharing, model: nn.Module) -> None:
+def check_shared(stages: Sequence[Any], sharing: SharedParts, model: nn.Module) -> None:
     """Refuse stages whose graph reads a cut parameter outside the module that shares it.
 
     Raises:

@@ -27,8 +27,8 @@ from .operators import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
-from .regions import Region
-from .roles import Role, Sharing, is_transposed, num_outputs
+from .regions import ParallelRegion
+from .roles import Role, SharedParts, is_transposed, num_outputs
 from .sequence import (
     column_linear_of_tokens,
     dropped_tokens,
@@ -235,7 +235,7 @@ class ShardedModel:
     def __init__(
         self,
         model: nn.Module,
-        sharing: Sharing,
+        sharing: SharedParts,
         group: TensorGroup,
         *,
         sequence_parallel: bool = False,
@@ -244,7 +244,7 @@ class ShardedModel:
         self._opaque: list[tuple[nn.Module, Callable[..., Tensor]]] = []  # while it is traced
         self._sizes: list[tuple[nn.Module, str, int]] = []
         self._is_installed = False
-        self._region, self._input = Region(group), SharedInput(group)
+        self._region, self._input = ParallelRegion(group), SharedInput(group)
         self._entry: tuple[nn.Module, Callable[..., Any]] | None = None
         self._spreads, self._is_shared = sequence_parallel, group.degree > 1
         if sequence_parallel:

@@ -11,8 +11,8 @@ from .instance import Instance
 from .interior.solve import solve as solve_interior
 from .program import (
     Floats,
+    FractionProgram,
     Ints,
-    Program,
     Solution,
     gap_between,
     level_of,
@@ -96,8 +96,8 @@ class MergedProgram:
     """A program with its equal rows merged into ``small``; ``row_of`` [jobs] tells them apart."""
 
     instance: Instance
-    program: Program
-    small: Program
+    program: FractionProgram
+    small: FractionProgram
     row_of: Ints
     pairing: Pairing | None
 
@@ -105,7 +105,7 @@ class MergedProgram:
     def of(
         cls,
         instance: Instance,
-        program: Program,
+        program: FractionProgram,
         key: Ints | None = None,
         worth: Floats | None = None,
         charge: Floats | None = None,
@@ -133,7 +133,7 @@ class MergedProgram:
         """The first job of each row [rows]."""
         return np.unique(self.row_of, return_index=True)[1]
 
-    def solve(self, small: Program) -> tuple[Solution, PairTimes]:
+    def solve(self, small: FractionProgram) -> tuple[Solution, PairTimes]:
         """Solve a program over the rows; without space sharing the pair times are empty."""
         if self.pairing is None:
             return solve_alone(small, self.instance.should_stop), NO_PAIRS
@@ -165,7 +165,10 @@ class MergedProgram:
 
 
 def optimise(
-    instance: Instance, program: Program, worth: Floats | None = None, charge: Floats | None = None
+    instance: Instance,
+    program: FractionProgram,
+    worth: Floats | None = None,
+    charge: Floats | None = None,
 ) -> Outcome:
     """Maximise a program: equal jobs merged, solved, spread over the jobs again, rounded.
 
@@ -176,7 +179,7 @@ def optimise(
     return merged.outcome(*merged.solve(merged.small))
 
 
-def solve_alone(program: Program, should_stop: Callable[[], bool] = never) -> Solution:
+def solve_alone(program: FractionProgram, should_stop: Callable[[], bool] = never) -> Solution:
     """Solve without pairs: interior point, or simplex from there where that breaks down.
 
     An interior point method may stop short on programs without an interior, such as those of
@@ -190,7 +193,7 @@ def solve_alone(program: Program, should_stop: Callable[[], bool] = never) -> So
     return replace(found, method=f"{found.method}, {BROKE_DOWN}")
 
 
-def rescored(program: Program, found: Solution, x: Floats) -> Solution:
+def rescored(program: FractionProgram, found: Solution, x: Floats) -> Solution:
     """A solution with the objective and gap that it has after rounding to ``x`` [jobs]."""
     z = level_of(program, x) if program.level_weight else 0.0
     objective = program.objective(x, z)
@@ -198,7 +201,7 @@ def rescored(program: Program, found: Solution, x: Floats) -> Solution:
     return replace(found, z=z, objective=objective, gap=gap)
 
 
-def tighten(program: Program, x: Floats) -> Floats:
+def tighten(program: FractionProgram, x: Floats) -> Floats:
     """Round so that 5.1 to 5.3 hold to the last bit, summed in any order.
 
     Entries that are dust beside their row's largest become 0; then everything gives way by a

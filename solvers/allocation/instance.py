@@ -13,7 +13,7 @@ import numpy as np
 from ...schema.errors import ProblemError
 from ...schema.jobs import AllocationProblem, Entity, Job, PairThroughput
 from ..effort import never
-from .program import Floats, Ints, Program
+from .program import Floats, FractionProgram, Ints
 
 CONSOLIDATED = "/consolidated"
 UNCONSOLIDATED = "/unconsolidated"
@@ -65,7 +65,7 @@ class Instance:
         return len(self.rate)
 
     def flat(self) -> "Instance":
-        """The same instance for heterogeneity-agnostic policies: one rate a job, on every type.
+        """The instance for heterogeneity-agnostic policies: one rate a job, on every type.
 
         The rate is throughput(m, X^equal), so that steps, SLOs and durations keep their scale;
         a type that does not run the job stays shut.
@@ -90,7 +90,7 @@ class Instance:
         worth: Floats | None = None,
         charge: Floats | None = None,
         unit: float = 0.0,
-    ) -> Program:
+    ) -> FractionProgram:
         """The program with these demands or this worth of a step, over all valid allocations.
 
         Args:
@@ -113,7 +113,7 @@ class Instance:
         gain = np.zeros_like(self.rate) if worth is None else worth * self.rate
         if charge is not None:
             gain = gain - np.where(self.rate > 0, self.usage * charge, 0.0)
-        return Program(
+        return FractionProgram(
             count=np.ones(self.num_jobs),
             rate=self.rate,
             usage=self.usage,

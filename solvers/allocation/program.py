@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class FractionProgram:
     """A linear program over time fractions.
 
     ``count`` n [rows]; ``rate`` T, ``usage`` S and ``gain`` g [rows, columns]; ``resources`` R
@@ -75,7 +75,7 @@ class Solution:
     method: str
 
 
-def merge(program: Program, kind: Ints | None = None) -> tuple[Program, Ints]:
+def merge(program: FractionProgram, kind: Ints | None = None) -> tuple[FractionProgram, Ints]:
     """Merge rows with the same numbers into one row with their count: exact, by symmetry.
 
     Args:
@@ -135,7 +135,7 @@ def _weights(columns: int) -> Floats:
 
 
 def dual_bound(
-    program: Program, job_prices: Floats, resource_prices: Floats
+    program: FractionProgram, job_prices: Floats, resource_prices: Floats
 ) -> tuple[float, Floats, Floats]:
     """The upper bound that prices prove by weak duality, whatever method found them.
 
@@ -159,19 +159,19 @@ def dual_bound(
     return float(bound), y, prices
 
 
-def gap_between(program: Program, objective: float, bound: float) -> float:
+def gap_between(program: FractionProgram, objective: float, bound: float) -> float:
     """Relative distance of an objective to its bound."""
     return abs(bound - objective) / max(abs(objective), abs(bound), program.unit, 1e-300)
 
 
-def level_of(program: Program, x: Floats) -> float:
+def level_of(program: FractionProgram, x: Floats) -> float:
     """The largest z that time fractions ``x`` support."""
     rows = program.demands & (program.level > 0)
     reached = (program.rate * x).sum(axis=1)[rows] - program.floor[rows]
     return float((reached / program.level[rows]).min()) if rows.any() else 0.0
 
 
-def fit(program: Program, x: Floats) -> Floats:
+def fit(program: FractionProgram, x: Floats) -> Floats:
     """Scale time fractions down until they obey 5.1 to 5.3 (but for the last bits)."""
     x = np.maximum(x, 0.0)
     x = x / np.maximum(x.sum(axis=1), 1.0)[:, None]
@@ -183,7 +183,7 @@ def fit(program: Program, x: Floats) -> Floats:
     return x
 
 
-def shortfall(program: Program, x: Floats, z: float) -> float:
+def shortfall(program: FractionProgram, x: Floats, z: float) -> float:
     """How far ``x`` and z break a floor or a budget, relative to it; 0 where they hold."""
     rows = program.demands & ((program.floor > 0) | (program.level > 0))
     needed = (program.floor + program.level * z)[rows]
@@ -194,13 +194,13 @@ def shortfall(program: Program, x: Floats, z: float) -> float:
     return max(0.0, float(lacking.max(initial=0.0)), float(excess.max(initial=0.0)))
 
 
-def resource_use(program: Program, x: Floats) -> Floats:
+def resource_use(program: FractionProgram, x: Floats) -> Floats:
     """What ``x`` uses of each resource [resources]."""
     return program.resources @ (program.count @ (program.usage * x))
 
 
 def solution_of(
-    program: Program, x: Floats, job_prices: Floats, resource_prices: Floats, method: str
+    program: FractionProgram, x: Floats, job_prices: Floats, resource_prices: Floats, method: str
 ) -> Solution:
     """Time fractions and prices as a feasible solution with the bound that the prices prove."""
     bound, y, price = dual_bound(program, job_prices, resource_prices)

@@ -13,7 +13,7 @@ import numpy as np
 from ...schema.errors import BackendError
 from ..effort import never
 from ..lp import LinearSession
-from .program import Bools, Floats, Program, Solution, solution_of
+from .program import Bools, Floats, FractionProgram, Solution, solution_of
 
 # Up to so many columns are cheaper all at once.
 FEW = 5_000
@@ -29,7 +29,7 @@ PAYS = 1e-11
 
 
 def solve(
-    program: Program, likely: Bools | None = None, should_stop: Callable[[], bool] = never
+    program: FractionProgram, likely: Bools | None = None, should_stop: Callable[[], bool] = never
 ) -> Solution:
     """Maximise a program without pairs.
 
@@ -52,7 +52,7 @@ def solve(
         return _Columns(program, runs).solve(should_stop)
 
 
-def likely_columns(program: Program, near: Solution) -> Bools:
+def likely_columns(program: FractionProgram, near: Solution) -> Bools:
     """The columns that a solution uses, or that cost nearly as little at its prices."""
     worth = program.gain + near.job_prices[:, None] * program.rate
     profit = worth - program.usage * (near.resource_prices @ program.resources)
@@ -73,7 +73,7 @@ def _of_the_best(values: Floats) -> Floats:
 class _Columns:
     """The program over some columns. Rows: each row's time, resources, then demands; z is first."""
 
-    def __init__(self, program: Program, kept: Bools) -> None:
+    def __init__(self, program: FractionProgram, kept: Bools) -> None:
         p = self.program = program
         self.kept = np.zeros_like(kept)
         self.row = np.maximum(p.rate.max(axis=1), 1e-300)

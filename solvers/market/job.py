@@ -256,7 +256,7 @@ class RentJob:
         return self.num_ticks * (self.num_machines * dearest * self.tick_seconds / 3600 + moves)
 
     def in_longer_ticks(self, ticks: int) -> "RentJob":
-        """The same in ticks so many times as long; the deadline is one that it can keep."""
+        """The job in ticks so many times as long; the deadline is one that it can keep."""
         length = ticks * self.tick_seconds
         least = -(-self.ticks_for(self.work_seconds) // ticks) * length
         deadline = max(self.deadline_seconds, least)
@@ -289,7 +289,7 @@ class Moment:
         return self.zone or 0
 
 
-class Policy(Protocol):
+class RentPolicy(Protocol):
     """Decides what to hold; may keep no state but what a moment tells."""
 
     def __call__(self, job: RentJob, now: Moment) -> Held:

@@ -82,7 +82,7 @@ def rate(seen: Iterable[Lifetime]) -> PreemptionRate:
 
 
 def rates_by_age(seen: Iterable[Lifetime]) -> list[PreemptionRate]:
-    """The same within each class of ``AGES_HOURS`` that a machine got to."""
+    """The rates within each class of ``AGES_HOURS`` that a machine got to."""
     aged = [one for one in seen if one.has_age]
     edges = [3600 * hours for hours in AGES_HOURS]
     rows = []

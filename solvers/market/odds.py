@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...planning.costs.checkpoints import daly_seconds, lost_share, young_seconds
 from ...schema.market import Availability, PriceHistory, utc_seconds
-from ...schema.odds import OddsReport, PriceOdds, Together, ZoneOdds
+from ...schema.odds import OddsReport, PriceOdds, ZoneCorrelation, ZoneOdds
 from .lifetimes import Lifetime, Survival, lifetimes, rate, rates_by_age, survival
 from .windows import joined
 
@@ -111,20 +111,20 @@ def _zone(
     )
 
 
-def _prices_together(prices: Sequence[PriceHistory]) -> list[Together]:
+def _prices_together(prices: Sequence[PriceHistory]) -> list[ZoneCorrelation]:
     return [
-        Together(of="prices", first=one.title, second=other.title, correlation=found)
+        ZoneCorrelation(of="prices", first=one.title, second=other.title, correlation=found)
         for one, other in combinations(prices, 2)
         if one.instance_type == other.instance_type
         and (found := price_correlation(one, other)) is not None
     ]
 
 
-def _windows_together(windows: Mapping[Zone, Sequence[Availability]]) -> list[Together]:
+def _windows_together(windows: Mapping[Zone, Sequence[Availability]]) -> list[ZoneCorrelation]:
     """Of zones with one trace each; of several nobody says which go together."""
     single = [(zone, found[0]) for zone, found in windows.items() if len(found) == 1]
     return [
-        Together(
+        ZoneCorrelation(
             of="availability", first=_title(one), second=_title(other), correlation=correlation
         )
         for (one, first), (other, second) in combinations(single, 2)

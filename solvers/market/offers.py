@@ -86,7 +86,7 @@ class Prices:
         return np.array([offer.cloud for offer in self.offers])
 
     def until(self, end_seconds: float) -> "Prices":
-        """The same up to a time."""
+        """The prices up to a time."""
         if end_seconds >= self.edges[-1]:
             return self
         last = int(np.searchsorted(self.edges, end_seconds, side="left"))
@@ -100,7 +100,7 @@ class Prices:
         return replace(self, edges=edges, dollars_per_second=known, posted=posted)
 
     def since(self, start_seconds: float) -> "Prices":
-        """These prices from ``start_seconds`` on.
+        """The prices from ``start_seconds`` on.
 
         Raises:
             ProblemError: The prices begin later, or end before.
@@ -123,7 +123,7 @@ Steps = list[tuple[float, float, float | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class OfferHistory:
     """Offers with the stretches of their prices, as they stand: start, end, dollars of a machine.
 
     A year of many machines has so many stretches in common that a table of them is too large;
@@ -224,8 +224,8 @@ def history_of(
     device_types: Collection[str],
     *,
     fixed: Literal["for ever", "until the last change"] | None = None,
-) -> History:
-    """The same, as the stretches of each offer.
+) -> OfferHistory:
+    """Offers as the stretches of each one's prices.
 
     ``fixed`` adds the machines whose prices do not change, for ever or for as long as the
     histories last; where there are none, for ever.
@@ -252,7 +252,7 @@ def history_of(
             steps.append([(begin, end, price)])
     if not offers:
         raise _no_machine(markets, device_types)
-    return History(tuple(offers), tuple(steps))
+    return OfferHistory(tuple(offers), tuple(steps))
 
 
 def _no_machine(markets: Sequence[Market], device_types: Iterable[str]) -> ProblemError:
@@ -309,7 +309,7 @@ def _fixed_offers(
 
 
 def where_available(prices: Prices, markets: Sequence[Market]) -> tuple[Prices, bool]:
-    """The same prices, unknown where the markets know that no spot machine could be had.
+    """The prices, unknown where the markets know that no spot machine could be had.
 
     Availability counts for spot offers in its zone (of its machine, where it names one), from the
     time at which it starts; ticks that are unknown, and other times, count as available.

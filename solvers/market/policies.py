@@ -28,13 +28,13 @@ from ...schema.options import told
 from ...schema.spelling import nearest
 from .chain import Chain
 from .dynamic_program import Programs
-from .job import Held, Moment, Policy, RentJob, guarded
+from .job import Held, Moment, RentJob, RentPolicy, guarded
 
 _SLICE_SECONDS, _SLICE_RESTARTS = 3600.0, 20
 
 
 def on_demand(job: RentJob, now: Moment) -> Held:
-    """As many on-demand machines from start to end as are cheapest: never late, and the dearest."""
+    """Hold the cheapest number of on-demand machines to the end: never late, and the dearest."""
     return pace_of(job, now.place)
 
 
@@ -88,7 +88,7 @@ def pace_of(job: RentJob, place: int) -> Held:
 
 
 def _spot(job: RentJob, now: Moment) -> Held:
-    """As many spot machines as one zone has for the job, without a needless move."""
+    """Hold as many spot machines as one zone has for the job, without a needless move."""
     most = [min(int(there), job.num_machines) for there in now.available]
     place = now.place
     if now.zone is None or not most[place]:
@@ -129,7 +129,7 @@ def _slice_end(job: RentJob, tick: int) -> int:
     return min(job.num_ticks, ticks * ceil((tick + 1) / ticks))
 
 
-PLAIN: Mapping[str, Policy] = {
+PLAIN: Mapping[str, RentPolicy] = {
     "on_demand": on_demand,
     "greedy": greedy,
     "time_sliced": time_sliced,
@@ -139,7 +139,7 @@ LEARNED = "dynamic_program"
 NAMES = (*PLAIN, LEARNED)
 
 
-def policy_of(name: str, job: RentJob, history: Chain | None) -> Policy:
+def policy_of(name: str, job: RentJob, history: Chain | None) -> RentPolicy:
     """A policy, ready for a job.
 
     Raises:

@@ -43,7 +43,7 @@ def least_dollars(job: RentJob, prices: Prices) -> float:
 
 
 def bound(job: RentJob, prices: Prices) -> Bound:
-    """The same, and whether prices that go on could lower it; what they could is taken off.
+    """A bound, and whether prices that go on could lower it; what they could is taken off.
 
     Raises:
         ProblemError: The job cannot end before the prices do.

@@ -90,7 +90,7 @@ class Traces:
         return self._cut(0, before), self._with(lambda zone: zone[after:], begin_seconds=begin)
 
     def _with(self, change: Callable[[Any], Any], **known: Any) -> "Traces":
-        """These after the same change of each zone's ticks and prices [ticks]."""
+        """The traces after one change of each zone's ticks and prices [ticks]."""
         prices = self.spot_dollars_per_hour
         return replace(
             self,
@@ -119,7 +119,7 @@ class Traces:
         )
 
     def of_zones(self, zones: Sequence[str], most: int) -> "Traces":
-        """These in the order of other traces' zones, with so many machines at most.
+        """The traces in the order of other traces' zones, with so many machines at most.
 
         Raises:
             ProblemError: There are several zones, and these say nothing of one.

@@ -23,7 +23,7 @@ from ...schema.parallel import ParallelPool, ParallelProblem
 from ..effort import Effort
 from ..lp import LinearSession
 from .gradients import Rings
-from .space import Option, Space, fitting
+from .space import OptionSpace, StageOption, fitting
 
 _RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # between two types' prices
 _MOST_KNOWN = 64  # paths that a search for prices starts from
@@ -44,7 +44,7 @@ Path = tuple[tuple[int, int, int], ...]
 
 
 @lru_cache(maxsize=1024)
-def first_by_memory(space: Space, in_flight: int) -> np.ndarray:
+def first_by_memory(space: OptionSpace, in_flight: int) -> np.ndarray:
     """For each end the first layer from which a stage fits; behind all where none [options, e]."""
     firsts = []
     for option in space.options:
@@ -54,7 +54,7 @@ def first_by_memory(space: Space, in_flight: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)
-def stage_levels(space: Space) -> np.ndarray | None:
+def stage_levels(space: OptionSpace) -> np.ndarray | None:
     """All times that ``stage_seconds`` gives to stages that fit; None for very many layers."""
     if len(space.least_seconds) > _MOST_LAYERS_FOR_LEVELS:
         return None
@@ -74,7 +74,7 @@ def price_rows(pools: tuple[ParallelPool, ...]) -> np.ndarray:
 
 
 @lru_cache(maxsize=128)
-def stage_seconds(option: Option) -> np.ndarray:
+def stage_seconds(option: StageOption) -> np.ndarray:
     """What stages take at least [start, end]; infinite where the stage is empty.
 
     Messages are counted as if the neighbours' links were as fast.
@@ -86,7 +86,7 @@ def stage_seconds(option: Option) -> np.ndarray:
     return stages
 
 
-def _times(option: Option) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _times(option: StageOption) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Prefix sums of compute, seconds of the output [ends] and of the gradient [starts]."""
     sent = np.array(option.output_seconds)
     sent[-1] = 0.0
@@ -96,7 +96,7 @@ def _times(option: Option) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class CappedRegion:
     """Plans whose T and X lie between caps, with prices and the seconds that they prove.
 
     Attributes:
@@ -157,7 +157,7 @@ class Relaxation:
     """
 
     problem: ParallelProblem
-    space: Space
+    space: OptionSpace
     num_replicas: int
     num_microbatches: int
     most_stages: int
@@ -212,7 +212,7 @@ class Relaxation:
         return self._exchange
 
     def update(
-        self, option: Option, starts: "slice | int", ends: "slice | int", reduce: np.ndarray
+        self, option: StageOption, starts: "slice | int", ends: "slice | int", reduce: np.ndarray
     ) -> np.ndarray:
         """The optimizer's update of stages [starts, ends], with what replicas then exchange."""
         gathers = gather_seconds(1.0) * reduce if self.problem.shard_optimizer else 0.0
@@ -339,7 +339,7 @@ class Relaxation:
         left = seconds - self.space.least_seconds[-1]
         return min(seconds / m, left / (m - 1)) if m > 1 else seconds
 
-    def regions(self, low_seconds: float, below: float, limit: float) -> list[Region]:
+    def regions(self, low_seconds: float, below: float, limit: float) -> list[CappedRegion]:
         """All plans under ``limit`` seconds, in regions with bounds.
 
         A grid over both caps, the finer where plans under ``below`` seconds are. All its regions
@@ -355,10 +355,12 @@ class Relaxation:
         through = self.space.least_seconds[-1]
         least = (self.num_microbatches - 1) * low_seconds + through
         nothing = np.zeros(len(self.budget))
-        top = Region(low_seconds, self.cap(limit), 0.0, longest, nothing, through, least)
+        top = CappedRegion(low_seconds, self.cap(limit), 0.0, longest, nothing, through, least)
         return [] if least >= limit else self._grid(top, (_SECONDS, _EXCHANGES), below)
 
-    def _grid(self, region: Region, parts: tuple[int, int], below: float) -> list[Region]:
+    def _grid(
+        self, region: CappedRegion, parts: tuple[int, int], below: float
+    ) -> list[CappedRegion]:
         """The region in so many intervals of T and of X."""
         low, high, passes = region.low_seconds, region.high_seconds, self.num_microbatches - 1
         free, room = region.low_exchange, below - region.least_seconds + region.low_exchange
@@ -388,7 +390,7 @@ class Relaxation:
             return inf, -inf
         return max(low, float(levels[first])), float(levels[last])
 
-    def priced(self, region: Region, below: float, rough: float = _ROUGH) -> Region:
+    def priced(self, region: CappedRegion, below: float, rough: float = _ROUGH) -> CappedRegion:
         """The region with the best prices found; enough to prove ``below`` seconds end the search.
 
         Starts from the region's own prices. ``below`` may be any aim; ``rough`` is what may be
@@ -468,7 +470,7 @@ class Relaxation:
         if (devices <= self.budget * _SLACK).all():
             self._found.append(path)
 
-    def split(self, region: Region, below: float) -> list[Region]:
+    def split(self, region: CappedRegion, below: float) -> list[CappedRegion]:
         """The region as two, each with a bound of its own; none where it is narrow already.
 
         Args:
@@ -498,7 +500,7 @@ square of the layers: the fewer stages there are to choose from, the sooner plan
 _FEW, _NARROW_FOR_FEW = 100, 0.2  # layers times stages: plans are soon built then
 
 
-def _bounded(region: Region, fixed: float) -> Region:
+def _bounded(region: CappedRegion, fixed: float) -> CappedRegion:
     rest = max(region.rest_seconds, region.low_seconds)
     return replace(region, least_seconds=max(region.least_seconds, fixed + rest))
 
@@ -528,7 +530,7 @@ class _Grid:
         regions: All of them.
     """
 
-    def __init__(self, relaxation: Relaxation, regions: list[Region]) -> None:
+    def __init__(self, relaxation: Relaxation, regions: list[CappedRegion]) -> None:
         self._relaxation, size = relaxation, relaxation.size
         by_seconds, each_seconds = relaxation.first_by_cap(
             [region.high_seconds for region in regions], is_exchange=False
@@ -557,7 +559,7 @@ class _Grid:
         self._firsts = self._firsts[:, is_covered]
         self._regions = [r for r, covered in zip(regions, is_covered, strict=True) if covered]
 
-    def priced(self, below: float) -> list[Region]:
+    def priced(self, below: float) -> list[CappedRegion]:
         """The regions with the best prices found; a proof of ``below`` seconds ends it."""
         relaxation, passes = self._relaxation, self._relaxation.num_microbatches - 1
         number, budget = len(self._regions), relaxation.budget
@@ -684,7 +686,7 @@ class _Paths:
         self._program.add_columns(-seconds, starts, rows, entries.ravel())
         self.num_paths += number
 
-    def add_within(self, columns: _Columns, region: Region) -> None:
+    def add_within(self, columns: _Columns, region: CappedRegion) -> None:
         """Add the paths that lie in a region."""
         usable = (columns.slowest <= region.high_seconds * _SLACK) & (
             columns.exchange <= region.high_exchange * _SLACK

@@ -24,7 +24,7 @@ Counts = tuple[tuple[int, ...], ...]
 def deal_to_places(
     stages: Sequence[Sequence[Group]], num_replicas: int, pools: Sequence[ParallelPool]
 ) -> Counts | None:
-    """As ``deal``; None also where servers do not hold the stages that are counted inside one.
+    """Deal as ``deal`` does; None also where servers do not hold stages counted inside one.
 
     Args:
         stages: For each, its one or two groups.

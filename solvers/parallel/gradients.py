@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, is_inside
 from ..effort import DEFAULT, Effort
-from .space import Space
+from .space import OptionSpace
 
 
 def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) -> LinkCurve:
@@ -56,7 +56,7 @@ class Rings:
         least: np.ndarray = np.min(tables, axis=0)
         return least
 
-    def of_mix(self, space: Space, mix: tuple[int, ...], start: int, end: int) -> float:
+    def of_mix(self, space: OptionSpace, mix: tuple[int, ...], start: int, end: int) -> float:
         """Seconds of the all-reduce of one stage."""
         options = [space.options[o] for o in mix]
         degree = min(option.tensor_parallel_size for option in options)

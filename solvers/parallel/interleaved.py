@@ -25,17 +25,17 @@ from ...schema.parallel import ParallelProblem
 from ..effort import Effort, OutOfTimeError
 from .bound import stage_seconds
 from .gradients import ring_link
-from .space import ROOM, Option, Spaces
+from .space import ROOM, Spaces, StageOption
 
 _MOST_NODES = 50_000
 """Nodes of all searches for cuts that fit: about a second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class InterleavedShape:
     """The degrees of an interleaved plan: p, v, d and m, and the option of every stage."""
 
-    option: Option
+    option: StageOption
     microbatch_size: int
     num_positions: int
     num_model_chunks: int
@@ -61,7 +61,7 @@ class Interleaved:
     """
 
     step_seconds: float
-    shape: Shape
+    shape: InterleavedShape
     cuts: tuple[int, ...]
     memory_bytes: tuple[float, ...]
     updates: tuple[float, ...]
@@ -69,16 +69,16 @@ class Interleaved:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedShape:
     """A shape that was tried, and seconds that no cut of it is faster than."""
 
-    shape: Shape
+    shape: InterleavedShape
     least_seconds: float
 
 
 def search(
     problem: ParallelProblem, spaces: Spaces, effort: Effort
-) -> tuple[Interleaved | None, list[Tried], float]:
+) -> tuple[Interleaved | None, list[TriedShape], float]:
     """The best interleaved plan found, and the shapes that were tried.
 
     No other shape is faster than that plan, unless ``effort`` ended the search. O(N^2 p v) vector
@@ -97,7 +97,7 @@ def search(
         key=lambda each: each[0],
     )
     best: Interleaved | None = None
-    limit, tried = inf, list[Tried]()
+    limit, tried = inf, list[TriedShape]()
     work = _Work(_MOST_NODES, effort)
     for seconds, shape in by_bound:
         if seconds >= limit:
@@ -108,7 +108,7 @@ def search(
             found = _planned(problem, shape, slowest, work) if least < limit else None
         except OutOfTimeError:
             return best, tried, seconds
-        tried.append(Tried(shape, least))
+        tried.append(TriedShape(shape, least))
         if found is not None and found.step_seconds < limit:
             best, limit = found, found.step_seconds
     return best, tried, inf
@@ -153,7 +153,7 @@ def refusal(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
     )
 
 
-def least_seconds(problem: ParallelProblem, tried: list[Tried], below: float) -> float:
+def least_seconds(problem: ParallelProblem, tried: list[TriedShape], below: float) -> float:
     """Seconds that no interleaved plan is faster than; at most ``below``.
 
     Args:
@@ -168,7 +168,7 @@ def least_seconds(problem: ParallelProblem, tried: list[Tried], below: float) ->
     return least
 
 
-def _is_too_full(problem: ParallelProblem, shape: Shape, below: float) -> bool:
+def _is_too_full(problem: ParallelProblem, shape: InterleavedShape, below: float) -> bool:
     """Whether a plan under ``below`` seconds overfills a device, however layers are cut.
 
     No chunk may take longer than a cap, so few positions cannot hold little: what the first q of
@@ -207,7 +207,7 @@ def _least_ratio(held: tuple[float, ...], seconds: tuple[float, ...]) -> float:
     return min((b / s for b, s in zip(bytes_of, seconds_of, strict=True) if s > 0), default=0.0)
 
 
-def _shapes(problem: ParallelProblem, spaces: Spaces) -> Iterator[Shape]:
+def _shapes(problem: ParallelProblem, spaces: Spaces) -> Iterator[InterleavedShape]:
     """Every shape whose microbatches divide over replicas and, on each, over positions."""
     size = len(problem.layers)
     chunks = [v for v in problem.num_model_chunks if v > 1]
@@ -225,12 +225,14 @@ def _shapes(problem: ParallelProblem, spaces: Spaces) -> Iterator[Shape]:
                 for v in chunks:
                     most = min(groups // replicas, each, (problem.most_stages or size) // v)
                     for positions in range(2, most + 1):
-                        shape = Shape(shared, microbatch_size, positions, v, replicas, each)
+                        shape = InterleavedShape(
+                            shared, microbatch_size, positions, v, replicas, each
+                        )
                         if each % positions == 0 and _may_fit(shape):
                             yield shape
 
 
-def _may_fit(shape: Shape) -> bool:
+def _may_fit(shape: InterleavedShape) -> bool:
     """Whether there are layers for every chunk, and room for weights and one microbatch."""
     option = shape.option
     if shape.num_chunks >= len(option.seconds):
@@ -240,7 +242,9 @@ def _may_fit(shape: Shape) -> bool:
     return option.memory_bytes is None or option.reserved_bytes + held <= option.memory_bytes * ROOM
 
 
-def _least_seconds(problem: ParallelProblem, shape: Shape, slowest: float | None) -> float:
+def _least_seconds(
+    problem: ParallelProblem, shape: InterleavedShape, slowest: float | None
+) -> float:
     """Seconds that no cut of a shape is faster than; ``slowest`` is its slowest chunk if known."""
     option, chunks = shape.option, shape.num_chunks
     if slowest is None:
@@ -255,7 +259,7 @@ def _least_seconds(problem: ParallelProblem, shape: Shape, slowest: float | None
     return shape.passes * slowest + update + reduce
 
 
-def _least_reduce(problem: ParallelProblem, shape: Shape) -> float:
+def _least_reduce(problem: ParallelProblem, shape: InterleavedShape) -> float:
     """What the fullest position's all-reduce takes at least: the mean's bytes, without latency."""
     option = shape.option
     link = ring_link(problem.pools[option.pool], option.tensor_parallel_size, shape.num_replicas)
@@ -267,14 +271,14 @@ def _least_reduce(problem: ParallelProblem, shape: Shape) -> float:
     return 2 * (replicas - 1) * mean / replicas / coefficients[0]
 
 
-def _gradients(problem: ParallelProblem, shape: Shape) -> np.ndarray:
+def _gradients(problem: ParallelProblem, shape: InterleavedShape) -> np.ndarray:
     """Prefix sums over layers of the bytes of gradients on one device."""
     sizes = problem.sizes_of(shape.option.tensor_parallel_size)
     assert sizes is not None  # an option has sizes of its degree
     return np.concatenate([[0.0], np.cumsum(np.array(sizes.weight_bytes, dtype=float))])
 
 
-def _slowest_chunks(option: Option, num_chunks: int, effort: Effort) -> float:
+def _slowest_chunks(option: StageOption, num_chunks: int, effort: Effort) -> float:
     """The least time of the slowest chunk over all cuts into so many chunks.
 
     Raises:
@@ -287,7 +291,7 @@ def _slowest_chunks(option: Option, num_chunks: int, effort: Effort) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _least_maxima(option: Option, num_chunks: int) -> np.ndarray:
+def _least_maxima(option: StageOption, num_chunks: int) -> np.ndarray:
     """[ends] likewise for layers 0 to ``end - 1``."""
     seconds = stage_seconds(option)
     if num_chunks == 1:
@@ -299,7 +303,7 @@ def _least_maxima(option: Option, num_chunks: int) -> np.ndarray:
 
 
 def _planned(
-    problem: ParallelProblem, shape: Shape, slowest: float, work: "_Work"
+    problem: ParallelProblem, shape: InterleavedShape, slowest: float, work: "_Work"
 ) -> Interleaved | None:
     """The plan of a shape whose chunks are the most alike under that cap.
 
@@ -351,7 +355,9 @@ def _planned(
     return Interleaved(step, shape, cuts, memory, updates, reduces)
 
 
-def _even_cuts(option: Option, num_chunks: int, slowest: float, effort: Effort) -> tuple[int, ...]:
+def _even_cuts(
+    option: StageOption, num_chunks: int, slowest: float, effort: Effort
+) -> tuple[int, ...]:
     """The cuts with the least sum of squared times, no chunk slower than the cap."""
     seconds = stage_seconds(option)
     squares = np.where(seconds <= slowest * (1 + 1e-12), np.square(seconds), inf)
@@ -376,7 +382,7 @@ class _Work:
     effort: Effort
 
 
-def _fastest_that_fits(shape: Shape, work: _Work) -> tuple[int, ...] | None:
+def _fastest_that_fits(shape: InterleavedShape, work: _Work) -> tuple[int, ...] | None:
     """The cuts that fit whose slowest chunk is the fastest, by bisection over chunks' times.
 
     A larger cap allows all cuts of a smaller one, so bisection is right. Where the work is spent,
@@ -396,7 +402,7 @@ def _fastest_that_fits(shape: Shape, work: _Work) -> tuple[int, ...] | None:
     return found
 
 
-def _that_fit(shape: Shape, cap: float, work: _Work) -> tuple[int, ...] | None:
+def _that_fit(shape: InterleavedShape, cap: float, work: _Work) -> tuple[int, ...] | None:
     """Cuts that fit, no chunk slower than the cap: depth first, chunk by chunk.
 
     What a position holds only grows with more chunks, so a branch ends where it is too much.
@@ -435,12 +441,12 @@ def _that_fit(shape: Shape, cap: float, work: _Work) -> tuple[int, ...] | None:
     return None
 
 
-def _memories(shape: Shape, cuts: tuple[int, ...]) -> tuple[float, ...]:
+def _memories(shape: InterleavedShape, cuts: tuple[int, ...]) -> tuple[float, ...]:
     """[positions] bytes on each device of a position."""
     return tuple(_memory(shape, cuts, position) for position in range(shape.num_positions))
 
 
-def _memory(shape: Shape, cuts: tuple[int, ...], position: int) -> float:
+def _memory(shape: InterleavedShape, cuts: tuple[int, ...], position: int) -> float:
     """Bytes on each device of a position: all its chunks, at the schedule's fullest moment.
 
     Chunks that are not cut yet hold nothing.

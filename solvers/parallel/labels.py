@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 
 from ...planning.costs.parallel_stage import gather_seconds
-from .bound import Region, Relaxation, price_rows
+from .bound import CappedRegion, Relaxation, price_rows
 from .counts import UndecidedError, deal_to_places
 
 _WORK_OF_A_LABEL = 2.0  # of ``Effort.tree_work``, for each stage that may come next
@@ -61,7 +61,7 @@ class Labels:
     def __init__(
         self,
         relaxation: Relaxation,
-        region: Region,
+        region: CappedRegion,
         mixes: list[tuple[int, ...]],
         aim_seconds: float,
     ) -> None:

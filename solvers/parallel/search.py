@@ -15,7 +15,7 @@ from .bound import Path, Relaxation
 from .counts import UndecidedError, deal_to_places
 from .gradients import Rings
 from .labels import Stages
-from .space import ROOM, Space
+from .space import ROOM, OptionSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,17 @@ class StageChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPlan:
     """A whole plan, stages from the first to the last."""
 
     step_seconds: float
-    space: Space
+    space: OptionSpace
     num_replicas: int
     num_microbatches: int
     stages: tuple[StageChoice, ...]
 
 
-class Search:
+class ReplicaSearch:
     """Plans of ``num_replicas`` replicas a stage at one microbatch size.
 
     Args:
@@ -54,7 +54,11 @@ class Search:
     """
 
     def __init__(
-        self, problem: ParallelProblem, space: Space, num_replicas: int, effort: Effort = DEFAULT
+        self,
+        problem: ParallelProblem,
+        space: OptionSpace,
+        num_replicas: int,
+        effort: Effort = DEFAULT,
     ) -> None:
         self.problem, self.space, self.d, self.effort = problem, space, num_replicas, effort
         per_round = space.microbatch_size * num_replicas
@@ -110,7 +114,7 @@ class Search:
             self.effort,
         )
 
-    def one_stage(self, below: float) -> Iterator[Found]:
+    def one_stage(self, below: float) -> Iterator[FoundPlan]:
         """The plans of a single stage that fit and take less than ``below`` seconds."""
         for mix in self.mixes:
             if all(self.space.options[o].fits(0, self.size, 1) for o in mix):
@@ -118,7 +122,7 @@ class Search:
                 if found is not None:
                     yield found
 
-    def balanced(self, below: float) -> Iterator[Found]:
+    def balanced(self, below: float) -> Iterator[FoundPlan]:
         """Plans of one type and degree whose stages take about as long; under ``below`` seconds.
 
         For a limit early: what a person would try first. Each stage recomputes only if it must.
@@ -139,7 +143,7 @@ class Search:
                         below = found.step_seconds
                         yield found
 
-    def _balanced(self, numbers: list[int], num_stages: int, below: float) -> Found | None:
+    def _balanced(self, numbers: list[int], num_stages: int, below: float) -> FoundPlan | None:
         """That plan, where each stage fits one of these options."""
         seconds = np.array(self.space.options[numbers[0]].seconds)
         whole = float(seconds[-1])
@@ -153,7 +157,7 @@ class Search:
             return None
         return self.of_path(tuple((numbers[0], *stage) for stage in pairwise(bounds)), below)
 
-    def of_path(self, path: Path, below: float) -> Found | None:
+    def of_path(self, path: Path, below: float) -> FoundPlan | None:
         """The plan of a path, whose stages recompute only if they must; None for too many stages.
 
         Bounds of many regions at once do not count a path's stages.
@@ -182,7 +186,7 @@ class Search:
             kinds.setdefault(keys[number], []).append(number)
         return [kinds[key] for key in keys]
 
-    def found(self, stages: Stages, below: float) -> Found | None:
+    def found(self, stages: Stages, below: float) -> FoundPlan | None:
         """The plan of these stages, which fit; None where it takes ``below`` seconds or more.
 
         Also where its replicas cannot be dealt within the pool.
@@ -253,7 +257,7 @@ class Search:
         dealt = tuple(
             replace(one, replicas=replicas) for one, replicas in zip(chosen, counts, strict=True)
         )
-        return Found(total, self.space, self.d, self.num_microbatches, dealt)
+        return FoundPlan(total, self.space, self.d, self.num_microbatches, dealt)
 
     @cached_property
     def _rings(self) -> Rings:

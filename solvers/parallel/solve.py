@@ -29,11 +29,11 @@ from ...schema.plan import (
 )
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from . import interleaved
-from .bound import Region
+from .bound import CappedRegion
 from .gradients import replica_counts
 from .interleaved import Interleaved
 from .labels import Labels
-from .search import Found, Search, StageChoice
+from .search import FoundPlan, ReplicaSearch, StageChoice
 from .shortfall import missing_bytes, smallest_pools
 from .space import MOST_TYPES, Spaces, microbatch_sizes
 
@@ -133,18 +133,18 @@ def least_seconds(problem: ParallelProblem, num_devices: Mapping[str, int]) -> f
 
 def _search(
     problem: ParallelProblem, spaces: Spaces, effort: Effort, limit: float
-) -> tuple[Found | None, float, tuple[PricedPlans, ...]]:
+) -> tuple[FoundPlan | None, float, tuple[PricedPlans, ...]]:
     devices = sum(pool.num_devices for pool in problem.pools)
     tree = _Tree(limit, effort)
     for size in spaces.microbatch_sizes:
         for replicas in replica_counts(problem, size, devices):
-            tree.open(Search(problem, spaces.of(size, replicas), replicas, effort))
+            tree.open(ReplicaSearch(problem, spaces.of(size, replicas), replicas, effort))
     tree.try_first()
     tree.run()
     return tree.best, tree.bound, tree.priced()
 
 
-_Part = tuple[float, Search, "Region | Labels | None"]
+_Part = tuple[float, ReplicaSearch, "CappedRegion | Labels | None"]
 """What is open, with its bound; None is a search whose regions were not looked at."""
 
 
@@ -160,13 +160,13 @@ class _Tree:
     """
 
     def __init__(self, limit: float, effort: Effort) -> None:
-        self.best: Found | None = None
+        self.best: FoundPlan | None = None
         self.limit = limit
         self._effort, self._accepted = effort, 1.0 - max(effort.gap, 0.0)
-        self._heap: list[tuple[float, int, Search, Region | Labels | None]] = []
+        self._heap: list[tuple[float, int, ReplicaSearch, CappedRegion | Labels | None]] = []
         self._order = count()
         self._work = 0.0
-        self._closed: list[tuple[Search, PricedPlans]] = []
+        self._closed: list[tuple[ReplicaSearch, PricedPlans]] = []
 
     def priced(self) -> tuple[PricedPlans, ...]:
         """What a judge needs of the regions that were closed, or are open still."""
@@ -174,7 +174,7 @@ class _Tree:
         bound = self.bound
         return tuple(node for search, node in self._closed if search.least_by_capacity < bound)
 
-    def _close(self, parts: "Iterable[tuple[Search, Region | Labels | None]]") -> None:
+    def _close(self, parts: "Iterable[tuple[ReplicaSearch, CappedRegion | Labels | None]]") -> None:
         for search, part in parts:
             if part is not None:
                 region = part.region if isinstance(part, Labels) else part
@@ -193,13 +193,13 @@ class _Tree:
         """A lower bound on the step of any plan, in seconds."""
         return min(self.limit, self._heap[0][0]) if self._heap else self.limit
 
-    def offer(self, plans: Iterable[Found | None]) -> None:
+    def offer(self, plans: Iterable[FoundPlan | None]) -> None:
         """Keep the fastest of these plans and the best so far."""
         for found in plans:
             if found is not None and found.step_seconds < self.limit:
                 self.best, self.limit = found, found.step_seconds
 
-    def open(self, search: Search) -> None:
+    def open(self, search: ReplicaSearch) -> None:
         """Add a search with its bound by capacity."""
         self._push([(search.least_by_capacity, search, None)])
 
@@ -253,7 +253,9 @@ class _Tree:
                     chosen = []
                 self._push(parts[len(chosen) :])
 
-    def _next(self, is_dive: bool) -> "tuple[float, int, Search, Region | Labels | None]":
+    def _next(
+        self, is_dive: bool
+    ) -> "tuple[float, int, ReplicaSearch, CappedRegion | Labels | None]":
         """Take what has the least bound; for a dive, of what no plans were looked for in yet."""
         fresh = [entry for entry in self._heap if not isinstance(entry[3], Labels)]
         if not is_dive or not fresh:
@@ -270,7 +272,7 @@ class _Tree:
             return False
         return self._work < self._effort.tree_work and not self._effort.should_stop()
 
-    def _take(self, search: Search, part: "Region | Labels | None") -> "list[_Part]":
+    def _take(self, search: ReplicaSearch, part: "CappedRegion | Labels | None") -> "list[_Part]":
         """What a part is to be replaced by, each with its bound."""
         relaxation, work = search.relaxation, search.relaxation.work
         least = search.least_by_capacity if part is None else part.least_seconds
@@ -279,7 +281,7 @@ class _Tree:
             if part is None:
                 found = relaxation.regions(search.least_slowest, aim, self.limit)
                 regions = [replace(r, least_seconds=max(least, r.least_seconds)) for r in found]
-            elif isinstance(part, Region):
+            elif isinstance(part, CappedRegion):
                 regions = relaxation.split(part, aim)
                 if not regions:
                     aim = min(self.limit, (1 + part.step) * part.least_seconds)
@@ -291,7 +293,7 @@ class _Tree:
             self._work += relaxation.work - work
             self.offer(search.of_path(path, self.limit) for path in relaxation.paths())
 
-    def _advanced(self, search: Search, labels: Labels) -> "list[_Part]":
+    def _advanced(self, search: ReplicaSearch, labels: Labels) -> "list[_Part]":
         limit = self.limit * self._accepted if self.best is not None else self.limit
         for _, stages in labels.advance(limit, WIDTH):
             self.offer([search.found(stages, self.limit)])
@@ -373,7 +375,7 @@ def _sharding_hint(problem: ParallelProblem) -> str:
     return f", or let replicas share the optimizer's state ({option('shard_optimizer')})"
 
 
-def _plan(problem: ParallelProblem, found: Found, bound: float) -> Plan:
+def _plan(problem: ParallelProblem, found: FoundPlan, bound: float) -> Plan:
     each = [choice.compute_seconds + choice.transfer_seconds for choice in found.stages]
     filling = max(0.0, sum(each) - max(each))  # and draining the pipeline
     stages = tuple(
@@ -448,7 +450,7 @@ def _proof(problem: ParallelProblem, step: float, bound: float) -> Proof:
     )
 
 
-def _stage(problem: ParallelProblem, found: Found, choice: StageChoice, from_end: int) -> Stage:
+def _stage(problem: ParallelProblem, found: FoundPlan, choice: StageChoice, from_end: int) -> Stage:
     options = [found.space.options[o] for o in choice.mix]
     in_flight = min(from_end, found.num_microbatches)
     shares = shares_of(

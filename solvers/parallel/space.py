@@ -16,7 +16,7 @@ ROOM = 1.0 + 1e-12
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tables are kept per option
-class Option:
+class StageOption:
     """One device type at one degree and kind of recomputation: prefix sums over layers.
 
     A stage of layers ``start`` to ``end - 1`` takes ``seconds[end] - seconds[start]``; likewise
@@ -75,14 +75,14 @@ class Option:
 
 
 @lru_cache(maxsize=512)
-def most_uneven(option: Option) -> np.ndarray:
-    """``Option.uneven_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
+def most_uneven(option: StageOption) -> np.ndarray:
+    """``StageOption.uneven_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
     return _largest(option.uneven, len(option.weights))
 
 
 @lru_cache(maxsize=512)
-def most_cores(option: Option) -> np.ndarray:
-    """``Option.core_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
+def most_cores(option: StageOption) -> np.ndarray:
+    """``StageOption.core_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
     return _largest(option.cores, len(option.weights))
 
 
@@ -93,8 +93,8 @@ def _largest(bytes_of_layers: tuple[float, ...], size: int) -> np.ndarray:
     return table
 
 
-def fitting(option: Option, num_in_flight: int) -> np.ndarray:
-    """Whether a device holds stages, as ``Option.fits`` [starts, ends]; empty ones are none."""
+def fitting(option: StageOption, num_in_flight: int) -> np.ndarray:
+    """Whether a device holds stages, as ``StageOption.fits`` [starts, ends]; none if empty."""
     places = np.arange(len(option.weights))
     is_stage = places[None, :] > places[:, None]
     if option.memory_bytes is None:
@@ -105,7 +105,7 @@ def fitting(option: Option, num_in_flight: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=512)
-def _held(option: Option) -> tuple[np.ndarray, np.ndarray]:
+def _held(option: StageOption) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of stages once, and for each microbatch in flight [starts, ends]."""
     weights, stashed = np.array(option.weights), np.array(option.stashed)
     once = option.reserved_bytes + (weights[None, :] - weights[:, None])
@@ -118,11 +118,11 @@ def _held(option: Option) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # likewise
-class Space:
+class OptionSpace:
     """All options at one microbatch size, and the sets of them that a stage may mix."""
 
     microbatch_size: int
-    options: tuple[Option, ...]
+    options: tuple[StageOption, ...]
     mixes: tuple[tuple[int, ...], ...]
     least_seconds: tuple[float, ...]
     """Prefix sums of each layer's time on the option that is fastest for it."""
@@ -148,7 +148,7 @@ class Space:
 
 
 def microbatch_sizes(problem: ParallelProblem) -> list[int]:
-    """Those that any type was timed at and that the batch is large enough for."""
+    """The sizes that any type was timed at and that the batch is large enough for."""
     sizes = {t.microbatch_size for pool in problem.pools for t in pool.times}
     return sorted(size for size in sizes if size <= problem.global_batch_size)
 
@@ -162,10 +162,10 @@ class Spaces:
 
     def __init__(self, problem: ParallelProblem) -> None:
         self._problem = problem
-        self._known: dict[tuple[int, int], Space] = {}
+        self._known: dict[tuple[int, int], OptionSpace] = {}
         self.microbatch_sizes = tuple(microbatch_sizes(problem))
 
-    def of(self, microbatch_size: int, num_replicas: int = 1) -> Space:
+    def of(self, microbatch_size: int, num_replicas: int = 1) -> OptionSpace:
         """``space_of``, once for all that have the same options."""
         key = microbatch_size, num_replicas if self._problem.shard_optimizer else 1
         if key not in self._known:
@@ -173,12 +173,12 @@ class Spaces:
         return self._known[key]
 
     @property
-    def alone(self) -> list[Space]:
+    def alone(self) -> list[OptionSpace]:
         """[microbatch sizes] the options of a single replica."""
         return [self.of(size) for size in self.microbatch_sizes]
 
 
-def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int = 1) -> Space:
+def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int = 1) -> OptionSpace:
     """The options of every type, and their mixes of at most ``MOST_TYPES`` types.
 
     Replicas of one degree share the state of a sharded optimizer. Each parameter is kept by one of
@@ -212,7 +212,7 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
         for o in options
     ]
     least_worth, worth_per_second, layer_costs = _worths(problem, options)
-    return Space(
+    return OptionSpace(
         microbatch_size=microbatch_size,
         options=options,
         mixes=tuple(mixes),
@@ -226,9 +226,9 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
 
 
 def _between(
-    problem: ParallelProblem, options: tuple[Option, ...], microbatch_size: int
+    problem: ParallelProblem, options: tuple[StageOption, ...], microbatch_size: int
 ) -> np.ndarray | None:
-    """``Space.between``: as many copies as the side of more devices sends or receives."""
+    """``OptionSpace.between``: as many copies as the side of more devices sends or receives."""
     if not problem.between:
         return None
     outputs = [0.0, *(float(each) * microbatch_size for each in problem.output_bytes)]
@@ -244,14 +244,16 @@ def _between(
     return found
 
 
-def _may_mix(problem: ParallelProblem, options: tuple[Option, ...], mix: tuple[int, ...]) -> bool:
+def _may_mix(
+    problem: ParallelProblem, options: tuple[StageOption, ...], mix: tuple[int, ...]
+) -> bool:
     """Whether replicas of these options may hold one stage: unlike degrees share no state."""
     degrees = {options[o].tensor_parallel_size for o in mix}
     return len(degrees) == 1 or not problem.shard_optimizer
 
 
 def _worths(
-    problem: ParallelProblem, options: tuple[Option, ...]
+    problem: ParallelProblem, options: tuple[StageOption, ...]
 ) -> tuple[float, float, np.ndarray]:
     """``least_worth``, ``worth_per_second`` and ``layer_costs`` of a space.
 
@@ -280,7 +282,9 @@ def _worths(
     return least_worth, offered, layer_costs
 
 
-def _options(problem: ParallelProblem, microbatch_size: int, num_replicas: int) -> Iterator[Option]:
+def _options(
+    problem: ParallelProblem, microbatch_size: int, num_replicas: int
+) -> Iterator[StageOption]:
     for number, pool in enumerate(problem.pools):
         for times in pool.times:
             degree = times.tensor_parallel_size
@@ -304,7 +308,7 @@ def _option(
     microbatch_size: int,
     recompute: Recompute,
     num_replicas: int,
-) -> Option:
+) -> StageOption:
     times = next(
         t
         for t in pool.times
@@ -336,7 +340,7 @@ def _option(
     held = problem.bytes_per_weight_byte - state + state / d
     updaters = d if problem.shard_optimizer else 1
     updates = tuple(seconds / updaters for seconds in times.update_seconds)
-    return Option(
+    return StageOption(
         pool=number,
         tensor_parallel_size=degree,
         recompute=recompute,

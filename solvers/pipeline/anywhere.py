@@ -30,7 +30,7 @@ import numpy as np
 from ...planning.costs.pipeline import slowest_links
 from ...schema.pipeline import PipelineProblem
 from ..effort import DEFAULT, Effort
-from .placements import Moves, Space, State, bandwidths_of
+from .placements import Moves, PlacementSpace, State, bandwidths_of
 
 Inside = tuple[int, ...]
 """Devices of the chain in its component of each level below the top; 0 where it spans several."""
@@ -50,7 +50,7 @@ def relaxed(
     most_moves: float,
     replicas: int | None = None,
     effort: Effort = DEFAULT,
-) -> Space | None:
+) -> PlacementSpace | None:
     """States and moves where only chains of neighbouring stages have to fit a component.
 
     None where there are more moves than that. ``replicas`` gives every stage so many.
@@ -62,14 +62,16 @@ def relaxed(
     return builder.space(effort)
 
 
-def blind(problem: PipelineProblem, effort: Effort = DEFAULT) -> Space:
+def blind(problem: PipelineProblem, effort: Effort = DEFAULT) -> PlacementSpace:
     """States and moves where every stage has the fastest links that its devices could have."""
     space = _Builder(problem, is_exact=False, is_blind=True, most_moves=np.inf).space(effort)
     assert space is not None
     return space
 
 
-def exact(problem: PipelineProblem, most_moves: float, effort: Effort = DEFAULT) -> Space | None:
+def exact(
+    problem: PipelineProblem, most_moves: float, effort: Effort = DEFAULT
+) -> PlacementSpace | None:
     """States and moves of every placement; None for three levels, or more moves than that."""
     if any(len(pool.levels) > 2 for pool in problem.pools):
         return None
@@ -131,7 +133,7 @@ class _Builder:
             self.inter = self.bandwidths.index(problem.inter_bytes_per_second)
         self.by_pool = len(problem.pools) > 1
 
-    def space(self, effort: Effort) -> Space | None:
+    def space(self, effort: Effort) -> PlacementSpace | None:
         """List states by devices in use, each with its moves; None where they are too many."""
         if self._least_moves() > self.most_moves:
             return None
@@ -168,7 +170,7 @@ class _Builder:
             for state in order
         )
         kind: Literal["counted", "blind"] = "blind" if self.is_blind else "counted"
-        return Space(states_, Moves(*found), self.bandwidths, kind)
+        return PlacementSpace(states_, Moves(*found), self.bandwidths, kind)
 
     def _least_moves(self) -> float:
         """An estimate of the number of moves, to give up early where they are too many."""

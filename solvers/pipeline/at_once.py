@@ -13,7 +13,7 @@ from ...schema.pipeline import PipelineProblem
 from .bottleneck.line import objective
 from .cuts import Floats, own_order
 from .packing import Seats, seat
-from .placements import Ints, Moves, Space, chain
+from .placements import Ints, Moves, PlacementSpace, chain
 from .stage_costs import StageCosts
 
 
@@ -32,7 +32,7 @@ class Candidate:
 
 def at_once(problem: PipelineProblem, tables: list[StageCosts]) -> list[Candidate]:
     """List the plans that fit the memory and are what is asked; there may be none."""
-    nothing = Space((), Moves(*np.zeros((8, 0), np.int64)), tables[0].bandwidths)
+    nothing = PlacementSpace((), Moves(*np.zeros((8, 0), np.int64)), tables[0].bandwidths)
     positions = in_one_line(problem, tables[0])
     found = []
     for stages in _stages(problem, len(positions) - 1):

@@ -5,13 +5,13 @@ from math import ceil
 from ...schema.errors import InfeasibleError
 from ...schema.pipeline import DevicePool, PipelineProblem
 from .assemble import names_between
-from .placements import PlacedStage, Space
-from .search import Search
+from .placements import PlacedStage, PlacementSpace
+from .search import PlacementSearch
 from .stage_costs import StageCosts
 
 
 def explain(
-    problem: PipelineProblem, costs: StageCosts, space: Space, search: Search
+    problem: PipelineProblem, costs: StageCosts, space: PlacementSpace, search: PlacementSearch
 ) -> InfeasibleError:
     """Find how many bytes more a device would need, and the stage that needs them.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...planning.costs.pipeline import shared_level, slowest_links
 from ...schema.pipeline import DevicePool, PipelineProblem
-from .placements import PlacedStage, Space
+from .placements import PlacedStage, PlacementSpace
 
 Devices = tuple[tuple[int, ...], ...]
 """The devices of each stage, ascending, in the order of the topology."""
@@ -46,7 +46,7 @@ class NoSeatsError(Exception):
         self.is_proved = is_proved
 
 
-def seat(problem: PipelineProblem, space: Space, placed: list[PlacedStage]) -> Seats:
+def seat(problem: PipelineProblem, space: PlacementSpace, placed: list[PlacedStage]) -> Seats:
     """Name the devices of a placement.
 
     Raises:
@@ -86,7 +86,7 @@ class _Stage:
     chains: tuple[int, ...]
 
     @classmethod
-    def of(cls, space: Space, placed: list[PlacedStage], index: int) -> "_Stage":
+    def of(cls, space: PlacementSpace, placed: list[PlacedStage], index: int) -> "_Stage":
         depth = len(space.states[placed[index][2].target].inside)
         chains = []
         for level in range(depth):
@@ -100,7 +100,7 @@ class _Stage:
         return cls(placed[index][2].num_replicas, tuple(chains))
 
 
-def _inside(space: Space, placed: list[PlacedStage], index: int, level: int) -> int:
+def _inside(space: PlacementSpace, placed: list[PlacedStage], index: int, level: int) -> int:
     """Devices of the chain that begins with a stage, in its component of a level."""
     return space.states[placed[index][2].target].inside[level]
 
@@ -176,7 +176,7 @@ def _packed(sizes: list[int], num_bins: int, capacity: int) -> list[list[int]] |
 
 def _linked(
     problem: PipelineProblem,
-    space: Space,
+    space: PlacementSpace,
     placed: list[PlacedStage],
     devices: Sequence[tuple[int, ...]],
 ) -> list[PlacedStage]:

@@ -36,7 +36,7 @@ class State(NamedTuple):
 class Move(NamedTuple):
     """One stage placed: ``num_replicas`` devices of ``pool`` from ``first`` (from the end) on.
 
-    ``span`` and ``gap`` index ``Space.bandwidths``: the slowest link among the replicas, and
+    ``span`` and ``gap`` index ``PlacementSpace.bandwidths``: the slowest link among replicas, and
     the one between the run and the stage that follows in the model. ``workers`` counts devices
     from this stage to the model's end.
     """
@@ -113,7 +113,7 @@ class Moves:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class PlacementSpace:
     """States in the order they can be filled; every move's source comes before its target.
 
     ``bandwidths`` starts with infinity (one device and itself), then falls. ``kind`` tells moves
@@ -165,7 +165,7 @@ class _Pool:
         return sorted(start for start in found if start < self.size)
 
 
-def build(problem: PipelineProblem, effort: Effort = DEFAULT) -> Space:
+def build(problem: PipelineProblem, effort: Effort = DEFAULT) -> PlacementSpace:
     """List the states and moves of a problem's pools.
 
     Raises:
@@ -229,7 +229,7 @@ class _Builder:
         if problem.inter_bytes_per_second is not None and self.by_pool:
             self.inter = bandwidths.index(problem.inter_bytes_per_second)
 
-    def space(self, effort: Effort) -> Space:
+    def space(self, effort: Effort) -> PlacementSpace:
         """States are numbers whose digits are what ``State`` holds, each moved up by one."""
         start = self._code(State((0,) * len(self.pools), *self._counted()))
         waiting: dict[int, list[Ints]] = {0: [np.array([start])]}
@@ -247,7 +247,7 @@ class _Builder:
         found = found[:, np.lexsort((found[3], found[2], found[0], found[1]))]
         effort.check()
         states = tuple(self._state(row) for row in self._read(known).tolist())
-        return Space(states, Moves(*found), tuple(self.bandwidths))
+        return PlacementSpace(states, Moves(*found), tuple(self.bandwidths))
 
     def _counted(self) -> tuple[int, int, int]:
         return 0 if self.by_worker else -1, -1, 0 if self.by_stage else -1
@@ -316,7 +316,7 @@ class _Builder:
         return self.known_runs[key]
 
 
-def final_states(problem: PipelineProblem, space: Space) -> NDArray[np.int64]:
+def final_states(problem: PipelineProblem, space: PlacementSpace) -> NDArray[np.int64]:
     """The states in which a plan may end, by workers and stages asked for."""
     wanted = [
         index

@@ -4,18 +4,18 @@ from typing import Protocol
 
 from ...schema.pipeline import PipelineProblem
 from ..effort import Effort, OutOfTimeError
-from .placements import PlacedStage, Space
+from .placements import PlacedStage, PlacementSpace
 from .stage_costs import StageCosts
 
 
-class Search(Protocol):
+class PlacementSearch(Protocol):
     """A method: the best placement under limits raised by some bytes, or None."""
 
     def __call__(
         self,
         problem: PipelineProblem,
         costs: StageCosts,
-        space: Space,
+        space: PlacementSpace,
         extra_bytes: float = 0.0,
         *,
         below: float = ...,

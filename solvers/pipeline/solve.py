@@ -31,8 +31,8 @@ from .infeasible import explain
 from .makespan.branch_and_bound import EXACT, Incumbent
 from .makespan.solve import best_step, relaxed_step
 from .packing import NoSeatsError, seat
-from .placements import PlacedStage, Space, bandwidths_of, build
-from .search import Search, StoppedError
+from .placements import PlacedStage, PlacementSpace, bandwidths_of, build
+from .search import PlacementSearch, StoppedError
 from .simplest import simplest
 from .stage_costs import StageCosts
 from .uniform.solve import solve as solve_uniform
@@ -153,7 +153,7 @@ class _Task:
 
     problem: PipelineProblem
     tables: list[StageCosts]
-    space: Space
+    space: PlacementSpace
     method: Method
     effort: Effort
     was_stopped: bool = False
@@ -190,7 +190,7 @@ class _Task:
         return self.problem.workers == "at_most" and self.problem.num_stages is None
 
     def ask(
-        self, search: Search, costs: StageCosts, space: Space, below: float
+        self, search: PlacementSearch, costs: StageCosts, space: PlacementSpace, below: float
     ) -> list[PlacedStage] | None:
         """A search's answer, or its best so far when the effort's limit is reached."""
         try:
@@ -199,7 +199,9 @@ class _Task:
             self.was_stopped = True
             return stopped.placed if isinstance(stopped, StoppedError) else None
 
-    def seated(self, costs: StageCosts, space: Space, placed: list[PlacedStage]) -> "Candidate":
+    def seated(
+        self, costs: StageCosts, space: PlacementSpace, placed: list[PlacedStage]
+    ) -> "Candidate":
         """A placement as a plan's stages.
 
         Raises:
@@ -267,7 +269,7 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
 
 def _exactly(
     task: _Task,
-    search: Search,
+    search: PlacementSearch,
     costs: StageCosts,
     best: "Candidate",
     bound: float,
@@ -306,7 +308,7 @@ def _least_step(task: _Task, found: list["Candidate"]) -> Plan:
     return task.finish(Candidate(best.costs, best.seats), best.seconds, bound, name)
 
 
-def _step_bound(task: _Task, best: Incumbent, search: Search) -> tuple[float, str]:
+def _step_bound(task: _Task, best: Incumbent, search: PlacementSearch) -> tuple[float, str]:
     """Look for better plans; a step that no plan beats, and what else is proved.
 
     Raises:
@@ -331,7 +333,7 @@ def _step_bound(task: _Task, best: Incumbent, search: Search) -> tuple[float, st
     return bound, claim
 
 
-def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> Search:
+def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> PlacementSearch:
     if method == "auto":
         simple = problem.workers == "at_most" and problem.num_stages is None
         is_line = cuts.before is None and cuts.copied_bytes is None
@@ -340,7 +342,7 @@ def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> Search:
 
 
 def _single_stages(
-    problem: PipelineProblem, costs: StageCosts, space: Space
+    problem: PipelineProblem, costs: StageCosts, space: PlacementSpace
 ) -> list[list[PlacedStage]]:
     """Pure data parallelism, on any number of devices."""
     if problem.num_stages not in (None, 1):
@@ -362,13 +364,13 @@ def _choose(found: list[Candidate]) -> Candidate:
     return min(ties, key=lambda c: (fill_seconds(c.costs, c.seats.placed), len(c.seats.placed)))
 
 
-def relaxed_bound(tables: list[StageCosts], space: Space) -> float:
+def relaxed_bound(tables: list[StageCosts], space: PlacementSpace) -> float:
     """A bound that no partition beats: all compute at its best rate, spread over all devices."""
     return _spread(tables, space.moves.numbered("pool", "num_replicas", "span")[0])
 
 
 def _spread_bound(tables: list[StageCosts]) -> float:
-    """The same before the moves are listed, over every number of replicas on the fastest links."""
+    """A bound before the moves are listed, over every number of replicas on the fastest links."""
     pools = enumerate(tables[0].problem.pools)
     kinds = [(at, m, 0) for at, pool in pools for m in range(1, pool.num_devices + 1)]
     return _spread(tables, kinds)

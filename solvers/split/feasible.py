@@ -13,7 +13,7 @@ from math import gcd
 
 import numpy as np
 
-from .pool import Ints, Pool
+from .pool import Ints, SplitPool
 
 # Sets of whole numbers as the bits of one big integer: exact subset sums, fast.
 #
@@ -133,7 +133,7 @@ class FeasibleSums:
     suffixes: list[int]
 
 
-def feasible_sums(pool: Pool, counts: tuple[int, ...], seconds: float) -> FeasibleSums | None:
+def feasible_sums(pool: SplitPool, counts: tuple[int, ...], seconds: float) -> FeasibleSums | None:
     """Decide whether ``counts`` devices can do exactly B samples within ``seconds``.
 
     Args:
@@ -158,7 +158,7 @@ def feasible_sums(pool: Pool, counts: tuple[int, ...], seconds: float) -> Feasib
 
 
 def _type_sums(
-    pool: Pool, passes: Ints, kind: int, count: int, top: int, undone: bool, target: int
+    pool: SplitPool, passes: Ints, kind: int, count: int, top: int, undone: bool, target: int
 ) -> TypeSums:
     entries = pool.entries(passes, kind)
     stride = gcd(*(size for size, _ in entries))
@@ -182,7 +182,7 @@ def _suffixes(types: list[TypeSums], target: int) -> list[int]:
     return sums[::-1]
 
 
-def feasible_batches(pool: Pool, width: int) -> int:
+def feasible_batches(pool: SplitPool, width: int) -> int:
     """The set of all batches up to ``width`` that some plan on two or more devices adds up to."""
     mask = (2 << width) - 1
     found = 0
@@ -194,7 +194,7 @@ def feasible_batches(pool: Pool, width: int) -> int:
     return found
 
 
-def _sums_of(pool: Pool, counts: Sequence[int], width: int) -> int:
+def _sums_of(pool: SplitPool, counts: Sequence[int], width: int) -> int:
     """The samples that ``counts`` devices of each type can do together, whatever the time."""
     sums = 1
     for kind, count in enumerate(counts):
@@ -209,7 +209,7 @@ def _sums_of(pool: Pool, counts: Sequence[int], width: int) -> int:
 
 
 def greedy_counts(
-    pool: Pool, tops: list[int], counts: tuple[int, ...], limit: int
+    pool: SplitPool, tops: list[int], counts: tuple[int, ...], limit: int
 ) -> tuple[int, ...]:
     """The ``limit`` devices that can do most, as counts per type."""
     left, taken = limit, [0] * len(counts)
@@ -220,7 +220,7 @@ def greedy_counts(
 
 
 def counts_within(
-    pool: Pool, counts: tuple[int, ...], limit: int, seconds: float
+    pool: SplitPool, counts: tuple[int, ...], limit: int, seconds: float
 ) -> tuple[int, ...] | None:
     """Counts of at most ``limit`` devices in all that can do exactly B within ``seconds``.
 
@@ -241,7 +241,7 @@ def counts_within(
 
 
 def _counts_by_pairs(
-    pool: Pool, passes: Ints, tops: list[int], counts: tuple[int, ...], limit: int
+    pool: SplitPool, passes: Ints, tops: list[int], counts: tuple[int, ...], limit: int
 ) -> tuple[int, ...] | None:
     kinds = [kind for kind, n in enumerate(counts) if n and tops[kind]]
     if len(kinds) == 1:

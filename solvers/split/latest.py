@@ -17,7 +17,7 @@ from ...schema.plan import ReplicaGroup
 from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from .feasible import feasible_sums
 from .levels import least_seconds, levels, single_devices
-from .pool import Pool
+from .pool import SplitPool
 from .ties import choose, groups_of
 
 _ROUNDING = 1 + 1e-12
@@ -31,7 +31,7 @@ def needs_least_latest(problem: SplitProblem) -> bool:
 
 
 def least_latest(
-    problem: SplitProblem, pool: Pool, limit_seconds: float
+    problem: SplitProblem, pool: SplitPool, limit_seconds: float
 ) -> tuple[ReplicaGroup, ...]:
     """The split with the least latest step of all that are predicted to stay within the limit.
 
@@ -47,7 +47,7 @@ def least_latest(
         own = planned[_named(one.group)]
         if one.step_seconds < step and own.step_seconds <= limit_seconds * _ROUNDING:
             step, best = one.step_seconds, (own.group,)
-    slowed = Pool(latest)
+    slowed = SplitPool(latest)
     slowed.options = pool.options  # groups say what their passes are predicted to take
     unlimited = slowed.limits
     for bound, level in levels(slowed, 0.0) if sum(pool.counts) > 1 else ():

@@ -17,7 +17,7 @@ from ...planning.costs.split import closing_seconds
 from ...schema.plan import RefutedSplits, ReplicaGroup, SplitCertificate, device_group
 from ...schema.problem import SplitProblem
 from .feasible import counts_within
-from .pool import Pool
+from .pool import SplitPool
 
 Floats = npt.NDArray[np.float64]
 
@@ -32,14 +32,14 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class OnOneDevice:
     """A plan on a single device: nothing to synchronise, and no other device busy."""
 
     step_seconds: float
     group: ReplicaGroup
 
 
-def single_devices(problem: SplitProblem) -> list[Alone]:
+def single_devices(problem: SplitProblem) -> list[OnOneDevice]:
     """Every plan on one device, the fastest first; of equally fast ones the fewest passes."""
     batch = problem.global_batch_size
     found = []
@@ -58,11 +58,11 @@ def single_devices(problem: SplitProblem) -> list[Alone]:
                     interpolated=size in costs.interpolated_sizes,
                 )
                 step = compute + closing_seconds(costs)
-                found.append((step, kind, compute, -size, Alone(step, group)))
+                found.append((step, kind, compute, -size, OnOneDevice(step, group)))
     return [entry[-1] for entry in sorted(found, key=lambda entry: entry[:-1])]
 
 
-def first_bound(pool: Pool, level: Level) -> float:
+def first_bound(pool: SplitPool, level: Level) -> float:
     """Compute time if work could be divided at will: B over the fastest devices' rates."""
     rates = np.maximum.reduceat(pool.sizes / pool.seconds, pool.starts)
     total, left = 0.0, level.num_devices
@@ -72,7 +72,7 @@ def first_bound(pool: Pool, level: Level) -> float:
     return pool.batch / total * (1 - 1e-12)
 
 
-def holds(pool: Pool, level: Level, seconds: float) -> bool:
+def holds(pool: SplitPool, level: Level, seconds: float) -> bool:
     """Whether the level's devices can do at least B within ``seconds``, exactness aside."""
     tops = pool.tops(pool.passes(seconds))
     left, total = level.num_devices, 0
@@ -83,7 +83,7 @@ def holds(pool: Pool, level: Level, seconds: float) -> bool:
 
 
 def type_sets(
-    pool: Pool,
+    pool: SplitPool,
 ) -> Iterator[tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]]]:
     """Yield the sets of types of which each costs, beside passes, what no other type costs less.
 
@@ -99,7 +99,7 @@ def type_sets(
         yield counts, overheads, np.minimum(numbers, sum(counts))
 
 
-def levels(pool: Pool, floor: float) -> Iterator[tuple[float, Level]]:
+def levels(pool: SplitPool, floor: float) -> Iterator[tuple[float, Level]]:
     """Every level that could hold the optimum on two or more devices, by its lower bound."""
     found: list[tuple[Floats, Floats, tuple[int, ...], npt.NDArray[np.int64]]] = []
     for counts, overheads, own in type_sets(pool):
@@ -124,7 +124,7 @@ def _in_order(
         )
 
 
-def _sync_table(pool: Pool, total: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+def _sync_table(pool: SplitPool, total: int) -> tuple[Floats, npt.NDArray[np.int64]]:
     """[types, columns] synchronisation, and the number of devices of each column."""
     options = [option for option, _ in pool.options]
     ends = [(sync_seconds(option, 2), sync_seconds(option, total)) for option in options]
@@ -147,7 +147,7 @@ def _subsets(sync: Floats, closing: Floats) -> list[frozenset[int]]:
     ]
 
 
-def _compute_bounds(pool: Pool, counts: tuple[int, ...]) -> Floats:
+def _compute_bounds(pool: SplitPool, counts: tuple[int, ...]) -> Floats:
     """[devices] ``first_bound`` for 1, 2, ... devices of ``counts``."""
     rates = np.maximum.reduceat(pool.sizes / pool.seconds, pool.starts)
     order = np.argsort(-rates, kind="stable")
@@ -157,7 +157,7 @@ def _compute_bounds(pool: Pool, counts: tuple[int, ...]) -> Floats:
 
 
 def least_seconds(
-    pool: Pool, level: Level, cutoff: float, floor: float = 0.0
+    pool: SplitPool, level: Level, cutoff: float, floor: float = 0.0
 ) -> tuple[float, tuple[int, ...]] | None:
     """The least compute time within a level, and device counts that reach it.
 
@@ -194,7 +194,7 @@ def least_seconds(
 
 
 def least_candidate(
-    pool: Pool, low: float, ceiling: float, fits: Callable[[float], bool]
+    pool: SplitPool, low: float, ceiling: float, fits: Callable[[float], bool]
 ) -> float | None:
     """The least candidate time in [low, ceiling] that fits; ``fits`` must be monotone in time."""
     width = low / 512
@@ -216,7 +216,7 @@ def bisect(times: list[float], fits: Callable[[float], bool]) -> float:
     return times[low]
 
 
-def candidates(pool: Pool, below: float, above: float) -> list[float]:
+def candidates(pool: SplitPool, below: float, above: float) -> list[float]:
     """Every v t_i(s) + e_i(s) from the last one at or under ``below`` to the last under ``above``.
 
     One at ``above`` is among them.
@@ -234,7 +234,7 @@ def candidates(pool: Pool, below: float, above: float) -> list[float]:
     return times
 
 
-def refutation(pool: Pool, step_seconds: float) -> SplitCertificate | None:
+def refutation(pool: SplitPool, step_seconds: float) -> SplitCertificate | None:
     """Show that every split on two or more devices takes ``step_seconds``, to 1e-9.
 
     Of each set of types (``type_sets``) the numbers of devices are taken together as long as the

@@ -15,7 +15,7 @@ from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
 from ..lp import Backend, Program, Solved
-from .levels import Alone, single_devices
+from .levels import OnOneDevice, single_devices
 from .pool import group_on
 
 Terms = list[tuple[float, Any]]
@@ -39,7 +39,7 @@ class _Device:
 class _Single:
     """A plan on one device, and whether it is taken."""
 
-    plan: Alone
+    plan: OnOneDevice
     takes: Any
 
 

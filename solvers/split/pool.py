@@ -11,7 +11,7 @@ from ...schema.profile import BatchPoint
 Ints = npt.NDArray[np.int64]
 
 
-class Pool:
+class SplitPool:
     """Sizes and times of plans on two or more devices, as flat arrays, type after type.
 
     A plan on one device is none of these: what it costs may be measured apart (levels.py).

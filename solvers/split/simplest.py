@@ -31,7 +31,7 @@ from .levels import (
     levels,
     single_devices,
 )  # fmt: skip
-from .pool import Pool
+from .pool import SplitPool
 from .ties import Work, groups_of
 
 WORK_LIMIT = 5e8
@@ -70,7 +70,7 @@ class _Stage:
 class _Search:
     """The tables of one problem; counts the entries that were computed."""
 
-    pool: Pool
+    pool: SplitPool
     work_left: float
     known: dict[tuple[tuple[int, ...], bytes, int], Rank | None] = field(default_factory=dict)
 
@@ -218,7 +218,7 @@ def _moves(entries: list[tuple[int, int]], stride: int) -> list[_Move]:
 
 
 def _together(one: Sequence[_Move], most: int, target: int) -> Iterator[_Move]:
-    """The same for several devices that do the same."""
+    """Choose alike for several devices that do the same."""
     for move in one:
         for number in range(1, min(most, target // move.strides) + 1):
             yield _Move(number * move.strides, number * move.passes, number)
@@ -226,7 +226,7 @@ def _together(one: Sequence[_Move], most: int, target: int) -> Iterator[_Move]:
 
 def simplest(
     problem: SplitProblem,
-    pool: Pool,
+    pool: SplitPool,
     fastest: tuple[ReplicaGroup, ...],
     limit_seconds: float,
     work_limit: float = WORK_LIMIT,
@@ -265,7 +265,7 @@ def simplest(
     return groups_of(pool, search.work(level, seconds, best), seconds)
 
 
-def _levels_within(problem: SplitProblem, pool: Pool, limit_seconds: float) -> list[Level]:
+def _levels_within(problem: SplitProblem, pool: SplitPool, limit_seconds: float) -> list[Level]:
     """Every level that could hold a plan of two or more devices within the limit."""
     if sum(pool.counts) < 2:
         return []

@@ -23,7 +23,7 @@ from ..tolerance import MOST_GIVEN_UP
 from .feasible import feasible_batches, feasible_sums, members, multiples
 from .latest import least_latest, needs_least_latest
 from .levels import Level, least_seconds, levels, refutation, single_devices
-from .pool import Pool
+from .pool import SplitPool
 from .simplest import WORK_LIMIT, TooMuchWorkError, simplest
 from .ties import choose, groups_of
 
@@ -70,7 +70,7 @@ def solve(
         InfeasibleError: No devices and sizes add up to the batch; the hint names the nearest
             batches that can be reached.
     """
-    pool = Pool(problem)
+    pool = SplitPool(problem)
     singles = single_devices(problem)
     if not _usable_sizes(problem):
         raise _no_size_fits(problem)
@@ -98,7 +98,7 @@ def solve(
     return _within_tolerance(plan, _plan(problem, groups), high, "the simplest of")
 
 
-def _search_levels(problem: SplitProblem, pool: Pool, first: _Best | None) -> _Best | None:
+def _search_levels(problem: SplitProblem, pool: SplitPool, first: _Best | None) -> _Best | None:
     """The best of a plan on one device and all plans on more."""
     best = first
     if sum(pool.counts) == 1:
@@ -123,7 +123,7 @@ def _search_levels(problem: SplitProblem, pool: Pool, first: _Best | None) -> _B
 
 
 def _groups_within(
-    pool: Pool, counts: tuple[int, ...], seconds: float
+    pool: SplitPool, counts: tuple[int, ...], seconds: float
 ) -> Callable[[], tuple[ReplicaGroup, ...]]:
     def groups() -> tuple[ReplicaGroup, ...]:
         found = feasible_sums(pool, counts, seconds)
@@ -247,7 +247,7 @@ def nearest_batches(problem: SplitProblem) -> tuple[int | None, int | None]:
         global_batch_size=batch + smallest,  # one device alone reaches a multiple in here
         devices=problem.devices,
     )
-    sums = feasible_batches(Pool(wider), batch + smallest)
+    sums = feasible_batches(SplitPool(wider), batch + smallest)
     for size in alone:  # one device may have sizes of its own
         sums |= multiples(size, (batch + smallest) // size)
     below = sums & ((1 << batch) - 1)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from ...schema.plan import ReplicaGroup
 from .feasible import FeasibleSums, TypeSums, members, sumset
-from .pool import Pool, group_on
+from .pool import SplitPool, group_on
 
 Work = Counter[int]  # samples per device -> number of devices
 
@@ -119,7 +119,7 @@ def _halved(feasible: FeasibleSums, one: TypeSums, share: int) -> Work:
     return work
 
 
-def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[ReplicaGroup, ...]:
+def groups_of(pool: SplitPool, work: Mapping[int, Work], bound: float) -> tuple[ReplicaGroup, ...]:
     """The plan's groups: each device's work in the fewest passes of at most ``bound`` seconds."""
     passes = pool.passes(bound)
     groups = []

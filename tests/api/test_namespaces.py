@@ -7,7 +7,7 @@ import pytest
 
 import hetflow
 from hetflow.cli.main import run
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.tests import handmade
 from hetflow.tests.plan_parts import kind_of
 
@@ -73,7 +73,7 @@ def test_throughputs_are_the_commands(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_jobs_are_submitted_and_looked_after(tmp_path: Path) -> None:
     store, script = tmp_path / "state", tmp_path / "train.py"
-    Store.create(store).close()
+    ClusterStore.create(store).close()
     script.touch()
     hetflow.write(tmp_path / "v100.json", PROFILES[0])
     options = {"profiles": tmp_path / "v100.json", "batch_size": 64, "steps": 10}

@@ -8,9 +8,9 @@ import pytest
 
 from hetflow.cli.main import run
 from hetflow.clusters.engines.protocol import OUTPUT, EngineDevice
-from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.settings import ClusterSettings
 from hetflow.clusters.scheduler.sharing import check_settings
-from hetflow.clusters.scheduler.store import Store, lock
+from hetflow.clusters.scheduler.store import ClusterStore, lock
 from hetflow.clusters.scheduler.submission import read_entities
 from hetflow.schema.jobs import Entity
 
@@ -19,7 +19,7 @@ from hetflow.schema.jobs import Entity
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cluster that was started, a script and profiles; the test runs beside them."""
     folder = tmp_path / "state"
-    store = Store.create(folder)
+    store = ClusterStore.create(folder)
     with store.transaction():
         store.set("drainable", ["P100", "V100"])
     store.close()
@@ -45,7 +45,7 @@ def test_a_script_is_submitted_with_its_arguments(
 ) -> None:
     assert run([*SUBMIT, "--name", "a 'b' $(c)", "train.py", "--epochs", "3; rm"]) == 0
     assert capsys.readouterr().out == "1\n"
-    [row] = Store.open(state).rows("SELECT submission FROM jobs")
+    [row] = ClusterStore.open(state).rows("SELECT submission FROM jobs")
     asked = json.loads(row["submission"])
     assert asked["arguments"] == ["--epochs", "3; rm"]
     assert Path(asked["script"]).is_absolute()
@@ -59,7 +59,7 @@ def test_a_path_of_several_lines_is_kept_and_names_the_job_in_one(
     script = tmp_path / "a 'b'\n$(touch c);.py"
     script.write_text("")
     assert run([*SUBMIT, script.name, "--tag", "x\ny"]) == 0
-    [row] = Store.open(state).rows("SELECT submission FROM jobs")
+    [row] = ClusterStore.open(state).rows("SELECT submission FROM jobs")
     asked = json.loads(row["submission"])
     assert asked["script"] == str(script)
     assert asked["arguments"] == ["--tag", "x\ny"]
@@ -140,7 +140,7 @@ def test_the_table_names_states_and_reasons(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*SUBMIT, "train.py"]) == 0
-    Store.open(state).run("UPDATE jobs SET state = 'held', reason = 'exit code 1: boom'")
+    ClusterStore.open(state).run("UPDATE jobs SET state = 'held', reason = 'exit code 1: boom'")
     capsys.readouterr()
     assert run(["queue"]) == 0
     assert "exit code 1: boom" in capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_the_table_names_states_and_reasons(
 
 def test_logs_are_those_of_all_leases(state: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run([*SUBMIT, "train.py"]) == 0
-    store = Store.open(state)
+    store = ClusterStore.open(state)
     for number in (1, 2):
         store.run("INSERT INTO leases (job, number, devices, state, planned) "
                   "VALUES (1, ?, '[\"V100:0\"]', 'over', 0)", number)  # fmt: skip
@@ -161,9 +161,9 @@ def test_logs_are_those_of_all_leases(state: Path, capfd: pytest.CaptureFixture[
 
 def test_drain_knows_what_there_is(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["cluster", "drain", "P100"]) == 0
-    assert Store.open(state).get("drained") == ["P100"]
+    assert ClusterStore.open(state).get("drained") == ["P100"]
     assert run(["cluster", "drain", "P100", "--undo"]) == 0
-    assert Store.open(state).get("drained") == []
+    assert ClusterStore.open(state).get("drained") == []
     assert run(["cluster", "drain", "K80"]) == 2
     assert "it has P100, V100" in capsys.readouterr().err
 
@@ -177,7 +177,7 @@ def test_no_cluster_another_format_and_a_second_scheduler_are_refused(
     with lock(state):
         assert run(start) == 2
     assert "a scheduler runs on this state already" in capsys.readouterr().err
-    store = Store.open(state)
+    store = ClusterStore.open(state)
     with store.transaction():
         store.set("format", "hetflow.cluster-state/9")
     for words in (["queue"], start):
@@ -224,7 +224,7 @@ def test_jobs_belong_to_entities_that_the_cluster_knows(
     tree = read_entities(tmp_path / "tree.toml")
     assert tree == (Entity(name="vision", weight=3.0), Entity(name="speech", policy="fifo"))
     assert run([*SUBMIT, "--entity", "vision", "train.py"]) == 0  # nobody knows yet
-    store = Store.open(state)
+    store = ClusterStore.open(state)
     for names, words, hint in (
         (["vision", "speech"], "vison", "did you mean 'vision'?"),
         (["vision", "speech"], "xyz", "it has vision, speech"),
@@ -271,7 +271,7 @@ def test_a_policy_that_lacks_something_is_refused_before_it_starts(
     assert message in capsys.readouterr().err
     assert not (tmp_path / "state").exists()
     tree = (Entity(name="a"),)
-    settings = Settings(policy=policy, entities=tree, dollars_per_hour={"cpu:fast": 1.0})
+    settings = ClusterSettings(policy=policy, entities=tree, dollars_per_hour={"cpu:fast": 1.0})
     check_settings(settings, [EngineDevice("cpu:fast:0", "cpu:fast", "here")])
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
-from hetflow.schema.run import DeviceRun, MeasuredTerm, RunRecord, StepTerms
+from hetflow.schema.run import DeviceRun, MeasuredTerm, MeasuredTerms, RunRecord
 
 Hetflow = Callable[..., Any]
 NODE_SECONDS = 0.25
@@ -35,7 +35,7 @@ def device_run(rank: int, device_type: str, nodes: int, emulated: bool = False) 
         step_seconds=step,
         step_seconds_spread=None,
         peak_memory_bytes=None,
-        terms=StepTerms(
+        terms=MeasuredTerms(
             num_steps=37,
             step=MeasuredTerm(seconds=step),
             sync=MeasuredTerm(seconds=0.0),
@@ -83,7 +83,7 @@ def test_jobs_that_a_live_cluster_has_done_correct_their_profiles(
     """Once more: the same as from the run by hand."""
     assert correct(hetflow, runs, profiles, tmp_path / "by hand").code == 0
     (tmp_path / "train.py").write_text("")
-    (store := Store.create(tmp_path / "state")).set("drainable", [])
+    (store := ClusterStore.create(tmp_path / "state")).set("drainable", [])
     submit = ("submit", "--state", store.folder, "--profiles", profiles, "--batch-size", 256)
     submit = (*submit, "--steps", 40, "--model", "resnet50")
     for _ in range(4):

@@ -13,7 +13,7 @@ import pytest
 from hetflow.cli.main import run
 from hetflow.clusters.engines.protocol import OUTPUT
 from hetflow.clusters.scheduler.leases import plan_lease
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 
 FULL = Path("/dev/full")
 
@@ -89,7 +89,7 @@ def test_what_repeats_ends_with_its_reader(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    store = Store.create(tmp_path)
+    store = ClusterStore.create(tmp_path)
     store.run('INSERT INTO jobs (submission, submitted) VALUES (\'{"name": "a"}\', 1.0)')
     plan_lease(store, 1, ["cpu:0"], 1.0)
     store.lease_folder(1, 1).mkdir(parents=True)
@@ -108,7 +108,7 @@ def test_a_toml_file_that_python_cannot_hold_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Store.create(tmp_path)
+    ClusterStore.create(tmp_path)
     path = tmp_path / "job.toml"
     path.write_text(text)
     assert run(["submit", "--state", str(tmp_path), str(path)]) == 2
@@ -125,7 +125,7 @@ def test_an_interrupt_is_one_line(
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    Store.create(tmp_path)
+    ClusterStore.create(tmp_path)
     monkeypatch.setattr(time, "sleep", interrupted)
     assert run(["queue", "--watch", "--state", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "hetflow: interrupted\n"

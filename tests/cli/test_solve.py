@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.planning.limits import Limits
+from hetflow.planning.limits import SolveLimits
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile, Sync
@@ -242,7 +242,7 @@ def test_the_simpler_plan_is_taken_said_and_refused(
     assert "--fastest takes the other" in answer.stderr
     plan = json.loads(target.read_text())
     assert [group["virtual_nodes"] for group in plan["stages"][0]["replicas"]] == [4]
-    assert not Limits(time_limit_seconds=1.0).is_missed(files.read(target, Plan))
+    assert not SolveLimits(time_limit_seconds=1.0).is_missed(files.read(target, Plan))
     assert "simplest of the plans within 2 %" in plan["proof"]["method"]
     checked = hetflow("check", target, "--profiles", folder, "--gpus", "2xV100")
     assert "valid (optimal)" in checked.stdout

@@ -13,7 +13,7 @@ from hetflow.planning.costs.observed import Run
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.profile import BatchPoint, Emulation, LayerGraph, LayerNode, Profile
-from hetflow.schema.run import DeviceRun, MeasuredTerm, RunRecord, StageRun, StepTerms
+from hetflow.schema.run import DeviceRun, MeasuredTerm, MeasuredTerms, RunRecord, StageRun
 from hetflow.schema.step_costs import PipelineCosts
 from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
 
@@ -110,7 +110,9 @@ def run_of(
             step_seconds=step,
             step_seconds_spread=None,
             peak_memory_bytes=None,
-            terms=StepTerms(num_steps=27, step=MeasuredTerm(seconds=step), sync=term, update=term),
+            terms=MeasuredTerms(
+                num_steps=27, step=MeasuredTerm(seconds=step), sync=term, update=term
+            ),
             stages=(
                 StageRun(
                     stage=index,

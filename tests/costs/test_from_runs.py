@@ -13,7 +13,7 @@ from hetflow.planning.costs.observed import Run
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.profile import BatchPoint, BusyHost, Emulation, Profile, Sync, SyncPoint
-from hetflow.schema.run import DeviceRun, Generation, MeasuredTerm, RunRecord, StepTerms
+from hetflow.schema.run import DeviceRun, Generation, MeasuredTerm, MeasuredTerms, RunRecord
 from hetflow.tests.parallel_plans import parallel_plan
 from hetflow.tests.plan_parts import split_plan, whole_group
 
@@ -109,7 +109,7 @@ def device(
         step_seconds=seconds,
         step_seconds_spread=None,
         peak_memory_bytes=peak,
-        terms=StepTerms(
+        terms=MeasuredTerms(
             num_steps=steps, step=term(seconds), sync=term(sync), update=term(update), **known
         ),
     )

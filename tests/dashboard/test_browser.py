@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.tests.scheduler.test_loop import Cluster
 
 from .conftest import HOSTILE
@@ -121,4 +121,4 @@ def test_a_scheduler_serves_its_own_page(tmp_path: Path) -> None:
     assert [device["device_type"] for device in found["devices"]] == ["cpu:fast", "cpu:fast"]
     assert found["policy"] == "las_weighted"
     assert process.returncode == 0
-    assert Store.read(state).get("inventory")
+    assert ClusterStore.read(state).get("inventory")

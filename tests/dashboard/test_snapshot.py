@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hetflow.clusters.dashboard import snapshot as module
 from hetflow.clusters.dashboard.snapshot import ShownDevice, ShownLease, snapshot, uses
-from hetflow.clusters.scheduler.store import FILE, Store
+from hetflow.clusters.scheduler.store import FILE, ClusterStore
 from hetflow.clusters.scheduler.view import queue
 from hetflow.schema.errors import FileError
 from hetflow.tests.profiles import examples
@@ -123,26 +123,26 @@ def test_utilisation_is_held_time_over_all_time(held: list[tuple[int, float, flo
 
 def test_a_state_is_opened_for_reading_alone(tmp_path: Path) -> None:
     folder = tmp_path / "a ? 100%41 #x"
-    Store.create(folder).close()
-    store = Store.read(folder)
+    ClusterStore.create(folder).close()
+    store = ClusterStore.read(folder)
     assert store.get("format")
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         store.run("DELETE FROM meta")
     store.close()
-    found = snapshot(Store.read(folder), now=1000.0, window_seconds=600.0)
+    found = snapshot(ClusterStore.read(folder), now=1000.0, window_seconds=600.0)
     assert (found.devices, found.jobs, found.leases) == ((), (), ())
 
 
 def test_what_cannot_be_read_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no cluster was started there"):
-        Store.read(tmp_path)
+        ClusterStore.read(tmp_path)
     (tmp_path / FILE).write_text("hello, this is no database at all")
     with pytest.raises(FileError, match="not a cluster's state"):
-        Store.read(tmp_path)
-    older = Store.create(tmp_path / "older")
+        ClusterStore.read(tmp_path)
+    older = ClusterStore.create(tmp_path / "older")
     older.run("ALTER TABLE jobs DROP COLUMN target_seconds")
     older.close()
     with pytest.raises(FileError, match="an older hetflow wrote it"):
-        Store.read(tmp_path / "older")
-    Store.open(tmp_path / "older").close()  # brings it up to date
-    Store.read(tmp_path / "older").close()
+        ClusterStore.read(tmp_path / "older")
+    ClusterStore.open(tmp_path / "older").close()  # brings it up to date
+    ClusterStore.read(tmp_path / "older").close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.simulator import Pool
+from hetflow.clusters.simulator import ClusterPool
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -74,10 +74,10 @@ def test_gavels_fifo_has_gavels_faults() -> None:
         for scale in (1, 2)
     )
     table = Throughputs(models=models)
-    both = Pool(throughputs=table, num_devices={"k80": 2, "v100": 2})
-    v100 = Pool(throughputs=table, num_devices={"v100": 2})
+    both = ClusterPool(throughputs=table, num_devices={"k80": 2, "v100": 2})
+    v100 = ClusterPool(throughputs=table, num_devices={"v100": 2})
 
-    def held(pool: Pool, rule: Any, *jobs: tuple[str, int]) -> dict[str, str]:
+    def held(pool: ClusterPool, rule: Any, *jobs: tuple[str, int]) -> dict[str, str]:
         active = Active(pool)
         active.add(
             [Job(id=id_, model="m", scale_factor=scale, steps=1.0) for id_, scale in jobs], 0.0

@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 from hetflow.cli.main import run
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
@@ -21,9 +21,9 @@ from hetflow.schema.run import (
     Generation,
     GenerationWorker,
     MeasuredTerm,
+    MeasuredTerms,
     RunEvent,
     RunRecord,
-    StepTerms,
     TermComparison,
 )
 from hetflow.tests.importers.test_recognise import AZURE, CATALOGUE, GOOGLE
@@ -335,7 +335,7 @@ def make(folder: Path) -> None:
     (folder / "runs" / "first").mkdir(parents=True)
     files.write(folder / "runs/first/run.json", _run_of_split(folder))
     _make_running(folder)
-    Store.create(folder / STATE).close()
+    ClusterStore.create(folder / STATE).close()
     (folder / "train.toml").write_text(_SUBMISSION)
     with redirect_stdout(StringIO()):  # one that others come after
         run(["submit", "--state", str(folder / STATE), str(folder / "train.toml")])
@@ -465,7 +465,7 @@ def _run_of_split(folder: Path) -> RunRecord:
     types = [group.device_type for group in plan.groups for _ in range(group.num_devices)]
     term = MeasuredTerm(seconds=0.01, interval_seconds=0.001)
     step = MeasuredTerm(seconds=0.5, interval_seconds=0.001)
-    terms = StepTerms(num_steps=37, step=step, sync=term, update=term, virtual_node=term,
+    terms = MeasuredTerms(num_steps=37, step=step, sync=term, update=term, virtual_node=term,
                       load=term, fixed=term)  # fmt: skip
     return dataclasses.replace(
         _run_record(folder), world_size=len(types), measured_step_seconds=0.5, events=(),

@@ -14,7 +14,7 @@ from hetflow.runtime.launcher import devices
 from hetflow.runtime.launcher.failures import Failure, first_cause
 from hetflow.runtime.launcher.mapping import assigned_slots, deal_slots, host_groups
 from hetflow.runtime.launcher.request import LaunchRequest
-from hetflow.runtime.launcher.spawn import Meeting, commands_of
+from hetflow.runtime.launcher.spawn import MeetingPoint, commands_of
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import LaunchError, ProblemError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
@@ -140,7 +140,7 @@ def environments(config: LaunchConfig, seats: list[devices.Seat]) -> list[dict[s
     request = LaunchRequest(
         plan=plan_of(("cpu", 1, 1)), config=config, script=("train.py",), folder=Path("run")
     )
-    meeting = Meeting(address="localhost", port=1, interface=None)
+    meeting = MeetingPoint(address="localhost", port=1, interface=None)
     commands = commands_of(request, seats, meeting)
     return [command.environment for command in commands]
 

@@ -13,7 +13,7 @@ from hetflow.runtime.launcher.generations import Generations
 from hetflow.runtime.launcher.inbox import Inbox
 from hetflow.runtime.launcher.request import LaunchRequest
 from hetflow.runtime.launcher.supervisor import Launched
-from hetflow.runtime.launcher.workers import Line
+from hetflow.runtime.launcher.workers import WorkerLine
 from hetflow.runtime.protocol.messages import FromWorker, Joined
 from hetflow.schema.launch import LaunchConfig
 
@@ -123,7 +123,7 @@ class Processes:
         config = config_of(*["V100"] * number)
         self.checkpoint = checkpoint
         self.heard: list[tuple[str, FromWorker]] = []
-        self.held = {str(rank): Line() for rank in range(number)}
+        self.held = {str(rank): WorkerLine() for rank in range(number)}
         self.dead: dict[str, Failure] = {}
         self.inbox = Inbox(folder)
         self.told: list[str] = []
@@ -140,7 +140,7 @@ class Processes:
     def read(self, key: str) -> str | None:
         return None
 
-    def lines(self) -> dict[str, Line]:
+    def lines(self) -> dict[str, WorkerLine]:
         return self.held
 
     def hear(self) -> list[tuple[str, FromWorker]]:
@@ -179,7 +179,7 @@ class Processes:
         line.close()
 
     def restart(self, config: LaunchConfig, number: int, ranks: dict[str, int]) -> None:
-        self.held |= {name: Line() for name in ranks}
+        self.held |= {name: WorkerLine() for name in ranks}
 
 
 @pytest.fixture(params=[True])

@@ -12,7 +12,7 @@ import pytest
 
 from hetflow.cli.common import library_speaks
 from hetflow.runtime.launcher import output
-from hetflow.runtime.launcher.output import Lines, follow, tee
+from hetflow.runtime.launcher.output import OutputLines, follow, tee
 
 
 class Console(TextIOWrapper):
@@ -81,7 +81,7 @@ def test_a_log_is_followed_to_its_end_by_lines(tmp_path: Path) -> None:
 
 def test_a_console_that_is_gone_is_no_error() -> None:
     console = Console()
-    lines = Lines(console)
+    lines = OutputLines(console)
     console.close()
     lines.add(b"a line\n")
     assert not lines.is_open

@@ -11,7 +11,7 @@ from hetflow.runtime.launcher.devices import seat_workers
 from hetflow.runtime.launcher.generations import Generations
 from hetflow.runtime.launcher.repartition import Repartitions
 from hetflow.runtime.launcher.request import LaunchRequest
-from hetflow.runtime.launcher.spawn import Meeting, WorkerCommand
+from hetflow.runtime.launcher.spawn import MeetingPoint, WorkerCommand
 from hetflow.runtime.launcher.supervisor import Regroup
 from hetflow.runtime.launcher.workers import Starter
 from hetflow.runtime.protocol.environment import DEVICE
@@ -77,7 +77,7 @@ class Gpus:
         request = LaunchRequest(
             plan=plan_of(("V100", 2, 4)), config=self.config, script=("t.py",), folder=folder
         )
-        meeting = Meeting(address="127.0.0.1", port=1, interface="lo")
+        meeting = MeetingPoint(address="127.0.0.1", port=1, interface="lo")
         self.starter = Starter(request, self, meeting, folder)  # type: ignore[arg-type]
         self.starter.first(seat_workers(self.config.workers, self.config), lambda: None)
 

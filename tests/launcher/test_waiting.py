@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.runtime.launcher import hosts
-from hetflow.runtime.launcher.hosts import Together, expected_slots
+from hetflow.runtime.launcher.hosts import SeveralHosts, expected_slots
 from hetflow.runtime.launcher.request import LaunchRequest
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
@@ -37,10 +37,10 @@ def place(rank: int, port: int, **other: object) -> Rendezvous:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Callable[..., Together]:
+def host(tmp_path: Path) -> Callable[..., SeveralHosts]:
     (tmp_path / "script.py").touch()
 
-    def make(at: Rendezvous, seconds: float) -> Together:
+    def make(at: Rendezvous, seconds: float) -> SeveralHosts:
         request = LaunchRequest(
             plan=PLAN,
             config=lower(PLAN),
@@ -49,13 +49,15 @@ def host(tmp_path: Path) -> Callable[..., Together]:
             rendezvous=at,
             timeout_seconds=seconds,
         )
-        return Together(request, at)
+        return SeveralHosts(request, at)
 
     return make
 
 
 def test_a_lone_host_says_for_whom_it_waits_and_keeps_the_limit(
-    host: Callable[..., Together], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    host: Callable[..., SeveralHosts],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hosts, "TOLD_AFTER_SECONDS", 0.05)
     monkeypatch.setattr(hosts, "FAREWELL_SECONDS", 1e9)  # nobody came to whom to say it
@@ -69,7 +71,7 @@ def test_a_lone_host_says_for_whom_it_waits_and_keeps_the_limit(
         assert f"waiting for host {1 - rank} of 2" in caplog.text
 
 
-def test_a_port_of_another_program_is_no_host_0(host: Callable[..., Together]) -> None:
+def test_a_port_of_another_program_is_no_host_0(host: Callable[..., SeveralHosts]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         at = place(1, other.getsockname()[1])
         with pytest.raises(LaunchError, match="within 0.5 s: what answers .* is no rendezvous"):
@@ -77,7 +79,7 @@ def test_a_port_of_another_program_is_no_host_0(host: Callable[..., Together]) -
 
 
 def test_a_host_0_that_goes_before_it_answers_has_gone(
-    host: Callable[..., Together],
+    host: Callable[..., SeveralHosts],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its port was open. Torch went on asking for all of the time limit."""
@@ -96,7 +98,7 @@ def test_a_host_0_that_goes_before_it_answers_has_gone(
 
 
 def test_a_name_without_an_address_is_refused_at_once(
-    host: Callable[..., Together], monkeypatch: pytest.MonkeyPatch
+    host: Callable[..., SeveralHosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -107,7 +109,7 @@ def test_a_name_without_an_address_is_refused_at_once(
 
 
 def test_a_second_host_of_one_rank_is_told_so(
-    host: Callable[..., Together], monkeypatch: pytest.MonkeyPatch
+    host: Callable[..., SeveralHosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one of the rank and host 0 meet as if it had not been there."""
     port = free_port()
@@ -126,7 +128,7 @@ def test_a_second_host_of_one_rank_is_told_so(
 
 
 def test_the_end_of_a_launch_does_not_wait_for_a_host_that_has_gone(
-    host: Callable[..., Together], monkeypatch: pytest.MonkeyPatch
+    host: Callable[..., SeveralHosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that was killed cannot say that it has saved or left; nor does it show life."""
     monkeypatch.setattr(hosts, "BEAT_SECONDS", 1e9)  # after its first beat a host is silent

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.pool import Pool
+from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.cluster.seats import Seat
 from hetflow.clusters.mechanisms.elastic import next_shares
 from hetflow.clusters.mechanisms.fair_share import Claim, fair_shares, share_elastically
@@ -18,7 +18,7 @@ from hetflow.tests.profiles import examples
 
 NUMBER = 4
 SIZES = ((NUMBER,),)
-POOL = Pool(
+POOL = ClusterPool(
     throughputs=Throughputs(
         models=tuple(
             ModelThroughput(model="m", scale_factor=scale, steps_per_second={"gpu": 2.0 * scale})

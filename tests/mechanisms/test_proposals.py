@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.pool import Pool
-from hetflow.clusters.mechanisms.cluster.seats import Device, Layout, Seat
+from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.cluster.seats import Device, DeviceLayout, Seat
 from hetflow.clusters.mechanisms.easyscale import (
     VARIANTS,
     Elastic,
@@ -37,7 +37,7 @@ from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples
 
 STOCKS = (Stock(0, 0), Stock(1, 0), Stock(0, 1))
-LAYOUT = Layout(((3, 2), (3,)), ((0, 1), (0,)))  # the same, by type
+LAYOUT = DeviceLayout(((3, 2), (3,)), ((0, 1), (0,)))  # the same, by type
 
 
 def drawn_rate(seed: int) -> Callable[[Counts], float]:
@@ -236,7 +236,7 @@ def elastic(least: int, most: int, *, mixes: bool = True) -> Elastic:
     return Elastic(least=least, most=most, rate=linear(2.0, 1.0), full_rate=8.0, mixes=mixes)
 
 
-POOL = Pool(
+POOL = ClusterPool(
     throughputs=Throughputs(
         models=(ModelThroughput(model="m", steps_per_second={"fast": 2.0, "slow": 1.0}),)
     ),
@@ -383,7 +383,7 @@ def test_what_is_decided_for_a_live_cluster_is_what_is_simulated(
 ) -> None:
     """At each arrival and each end of the simulation, by a state that is stored in between."""
     num_devices = {"fast": 4, "slow": 4}
-    pool = Pool(
+    pool = ClusterPool(
         throughputs=Throughputs(
             models=tuple(
                 ModelThroughput(model=f"m{m}", scale_factor=scale,
@@ -415,7 +415,7 @@ def test_what_is_decided_for_a_live_cluster_is_what_is_simulated(
         here = {job.id for job in state.active.jobs}
         seats = next_devices(
             state, {job.id: wish(job) for job in state.active.jobs}, now, variant=Variant(mixes),
-            layout=Layout(((4,), (4,)), ((0,), (0,))),
+            layout=DeviceLayout(((4,), (4,)), ((0,), (0,))),
             held={job: its for job, its in seats.items() if job in here},
         )  # fmt: skip
         middle = (now + then) / 2

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hetflow
-from hetflow.planning.limits import Clock, Limits
+from hetflow.planning.limits import SolveLimits, TimeShares
 from hetflow.planning.parallel_problem import parallel_keys
 from hetflow.planning.pool_parts import MOST_PARTS, Parts, best_of_parts, is_part_of, parts_of
 from hetflow.runtime.protocol.lower import lower
@@ -190,7 +190,7 @@ def test_parts_that_are_not_planned_leave_their_bounds_in_the_proof() -> None:
     pools = [replace(pool) for _ in range(MOST_PARTS)]
 
     def proof_of(parts: Parts) -> Proof:
-        clock = Clock(Limits())
+        clock = TimeShares(SolveLimits())
         return best_of_parts(parts, clock, lambda *_: plan, lambda _: half)[1].proof
 
     assert proof_of(Parts(pools, are_all=True)).termination == "optimal"

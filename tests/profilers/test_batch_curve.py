@@ -13,7 +13,7 @@ from hetflow.profilers.batch_curve import (
     measure_curve,
     parse_sizes,
 )
-from hetflow.profilers.timing import Timing
+from hetflow.profilers.timing import RepeatTiming
 from hetflow.schema.errors import ProblemError, TargetError
 
 
@@ -25,7 +25,7 @@ def device(
             return None
         return SizeResult(
             batch_size=size,
-            timing=Timing.of([seconds(size)] * 6),
+            timing=RepeatTiming.of([seconds(size)] * 6),
             wall_seconds=seconds(size),
             peak_memory_bytes=size,
         )

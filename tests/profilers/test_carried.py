@@ -6,7 +6,7 @@ import pytest
 
 from hetflow.profilers.interpolated_sizes import Carried, a_few, every_second, measured_and_carried
 from hetflow.profilers.loop_costs import LoopCosts, LoopPoint
-from hetflow.profilers.timing import Timing
+from hetflow.profilers.timing import RepeatTiming
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -16,7 +16,7 @@ def costs(seconds: dict[int, float], spread: float = 0.0, fits: int | None = Non
     points = tuple(
         LoopPoint(
             batch_size=size,
-            timing=Timing(
+            timing=RepeatTiming(
                 median_seconds=whole,
                 low_seconds=whole * (1 - spread),
                 high_seconds=whole * (1 + spread),

@@ -6,7 +6,7 @@ from itertools import cycle
 import pytest
 
 from hetflow.profilers.busy import sizes_to_measure
-from hetflow.profilers.loop_costs import LoopCosts, LoopPolicy, Rounds
+from hetflow.profilers.loop_costs import LoopCosts, LoopPolicy, RehearsalRounds
 from hetflow.runtime.measurements import StepTimes
 from hetflow.schema.errors import TargetError
 
@@ -57,7 +57,7 @@ class Device:
 
     def costs(self, sizes: Sequence[int], policy: LoopPolicy = POLICY) -> LoopCosts:
         known = {size: self.pass_seconds(size) for size in sizes}
-        return Rounds(self.rehearse, known, policy, lambda: self.now).run()
+        return RehearsalRounds(self.rehearse, known, policy, lambda: self.now).run()
 
 
 def test_every_part_of_a_step_is_found_again() -> None:

@@ -11,7 +11,7 @@ from hetflow.devices.cpu import cpu_device
 from hetflow.profilers.layers import graph_of
 from hetflow.profilers.measurer import Measurer
 from hetflow.profilers.pipeline_costs import affordable, launch_config, measure_pipeline, trials_of
-from hetflow.profilers.pipeline_fit import Profiled, Ring, Trial, fit_costs
+from hetflow.profilers.pipeline_fit import KnownCosts, Ring, Trial, fit_costs
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.runtime.measurements import StepTimes
@@ -41,10 +41,10 @@ def graph(*seconds: float, activation_bytes: int = 10_000) -> LayerGraph:
     return LayerGraph(microbatch_size=4, nodes=nodes, edges=edges)
 
 
-def profiled(*seconds: float, scale: float = 1.0) -> Profiled:
+def profiled(*seconds: float, scale: float = 1.0) -> KnownCosts:
     point = LinkPoint(num_bytes=1024, there_seconds=1e-4, back_seconds=1e-4, both_seconds=1e-4)
     links = Links(latency_seconds=1e-4, bytes_per_second=1e8, points=(point,))
-    return Profiled(graph=graph(*seconds), links=links, update_seconds=2e-3, scale=scale)
+    return KnownCosts(graph=graph(*seconds), links=links, update_seconds=2e-3, scale=scale)
 
 
 def test_a_step_is_counted_as_by_hand() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.profilers.timing import RepeatPolicy, Timing, repeat
+from hetflow.profilers.timing import RepeatPolicy, RepeatTiming, repeat
 from hetflow.runtime.measurements import median_interval
 
 SAMPLES = st.lists(st.floats(0.001, 10.0), min_size=1, max_size=60)
@@ -55,7 +55,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 
 @given(SAMPLES)
 def test_the_median_lies_in_its_interval(samples: list[float]) -> None:
-    timing = Timing.of(samples)
+    timing = RepeatTiming.of(samples)
     assert timing.low_seconds <= timing.median_seconds <= timing.high_seconds
     assert timing.median_seconds == statistics.median(samples)
     assert timing.repeats == len(samples)

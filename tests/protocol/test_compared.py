@@ -7,7 +7,7 @@ import pytest
 from hetflow.formats.reports.tables import run_table
 from hetflow.runtime.protocol.record import WorkerReport, assemble
 from hetflow.schema.plan import Plan, Prediction, Proof
-from hetflow.schema.run import MeasuredTerm, RunRecord, StepTerms
+from hetflow.schema.run import MeasuredTerm, MeasuredTerms, RunRecord
 from hetflow.tests.plan_parts import split_plan, whole_group, with_groups
 
 PLAN = split_plan(
@@ -62,7 +62,7 @@ def report(rank: int, name: str, nodes: int, node: float, sync: float) -> Worker
         peak_memory_bytes=None,
         final_loss=None,
         parameters_digest=None,
-        terms=StepTerms(num_steps=17, load=MeasuredTerm(seconds=0.01), **terms),
+        terms=MeasuredTerms(num_steps=17, load=MeasuredTerm(seconds=0.01), **terms),
     )
 
 
@@ -112,7 +112,7 @@ def test_medians_of_parts_above_the_median_step_are_a_record_all_the_same() -> N
         PLAN.groups[0], num_replicas=1, samples=80, virtual_nodes=1, virtual_node_batch_size=80
     )
     plan = with_groups(PLAN, groups=(group,))
-    terms = StepTerms(
+    terms = MeasuredTerms(
         num_steps=17,
         step=MeasuredTerm(seconds=0.0100),
         sync=MeasuredTerm(seconds=0.0080),

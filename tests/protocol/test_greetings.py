@@ -11,8 +11,8 @@ from hetflow.runtime.launcher.failures import Failure
 from hetflow.runtime.launcher.hosts import dealt
 from hetflow.runtime.protocol.ended import FailureNote, read_note
 from hetflow.runtime.protocol.messages import (
-    Dealt,
     Greeting,
+    RankAnswer,
     Refused,
     answer_of,
     greeting_of,
@@ -35,7 +35,7 @@ def greeting(host: str, **other: Any) -> Greeting:
 def test_greetings_and_answers_come_as_they_were_sent() -> None:
     own = greeting("a")
     assert greeting_of(text_of(own).encode(), 1) == own
-    for answer in (Dealt(slots=((0, 2), (1,)), hosts=("a", "b")), Refused(error="no\nway")):
+    for answer in (RankAnswer(slots=((0, 2), (1,)), hosts=("a", "b")), Refused(error="no\nway")):
         assert answer_of(text_of(answer).encode()) == answer
 
 
@@ -82,7 +82,7 @@ def test_hosts_that_were_not_started_alike_are_refused(
 
 def test_slots_are_dealt_by_host() -> None:
     found = dealt(config_of("V100", "V100"), [greeting("a"), greeting("b")])
-    assert found == Dealt(slots=((0,), (1,)), hosts=("a", "b"))
+    assert found == RankAnswer(slots=((0,), (1,)), hosts=("a", "b"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "7", '"x"', "[" * 100_000])

@@ -20,7 +20,7 @@ from hetflow.profilers.zoo.tokens import GPT
 from hetflow.runtime.checkpoints.saving import OpenedFolders
 from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline import replica_sums
-from hetflow.runtime.tensor.groups import Cut
+from hetflow.runtime.tensor.groups import ParameterCut
 from hetflow.runtime.tensor.operators import (
     TensorGroup,
     column_linear,
@@ -283,7 +283,7 @@ def layers():
         return row_linear(torch.tanh(column_linear(x, up, bias, group)), down, more, group)
 
     weights = [drawn(12, 6), drawn(12), drawn(6, 12), drawn(6)]
-    cuts = [Cut(0), Cut(0), Cut(1), None]
+    cuts = [ParameterCut(0), ParameterCut(0), ParameterCut(1), None]
     compare("column, row", mlp, own_mlp, drawn(3, 5, 6), weights, cuts)
 
     def attend(x, qkv, bias, out):
@@ -297,7 +297,10 @@ def layers():
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return row_linear(mixed.transpose(1, 2).reshape(3, 5, -1), out, None, group)
 
-    weights, cuts = [drawn(36, 12), drawn(36), drawn(12, 12)], [Cut(0, 3), Cut(0, 3), Cut(1)]
+    weights, cuts = (
+        [drawn(36, 12), drawn(36), drawn(12, 12)],
+        [ParameterCut(0, 3), ParameterCut(0, 3), ParameterCut(1)],
+    )
     compare("attention", attend, own_attend, drawn(3, 5, 12), weights, cuts)
 
     ids = torch.randint(11, (3, 5))
@@ -305,13 +308,13 @@ def layers():
         "embedding",
         lambda x, w: functional.embedding(x, w, 7),
         lambda x, w: vocabulary_embedding(x, w, group, vocabulary=11, padding_idx=7),
-        ids, [drawn(11, 6)], [Cut(0)],
+        ids, [drawn(11, 6)], [ParameterCut(0)],
     )  # fmt: skip
     compare(
         "output",
         functional.linear,
         lambda x, w, b: joined_linear(x, w, b, group, 11),
-        drawn(3, 5, 6), [drawn(11, 6), drawn(11)], [Cut(0), Cut(0)],
+        drawn(3, 5, 6), [drawn(11, 6), drawn(11)], [ParameterCut(0), ParameterCut(0)],
     )  # fmt: skip
     targets = ids.clone().masked_fill(ids == 3, -100)
     compare(
@@ -320,7 +323,7 @@ def layers():
         lambda x, w: vocabulary_cross_entropy(
             column_linear(x, w, None, group), targets, group, vocabulary=11
         ),
-        drawn(3, 5, 6) * 30, [drawn(11, 6)], [Cut(0)],
+        drawn(3, 5, 6) * 30, [drawn(11, 6)], [ParameterCut(0)],
     )  # fmt: skip
 
     def dropped(x, dim):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from hetflow.devices.collectives import payload_collective
 from hetflow.runtime.neighbours import Neighbour, meet_neighbours
-from hetflow.runtime.pipeline.channels import Inbox, Outbox
+from hetflow.runtime.pipeline.channels import Outbox, ReceiveQueue
 from hetflow.runtime.pipeline.transport import (
-    Exchange,
-    Line,
-    Lines,
+    ChannelLine,
+    ChannelLines,
     Routes,
     Transport,
+    VectorSums,
     channels_of,
 )
 from hetflow.schema.errors import PeerLostError, TargetError
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 class Counting:
     """A line that notes how many bytes each transfer had."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ChannelLine) -> None:
         self.line, self.peer, self.sizes = line, line.peer, []
 
     def send(self, part):
@@ -62,14 +62,14 @@ def channel(request):
         with ThreadPoolExecutor(2) as pool:
             near = list(pool.map(lambda end: meet_neighbours(end, 2, hosts[end], 5.0), range(2)))
 
-    def lines(end: int) -> Lines:
+    def lines(end: int) -> ChannelLines:
         found = Transport(end, hosts[end], hosts[end], CPU, {}, near[end]).lines((0, 1, True))
         frames, aside = Counting(found.frames), Counting(found.aside)
-        payloads = Counting(Line(devices[end], 1 - end)) if devices else aside
-        return Lines(frames, aside, payloads, CPU, found.copies)
+        payloads = Counting(ChannelLine(devices[end], 1 - end)) if devices else aside
+        return ChannelLines(frames, aside, payloads, CPU, found.copies)
 
     sending = lines(0)
-    yield Outbox(sending), Inbox(lines(1)), sending
+    yield Outbox(sending), ReceiveQueue(lines(1)), sending
     for ends in near:
         for neighbour in ends.values():
             neighbour.close()
@@ -187,8 +187,8 @@ def test_a_message_of_another_size_than_its_values_is_refused(channel) -> None:
 
 def test_waiting_ends() -> None:
     hosts = gloo_pair(dist.HashStore(), limit_seconds=2.0)
-    frames, aside = (Line(hosts[1], 0, tag) for tag in (1, 3))
-    inbox = Inbox(Lines(frames, aside, aside, CPU))
+    frames, aside = (ChannelLine(hosts[1], 0, tag) for tag in (1, 3))
+    inbox = ReceiveQueue(ChannelLines(frames, aside, aside, CPU))
     with pytest.raises(PeerLostError, match=r"(?i)timed? ?out"):
         inbox.take()
 
@@ -200,17 +200,17 @@ def test_other_things_cannot_cross(channel) -> None:
 
 def test_numbers_are_summed_alike_on_all_workers() -> None:
     up, down = gloo_pair(dist.HashStore()), gloo_pair(dist.HashStore())
-    ends = [Exchange(Transport(rank, up[rank], down[rank], CPU, {}), 2, 3) for rank in range(2)]
+    ends = [VectorSums(Transport(rank, up[rank], down[rank], CPU, {}), 2, 3) for rank in range(2)]
     one, two = torch.tensor([0.1, 1, 0]).double(), torch.tensor([0.2, -1, 5]).double()
     for _ in range(3):
         for end, own in zip(ends, (one, two), strict=True):
             end.expect()
             end.own.copy_(own)
         with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(Exchange.sum, ends)
+            first, second = pool.map(VectorSums.sum, ends)
         assert torch.equal(first, one + two)
         assert torch.equal(first, second)
-    alone = Exchange(None, 1, 3)
+    alone = VectorSums(None, 1, 3)
     alone.own.copy_(one)
     assert torch.equal(alone.sum(), one)
 

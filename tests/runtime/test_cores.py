@@ -19,7 +19,7 @@ from hetflow.profilers.zoo.tokens import BERT, GPT
 from hetflow.runtime import peers
 from hetflow.runtime.pipeline.cores import AttentionCores, Between
 from hetflow.runtime.pipeline.cut import cut
-from hetflow.runtime.pipeline.stage import Stage
+from hetflow.runtime.pipeline.stage import StageRunner
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.runtime.tensor.operators import TensorGroup
 from hetflow.runtime.tensor.roles import sharing_of
@@ -147,7 +147,7 @@ def test_a_stage_recomputes_its_cores_and_repeats_them_once() -> None:
     parts = cut(layered, [[layer.id for layer in layered.layers]])
     kept = []
     for recomputes in (False, True):
-        stage = Stage(
+        stage = StageRunner(
             parts[0],
             recompute=False,
             recompute_cores=recomputes,

@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from hetflow.profilers.zoo.tokens import GPT
 from hetflow.runtime import peers
-from hetflow.runtime.pipeline.channels import HEADER_BYTES, Holding, Inbox, Outbox, Receiver, Sender
+from hetflow.runtime.pipeline.channels import (
+    HEADER_BYTES,
+    Holding,
+    Outbox,
+    ReceiveQueue,
+    Receiver,
+    Sender,
+)
 from hetflow.runtime.pipeline.cut import cut, holdings_of
 from hetflow.runtime.pipeline.trace import layers_of
-from hetflow.runtime.pipeline.transport import Lines, Routes
+from hetflow.runtime.pipeline.transport import ChannelLines, Routes
 from hetflow.runtime.tensor.operators import TensorGroup
 from hetflow.runtime.tensor.roles import sharing_of
 from hetflow.schema.errors import TargetError
@@ -59,12 +66,12 @@ class Crossing:
     def __init__(self, senders: int, receivers: int) -> None:
         groups = (tuple(range(senders)), tuple(range(senders, senders + receivers)))
         self.frames: dict[tuple[int, int], Wire] = {}
-        lines: dict[tuple[int, int, bool], Lines] = {}
+        lines: dict[tuple[int, int, bool], ChannelLines] = {}
         for rank in groups[0]:
             for _, channel in Routes(rank, groups).outgoing(1, True):
                 frames, aside = Wire(), Wire()
                 self.frames[channel[:2]] = frames
-                lines[channel] = Lines(frames, aside, aside, CPU)
+                lines[channel] = ChannelLines(frames, aside, aside, CPU)
         self.senders, self.receivers = [], []
         for lane, rank in enumerate(groups[0]):
             found = Routes(rank, groups).outgoing(1, True)
@@ -73,7 +80,7 @@ class Crossing:
             self.senders.append(Sender(outboxes, group, receivers))
         for lane, rank in enumerate(groups[1]):
             found = Routes(rank, groups).incoming(0, True)
-            inboxes = [(other, Inbox(lines[channel])) for other, channel in found]
+            inboxes = [(other, ReceiveQueue(lines[channel])) for other, channel in found]
             # The fake all-gather below takes a worker's position for its process group.
             group = TensorGroup(receivers, lane, groups[1], lane)
             self.receivers.append(Receiver(inboxes, group, senders, CPU))

@@ -17,7 +17,7 @@ from hetflow.profilers.layers import graph_of, measure_layers
 from hetflow.profilers.targets import Workload
 from hetflow.runtime.pipeline.cut import LayeredModel, check_crossing, cut, like
 from hetflow.runtime.pipeline.evaluation import StageEvaluation
-from hetflow.runtime.pipeline.stage import Stage
+from hetflow.runtime.pipeline.stage import StageRunner
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace
@@ -50,7 +50,7 @@ class Piecewise:
         self.check_call, self.crossed = layered.check_call, []
         device = torch.device("cpu")
         self.stages = [
-            Stage(part, recompute=recompute, device=device) for part in cut(layered, cuts)
+            StageRunner(part, recompute=recompute, device=device) for part in cut(layered, cuts)
         ]
 
     def answer(self, arguments: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from hetflow.runtime.pipeline.norms import (
     weighted_sum,
 )
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.tensor.groups import Cut, Lanes
+from hetflow.runtime.tensor.groups import Lanes, ParameterCut
 
 HOST = torch.device("cpu")
 # Groups of three workers, of two and of one: their parameters have as many columns, or one.
@@ -26,7 +26,7 @@ GROUPS, FIRST = [(0, 1, 2), (3, 4), (5,)], {"a": 0, "b": 3, "c": 5, "whole": 3}
 
 
 def columns_of_parts() -> Columns:
-    return Columns(list(FIRST.items()), Lanes(GROUPS, dict.fromkeys("abc", Cut(0))), HOST)
+    return Columns(list(FIRST.items()), Lanes(GROUPS, dict.fromkeys("abc", ParameterCut(0))), HOST)
 
 
 def whole_norm(norm: float, parts: Sequence[float]) -> float:

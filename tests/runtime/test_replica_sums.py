@@ -14,7 +14,7 @@ from hetflow.runtime.pipeline import replica_sums
 from hetflow.runtime.pipeline.ownership import Ownership
 from hetflow.runtime.pipeline.replica_sums import Hook, ReplicaSums
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.tensor.groups import Cut, Lanes
+from hetflow.runtime.tensor.groups import Lanes, ParameterCut
 from hetflow.schema.errors import TargetError
 from hetflow.schema.operations import Kind, Operation
 
@@ -76,7 +76,11 @@ class Worker:
         self.model, self.fake = nn.ModuleList(self.stages), fake
         ranks = tuple(rank for group in groups for rank in group)
         parameters = dict(self.model.named_parameters())
-        cuts = {name: Cut(0) for name in parameters if "weight" in name} if groups != LIKE else {}
+        cuts = (
+            {name: ParameterCut(0) for name in parameters if "weight" in name}
+            if groups != LIKE
+            else {}
+        )
         ownership = Ownership(
             parameters,
             [set(stage.parameters()) for stage in self.stages],

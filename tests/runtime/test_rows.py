@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from hetflow.runtime.data import PassSampler, Rows, pass_loader
+from hetflow.runtime.data import PassSampler, RowLoader, pass_loader
 
 NUM_SAMPLES = 12
 ORDER = [3, 0, 7, 7, 11, -2, 4, 1]  # a script's own sampler may repeat samples and count backwards
@@ -42,7 +42,7 @@ def passes_of(dataset: Dataset[Any], order: Sequence[int], **options: Any) -> li
 def test_rows_are_the_samples_stacked(cut: Any) -> None:
     dataset = cut(whole())
     order = [index for index in ORDER if index < len(dataset)]
-    assert Rows.of(DataLoader(dataset)) is not None
+    assert RowLoader.of(DataLoader(dataset)) is not None
     found = passes_of(dataset, order)
     # A collate function of the script's own is called with single samples.
     expected = passes_of(dataset, order, collate_fn=lambda samples: default_collate(samples))
@@ -69,7 +69,7 @@ def test_rows_are_the_samples_stacked(cut: Any) -> None:
 def test_other_datasets_and_loaders_keep_their_way(
     dataset: Dataset[Any], options: dict[str, Any]
 ) -> None:
-    assert Rows.of(DataLoader(dataset, **options)) is None
+    assert RowLoader.of(DataLoader(dataset, **options)) is None
 
 
 def test_a_sample_that_is_not_there_is_an_error() -> None:

@@ -21,7 +21,7 @@ from hetflow.profilers.operator_counts import count_model
 from hetflow.profilers.zoo.tokens import BERT, GPT
 from hetflow.runtime import peers, tensor_parallel
 from hetflow.runtime.tensor.operators import TensorGroup
-from hetflow.runtime.tensor.roles import Sharing, sharing_of
+from hetflow.runtime.tensor.roles import SharedParts, sharing_of
 from hetflow.runtime.tensor.sequence import dropped_tokens
 from hetflow.runtime.tensor.sharded import ShardedModel
 from hetflow.schema.errors import TargetError
@@ -76,7 +76,7 @@ def gpt() -> GPT:
     return model.double()
 
 
-def shared(model: nn.Module, *, spreads: bool) -> Sharing:
+def shared(model: nn.Module, *, spreads: bool) -> SharedParts:
     sharing = sharing_of(model)
     return sharing.over_sequences(model) if spreads else sharing
 

@@ -20,7 +20,7 @@ from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline.optimizer import OwnShare, ShardedUpdates, check_shardable, keepers_of
 from hetflow.runtime.pipeline.ownership import Ownership
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.tensor.groups import Cut, Lanes
+from hetflow.runtime.tensor.groups import Lanes, ParameterCut
 from hetflow.schema.errors import TargetError
 from hetflow.tests.profiles import examples
 
@@ -255,7 +255,7 @@ def owned(draw: st.DrawFn) -> tuple[Ownership, list[tuple[int, ...]]]:
     ranks = [tuple(r for group in part for r in group) for part in (groups[:half], groups[half:])]
     sizes = draw(st.lists(st.integers(1, 60), min_size=2, max_size=14))
     made = {f"p{n}": nn.Parameter(torch.zeros(4 * size, 1)) for n, size in enumerate(sizes)}
-    cuts = {name: Cut(0) for name in made if draw(st.booleans())}
+    cuts = {name: ParameterCut(0) for name in made if draw(st.booleans())}
     first = {parameter for parameter in made.values() if draw(st.booleans())}
     second = {parameter for parameter in made.values() if parameter not in first} | {made["p0"]}
     place = Place(Start(), None, torch.device("cpu"), world_size=groups[-1][-1] + 1)

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from hetflow.runtime.pipeline.cut import cut
-from hetflow.runtime.pipeline.stage import Stage
+from hetflow.runtime.pipeline.stage import StageRunner
 from hetflow.runtime.pipeline.trace import layers_of
 
 
-def first_of_two(model: nn.Module, first: int) -> Stage:
+def first_of_two(model: nn.Module, first: int) -> StageRunner:
     layered = layers_of(model)
     names = [layer.id for layer in layered.layers]
     part = cut(layered, [names[:first], names[first:]])[0]
-    return Stage(part, recompute=False, device=torch.device("cpu"))
+    return StageRunner(part, recompute=False, device=torch.device("cpu"))
 
 
 def test_an_output_that_was_sent_is_not_held_until_the_backward_pass() -> None:
@@ -46,7 +46,7 @@ class Writes(nn.Module):
 
 def test_functions_may_write_on_received_inputs() -> None:
     part = cut(layers_of(Writes()), [["first"], ["same", "last"]])[1]
-    stage = Stage(part, recompute=False, device=torch.device("cpu"))
+    stage = StageRunner(part, recompute=False, device=torch.device("cpu"))
     received = torch.randn(2, 4)
     before = received.clone()
     loss = stage.forward(0, {}, ((received,), (True,)), None).sum()
@@ -73,7 +73,7 @@ class Unpacks(nn.Module):
 def test_a_tensor_is_unpacked_at_once_unless_a_part_is_written_on(is_written: bool) -> None:
     model = Unpacks(is_written)
     part = cut(layers_of(model), [["first", "last"]])[0]
-    stage = Stage(part, recompute=False, device=torch.device("cpu"))
+    stage = StageRunner(part, recompute=False, device=torch.device("cpu"))
     x = torch.randn(2, 4)
     output = stage.forward(0, {"x": x}, ((), ()), None)
     stage.keep(0, (output.sum(),))
@@ -99,7 +99,7 @@ def test_every_backward_pass_is_in_its_context() -> None:
         events.append("ends")
 
     part = cut(layers_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), [["0"], ["1"]])[1]
-    stage = Stage(part, recompute=False, device=torch.device("cpu"), passing=passing)
+    stage = StageRunner(part, recompute=False, device=torch.device("cpu"), passing=passing)
     gradients = (torch.ones(2, 4),)
     for is_whole in (True, False):
         output = stage.forward(0, {}, ((torch.randn(2, 4),), (True,)), None)

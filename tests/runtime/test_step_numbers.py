@@ -8,8 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hetflow.runtime.adapters.numbers import LOSS, Part, Step, Tried, joined, slope_of
-from hetflow.runtime.adapters.training import Piece
+from hetflow.runtime.adapters.numbers import (
+    LOSS,
+    CountedPart,
+    ScriptStep,
+    TriedStep,
+    joined,
+    slope_of,
+)
+from hetflow.runtime.adapters.training import BatchPart
 from hetflow.runtime.data import rows_of
 from hetflow.schema.errors import TargetError
 
@@ -23,7 +30,7 @@ class OneWorker:
     world_size = 1
 
     def __init__(self, num_samples: int) -> None:
-        self.piece = Piece(num_samples, 0, num_samples, num_samples, ((0, num_samples),))
+        self.piece = BatchPart(num_samples, 0, num_samples, num_samples, ((0, num_samples),))
 
     def numbers_of_all(self, own: list[float]) -> list[list[float]]:
         return [own]
@@ -63,16 +70,16 @@ def squares(model: nn.Module, rows: Rows) -> Tensor:
 def numbers_of(function: Function, model: nn.Module) -> tuple[float, float, list[float]]:
     """(the whole batch's number, what its parts give, the weights of their losses)."""
     batch = batch_of(model)
-    step = Step("training_step", OneWorker(9), model)  # type: ignore[arg-type]
+    step = ScriptStep("training_step", OneWorker(9), model)  # type: ignore[arg-type]
 
-    def call(rows: Rows) -> Tried:
+    def call(rows: Rows) -> TriedStep:
         loss = function(model, rows)
         slope = slope_of(LOSS, loss, model.parameters())
-        return Tried({LOSS: float(loss), **slope.numbers}, slope.scales)
+        return TriedStep({LOSS: float(loss), **slope.numbers}, slope.scales)
 
     step.try_once(call, batch)
     shares = [rows_of(batch, 9, *ends) for ends in ((0, 2), (2, 9))]
-    parts = [Part.of(rows, len(rows["x"])) for rows in shares]
+    parts = [CountedPart.of(rows, len(rows["x"])) for rows in shares]
     weights = step.weights(call, batch, parts)
     numbers = [{LOSS: float(function(model, rows))} for rows in shares]
     found = step.of_batch(numbers, parts, call, batch)
@@ -134,7 +141,7 @@ def test_losses_that_do_not_follow_from_their_parts_are_refused(
 
 
 def test_logged_values_are_put_together_by_what_they_are(model: nn.Module) -> None:
-    step = Step("validation_step", OneWorker(9), model)  # type: ignore[arg-type]
+    step = ScriptStep("validation_step", OneWorker(9), model)  # type: ignore[arg-type]
     batch = batch_of(model)
 
     def numbers(rows: Rows) -> dict[str, float]:
@@ -146,9 +153,9 @@ def test_logged_values_are_put_together_by_what_they_are(model: nn.Module) -> No
         return {**found, "rows": float(len(each)), "rate": 0.1}
 
     shares = [rows_of(batch, 9, *ends) for ends in ((0, 2), (2, 9))]
-    parts = [Part.of(rows, len(rows["x"])) for rows in shares]
+    parts = [CountedPart.of(rows, len(rows["x"])) for rows in shares]
     found = step.of_batch(
-        [numbers(rows) for rows in shares], parts, lambda rows: Tried(numbers(rows), {}), batch
+        [numbers(rows) for rows in shares], parts, lambda rows: TriedStep(numbers(rows), {}), batch
     )
     assert found == pytest.approx(numbers(batch), rel=1e-12)
 
@@ -159,11 +166,11 @@ def test_a_trial_changes_nothing_that_the_step_can_reach(model: nn.Module) -> No
     before = norm.running_mean.clone()
     drawn = torch.get_rng_state()
 
-    def call(rows: Rows) -> Tried:
+    def call(rows: Rows) -> TriedStep:
         seen.append(0.0)
-        return Tried({LOSS: float(norm(rows["x"]).square().mean() + torch.rand(1) * 0)}, {})
+        return TriedStep({LOSS: float(norm(rows["x"]).square().mean() + torch.rand(1) * 0)}, {})
 
-    step = Step("training_step", OneWorker(9), norm)  # type: ignore[arg-type]
+    step = ScriptStep("training_step", OneWorker(9), norm)  # type: ignore[arg-type]
     step.try_once(call, batch_of(model))
     assert not seen
     assert torch.equal(norm.running_mean, before)

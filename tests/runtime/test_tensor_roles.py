@@ -10,9 +10,9 @@ from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline.norms import NORMS, Columns, NormOnly, PartGradient, ToldNorms
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.tensor.groups import Cut, Lanes
+from hetflow.runtime.tensor.groups import Lanes, ParameterCut
 from hetflow.runtime.tensor.operators import bounds
-from hetflow.runtime.tensor.roles import Sharing, check_degree, sharing_of
+from hetflow.runtime.tensor.roles import SharedParts, check_degree, sharing_of
 from hetflow.schema.errors import TargetError
 
 
@@ -20,8 +20,11 @@ def pair(inner: int = 12) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, inner), nn.GELU(), nn.Linear(inner, 6))
 
 
-@pytest.mark.parametrize(("cut", "degree"), [(Cut(0), 3), (Cut(1, 3), 2), (Cut(0), 5), (Cut(1), 4)])
-def test_parts_put_together_are_the_whole(cut: Cut, degree: int) -> None:
+@pytest.mark.parametrize(
+    ("cut", "degree"),
+    [(ParameterCut(0), 3), (ParameterCut(1, 3), 2), (ParameterCut(0), 5), (ParameterCut(1), 4)],
+)
+def test_parts_put_together_are_the_whole(cut: ParameterCut, degree: int) -> None:
     whole = torch.randn(12, 12)
     parts = [cut.own(whole, lane, degree) for lane in range(degree)]
     assert sum(part.numel() for part in parts) == whole.numel()
@@ -29,7 +32,7 @@ def test_parts_put_together_are_the_whole(cut: Cut, degree: int) -> None:
 
 
 def test_fused_layers_are_cut_each_for_itself() -> None:
-    assert Cut(0, 3).own(torch.arange(12), 1, 2).tolist() == [2, 3, 6, 7, 10, 11]
+    assert ParameterCut(0, 3).own(torch.arange(12), 1, 2).tolist() == [2, 3, 6, 7, 10, 11]
 
 
 def test_parts_of_a_dimension_are_as_torch_cuts_it() -> None:
@@ -48,7 +51,7 @@ def test_the_zoos_gpt_is_known_by_its_names() -> None:
         "blocks.0.feed_forward.0": "column",
         "blocks.0.feed_forward.2": "row",
     }
-    assert sharing.cuts["blocks.0.attention.project_in.bias"] == Cut(0, 3)
+    assert sharing.cuts["blocks.0.attention.project_in.bias"] == ParameterCut(0, 3)
     assert "blocks.0.attention.project_out.bias" not in sharing.cuts
 
 
@@ -85,7 +88,7 @@ def test_what_cannot_be_shared(roles: dict[str, str], said: str) -> None:
         shared(pair(), roles)
 
 
-def shared(model: nn.Module, roles: dict[str, str]) -> Sharing:
+def shared(model: nn.Module, roles: dict[str, str]) -> SharedParts:
     tensor_parallel(model, roles)
     return sharing_of(model)
 
@@ -98,7 +101,7 @@ def test_a_tied_weight_is_cut_by_all_or_by_none() -> None:
     with pytest.raises(TargetError, match=r"0\.weight is cut over the group, and 3 reads it whole"):
         sharing_of(model)
     tensor_parallel(model, {"0": "column", "2": "row", "3": "output"})
-    assert sharing_of(model).cuts["0.weight"] == Cut(0)
+    assert sharing_of(model).cuts["0.weight"] == ParameterCut(0)
 
 
 def share(lanes: Lanes, name: str, part: torch.Tensor, size: int, rank: int) -> torch.Tensor:
@@ -109,7 +112,7 @@ def share(lanes: Lanes, name: str, part: torch.Tensor, size: int, rank: int) -> 
 
 
 def test_gradients_are_added_by_those_who_have_the_same_part() -> None:
-    lanes = Lanes([(0, 1), (2, 3), (4,)], {"w": Cut(0)})
+    lanes = Lanes([(0, 1), (2, 3), (4,)], {"w": ParameterCut(0)})
     assert lanes.sums("w", (0, 1, 2, 3)) == ((0, 2), (1, 3))
     assert lanes.sums("w", (0, 1, 4)) == ((0, 1, 4),)  # unlike degrees add whole gradients
     assert lanes.sums("w", (4,)) == ((4,),)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetflow.runtime.adapters import losses
-from hetflow.runtime.adapters.transformers import Form, form_of
+from hetflow.runtime.adapters.transformers import LossForm, form_of
 from hetflow.schema.errors import TargetError
 from hetflow.tests.runtime.script_campaign import LOSSES, RIGHT
 
@@ -125,12 +125,12 @@ def on_workers(function: Callable[[Worker, dict[str, Tensor]], Any], batch, part
 
 def forms_of(
     text: str, model: nn.Module, batch: dict[str, Tensor], *, parts: bool = False
-) -> list[Form]:
+) -> list[LossForm]:
     """The form that each worker finds of the loss of its share."""
     return on_workers(lambda w, share: form_of(Script(text), model, share, None, w), batch, parts)
 
 
-def batch_loss_of(form: Form, text: str, model: nn.Module, batch: dict[str, Tensor]) -> float:
+def batch_loss_of(form: LossForm, text: str, model: nn.Module, batch: dict[str, Tensor]) -> float:
     """The loss of a batch, put together from those of its shares."""
 
     def weighted(worker: Worker, share: dict[str, Tensor]) -> float:

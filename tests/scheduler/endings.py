@@ -23,7 +23,7 @@ import pytest
 
 from hetflow.clusters.engines.lease_folder import ENDED, STARTED
 from hetflow.clusters.scheduler import leases, view
-from hetflow.clusters.scheduler.store import RUN, Store
+from hetflow.clusters.scheduler.store import RUN, ClusterStore
 from hetflow.clusters.scheduler.submission import submission, submit
 from hetflow.runtime.protocol.ended import have_all_left
 from hetflow.schema import files
@@ -114,7 +114,7 @@ class Queue:
         self._folder = folder
         self._scheduler = self._start()
         self._until(lambda: "devices on" in self._log.read_text())
-        self._store = Store.open(folder / "state")
+        self._store = ClusterStore.open(folder / "state")
 
     @property
     def _log(self) -> Path:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from hetflow.clusters.engines.protocol import EngineDevice, Work
 from hetflow.clusters.scheduler.leases import PLAN, RUN, folder_of, open_leases
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.runtime.launcher.inbox import Inbox
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.files import read_plan
@@ -83,7 +83,7 @@ class ResizableEngine(FakeEngine):
                 launch.box.answer(path, ResizeAnswer(status=self.answer, detail="as it was told"))
             launch.request = launch.box.next()
 
-    def check(self, store: Store) -> None:
+    def check(self, store: ClusterStore) -> None:
         """No device is in two leases, and no launch holds others than its own lease says."""
         held = [lease for lease in open_leases(store) if lease.holds_devices]
         names = [name for lease in held for name in lease.held]

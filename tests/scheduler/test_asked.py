@@ -13,7 +13,7 @@ import pytest
 from hetflow.cli.main import run
 from hetflow.clusters.scheduler.history import usage
 from hetflow.clusters.scheduler.notices import Notices
-from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.settings import ClusterSettings
 from hetflow.clusters.scheduler.submission import array_indices, submit, submit_array, user_name
 from hetflow.clusters.scheduler.view import ask, queue
 from hetflow.schema.errors import HetflowError, ProblemError
@@ -240,7 +240,7 @@ def test_a_program_and_an_address_are_told_of_each_change(
     with pytest.raises(ProblemError, match="on-change"):
         Notices(cluster.store, "a 'b", said.append)
     assert "on_change" not in json.dumps(cluster.store.get("started_with"))
-    assert Settings().on_change is None
+    assert ClusterSettings().on_change is None
 
 
 def test_an_array_is_added_whole_or_not_at_all(cluster: Cluster, asked: Asked) -> None:

@@ -8,7 +8,7 @@ from hetflow.cli.main import run
 from hetflow.clusters.engines.lease_folder import WORK, document_of, write_atomically
 from hetflow.clusters.engines.protocol import Work
 from hetflow.clusters.scheduler.copies import COPY, EVERY_SECONDS, Copies
-from hetflow.clusters.scheduler.store import FILE, Store
+from hetflow.clusters.scheduler.store import FILE, ClusterStore
 from hetflow.schema.errors import FileError
 
 from .conftest import FakeEngine
@@ -100,7 +100,7 @@ def test_a_broken_state_never_replaces_a_good_copy(cluster: Cluster, asked: Aske
     assert (cluster.folder / COPY).read_bytes() == before  # nothing has changed
     cluster.submit(asked("b"))
     spoil(cluster)
-    cluster.store = Store(cluster.folder, cluster.store._connection)
+    cluster.store = ClusterStore(cluster.folder, cluster.store._connection)
     for turn in range(2, 5):
         copies.keep(turn * EVERY_SECONDS)
     assert (cluster.folder / COPY).read_bytes() == before

@@ -17,8 +17,8 @@ from hetflow.clusters.engines.protocol import ENGINES, Fate, Work
 from hetflow.clusters.scheduler.leases import folder_of, open_leases
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.serve import serve
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import submit
 from hetflow.clusters.scheduler.view import ask, drain
 from hetflow.schema.cluster import Cluster as Pool
@@ -34,7 +34,7 @@ SHARE = int(os.environ.get("HETFLOW_DEATHS", "7"))
 Play = Callable[["Mortal", Asked], None]
 
 
-class MortalStore(Store):
+class MortalStore(ClusterStore):
     """Dies before a statement that writes, before a commit, or after it."""
 
     points = Points()
@@ -65,7 +65,7 @@ class Mortal(Cluster):
         while True:
             try:
                 self.store = MortalStore.create(self.folder)
-                Store.run(self.store, "PRAGMA synchronous = OFF")  # no power is lost here
+                ClusterStore.run(self.store, "PRAGMA synchronous = OFF")  # no power is lost here
                 self.scheduler = Scheduler(self.store, self.engine, self.settings)
             except Died:
                 continue
@@ -101,7 +101,7 @@ class Mortal(Cluster):
 
 def play(cluster: Mortal, asked: Asked) -> None:
     """Turns, a failure, a launch that never begins, hold, cancel, release, drain, a lost node."""
-    users = Store.open(cluster.folder)  # they do not die with the scheduler
+    users = ClusterStore.open(cluster.folder)  # they do not die with the scheduler
     for job in (asked("a", priority_weight=2.0), asked("b"), asked("c"), asked("d")):
         submit(users, job)
     for _ in range(3):
@@ -136,7 +136,7 @@ def play(cluster: Mortal, asked: Asked) -> None:
 def play_resizes(cluster: Mortal, asked: Asked) -> None:
     """Jobs exchange devices, wait for others', are refused, and go on somewhere else at last."""
     assert isinstance(cluster.fake, ResizableEngine)
-    users = Store.open(cluster.folder)
+    users = ClusterStore.open(cluster.folder)
     for job in (asked("a", priority_weight=2.0), asked("b"), asked("c"), asked("d")):
         submit(users, job)
 
@@ -172,7 +172,7 @@ def play_resizes(cluster: Mortal, asked: Asked) -> None:
 def play_elastic(cluster: Mortal, asked: Asked) -> None:
     """Jobs shrink for others, wait, are refused once, and grow when others end."""
     assert isinstance(cluster.fake, ResizableEngine)
-    users = Store.open(cluster.folder)
+    users = ClusterStore.open(cluster.folder)
     most = {"devices": 4, "devices_at_most": 4, "batch_size": 32, "virtual_nodes": 8}
     for job in (asked("a", **most), asked("b", **most), asked("c"),
                 asked("d", **most, devices_at_least=2)):  # fmt: skip
@@ -280,7 +280,7 @@ def test_a_full_disk_under_the_state_loses_nothing(
     cluster = Cluster(tmp_path / "state", engine)
     cluster.submit(asked("before"))
     cluster.tick()
-    others = Store.open(cluster.folder)
+    others = ClusterStore.open(cluster.folder)
     numbers = [submit(others, asked(f"job {number}")) for number in range(30)]
     cluster.store.run("PRAGMA max_page_count = 1")  # that is: no more than there are
     for _ in range(2):
@@ -315,7 +315,7 @@ class FullEngine(FakeEngine):
     def fate(self, folder: Path) -> Fate:
         if folder in self.running:
             self.end(folder, 0)
-            store = Store.open(self.state)
+            store = ClusterStore.open(self.state)
             with store.transaction():
                 store.set("stop", True)
         return super().fate(folder)
@@ -327,10 +327,10 @@ def test_a_scheduler_waits_for_room_and_goes_on(
     monkeypatch.setattr("hetflow.clusters.scheduler.serve.AGAIN_SECONDS", 0.0)
     engine = FullEngine(state=tmp_path / "state")
     monkeypatch.setattr(ENGINES, "get", lambda name: lambda pool: engine)
-    store = Store.create(engine.state)
+    store = ClusterStore.create(engine.state)
     submit(store, asked("a"))
     said: list[str] = []
-    serve(engine.state, Pool.parse("4xcpu:fast"), "full", Settings(rules=RULES), said.append)
+    serve(engine.state, Pool.parse("4xcpu:fast"), "full", ClusterSettings(rules=RULES), said.append)
     assert [line.partition(";")[0] for line in said[1:]] == [
         "[Errno 28] No space left on device", "the state can be written again",
         "all jobs have saved and ended",

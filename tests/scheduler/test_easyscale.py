@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.clusters.mechanisms.cluster.seats import Layout
+from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
 from hetflow.clusters.mechanisms.easyscale import Elastic, Variant
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.leases import PLAN
@@ -197,7 +197,7 @@ def test_the_level_of_determinism_says_who_may_hold_several_types(
     job = ranged(asked, "a", profiles=str(folder), determinism=level)
     assert may_mix(job, ["gpu0", "gpu1"]) is mixes
     assert may_mix(job, ["gpu0"])
-    layout = Layout(((2,), (2,)), ((0,), (0,)))
+    layout = DeviceLayout(((2,), (2,)), ((0,), (0,)))
     rates, wish = rates_and_wish(job, {"gpu0": 2, "gpu1": 2}, layout, Variant())
     assert isinstance(wish, Elastic)
     assert wish.mixes is mixes

@@ -13,7 +13,7 @@ from hetflow.clusters.engines.protocol import EngineDevice
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.plans import rates_of
-from hetflow.clusters.scheduler.settings import Settings
+from hetflow.clusters.scheduler.settings import ClusterSettings
 from hetflow.clusters.scheduler.submission import Submission, submission
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
 
@@ -225,7 +225,9 @@ def test_another_policy_goes_on_with_the_same_state(
     cluster.submit(ranged(asked, "a"), ranged(asked, "b"))
     step(cluster, engine)
     for policy, wanted in (("elastic", [2, 2]), ("las", [4])):
-        cluster.settings = Settings(policy=policy, rules=cluster.settings.rules, grace_seconds=5)
+        cluster.settings = ClusterSettings(
+            policy=policy, rules=cluster.settings.rules, grace_seconds=5
+        )
         cluster.scheduler = Scheduler(cluster.store, engine, cluster.settings)
         for seconds in (10.0, 0.1, 0.1, 0.1, 0.1):
             step(cluster, engine, seconds)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.clusters.scheduler import view
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.tests.engines import ray_nodes, slurm_daemons
 
 from .conftest import write_workplace
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(store: Store) -> str:
+def said(store: ClusterStore) -> str:
     """What became of the jobs, and all that their launches wrote."""
     found = [f"{job.number} is {job.state}: {job.reason}" for job in view.queue(store)]
     for job in view.queue(store):
@@ -54,7 +54,7 @@ def run_two_jobs(folder: Path, engine: str) -> None:
             hetflow("submit", "--name", f"job {weight}'s $(touch x)", "--profiles", "profiles",
                     "--batch-size", "16", "--steps", str(STEPS), "--virtual-nodes", "4", "--weight",
                     weight, "train.py", folder=folder)  # fmt: skip
-        store, is_killed = Store.open(folder / "state"), False
+        store, is_killed = ClusterStore.open(folder / "state"), False
         while any(job.state != "done" for job in view.queue(store)):
             jobs = view.queue(store)
             assert time.monotonic() < end, said(store)

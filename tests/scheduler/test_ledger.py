@@ -12,14 +12,14 @@ from hetflow.clusters.scheduler.leases import open_leases, plan_lease
 from hetflow.clusters.scheduler.ledger import Ledger
 from hetflow.clusters.scheduler.occupancy import Places
 from hetflow.clusters.scheduler.plans import as_job, rates_of
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 
 PLACES = Places(EngineDevice(f"f{i}", "cpu:fast", "here", True) for i in range(2))
 
 
 def test_time_is_counted_once(tmp_path: Path, asked: Callable[..., Submission]) -> None:
-    store = Store.create(tmp_path / "state")
+    store = ClusterStore.create(tmp_path / "state")
     job = submit(store, asked("a", devices=2, steps=1e6))
     rates = rates_of(asked("a", devices=2), PLACES.num_devices)
     known = KnownJobs(store, PLACES.num_devices, {})

@@ -16,8 +16,8 @@ from hetflow.clusters.engines.protocol import OUTPUT
 from hetflow.clusters.mechanisms.cluster.seats import Seat
 from hetflow.clusters.mechanisms.rounds.rules import RoundRules
 from hetflow.clusters.scheduler import leases, loop, sharing, view
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import submission, submit
 from hetflow.schema.cluster import Cluster
 from hetflow.tests import programs
@@ -96,7 +96,7 @@ def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path, alone: 
             hetflow("submit", "--name", f"job {weight}'s $(touch x)", "--profiles", "profiles",
                     "--batch-size", "16", "--steps", "200", "--virtual-nodes", "4", "--weight",
                     weight, "train.py", folder=folder)  # fmt: skip
-        store, kills, has_killed_launch = Store.open(folder / "state"), 0, False
+        store, kills, has_killed_launch = ClusterStore.open(folder / "state"), 0, False
         while any(job.state != "done" for job in view.queue(store)):
             assert time.monotonic() < end, view.queue(store)
             assert not any(job.state == "held" for job in view.queue(store)), view.queue(store)
@@ -135,13 +135,13 @@ def test_a_job_that_grows_and_shrinks_while_it_runs_ends_as_the_same_job_alone(
     turn, epochs = 0, dict[int, int]()
     monkeypatch.setattr(sharing, "next_round", lambda *given, **more: {"1": seats[turn]})
     (folder / "train.py").write_text(SLOW_AT_FIRST)
-    store = Store.create(folder / "state")
+    store = ClusterStore.create(folder / "state")
     paths = {"script": str(folder / "train.py"), "profiles": str(folder / "profiles")}
     job = {"batch_size": 16, "steps": 200, "virtual_nodes": 4, **paths}
     submit(store, submission(job, base=folder, name="test"))
     engine = LocalEngine(Cluster.parse("1xcpu:fast,2xcpu:slow"))
     rules = RoundRules(round_seconds=1.0, reset_seconds=0.0)
-    settings = Settings(rules=rules, grace_seconds=20)
+    settings = ClusterSettings(rules=rules, grace_seconds=20)
     scheduler = loop.Scheduler(store, engine, settings)
     end = time.monotonic() + LIMIT_SECONDS
     log = store.lease_folder(1, 1) / OUTPUT
@@ -185,7 +185,7 @@ def test_a_job_that_shrinks_for_another_and_grows_again_ends_as_the_same_job_alo
         .replace("import os", "import sys, os")
         .replace("else 0.2", "else 0.5")  # the other one trains from start to end meanwhile
     )
-    store = Store.create(folder / "state")
+    store = ClusterStore.create(folder / "state")
     paths = {"script": str(folder / "train.py"), "profiles": str(folder / "profiles")}
     job = {"batch_size": 16, "steps": 200, "virtual_nodes": 4, **paths}
 
@@ -195,7 +195,7 @@ def test_a_job_that_shrinks_for_another_and_grows_again_ends_as_the_same_job_alo
 
     engine = LocalEngine(Cluster.parse(pool))
     rules = RoundRules(round_seconds=600.0, reset_seconds=0.0)
-    settings = Settings(policy=policy, rules=rules, grace_seconds=20)
+    settings = ClusterSettings(policy=policy, rules=rules, grace_seconds=20)
     scheduler = loop.Scheduler(store, engine, settings)
     end = time.monotonic() + LIMIT_SECONDS
     (folder / "hurry-second").touch()
@@ -227,7 +227,7 @@ def until_it_schedules(folder: Path) -> None:
         assert time.monotonic() < end
 
 
-def kill_a_launch(store: Store) -> bool:
+def kill_a_launch(store: ClusterStore) -> bool:
     """SIGKILL a job's launch, where one trains; its job is tried again."""
     for lease in leases.open_leases(store):
         folder = leases.folder_of(store, lease)

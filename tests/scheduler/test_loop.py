@@ -13,14 +13,14 @@ from hetflow.clusters.mechanisms.rounds.rules import RoundRules
 from hetflow.clusters.scheduler import leases, plans, sharing
 from hetflow.clusters.scheduler.leases import PLAN, RUN
 from hetflow.clusters.scheduler.loop import MOST_FAILURES, Scheduler
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.clusters.scheduler.view import Wish, ask, queue
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.files import read_plan, write
 from hetflow.schema.jobs import Entity
-from hetflow.schema.run import DeviceRun, MeasuredTerm, RunRecord, StepTerms
+from hetflow.schema.run import DeviceRun, MeasuredTerm, MeasuredTerms, RunRecord
 from hetflow.tests.profiles import examples
 
 from .conftest import FakeEngine
@@ -36,11 +36,11 @@ class Cluster:
 
     def __init__(self, folder: Path, engine: FakeEngine, policy: str = "las_weighted") -> None:
         self.folder, self.engine, self.now = folder, engine, 1000.0
-        self.settings = Settings(policy=policy, rules=RULES, grace_seconds=5)
+        self.settings = ClusterSettings(policy=policy, rules=RULES, grace_seconds=5)
         self.restart()
 
     def restart(self) -> None:
-        self.store = Store.create(self.folder)
+        self.store = ClusterStore.create(self.folder)
         self.scheduler = Scheduler(self.store, self.engine, self.settings)
 
     def submit(self, *jobs: Submission) -> list[int]:
@@ -120,7 +120,7 @@ def test_a_lease_of_few_steps_measures_nothing(
         rank=0, device_type="cpu:fast", host="h", num_samples=8, num_steps=steps + 3,
         predicted_compute_seconds=None, pass_seconds=None, compute_seconds=None, sync_seconds=None,
         update_seconds=None, step_seconds=0.1, step_seconds_spread=None, peak_memory_bytes=None,
-        terms=StepTerms(num_steps=steps, step=term, sync=term, update=term),
+        terms=MeasuredTerms(num_steps=steps, step=term, sync=term, update=term),
     )  # fmt: skip
     record = RunRecord(
         plan=plan, status="interrupted", exit_code=143, world_size=1, wall_seconds=9.0,
@@ -359,7 +359,7 @@ def test_a_wish_counts_that_was_made_before_the_scheduler_saw_the_job(
 def test_users_need_not_wait_for_the_state_while_a_job_is_planned(
     cluster: Cluster, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = Store.open(cluster.folder)
+    others = ClusterStore.open(cluster.folder)
     others.rows("PRAGMA busy_timeout = 0")
     written = []
 

@@ -6,7 +6,7 @@ import pytest
 
 from hetflow.clusters.scheduler.known_jobs import MOST_RATIOS, corrected, note, ratio_on, ratios_of
 from hetflow.clusters.scheduler.leases import PLAN, RUN
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.schema.files import read_plan, write
 from hetflow.schema.jobs import MixThroughput, ModelThroughput
 from hetflow.schema.run import RunRecord
@@ -92,7 +92,7 @@ def test_proposals_are_made_by_what_was_measured(tmp_path: Path, asked: Asked) -
 def test_the_last_ratios_count_by_their_median_and_a_mix_by_its_slowest_part(
     tmp_path: Path,
 ) -> None:
-    store = Store.create(tmp_path)
+    store = ClusterStore.create(tmp_path)
     assert not note(store, "kind", ["a"], None, 1.0)
     assert not note(store, "kind", ["a"], 1.0, None)
     for ratio in (9.0, 9.0, 9.0, *range(1, MOST_RATIOS + 1)):

@@ -11,8 +11,8 @@ from hetflow.clusters.mechanisms.rounds.rules import RoundRules
 from hetflow.clusters.scheduler.leases import PLAN
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.plans import kind_of, plan_on, throughput_of
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, read_submission, submission, submit
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
@@ -69,9 +69,11 @@ def pipeline(asked: Asked, name: str, layered: Path, **given: object) -> Submiss
 def test_a_job_that_is_moved_is_cut_anew_with_the_same_microbatches(
     tmp_path: Path, asked: Asked, layered: Path, strategy: str
 ) -> None:
-    store, engine = Store.create(tmp_path / "state"), FakeEngine(number=2)
+    store, engine = ClusterStore.create(tmp_path / "state"), FakeEngine(number=2)
     rules = RoundRules(round_seconds=ROUND, reset_seconds=0.0)
-    scheduler = Scheduler(store, engine, Settings(policy="las", rules=rules, grace_seconds=5))
+    scheduler = Scheduler(
+        store, engine, ClusterSettings(policy="las", rules=rules, grace_seconds=5)
+    )
     submit(store, pipeline(asked, "a", layered, strategy=strategy))
     plans: dict[str, Plan] = {}
     downs: tuple[set[str], ...] = (set(), {"cpu:fast:0"})
@@ -157,9 +159,9 @@ def test_layers_that_cannot_be_launched_are_no_plan(tmp_path: Path, asked: Asked
 def test_a_pipeline_without_layers_in_its_profile_is_held_with_the_reason(
     tmp_path: Path, asked: Asked, profiles: Path
 ) -> None:
-    store, engine = Store.create(tmp_path / "state"), FakeEngine()
+    store, engine = ClusterStore.create(tmp_path / "state"), FakeEngine()
     submit(store, pipeline(asked, "flat", profiles))
-    Scheduler(store, engine, Settings()).tick(1000.0)
+    Scheduler(store, engine, ClusterSettings()).tick(1000.0)
     [row] = store.rows("SELECT state, reason FROM jobs")
     assert row["state"] == "held"
     assert "layers" in row["reason"]

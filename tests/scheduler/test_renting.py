@@ -17,8 +17,8 @@ from hetflow.clusters.scheduler.renting import (
     Agent,
     Clock,
     RealFeed,
+    RentedTraining,
     ReplayedFeed,
-    Training,
     machines_for,
     rents,
     saved_steps,
@@ -162,7 +162,7 @@ def agent_of(
     cloud = cloud or Cloud(folder, every)
     folder.mkdir(exist_ok=True)
     agent = Agent(
-        training=Training(
+        training=RentedTraining(
             folder=folder, plans=(folder / "plan.json",) * job.num_machines,
             script=("train.py",), directory=folder,
             notice_seconds=notice, save_seconds=5.0, move_dollars=JOB.move_dollars,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hetflow.clusters.scheduler.serve import request_stop, serve
-from hetflow.clusters.scheduler.settings import Settings
-from hetflow.clusters.scheduler.store import FILE, FORMAT, Store
+from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.store import FILE, FORMAT, ClusterStore
 from hetflow.clusters.scheduler.view import queue
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import FileError, ProblemError
@@ -20,7 +20,7 @@ def test_another_database_is_no_state(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE) as connection:
         connection.execute("CREATE TABLE other (x)")
     with pytest.raises(FileError, match=f"{FILE}: not a cluster's state: no such table: meta"):
-        Store.open(tmp_path)
+        ClusterStore.open(tmp_path)
 
 
 def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked) -> None:
@@ -35,13 +35,13 @@ def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked
             "UPDATE meta SET value = '\"hetflow.cluster-state/1\"' WHERE key = 'format'"
         )
     with pytest.raises(FileError, match="an older hetflow wrote it"):
-        Store.read(cluster.folder)
+        ClusterStore.read(cluster.folder)
     cluster.restart()
     cluster.tick()
     cluster.tick(ROUND)
-    [row] = Store.open(cluster.folder).rows("SELECT state, target_seconds FROM jobs")
+    [row] = ClusterStore.open(cluster.folder).rows("SELECT state, target_seconds FROM jobs")
     assert (row["state"], row["target_seconds"]) == ("running", ROUND)
-    assert Store.read(cluster.folder).get("format") == FORMAT
+    assert ClusterStore.read(cluster.folder).get("format") == FORMAT
 
 
 def test_a_state_of_before_users_and_first_steps_goes_on(
@@ -80,7 +80,7 @@ def test_a_start_that_is_refused_leaves_the_state_as_it_was(
         store.set("started_with", {"policy": "las"})
     for pool, policy in (("1xcpu:fast", "las"), ("4xcpu:fast,4xcpu:slow", "no such policy")):
         with pytest.raises(ProblemError):
-            serve(tmp_path, Pool.parse(pool), "local", Settings(policy=policy), print)
+            serve(tmp_path, Pool.parse(pool), "local", ClusterSettings(policy=policy), print)
     assert store.get("started_with") == {"policy": "las"}
 
 
@@ -98,7 +98,7 @@ def test_a_first_start_that_is_refused_leaves_no_state(
     """`queue` then showed a cluster that never was, and `submit` queued jobs for it."""
     pool = Pool.parse("1xcpu:fast,1xcpu:slow")
     with pytest.raises(ProblemError, match=said):
-        serve(tmp_path / "state", pool, engine, Settings(policy=policy), print)
+        serve(tmp_path / "state", pool, engine, ClusterSettings(policy=policy), print)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -110,11 +110,11 @@ def test_a_state_that_cannot_be_begun_is_not_there(
         "hetflow.clusters.scheduler.store._TABLES", "CREATE TABLE meta (key);\nno SQL"
     )
     with pytest.raises(FileError, match="syntax error"):
-        Store.create(tmp_path / "a" / "b")
+        ClusterStore.create(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_state_that_no_scheduler_has_run_on_is_not_stopped(tmp_path: Path) -> None:
-    Store.create(tmp_path).close()
+    ClusterStore.create(tmp_path).close()
     with pytest.raises(ProblemError, match="no scheduler has run on this state yet"):
         request_stop(tmp_path)

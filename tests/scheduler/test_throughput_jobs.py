@@ -20,7 +20,7 @@ from hetflow.clusters.scheduler.plans import (
     rates_of,
     throughput_of,
 )
-from hetflow.clusters.scheduler.store import Store
+from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, read_submission
 from hetflow.planning.checks.batch_split import check
 from hetflow.planning.even_split import even_split
@@ -254,7 +254,7 @@ def test_they_grow_and_shrink_over_the_tables_numbers_of_one_type(
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A state folder, a script and tables."""
     tmp_path = tmp_path_factory.mktemp("tables")
-    store = Store.create(tmp_path / "state")
+    store = ClusterStore.create(tmp_path / "state")
     with store.transaction():
         store.set("drainable", [])
     store.close()
@@ -279,7 +279,9 @@ def workplace(tables: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submitted(workplace: Path) -> list[dict[str, object]]:
-    rows = Store.open(workplace / "state").rows("SELECT submission FROM jobs ORDER BY number")
+    rows = ClusterStore.open(workplace / "state").rows(
+        "SELECT submission FROM jobs ORDER BY number"
+    )
     return [json.loads(row["submission"]) for row in rows]
 
 

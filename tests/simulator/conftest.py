@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.clusters.simulator import Pool
+from hetflow.clusters.simulator import ClusterPool
 from hetflow.formats.importers.gavel import read_gavel_throughputs
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.tests.data import reference
@@ -41,9 +41,9 @@ def table() -> Throughputs:
 
 
 @pytest.fixture
-def pool(table: Throughputs) -> Pool:
+def pool(table: Throughputs) -> ClusterPool:
     """Four fast devices and four slow ones, with prices."""
-    return Pool(
+    return ClusterPool(
         throughputs=table,
         num_devices={"fast": 4, "slow": 4},
         dollars_per_hour={"fast": 2.0, "slow": 0.5},

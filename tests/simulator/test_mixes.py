@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetflow.clusters.simulator import (
     Case,
-    Pool,
+    ClusterPool,
     RoundOptions,
     allocator_named,
     report,
@@ -87,7 +87,7 @@ def test_a_job_alone_holds_the_mix(mixed_table: Throughputs, job: MakeJob) -> No
 
 
 def test_a_mix_pays_only_where_it_beats_sharing(mixed_table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=mixed_table, num_devices={"fast": 1, "slow": 1}, uses_mixes=True)
+    pool = ClusterPool(throughputs=mixed_table, num_devices={"fast": 1, "slow": 1}, uses_mixes=True)
     run = simulate_rounds(
         [job(n, steps=7200.0) for n in range(2)], pool, allocator_named("las", columns=True)
     )
@@ -98,7 +98,7 @@ def test_a_mix_pays_only_where_it_beats_sharing(mixed_table: Throughputs, job: M
 def test_the_warm_solver_says_that_it_knows_no_mixes(
     mixed_table: Throughputs, job: MakeJob
 ) -> None:
-    pool = Pool(throughputs=mixed_table, num_devices={"fast": 1, "slow": 1}, uses_mixes=True)
+    pool = ClusterPool(throughputs=mixed_table, num_devices={"fast": 1, "slow": 1}, uses_mixes=True)
     with pytest.raises(HetflowError, match="warm solver knows device types only"):
         simulate_rounds([job(0)], pool, allocator_named("las"))
 
@@ -116,7 +116,7 @@ def test_leftovers_extend_what_a_job_holds(mixed_table: Throughputs, job: MakeJo
             share[0] = 1.0
             return Shares(share)
 
-    pool = Pool(throughputs=mixed_table, num_devices={"fast": 2, "slow": 1}, uses_mixes=True)
+    pool = ClusterPool(throughputs=mixed_table, num_devices={"fast": 2, "slow": 1}, uses_mixes=True)
     jobs = [job(n, steps=3600.0) for n in range(2)]
     run = simulate_rounds(jobs, pool, FastOnly())  # type: ignore[arg-type]
     # Job 0 has the mix: 720 s; job 1 runs at 4 a second: 900 s, with the slow one from 720 s on:
@@ -135,7 +135,7 @@ def test_mixes_never_oversubscribe(
     mixed_table: Throughputs, steps: list[float], policy: str
 ) -> None:
     devices = {"fast": 2, "slow": 3}
-    pool = Pool(throughputs=mixed_table, num_devices=devices, uses_mixes=True)
+    pool = ClusterPool(throughputs=mixed_table, num_devices=devices, uses_mixes=True)
     jobs = [Job(id=str(i), model="conv", steps=one) for i, one in enumerate(steps)]
     options = RoundOptions(records_spans=True)
     run = simulate_rounds(jobs, pool, allocator_named(policy, columns=True), options)

@@ -8,7 +8,7 @@ from ....schema.errors import ProblemError
 from ....solvers.allocation.engine import solve_alone, spread
 from ....solvers.allocation.las.flat import centre
 from ....solvers.allocation.las.warm import WarmMaxMin
-from ....solvers.allocation.program import Program
+from ....solvers.allocation.program import FractionProgram
 from ....solvers.allocation.space_sharing.column_generation import PairTimes
 from ..arrays import Floats, Ints
 from ..cluster.active import Active
@@ -135,7 +135,7 @@ def _near_centre(
     rate = np.array(runs, dtype=float)
     zero = np.zeros(len(scale))
     found = solve_alone(
-        Program(
+        FractionProgram(
             count=np.array(counts),
             rate=rate,
             usage=np.repeat(np.array(scale)[:, None], len(capacity), axis=1),

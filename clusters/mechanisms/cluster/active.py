@@ -7,7 +7,7 @@ import numpy as np
 from ....schema.jobs import Job
 from ....schema.simulation import JobOutcome
 from ..arrays import NOWHERE, Floats, Ints
-from .pool import Pool
+from .pool import ClusterPool
 
 _ROOM = 64  # places are added and given back by so many
 
@@ -76,7 +76,7 @@ class Active:
     left, weight, isolated, started = _PerJob(0), _PerJob(1), _PerJob(2), _PerJob(3)
     scale, last_type, kind, restarts = _Whole(0), _Whole(1), _Whole(2), _Whole(3)
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ClusterPool) -> None:
         """Start empty.
 
         Args:
@@ -166,7 +166,7 @@ class Active:
         return kind
 
     def _isolated_rate_of(self, kind: int, scale: int) -> float:
-        """As ``isolated_rate``, of one job."""
+        """The rate of one job in isolation, as ``isolated_rate`` has it."""
         rate = self._fresh[kind][0].tolist()
         shares = [count / self.present / scale for count in self._capacity]
         whole = alone = 0.0

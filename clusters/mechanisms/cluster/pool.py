@@ -18,7 +18,7 @@ Key = tuple[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
-class Pool:
+class ClusterPool:
     """Devices by type, and the rates of every (model, scale factor) asked for so far.
 
     ``columns`` are the device types, then, with ``uses_mixes``, the mixes that fit the pool, or,

@@ -17,7 +17,7 @@ Sizes = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DeviceLayout:
     """Devices on servers: ``sizes`` [types][servers], devices of a type on each server with any.
 
     ``servers`` [types][servers] numbers the server of each entry, so that one that holds several
@@ -28,14 +28,14 @@ class Layout:
     servers: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def apart(cls, sizes: Sizes) -> "Layout":
+    def apart(cls, sizes: Sizes) -> "DeviceLayout":
         """A layout in which no two types share a server."""
         first = np.cumsum([0, *map(len, sizes)]).tolist()
         pairs = zip(first[:-1], first[1:], strict=True)
         return cls(tuple(tuple(row) for row in sizes), tuple(tuple(range(*ends)) for ends in pairs))
 
     @classmethod
-    def flat(cls, capacity: Ints) -> "Layout":
+    def flat(cls, capacity: Ints) -> "DeviceLayout":
         """A layout in which each type stands on one server."""
         return cls.apart([[number] for number in capacity.tolist()])
 
@@ -57,7 +57,7 @@ class Placement:
     servers: Mapping[int, int] | None = None
 
 
-def device_name(types: Sequence[str], layout: Layout | None, device: Device) -> str:
+def device_name(types: Sequence[str], layout: DeviceLayout | None, device: Device) -> str:
     """``server2/V100:1``; ``V100:5`` in a flat pool (no layout)."""
     kind, place, number = device
     if layout is None:

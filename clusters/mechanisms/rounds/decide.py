@@ -102,7 +102,7 @@ def choose_together(
     free: Ints | None = None,
     stay: Bools | None = None,
 ) -> Chosen:
-    """As ``choose_alone``, among combinations: pairs of jobs, and several types at once."""
+    """Choose as ``choose_alone`` among combinations: pairs of jobs, and several types at once."""
     active, received = state.active, state.worker_seconds
     ranked = _ranked(state, received, rules, stay)
     had = np.maximum(state.pairs.received, 1e-9)

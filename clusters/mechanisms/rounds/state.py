@@ -10,7 +10,7 @@ from ....schema.errors import ProblemError
 from ....schema.jobs import Job
 from ..arrays import NOWHERE, Floats, Ints
 from ..cluster.active import Active
-from ..cluster.pool import Pool
+from ..cluster.pool import ClusterPool
 from ..cluster.servers import Servers
 from .pairs import PairShares
 
@@ -27,7 +27,7 @@ class RoundState:
     them.
     """
 
-    pool: Pool
+    pool: ClusterPool
     random: np.random.Generator
     servers: Servers | None = None
     active: Active = field(init=False)
@@ -40,7 +40,7 @@ class RoundState:
 
     @classmethod
     def empty(
-        cls, pool: Pool, servers: Sequence[Sequence[int]] | None = None, seed: int = 0
+        cls, pool: ClusterPool, servers: Sequence[Sequence[int]] | None = None, seed: int = 0
     ) -> "RoundState":
         """No jobs, and every device up.
 
@@ -141,11 +141,11 @@ def stored(state: RoundState) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _mixes(pool: Pool) -> list[str]:
+def _mixes(pool: ClusterPool) -> list[str]:
     return [name for name, mix in zip(pool.columns, pool.is_mix.tolist(), strict=True) if mix]
 
 
-def resumed(document: Mapping[str, Any], pool: Pool) -> RoundState:
+def resumed(document: Mapping[str, Any], pool: ClusterPool) -> RoundState:
     """The state that was stored.
 
     Args:

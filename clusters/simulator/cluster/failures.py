@@ -8,7 +8,7 @@ import numpy as np
 
 from ....schema.errors import InfeasibleError, ProblemError
 from ...mechanisms.arrays import Ints
-from ...mechanisms.cluster.seats import Layout
+from ...mechanisms.cluster.seats import DeviceLayout
 
 # Where devices work for a smaller part of the time, a run is refused: it would take more than a
 # hundred times as long as without failures, if it ended at all.
@@ -34,7 +34,7 @@ class FailureOptions:
     server_mean_seconds: float | None = None
     repair_seconds: float = 3600.0
     seed: int = 0
-    layout: Layout | None = None
+    layout: DeviceLayout | None = None
 
     def __post_init__(self) -> None:
         for what, mean in (("", self.mean_seconds), (" of a server", self.server_mean_seconds)):
@@ -75,7 +75,7 @@ class FailureOptions:
 class Fleet:
     """Which devices are down, by type and server, and until when; devices of a server are alike."""
 
-    def __init__(self, layout: Layout, repair_seconds: float) -> None:
+    def __init__(self, layout: DeviceLayout, repair_seconds: float) -> None:
         self.layout, self.repair_seconds = layout, repair_seconds
         self._down: dict[tuple[int, int], list[float]] = {}
         self._servers_down: dict[int, float] = {}
@@ -130,7 +130,7 @@ class Fleet:
 class Failures:
     """Failures by rounds: exponential times between those of each, a fixed time to repair."""
 
-    def __init__(self, options: FailureOptions, layout: Layout) -> None:
+    def __init__(self, options: FailureOptions, layout: DeviceLayout) -> None:
         self.options = options
         self.fleet = Fleet(layout, options.repair_seconds)
         self.random = np.random.default_rng((options.seed, 1))
@@ -202,14 +202,14 @@ class Failures:
 
 
 class FailureEvents:
-    """The same, each at its own second, for mechanisms that do not seat jobs on servers.
+    """Failures at their own seconds, for mechanisms that do not seat jobs on servers.
 
     The next failure is drawn anew when what is up changes; the exponential distribution has no
     memory, so each device and each server fails at its own rate. Devices that are up count server
     by server.
     """
 
-    def __init__(self, options: FailureOptions, layout: Layout) -> None:
+    def __init__(self, options: FailureOptions, layout: DeviceLayout) -> None:
         self.options = options
         self.fleet = Fleet(layout, options.repair_seconds)
         self._random = np.random.default_rng((options.seed, 1))

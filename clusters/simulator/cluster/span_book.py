@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ....schema.simulation import Span
 from ...mechanisms.cluster.seats import (
     Device,
-    Layout,
+    DeviceLayout,
     Placement,
     Seat,
     Sizes,
@@ -32,7 +32,9 @@ class _Open:
 class SpanBook:
     """Collects the spans of a run, stretch by stretch (a round, or the time between events)."""
 
-    def __init__(self, types: Sequence[str], num_devices: Sequence[int], layout: Layout | None):
+    def __init__(
+        self, types: Sequence[str], num_devices: Sequence[int], layout: DeviceLayout | None
+    ):
         """Start with no spans.
 
         Args:

@@ -8,8 +8,8 @@ import numpy as np
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.jobs import Job
 from ....schema.simulation import JobOutcome
-from ...mechanisms.cluster.pool import Pool
-from ...mechanisms.cluster.seats import Layout, Placement
+from ...mechanisms.cluster.pool import ClusterPool
+from ...mechanisms.cluster.seats import DeviceLayout, Placement
 from ..cluster.failures import FailureEvents, FailureOptions
 from ..cluster.span_book import SpanBook
 from ..metrics import Simulation
@@ -47,13 +47,13 @@ class EventCluster:
     def __init__(
         self,
         jobs: Iterable[Job],
-        pool: Pool,
+        pool: ClusterPool,
         resize_seconds: float,
         failures: FailureOptions | None,
         *,
         gangs: bool,
         restart_seconds: float | None = None,
-        layout: Layout | None = None,
+        layout: DeviceLayout | None = None,
         records_spans: bool = True,
     ) -> None:
         restart_seconds = resize_seconds if restart_seconds is None else restart_seconds
@@ -78,7 +78,9 @@ class EventCluster:
         self.failures: FailureEvents | None = None
         if failures is not None:
             failures.refuse_hopeless()
-            self.failures = FailureEvents(failures, failures.layout or Layout.flat(pool.capacity))
+            self.failures = FailureEvents(
+                failures, failures.layout or DeviceLayout.flat(pool.capacity)
+            )
         self._since_an_end = 0
 
     def schedule(self) -> None:

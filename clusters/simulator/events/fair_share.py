@@ -12,8 +12,8 @@ from typing import Literal
 
 from ....schema.errors import ProblemError
 from ....schema.jobs import Job
-from ...mechanisms.cluster.pool import Pool
-from ...mechanisms.cluster.seats import Layout
+from ...mechanisms.cluster.pool import ClusterPool
+from ...mechanisms.cluster.seats import DeviceLayout
 from ...mechanisms.fair_share import Claim, admit_whole, share_elastically
 from ..cluster.failures import FailureOptions
 from ..metrics import Simulation
@@ -36,13 +36,13 @@ class FairShareOptions:
     restart_seconds: float | None = None
     efficiency: Callable[[int, int], float] = field(default=lambda n, demand: n / demand)
     failures: FailureOptions | None = None
-    layout: Layout | None = None
+    layout: DeviceLayout | None = None
     records_spans: bool = True
 
 
 def simulate_fair_share(
     jobs: Iterable[Job],
-    pool: Pool,
+    pool: ClusterPool,
     options: FairShareOptions | None = None,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> Simulation:
@@ -61,7 +61,7 @@ def simulate_fair_share(
 
 
 class _FairShare(EventCluster):
-    def __init__(self, jobs: Iterable[Job], pool: Pool, options: FairShareOptions) -> None:
+    def __init__(self, jobs: Iterable[Job], pool: ClusterPool, options: FairShareOptions) -> None:
         gangs = options.scheduler == "static_priority"
         super().__init__(
             jobs, pool, options.resize_seconds, options.failures,

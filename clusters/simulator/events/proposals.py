@@ -12,8 +12,8 @@ from functools import cache, partial
 
 from ....schema.errors import ProblemError
 from ....schema.jobs import Job
-from ...mechanisms.cluster.pool import Pool
-from ...mechanisms.cluster.seats import Layout
+from ...mechanisms.cluster.pool import ClusterPool
+from ...mechanisms.cluster.seats import DeviceLayout
 from ...mechanisms.easyscale import Variant
 from ...mechanisms.proposals import Bidder, Stock, decide
 from ..cluster.failures import FailureOptions
@@ -41,13 +41,13 @@ class ProposalOptions:
     serving: tuple[tuple[float, Counts], ...] = ()
     measured: Callable[[Job, Counts], float] | None = None
     failures: FailureOptions | None = None
-    layout: Layout | None = None
+    layout: DeviceLayout | None = None
     records_spans: bool = True
 
 
 def simulate_proposals(
     jobs: Iterable[Job],
-    pool: Pool,
+    pool: ClusterPool,
     options: ProposalOptions | None = None,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> Simulation:
@@ -83,7 +83,7 @@ def est_rate(capability: tuple[float, ...], counts: Counts, max_p: int) -> float
 
 
 class _Proposals(EventCluster):
-    def __init__(self, jobs: Iterable[Job], pool: Pool, options: ProposalOptions) -> None:
+    def __init__(self, jobs: Iterable[Job], pool: ClusterPool, options: ProposalOptions) -> None:
         super().__init__(
             jobs, pool, options.resize_seconds, options.failures,
             gangs=False, restart_seconds=options.restart_seconds, layout=options.layout,

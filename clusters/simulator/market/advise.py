@@ -7,7 +7,7 @@ from ....schema.errors import ProblemError
 from ....schema.market import RentAdvice, RentState, held_text
 from ....schema.spelling import nearest
 from ....solvers.market import policies as known
-from ....solvers.market.job import Held, Moment, Policy, RentJob
+from ....solvers.market.job import Held, Moment, RentJob, RentPolicy
 from ....solvers.market.windows import Traces
 from .compare import chain_for
 
@@ -77,7 +77,7 @@ class Adviser:
         )
 
 
-def _unmixed(policy: Policy) -> Policy:
+def _unmixed(policy: RentPolicy) -> RentPolicy:
     def decide(job: RentJob, now: Moment) -> Held:
         held = policy(job, now)
         is_mixed = held.num_spot and held.num_on_demand

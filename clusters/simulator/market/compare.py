@@ -9,10 +9,10 @@ from ....schema.market import PolicyReplay, RentReport
 from ....solvers.market import policies as known
 from ....solvers.market.chain import Chain, chain_of, most_zones
 from ....solvers.market.dynamic_program import Programs, ticks_a_decision
-from ....solvers.market.job import Policy, RentJob
+from ....solvers.market.job import RentJob, RentPolicy
 from ....solvers.market.offline import least_of_each
 from ....solvers.market.windows import Traces, Window, longer_ticks, windows_of
-from .replay import Outcome, replay
+from .replay import RentOutcome, replay
 
 _MOST_PAST, _MOST_PAST_MOVING = 100, 20  # windows of a history to replay on; where prices move
 
@@ -139,7 +139,7 @@ def _alone(
     return {zones[place]: found[place] for place in sorted(found)}
 
 
-def _summary(name: str, outcomes: Sequence[Outcome], bound: Sequence[float]) -> PolicyReplay:
+def _summary(name: str, outcomes: Sequence[RentOutcome], bound: Sequence[float]) -> PolicyReplay:
     """One policy's replays [windows] beside the least possible."""
     number = len(outcomes)
     dollars = tuple(outcome.dollars for outcome in outcomes)
@@ -157,7 +157,7 @@ def _summary(name: str, outcomes: Sequence[Outcome], bound: Sequence[float]) -> 
     )
 
 
-def interval_of(job: RentJob, policy: Policy, history: Sequence[Traces]) -> tuple[float, float]:
+def interval_of(job: RentJob, policy: RentPolicy, history: Sequence[Traces]) -> tuple[float, float]:
     """Between which dollars nine in ten further jobs should cost, if the future is like the past.
 
     The order statistics at 5 and 95 % of what the policy would have paid in windows of the history,

@@ -33,7 +33,7 @@ from ....solvers.market.job import Held, Moment, RentJob
 from ....solvers.market.offers import Prices
 from ....solvers.market.policies import PLAIN
 from ...mechanisms.arrays import Bools, Floats, Ints
-from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.cluster.pool import ClusterPool
 from ..metrics import Simulation
 from ..traces.arrivals import Queue
 
@@ -88,7 +88,7 @@ class MarketOptions:
 
 def simulate_market(
     jobs: Iterable[Job],
-    pool: Pool,
+    pool: ClusterPool,
     prices: Prices,
     options: MarketOptions,
     on_progress: Callable[[int, float], None] | None = None,
@@ -211,7 +211,9 @@ class _Jobs:
 class _Run:
     """The state between two events."""
 
-    def __init__(self, queue: Queue, pool: Pool, prices: Prices, options: MarketOptions) -> None:
+    def __init__(
+        self, queue: Queue, pool: ClusterPool, prices: Prices, options: MarketOptions
+    ) -> None:
         self.queue, self.pool, self.prices, self.options = queue, pool, prices, options
         self.begin = float(prices.edges[0])
         self.edges = prices.edges[1:] - self.begin

@@ -6,8 +6,8 @@ import numpy as np
 
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.market import HeldOffer, StrategyReplay
-from ....solvers.market.job import Policy, RentJob
-from ....solvers.market.offers import History, Offer, Prices
+from ....solvers.market.job import RentJob, RentPolicy
+from ....solvers.market.offers import Offer, OfferHistory, Prices
 from ....solvers.market.price_bound import bound
 from ....solvers.market.price_strategies import strategies
 from .replay import replay
@@ -29,7 +29,7 @@ class Compared:
     is_final: bool
 
 
-def strategy_replay(job: RentJob, policy: Policy, prices: Prices) -> StrategyReplay:
+def strategy_replay(job: RentJob, policy: RentPolicy, prices: Prices) -> StrategyReplay:
     """Run one job from the start of the prices to its end; O(stretches x offers).
 
     Raises:
@@ -79,9 +79,9 @@ def compare(job: RentJob, prices: Prices, *, cloud: str, device_type: str) -> Co
 
 
 def compare_from(
-    job: RentJob, history: History, start_seconds: float, *, cloud: str, device_type: str
+    job: RentJob, history: OfferHistory, start_seconds: float, *, cloud: str, device_type: str
 ) -> Compared:
-    """The same on as much of a long history as matters, until the deadline at most.
+    """Compare on as much of a long history as matters, until the deadline at most.
 
     Raises:
         ProblemError: There are no prices at the start, or the job cannot end before they do.

@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ....schema.errors import ProblemError
-from ....solvers.market.job import Held, Moment, Policy, RentJob
+from ....solvers.market.job import Held, Moment, RentJob, RentPolicy
 
 _DONE_SECONDS = 1e-3
 _JUST = 1e-6  # seconds that rounding may add
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RentOutcome:
     """What became of a job: ``held`` [ticks] until it ended or its deadline passed.
 
     A launch is any change to other machines, also by loss, and costs a restart; a move is one in
@@ -32,11 +32,11 @@ class Outcome:
 
 def replay(
     job: RentJob,
-    policy: Policy,
+    policy: RentPolicy,
     available: ArrayLike,
     spot_dollars_per_hour: ArrayLike | None = None,
     tick_seconds: ArrayLike | None = None,
-) -> Outcome:
+) -> RentOutcome:
     """Run one job to its end, or to its deadline; O(ticks x zones).
 
     Args:
@@ -107,7 +107,7 @@ def replay(
             left = 0.0 if needed <= length + _JUST else left - job.worked(held, pending, length)
             pending = max(pending - length, 0.0)
         seconds += worked
-    return Outcome(
+    return RentOutcome(
         dollars=dollars,
         used_dollars=used,
         seconds=seconds,

@@ -15,8 +15,8 @@ from ....schema.simulation import JobOutcome
 from ...mechanisms.allocators.shares import Allocator
 from ...mechanisms.arrays import NOWHERE, Bools, Floats, Ints
 from ...mechanisms.cluster.active import Active
-from ...mechanisms.cluster.pool import Pool
-from ...mechanisms.cluster.seats import Layout, Placement
+from ...mechanisms.cluster.pool import ClusterPool
+from ...mechanisms.cluster.seats import DeviceLayout, Placement
 from ...mechanisms.cluster.servers import Held
 from ...mechanisms.rounds.decide import (
     choose_alone,
@@ -39,7 +39,7 @@ _NOBODY: Ints = np.zeros(0, dtype=np.int64)
 class Outages:
     """The devices that are up in each round; refuses runs in which no job ends any more."""
 
-    def __init__(self, options: RoundOptions, pool: Pool) -> None:
+    def __init__(self, options: RoundOptions, pool: ClusterPool) -> None:
         """Everything is up.
 
         Args:
@@ -53,7 +53,7 @@ class Outages:
         assert options.failures is not None
         options.failures.refuse_hopeless(options.round_seconds)
         seats = [[number] for number in pool.capacity.tolist()]
-        placed = Layout.apart(seats if options.servers is None else options.servers)
+        placed = DeviceLayout.apart(seats if options.servers is None else options.servers)
         layout = options.failures.layout or placed
         if layout.sizes != placed.sizes:
             raise ProblemError(
@@ -73,7 +73,7 @@ class Outages:
         self.standing = self.failures.standing(now_seconds)
         return np.array([sum(row) for row in self.standing], dtype=np.int64)
 
-    def consolidated(self, pool: Pool) -> tuple[int, ...] | None:
+    def consolidated(self, pool: ClusterPool) -> tuple[int, ...] | None:
         """How many devices of each type jobs can hold consolidated on what is up [types]."""
         if pool.consolidated is None:
             return None
@@ -116,7 +116,7 @@ class Rounds:
     """The state between two rounds."""
 
     def __init__(
-        self, queue: Queue, pool: Pool, allocator: Allocator, options: RoundOptions
+        self, queue: Queue, pool: ClusterPool, allocator: Allocator, options: RoundOptions
     ) -> None:
         self.queue, self.pool, self.allocator, self.options = queue, pool, allocator, options
         self.state = RoundState.empty(pool, options.servers, options.seed)
@@ -128,7 +128,7 @@ class Rounds:
         if options.records_spans:
             layout = options.layout
             if layout is None and options.servers is not None:
-                layout = Layout.apart(options.servers)
+                layout = DeviceLayout.apart(options.servers)
             self.book = SpanBook(pool.types, pool.capacity.tolist(), layout)
         self.num_rounds = self.num_allocations = 0
         self.outages = None if options.failures is None else Outages(options, pool)
@@ -275,7 +275,7 @@ class Rounds:
         servers = self.state.servers
         if servers is None:
             return np.ones(len(jobs), dtype=bool)
-        layout = self.options.layout or Layout.apart(servers.sizes)
+        layout = self.options.layout or DeviceLayout.apart(servers.sizes)
 
         def on(held: Mapping[str, Held], name: str) -> set[int]:
             kind, places = held.get(name, (0, {}))

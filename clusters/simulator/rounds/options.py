@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ....schema.errors import ProblemError
-from ...mechanisms.cluster.seats import Layout
+from ...mechanisms.cluster.seats import DeviceLayout
 from ...mechanisms.rounds.rules import LONGEST_ROUND, SHORTEST_ROUND, RoundRules
 from ..cluster.failures import FailureOptions
 
@@ -31,7 +31,7 @@ class RoundOptions(RoundRules):
     resize_seconds: float | None = None
     ends_early: bool = False
     records_spans: bool = False
-    layout: Layout | None = None
+    layout: DeviceLayout | None = None
     failures: FailureOptions | None = None
     seed: int = 0
     servers: tuple[tuple[int, ...], ...] | None = None

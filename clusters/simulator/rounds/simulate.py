@@ -6,7 +6,7 @@ from ....schema.errors import ProblemError
 from ....schema.jobs import Job
 from ....solvers.compiling import can_compile
 from ...mechanisms.allocators.shares import Allocator
-from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.cluster.pool import ClusterPool
 from ..metrics import Simulation
 from ..traces.arrivals import Queue
 from .base import Rounds
@@ -16,7 +16,7 @@ from .options import RoundOptions
 
 def simulate_rounds(
     jobs: Iterable[Job],
-    pool: Pool,
+    pool: ClusterPool,
     allocator: Allocator,
     options: RoundOptions | None = None,
     on_progress: Callable[[int, float], None] | None = None,
@@ -47,7 +47,7 @@ def simulate_rounds(
     return cluster.result()
 
 
-def _kind(pool: Pool, allocator: Allocator, options: RoundOptions) -> type[Rounds]:
+def _kind(pool: ClusterPool, allocator: Allocator, options: RoundOptions) -> type[Rounds]:
     if allocator.shares_space or len(pool.columns) > len(pool.types):
         return CombinedRounds
     if can_compile() and options.is_plain:

@@ -9,7 +9,7 @@ import numpy as np
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.jobs import Job, Throughputs
 from ....schema.records import nearest
-from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.cluster.pool import ClusterPool
 
 LONGEST_SECONDS = 1e8  # three years: a run goes through every round of them
 
@@ -51,7 +51,7 @@ class Queue:
     ``left_out`` says of each job so far that fits nowhere in the pool why; it never arrives.
     """
 
-    def __init__(self, jobs: Iterable[Job], pool: Pool) -> None:
+    def __init__(self, jobs: Iterable[Job], pool: ClusterPool) -> None:
         """Look at the first job.
 
         Args:
@@ -65,7 +65,7 @@ class Queue:
         self._jobs = self._fitting(in_order(jobs), pool)
         self.next: Job | None = next(self._jobs, None)
 
-    def _fitting(self, jobs: Iterator[Job], pool: Pool) -> Iterator[Job]:
+    def _fitting(self, jobs: Iterator[Job], pool: ClusterPool) -> Iterator[Job]:
         fits = False
         for job in jobs:
             reason = pool.why_left_out(job)
@@ -114,7 +114,7 @@ _SCALES = ((1, 0.70), (2, 0.10), (4, 0.15), (8, 0.05))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceOptions:
+class DrawOptions:
     """What to draw. ``jobs_per_hour`` is the Poisson rate of continuous traces.
 
     ``priority_share`` of the jobs get weight ``priority_weight``.
@@ -135,7 +135,7 @@ class TraceOptions:
             raise ProblemError(f"jobs_per_hour must be > 0, got {self.jobs_per_hour}")
 
 
-def draw_jobs(options: TraceOptions, throughputs: Throughputs) -> Iterator[Job]:
+def draw_jobs(options: DrawOptions, throughputs: Throughputs) -> Iterator[Job]:
     """Draw a trace, one job at a time; the same seed draws the same trace.
 
     Raises:

@@ -13,7 +13,7 @@ steps compiled.
 
 import numpy as np
 
-from ..program import Floats, Program, Solution, fit, level_of, solution_of
+from ..program import Floats, FractionProgram, Solution, fit, level_of, solution_of
 
 MAX_ITERATIONS = 100
 _STEP = 0.9995
@@ -61,7 +61,7 @@ class Point:
 class Scaled:
     """A program with its rows scaled to rate <= 1, z to about 1, gains to at most 1."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: FractionProgram) -> None:
         self.count = program.count
         self.row = np.maximum(program.rate.max(axis=1), _TINY)
         self.rate = np.ascontiguousarray((program.rate / self.row[:, None]).T)
@@ -102,7 +102,7 @@ def over_rows(values: Floats) -> Floats:
     return total
 
 
-def can_reach(program: Program, level: float) -> bool:
+def can_reach(program: FractionProgram, level: float) -> bool:
     """Whether time fractions turn up on the way to the largest z that support a z of ``level``.
 
     That takes a few iterations where there is room; False says nothing.
@@ -416,7 +416,7 @@ def is_near(p: Scaled, at: Point) -> bool:
     return bool(near < 1e-6 * max(abs(value), p.least_value))
 
 
-def read_back(program: Program, p: Scaled, at: Point, iteration: int) -> Solution:
+def read_back(program: FractionProgram, p: Scaled, at: Point, iteration: int) -> Solution:
     """A point as a feasible solution of the program as it was given, with its proof."""
     unit = p.level_unit if p.has_level else p.gain_unit
     y, price = at.y / p.row * unit, at.price / p.unit * unit

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...compiling import compiled_if_often
 from ...effort import never
-from ..program import Program, Solution
+from ..program import FractionProgram, Solution
 from . import method
 from .method import MAX_ITERATIONS, Point, Scaled, first_point, is_near, read_back
 
@@ -17,7 +17,7 @@ Walk = Callable[[Scaled, Point, int], tuple[int, Point | None]]
 
 
 def solve(
-    program: Program, walk: Walk | None = None, should_stop: Callable[[], bool] = never
+    program: FractionProgram, walk: Walk | None = None, should_stop: Callable[[], bool] = never
 ) -> Solution | None:
     """Solve a program without pairs, to a relative gap of about 1e-10 where numbers suffice.
 
@@ -34,7 +34,9 @@ def solve(
         return _iterate(program, walk or _FASTEST_WALK, should_stop)
 
 
-def _iterate(program: Program, walk: Walk, should_stop: Callable[[], bool]) -> Solution | None:
+def _iterate(
+    program: FractionProgram, walk: Walk, should_stop: Callable[[], bool]
+) -> Solution | None:
     scaled = Scaled(program)
     point = first_point(scaled)
     best: Solution | None = None

@@ -13,9 +13,9 @@ import numpy as np
 
 from ....schema.errors import BackendError
 from ...effort import never
-from ..program import Floats, Ints, Program, Solution, dual_bound, gap_between
+from ..program import Floats, FractionProgram, Ints, Solution, dual_bound, gap_between
 from .groups import Groups, deal, each_apart, grouped
-from .master import TOLERANCE, Master, Prices
+from .master import TOLERANCE, Master, RowPrices
 from .pairs import Pairing, PairTimes, Partners
 
 __all__ = [
@@ -30,7 +30,7 @@ FULL_ROWS = 40
 
 
 def solve(
-    program: Program, pairing: Pairing, should_stop: Callable[[], bool] = never
+    program: FractionProgram, pairing: Pairing, should_stop: Callable[[], bool] = never
 ) -> tuple[Solution, PairTimes]:
     """Maximise over singles and pairs; exact, a vertex of the groups' optimal face.
 
@@ -50,7 +50,7 @@ class PairProgram:
 
     def __init__(
         self,
-        program: Program,
+        program: FractionProgram,
         pairing: Pairing,
         seed: PairTimes | None = None,
         row: Floats | None = None,
@@ -74,7 +74,9 @@ class PairProgram:
         groups = each_apart(rows) if apart else grouped(program, pairing)
         self._start(program, groups, _triples(program, groups, seed))
 
-    def _start(self, program: Program, groups: Groups, seed: set[tuple[int, int, int]]) -> None:
+    def _start(
+        self, program: FractionProgram, groups: Groups, seed: set[tuple[int, int, int]]
+    ) -> None:
         self._groups = groups
         self._master = master = Master(
             program, self._pairing, groups, self._row,
@@ -84,7 +86,7 @@ class PairProgram:
         self._known = master.all_pairs() if self._whole else seed
         master.add_pairs(self._known)
 
-    def solve(self, program: Program) -> tuple[Solution, PairTimes]:
+    def solve(self, program: FractionProgram) -> tuple[Solution, PairTimes]:
         """Maximise a program that differs from the first in levels, floors and demands alone.
 
         Raises:
@@ -143,7 +145,7 @@ class PairProgram:
 
 
 def _triples(
-    program: Program, groups: Groups, pairs: PairTimes | None
+    program: FractionProgram, groups: Groups, pairs: PairTimes | None
 ) -> set[tuple[int, int, int]]:
     """Pairs of rows as pairs of groups; no job is its own partner."""
     if pairs is None:
@@ -156,7 +158,7 @@ def _triples(
 
 
 def _pairs_for_floors(
-    program: Program, pairing: Pairing, groups: Groups
+    program: FractionProgram, pairing: Pairing, groups: Groups
 ) -> set[tuple[int, int, int]]:
     """Pairs with which all floors can be met, if that is possible: those of a max-min program."""
     lift = replace(
@@ -174,7 +176,7 @@ def _pairs_for_floors(
     return _triples(program, groups, solve(lift, free)[1])
 
 
-def no_pairing(program: Program) -> Pairing:
+def no_pairing(program: FractionProgram) -> Pairing:
     """A pairing in which no two rows may share."""
     columns = program.rate.shape[1]
     return Pairing(
@@ -185,7 +187,9 @@ def no_pairing(program: Program) -> Pairing:
     )
 
 
-def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u: Floats) -> Floats:
+def spare_prices(
+    program: FractionProgram, pairing: Pairing, y: Floats, price: Floats, u: Floats
+) -> Floats:
     """How much dearer each row's throughput might be before any column pays for itself [rows].
 
     All rows at once may be dearer by this; 0 where some column costs nothing, alone or in
@@ -204,13 +208,13 @@ def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u
     return spare
 
 
-def partners_of(program: Program, pairing: Pairing) -> Partners:
+def partners_of(program: FractionProgram, pairing: Pairing) -> Partners:
     """Which rows may share with which."""
     return Partners(pairing.rate, pairing.kind, program.rate > 0, program.usage, program.count < 2)
 
 
 def bound_with_pairs(
-    program: Program,
+    program: FractionProgram,
     pairing: Pairing,
     y: Floats,
     price: Floats,
@@ -234,12 +238,12 @@ def bound_with_pairs(
 
 
 def _read(
-    program: Program,
+    program: FractionProgram,
     pairing: Pairing,
     partners: Partners,
     x: Floats,
     pairs: PairTimes,
-    prices: Prices,
+    prices: RowPrices,
     rounds: int,
 ) -> tuple[Solution, PairTimes]:
     spent = pair_time(pairs, len(x)) / program.count + x.sum(axis=1)
@@ -285,7 +289,7 @@ def _summed(index: Ints, weights: Floats, rows: int) -> Floats:
 
 
 def throughput_with_pairs(
-    program: Program, pairing: Pairing, x: Floats, pairs: PairTimes
+    program: FractionProgram, pairing: Pairing, x: Floats, pairs: PairTimes
 ) -> tuple[Floats, float]:
     """Throughput of one job of each row [rows], and the total gain."""
     a, b, c = pairs.a, pairs.b, pairs.column

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..program import Floats, Ints, Program, equal_rows
+from ..program import Floats, FractionProgram, Ints, equal_rows
 from .pairs import Pairing, PairTimes
 
 # A job that shares with its own group must find others there for all but this part of that time.
@@ -41,12 +41,12 @@ class Groups:
         return len(self.first)
 
     def split(self, groups: set[int]) -> "Groups":
-        """The same, with some groups taken apart into their rows."""
+        """The groups, with some taken apart into their rows."""
         apart = np.isin(self.of, sorted(groups))
         return _numbered(np.where(apart, self.number + np.arange(len(self.of)), self.of))
 
 
-def grouped(program: Program, pairing: Pairing) -> Groups:
+def grouped(program: FractionProgram, pairing: Pairing) -> Groups:
     """Rows alike but for count, level and floor."""
     table: Floats = np.column_stack(
         (pairing.kind.astype(np.float64), program.rate, program.usage, program.gain, pairing.worth)
@@ -65,7 +65,7 @@ def _numbered(of: Ints) -> Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class RowTimes:
     """Times of rows: ``x`` [rows, columns] of one job, and totals of pairs.
 
     ``clashes`` are groups whose jobs would have to share with themselves.
@@ -77,8 +77,13 @@ class Dealt:
 
 
 def deal(
-    program: Program, pairing: Pairing, groups: Groups, singles: Floats, pairs: PairTimes, z: float
-) -> Dealt:
+    program: FractionProgram,
+    pairing: Pairing,
+    groups: Groups,
+    singles: Floats,
+    pairs: PairTimes,
+    z: float,
+) -> RowTimes:
     """Deal the times of groups out to their rows; O(rows + times) after sorting.
 
     Args:
@@ -93,7 +98,7 @@ def deal(
     if groups.number == len(groups.of):
         x = singles[groups.of] / program.count[:, None]
         first = groups.first
-        return Dealt(x, PairTimes(
+        return RowTimes(x, PairTimes(
             a=first[pairs.a], b=first[pairs.b], column=pairs.column, time=pairs.time
         ), set())  # fmt: skip
     kind = pairing.kind[groups.first]
@@ -129,13 +134,13 @@ def deal(
         elif side == "a":
             other = dealt["b", i]
             out.extend((m, n, column[i], part) for m, n, part in _side_by_side(parts, other))
-    return Dealt(x, _totals(out), clashes)
+    return RowTimes(x, _totals(out), clashes)
 
 
 class _Pieces:
     """The times of each group at each rate, to be dealt out."""
 
-    def __init__(self, program: Program, groups: Groups, demand: Floats) -> None:
+    def __init__(self, program: FractionProgram, groups: Groups, demand: Floats) -> None:
         order = np.lexsort((demand, groups.of))
         starts = np.searchsorted(groups.of[order], np.arange(groups.number + 1)).tolist()
         rows, count, needs = order.tolist(), program.count[order].tolist(), demand[order].tolist()

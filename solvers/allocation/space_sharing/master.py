@@ -7,7 +7,7 @@ import numpy as np
 
 from ....schema.errors import BackendError
 from ...lp import LinearAnswer, LinearSession
-from ..program import Floats, Ints, Program
+from ..program import Floats, FractionProgram, Ints
 from .groups import Groups
 from .pairs import Pairing, PairTimes, Partners
 
@@ -16,7 +16,7 @@ BROKEN = 2e-9
 TOLERANCE = 1e-9
 
 
-class Prices:
+class RowPrices:
     """Prices of rows: time ``u``, throughput ``y`` [rows], and of ``resources``."""
 
     __slots__ = ("resources", "u", "y")
@@ -34,7 +34,7 @@ class Master:
 
     def __init__(
         self,
-        program: Program,
+        program: FractionProgram,
         pairing: Pairing,
         groups: Groups,
         row: Floats | None = None,
@@ -85,7 +85,7 @@ class Master:
         self.rate_a, self.rate_b = program.rate[self.first][m, c], np.zeros(len(m))
         self._add_columns(m, None, c, self.rate_a, self.rate_b)
 
-    def ask(self, program: Program) -> None:
+    def ask(self, program: FractionProgram) -> None:
         """Change levels, floors and demands; the next solve starts from the last basis."""
         before = self.low
         self.program = program
@@ -276,7 +276,7 @@ class Master:
         rent = self.resource_price @ self.program.resources + self.pairing.charge
         return self.partners.paying(self.partners.masked(value), rent, TOLERANCE)
 
-    def prices(self) -> Prices:
+    def prices(self) -> RowPrices:
         """What the answer's prices mean for rows."""
         rows = len(self.program.count)
         number = np.diff(self.ends)
@@ -285,7 +285,7 @@ class Master:
         y: Floats = np.bincount(self.members, weights=each, minlength=rows).astype(np.float64)
         each = each * np.repeat(self.cut_rate, number)
         u: Floats = np.bincount(self.members, weights=each, minlength=rows).astype(np.float64)
-        return Prices(u + self.time_price[self.groups.of], y, self.resource_price)
+        return RowPrices(u + self.time_price[self.groups.of], y, self.resource_price)
 
     def times(self) -> tuple[Floats, PairTimes]:
         """Totals of the answer: alone [groups, columns], and of pairs."""

@@ -25,7 +25,7 @@ _SETTLED = 1e-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class PairEstimate:
     """What is known of a new job.
 
     ``reference`` is the index of the nearest reference job and ``distance`` the root mean
@@ -85,7 +85,7 @@ def _regress(matrix: Floats, known: Bools, other: Floats, ridge: Floats) -> Floa
     return rows
 
 
-def estimate(references: Floats, measured: Floats, known: Bools, *, rank: int = 3) -> Estimate:
+def estimate(references: Floats, measured: Floats, known: Bools, *, rank: int = 3) -> PairEstimate:
     """Estimate a new job's normalised throughputs beside every reference job.
 
     Args:
@@ -110,7 +110,7 @@ def estimate(references: Floats, measured: Floats, known: Bools, *, rank: int = 
     # Measured entries are compared as measured, completed ones as completed.
     distances = np.sqrt(((references - completed) ** 2).mean(axis=1))
     nearest = int(np.argmin(distances))
-    return Estimate(
+    return PairEstimate(
         reference=nearest,
         distance=float(distances[nearest]),
         completed=completed,

@@ -87,7 +87,7 @@ class Partners:
         return self.masked(slope[:, None, :] * self.rate[self.of] - price[:, None, None])
 
     def masked(self, value: Floats) -> Floats:
-        """The same values, minus infinity where the two may not share."""
+        """The values, minus infinity where the two may not share."""
         value[self.barred] = -np.inf
         return value
 

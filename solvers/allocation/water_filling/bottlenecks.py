@@ -15,7 +15,7 @@ from ....schema.errors import BackendError
 from ...effort import never
 from .. import simplex
 from ..engine import NO_PAIRS, MergedProgram, solve_alone
-from ..program import Bools, Floats, Ints, Program, Solution, resource_use
+from ..program import Bools, Floats, FractionProgram, Ints, Solution, resource_use
 from ..space_sharing.column_generation import PairProgram, PairTimes, spare_prices
 from .vertex import at_prices, cheapest, determined, least_cost, marginal_cost, rents, some_rows
 
@@ -43,7 +43,7 @@ RELAXED = (0.0, 1e-10, 1e-9, 1e-8)
 STUCK_PART = 1e-6
 
 
-class Cut(Protocol):
+class PriceCut(Protocol):
     """Prices that refute levels [rows]."""
 
     def excess(self, levels: Floats) -> float:
@@ -63,10 +63,10 @@ class Cut(Protocol):
         ...
 
 
-AnyCut = TypeVar("AnyCut", bound=Cut)
+AnyCut = TypeVar("AnyCut", bound=PriceCut)
 
 
-class Limits(Protocol[AnyCut]):
+class LevelLimits(Protocol[AnyCut]):
     """Decides which levels are feasible together, and which rows cannot rise above them."""
 
     stride: int
@@ -121,7 +121,7 @@ class LimitsAlone:
     down because rows that stopped leave no interior.
     """
 
-    def __init__(self, small: Program, should_stop: Callable[[], bool] = never) -> None:
+    def __init__(self, small: FractionProgram, should_stop: Callable[[], bool] = never) -> None:
         self.small, self.should_stop = small, should_stop
         self._open, self._rest = small.rate > 0, np.zeros(0, np.int64)
         self._fixed = np.zeros_like(small.rate)
@@ -162,7 +162,7 @@ class LimitsAlone:
             found = replace(found, resource_prices=sharp.resource_prices)
         return found, NO_PAIRS
 
-    def _solved(self, program: Program) -> Solution:
+    def _solved(self, program: FractionProgram) -> Solution:
         """Solve for all rows: by the simplex method from the last vertex if types are many."""
         if program.rate.shape[1] <= MANY_COLUMNS:
             return solve_alone(program, self.should_stop)
@@ -170,7 +170,7 @@ class LimitsAlone:
         self._likely = found.x > 0
         return found
 
-    def _solve_rest(self, program: Program, end: Floats) -> Solution:
+    def _solve_rest(self, program: FractionProgram, end: Floats) -> Solution:
         """Solve for the rows that have a choice left, beside what the others hold."""
         small, x = self.small, self._fixed.copy()
         left = small.capacity - resource_use(small, x)
@@ -270,7 +270,7 @@ class LeastCost:
     ``newest`` [resources] is the part of it that no earlier bottleneck had.
     """
 
-    small: Program
+    small: FractionProgram
     price: Floats
     newest: Floats
 
@@ -386,7 +386,7 @@ class LimitsWithPairs:
 class Linear:
     """Prices whose throughput is worth at most ``bound``."""
 
-    small: Program
+    small: FractionProgram
     job: Floats
     price: Floats
     time: Floats

@@ -14,7 +14,7 @@ import numpy as np
 from ....schema.errors import BackendError
 from ...effort import OutOfTimeError
 from ..engine import NO_PAIRS, LevelProof, MergedProgram
-from ..program import Bools, Floats, Program, Solution
+from ..program import Bools, Floats, FractionProgram, Solution
 from ..space_sharing.column_generation import (
     Pairing,
     PairProgram,
@@ -22,8 +22,8 @@ from ..space_sharing.column_generation import (
     no_pairing,
     throughput_with_pairs,
 )
-from .bottlenecks import AT_CAP, STUCK_PART, Cut, LeastCost, Linear
-from .tree import Path, Tree
+from .bottlenecks import AT_CAP, STUCK_PART, LeastCost, Linear, PriceCut
+from .tree import Path, RowTree
 
 # The proof of water filling: for each stage, the rows that had to stop, and the prices.
 
@@ -36,18 +36,18 @@ SAME_LEVEL = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class FillingStage:
     """Prices ``proof`` that bind at ``level`` [rows], of whom ``active`` [rows] still rose."""
 
-    proof: Cut
+    proof: PriceCut
     level: Floats
     active: Bools
 
 
 def unproved(
-    small: Program,
+    small: FractionProgram,
     best: Floats,
-    stages: Sequence[Stage],
+    stages: Sequence[FillingStage],
     level: Floats,
     reached: Floats,
     gap: float,
@@ -75,7 +75,7 @@ def unproved(
     return loose
 
 
-def level_proofs(merged: MergedProgram, stages: Sequence[Stage]) -> tuple[LevelProof, ...]:
+def level_proofs(merged: MergedProgram, stages: Sequence[FillingStage]) -> tuple[LevelProof, ...]:
     """Each stage's prices by job; without space sharing those of resources are enough."""
     proofs: list[LevelProof] = []
     for stage in stages:
@@ -115,24 +115,24 @@ class RaisedLevels:
     level: Floats
     found: Solution
     pairs: PairTimes
-    stages: tuple[Stage, ...]
-    first: tuple[Program, Floats, Floats, Floats]
+    stages: tuple[FillingStage, ...]
+    first: tuple[FractionProgram, Floats, Floats, Floats]
     programs: int
     method: str
 
 
-def rise(merged: MergedProgram, tree: Tree, best: Floats) -> RaisedLevels:
+def rise(merged: MergedProgram, tree: RowTree, best: Floats) -> RaisedLevels:
     """Raise rows level by level, given the ``best`` level of each [rows].
 
     Raises:
         BackendError: HiGHS finds no optimum of a program.
         OutOfTimeError: The caller's limit came first.
     """
-    small, stages = merged.small, list[Stage]()
+    small, stages = merged.small, list[FillingStage]()
     pairing = merged.pairing or no_pairing(small)
     level, active = np.zeros(len(best)), small.demands.copy()
     found, pairs, held = None, NO_PAIRS, _Held(small, pairing, small.level * best)
-    first: tuple[Program, Floats, Floats, Floats] | None = None
+    first: tuple[FractionProgram, Floats, Floats, Floats] | None = None
     while active.any():
         if merged.instance.should_stop():
             raise OutOfTimeError
@@ -154,7 +154,7 @@ def rise(merged: MergedProgram, tree: Tree, best: Floats) -> RaisedLevels:
         stuck = active & (share > STUCK_PART * share.max())
         if (level < best * (1.0 - AT_CAP))[stuck].any():
             proof = _proof(merged, found, program.floor)
-            stages.append(Stage(proof=proof, level=level, active=active.copy()))
+            stages.append(FillingStage(proof=proof, level=level, active=active.copy()))
         active &= ~(stuck | (level >= best * (1.0 - AT_CAP)))
     assert found is not None
     assert first is not None
@@ -170,13 +170,13 @@ def rise(merged: MergedProgram, tree: Tree, best: Floats) -> RaisedLevels:
 class _Held:
     """A program held open, on the scale of what its rows have."""
 
-    def __init__(self, small: Program, pairing: Pairing, best: Floats) -> None:
+    def __init__(self, small: FractionProgram, pairing: Pairing, best: Floats) -> None:
         self.pairing, self.best, self.programs = pairing, best, 0
         self.open: PairProgram | None = None
         self.rates = self.row = np.maximum(small.rate.max(axis=1), 1e-300)
         self.pairs, self.age = NO_PAIRS, 0
 
-    def solve(self, program: Program) -> tuple[Solution, PairTimes]:
+    def solve(self, program: FractionProgram) -> tuple[Solution, PairTimes]:
         """Solve, again on another scale where that was far off."""
         for _ in range(MAX_TRIES):
             if self.open is None or self.age == RENEWED_AFTER:
@@ -192,7 +192,7 @@ class _Held:
             self.row, self.open = row, None
         return found, self.pairs
 
-    def _relaxed(self, held: PairProgram, program: Program) -> tuple[Solution, PairTimes]:
+    def _relaxed(self, held: PairProgram, program: FractionProgram) -> tuple[Solution, PairTimes]:
         """Floors that are just out of reach by rounding give way by as little as helps."""
         for part in RELAXED:
             try:

@@ -17,7 +17,7 @@ from ....schema.jobs import Entity
 from ..program import Bools, Floats, Ints
 
 
-class Tree:
+class RowTree:
     """Weights and arrival of rows of equal jobs in a tree of entities.
 
     Rows stand in order of arrival, and a row that waits in a FIFO entity holds one job.
@@ -82,7 +82,7 @@ class Path:
     ``times`` are those of the events; between them every level is linear in time.
     """
 
-    def __init__(self, tree: Tree, level: Floats, active: Bools, cap: Floats) -> None:
+    def __init__(self, tree: RowTree, level: Floats, active: Bools, cap: Floats) -> None:
         self._tree, self._base = tree, level
         active = active & (cap > level)
         self._active = active

@@ -12,7 +12,7 @@ import numpy as np
 
 from ....schema.errors import BackendError
 from .. import simplex
-from ..program import Bools, Floats, Ints, Program, Solution
+from ..program import Bools, Floats, FractionProgram, Ints, Solution
 
 # Least and marginal costs of a row's throughput at given prices of resources.
 #
@@ -26,7 +26,7 @@ SAME = 1e-11
 LAST_BITS = 4e-16
 
 
-def rents(program: Program, prices: Floats) -> Floats:
+def rents(program: FractionProgram, prices: Floats) -> Floats:
     """The price of all of a row member's time on a column [rows, columns]."""
     paid: Floats = program.usage * (prices @ program.resources)
     return paid
@@ -95,7 +95,7 @@ EQUAL = 1e-7
 MOST_ROWS = 64
 
 
-def at_prices(program: Program, prices: Floats) -> Solution | None:
+def at_prices(program: FractionProgram, prices: Floats) -> Solution | None:
     """Which part z of the demands ``program.level`` can be had at binding prices.
 
     Args:
@@ -164,7 +164,9 @@ def determined(rate: Floats, kept: Bools, pays_time: Bools, wanted: Floats) -> t
     return x, one | two
 
 
-def some_rows(program: Program, rows: Ints, kept: Bools, capacity: Floats) -> Program:
+def some_rows(
+    program: FractionProgram, rows: Ints, kept: Bools, capacity: Floats
+) -> FractionProgram:
     """A program of some rows, on their ``kept`` columns [all rows, columns] and what is left."""
     return replace(
         program,

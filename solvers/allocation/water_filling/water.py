@@ -24,21 +24,21 @@ from ....schema.jobs import Entity
 from ...effort import OutOfTimeError
 from ..engine import NO_PAIRS, MergedProgram, Outcome
 from ..instance import Instance
-from ..program import Floats, Ints, Program, Solution, dual_bound, gap_between
+from ..program import Floats, FractionProgram, Ints, Solution, dual_bound, gap_between
 from ..space_sharing.column_generation import PairTimes, bound_with_pairs, throughput_with_pairs
 from . import stepwise
 from .bottlenecks import (
     AT_CAP,
     NOTHING,
     AnyCut,
-    Cut,
-    Limits,
+    LevelLimits,
     LimitsAlone,
     LimitsWithPairs,
+    PriceCut,
     best_levels,
 )
-from .stepwise import RaisedLevels, Stage, level_proofs, unproved
-from .tree import Path, Tree
+from .stepwise import FillingStage, RaisedLevels, level_proofs, unproved
+from .tree import Path, RowTree
 
 # Levels too high by this part may be so by rounding.
 ROUNDING = 1e-9
@@ -77,7 +77,7 @@ def fill(instance: Instance, goal: WaterFilling) -> Outcome:
     """
     merged = MergedProgram.of(instance, instance.program(level=goal.unit), _alike(goal))
     first = merged.first
-    tree = Tree(goal.entities, goal.entity[first], goal.weight[first], merged.small.count)
+    tree = RowTree(goal.entities, goal.entity[first], goal.weight[first], merged.small.count)
     quick: Outcome | None = None
     error, loose = None, 0
     for way in _quick_ways(merged):
@@ -101,7 +101,7 @@ def fill(instance: Instance, goal: WaterFilling) -> Outcome:
     return slow if quick is None or (left, slow.gap) < (loose, quick.gap) else quick
 
 
-def _quick_ways(merged: MergedProgram) -> list[Callable[[Tree], RaisedLevels]]:
+def _quick_ways(merged: MergedProgram) -> list[Callable[[RowTree], RaisedLevels]]:
     """Ways along the path; the second try starts each program without the last one's basis."""
     if merged.pairing is None:
         return [
@@ -133,13 +133,13 @@ def _outcome(merged: MergedProgram, raised: RaisedLevels) -> tuple[Outcome, int]
     return replace(outcome, levels=levels, gap=gap, num_unproved=left), left
 
 
-def _rise(merged: MergedProgram, tree: Tree, limits: Limits[AnyCut]) -> RaisedLevels:
+def _rise(merged: MergedProgram, tree: RowTree, limits: LevelLimits[AnyCut]) -> RaisedLevels:
     """Follow the levels from one shared bottleneck to the next."""
     small = merged.small
-    stages: list[Stage] = []
+    stages: list[FillingStage] = []
     level, active = np.zeros(len(small.count)), small.demands.copy()
     found, pairs, programs = None, NO_PAIRS, 0
-    start: tuple[Program, Floats, Floats, Floats] | None = None
+    start: tuple[FractionProgram, Floats, Floats, Floats] | None = None
     while active.any():
         caps = limits.caps()
         path = Path(tree, level, active, caps)
@@ -155,7 +155,7 @@ def _rise(merged: MergedProgram, tree: Tree, limits: Limits[AnyCut]) -> RaisedLe
         rising &= ~stuck
         if not fresh and (rising == active).all():
             raise BackendError("water filling failed: no row stops at binding prices")
-        stages.append(Stage(proof=proof, level=level, active=active))
+        stages.append(FillingStage(proof=proof, level=level, active=active))
         active = rising
     assert found is not None
     assert start is not None
@@ -176,7 +176,7 @@ def _alike(goal: WaterFilling) -> Ints:
 
 
 def _highest(
-    limits: Limits[AnyCut], path: Path
+    limits: LevelLimits[AnyCut], path: Path
 ) -> tuple[float, AnyCut | None, Solution, PairTimes, int]:
     """The last time on a path whose levels can be had, and the prices that refute all later."""
     last = len(path.times) - 1
@@ -219,7 +219,7 @@ def _highest(
     return time, cut, replace(found, z=1.0 - max(float(lacking), 0.0)), pairs, steps
 
 
-def _binding(path: Path, cut: Cut, time: float) -> float:
+def _binding(path: Path, cut: PriceCut, time: float) -> float:
     """The last time up to ``time`` that prices do not refute; 0 if they refute all."""
     low, high = 0, int(np.searchsorted(path.times, time))
     if cut.excess(path.levels(time)) <= 0:
@@ -247,8 +247,8 @@ def _binding(path: Path, cut: Cut, time: float) -> float:
 
 
 def _first_level(
-    small: Program, path: Path, time: float, cut: Cut | None, caps: Floats
-) -> tuple[Program, Floats, Floats, Floats]:
+    small: FractionProgram, path: Path, time: float, cut: PriceCut | None, caps: Floats
+) -> tuple[FractionProgram, Floats, Floats, Floats]:
     """The program of the first level, and prices of throughput, resources and time for it.
 
     Where a job's own best ends the first level, it alone has a price.
@@ -281,7 +281,7 @@ def _scored(
     merged: MergedProgram,
     found: Solution,
     pairs: PairTimes,
-    start: tuple[Program, Floats, Floats, Floats],
+    start: tuple[FractionProgram, Floats, Floats, Floats],
 ) -> Solution:
     """The last solution with the objective, bound and prices of the first level."""
     program, job, price, time = start

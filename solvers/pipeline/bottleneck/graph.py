@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ....schema.pipeline import PipelineProblem
 from ...effort import DEFAULT, Effort
 from ..cuts import Floats
-from ..placements import Move, PlacedStage, Space, final_states
+from ..placements import Move, PlacedStage, PlacementSpace, final_states
 from ..search import StoppedError
 from ..stage_costs import StageCosts
 
@@ -20,7 +20,7 @@ _CLOSE = 1 + 1e-9
 def search(
     problem: PipelineProblem,
     costs: StageCosts,
-    space: Space,
+    space: PlacementSpace,
     extra_bytes: float = 0.0,
     *,
     below: float = np.inf,
@@ -74,7 +74,7 @@ def search(
     return _walk(space, state, move_of, next_cut)
 
 
-def _least_ahead(problem: PipelineProblem, costs: StageCosts, space: Space) -> Floats:
+def _least_ahead(problem: PipelineProblem, costs: StageCosts, space: PlacementSpace) -> Floats:
     """[cuts] device seconds per input that the layers before a cut need at the least."""
     kinds, _ = space.moves.numbered("pool", "num_replicas", "span")
     found = np.full(costs.cuts.size, np.inf)
@@ -90,7 +90,7 @@ def _least_ahead(problem: PipelineProblem, costs: StageCosts, space: Space) -> F
 
 
 def _walk(
-    space: Space, state: int, move_of: NDArray[np.int32], next_cut: NDArray[np.int32]
+    space: PlacementSpace, state: int, move_of: NDArray[np.int32], next_cut: NDArray[np.int32]
 ) -> list[PlacedStage]:
     placed: list[PlacedStage] = []
     cut = 0

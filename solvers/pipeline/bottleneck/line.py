@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ....schema.pipeline import PipelineProblem
 from ...effort import DEFAULT, Effort, OutOfTimeError
 from ..cuts import Floats
-from ..placements import PlacedStage, Space
+from ..placements import PlacedStage, PlacementSpace
 from ..search import StoppedError
 from ..stage_costs import StageCosts
 
@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 def search(
     problem: PipelineProblem,
     costs: StageCosts,
-    space: Space,
+    space: PlacementSpace,
     extra_bytes: float = 0.0,
     *,
     below: float = np.inf,
@@ -38,7 +38,7 @@ def search(
 
     Exact up to one part in 10^12. Arguments and errors as of ``graph.search``.
     """
-    line = Line(problem, costs, space, extra_bytes, effort)
+    line = MoveLine(problem, costs, space, extra_bytes, effort)
     placed = line.place(below)
     if placed is None:
         return None
@@ -65,14 +65,14 @@ def _between(low: float, high: float) -> float:
     return float(np.sqrt(low * high)) if high > 2 * low else (low + high) / 2
 
 
-class Line:
+class MoveLine:
     """The moves of a space as arrays, batched by the devices their targets use."""
 
     def __init__(
         self,
         problem: PipelineProblem,
         costs: StageCosts,
-        space: Space,
+        space: PlacementSpace,
         extra_bytes: float,
         effort: Effort,
     ) -> None:

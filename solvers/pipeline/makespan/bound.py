@@ -35,7 +35,7 @@ from ..placements import PlacedStage
 from ..stage_costs import StageCosts
 
 
-class Kind(NamedTuple):
+class MoveKind(NamedTuple):
     """All that a move's costs depend on; moves of one kind differ in their target only."""
 
     pool: int
@@ -78,11 +78,11 @@ class StepModel:
         self.transfer = self.transfer + 2 * costs.message_seconds
         self.weights = costs.cuts.weight_bytes
         self.between: Mask | None = None if self.is_line else costs.between()
-        self._rows: dict[tuple[Kind, int], Mask] = {}
+        self._rows: dict[tuple[MoveKind, int], Mask] = {}
         self._rooms: dict[tuple[int, int, int], Mask] = {}
-        self._later: dict[Kind, list[tuple[int, Floats]]] = {}
+        self._later: dict[MoveKind, list[tuple[int, Floats]]] = {}
 
-    def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> Kind:
+    def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> MoveKind:
         """The kind of a move's stage; ``workers`` from it on, ``is_last`` if no stage follows."""
         problem, count = self.problem, self.problem.num_microbatches
         in_flight, versions = self.costs.stashed(num_replicas, workers)
@@ -93,20 +93,20 @@ class StepModel:
             left = share - 1 if is_last else max((count - behind) // num_replicas, 0)
         if self.pessimistic:
             left = share - 1
-        return Kind(pool, num_replicas, span, in_flight, versions, left, max(share - 1, 0))
+        return MoveKind(pool, num_replicas, span, in_flight, versions, left, max(share - 1, 0))
 
-    def end(self, kind: Kind) -> float:
+    def end(self, kind: MoveKind) -> float:
         """Seconds of all-reduce and update for each byte of a stage's weights."""
         update = self.problem.pools[kind.pool].update_seconds / max(self.costs.total_weight, 1.0)
         rate = self.costs.reductions[kind.pool].rate(self.costs.bandwidths[kind.span])
         ring = collective_seconds("all-reduce", 1.0, kind.num_replicas, Wire(0.0, rate))
         return ring + update
 
-    def end_start(self, kind: Kind) -> float:
+    def end_start(self, kind: MoveKind) -> float:
         """Seconds of a stage's all-reduce beside its bytes."""
         return self.costs.reductions[kind.pool].start_seconds(kind.num_replicas)
 
-    def step_end(self, kind: Kind) -> Floats:
+    def step_end(self, kind: MoveKind) -> Floats:
         """[cuts] reductions and update of a first stage that ends at each cut."""
         found: Floats = self.end(kind) * self.weights + self.end_start(kind)
         split = self.costs.cuts.split_bytes
@@ -114,7 +114,7 @@ class StepModel:
             found = found + self.costs.tied_seconds_per_byte(kind.num_replicas) * split[0]
         return found
 
-    def own_left(self, kind: Kind) -> float:
+    def own_left(self, kind: MoveKind) -> float:
         """The part of g that every stage has: what its passes cost themselves."""
         own = self.costs.overheads
         left = (
@@ -123,7 +123,7 @@ class StepModel:
         )
         return left + self.end_start(kind) if self.pessimistic else left
 
-    def left(self, kind: Kind) -> Floats:
+    def left(self, kind: MoveKind) -> Floats:
         """[cuts] of which the difference between two is the rest of g."""
         found: Floats = (
             kind.left_forward * self.forward[kind.pool]
@@ -131,7 +131,7 @@ class StepModel:
         )
         return found + self.end(kind) * self.weights if self.pessimistic else found
 
-    def later(self, kind: Kind) -> list[tuple[int, Floats]]:
+    def later(self, kind: MoveKind) -> list[tuple[int, Floats]]:
         """What a step takes at least from a stage's first pass to its update, in two ways.
 
         Returns:
@@ -149,7 +149,7 @@ class StepModel:
             found.append((rounds[0][0] + 1, np.array(rests)))
         return found
 
-    def round_of(self, kind: Kind, first: int) -> tuple[int, Floats] | None:
+    def round_of(self, kind: MoveKind, first: int) -> tuple[int, Floats] | None:
         """How often a stage waits until what it has in flight is back, and its passes beside that.
 
         Returns:
@@ -165,18 +165,18 @@ class StepModel:
         longer = np.maximum(self.forward_of(kind, first), back)
         return times, (follow - times * kind.in_flight) * longer
 
-    def forward_of(self, kind: Kind, first: int) -> Floats:
+    def forward_of(self, kind: MoveKind, first: int) -> Floats:
         """[cuts] a forward pass of a stage that begins at a cut."""
         curve = self.forward[kind.pool]
         found: Floats = curve - curve[first] + self.costs.overheads.forward_seconds[kind.pool]
         return found
 
-    def reduce_seconds(self, kind: Kind, first: int) -> Floats:
+    def reduce_seconds(self, kind: MoveKind, first: int) -> Floats:
         """[cuts] reductions and update of a stage that begins at a cut, without tied weights."""
         found: Floats = self.end(kind) * (self.weights - self.weights[first])
         return found + self.end_start(kind)
 
-    def alone(self, kind: Kind) -> tuple[Floats, float]:
+    def alone(self, kind: MoveKind) -> tuple[Floats, float]:
         """[cuts] of which the difference is what a stage alone takes, and the most for that.
 
         Its first microbatch, the passes that are left then, its reductions and its update.
@@ -185,7 +185,7 @@ class StepModel:
         own = float(self.costs.own_seconds[kind.pool]) + self.own_left(kind) + self.end_start(kind)
         return curve, self.most_seconds * (1 + 1e-9) - own
 
-    def stash(self, kind: Kind) -> tuple[Floats, Floats, float]:
+    def stash(self, kind: MoveKind) -> tuple[Floats, Floats, float]:
         """[cuts] of which the difference is a stage's own memory, [cuts] of inputs, and the limit.
 
         The limit is infinite where the pool sets none.
@@ -195,7 +195,7 @@ class StepModel:
         own: Floats = state * cuts.weight_bytes + stashes * cuts.activation_bytes
         return own, kind.in_flight * cuts.crossing_bytes, np.inf if limit is None else float(limit)
 
-    def room(self, kind: Kind) -> Mask:
+    def room(self, kind: MoveKind) -> Mask:
         """[cuts, cuts] where a stage may lie between two cuts, within the memory."""
         limit = self.problem.pools[kind.pool].limit_bytes
         assert self.between is not None
@@ -207,7 +207,7 @@ class StepModel:
             self._rooms[key] = self.between & (used <= limit)
         return self._rooms[key]
 
-    def row(self, kind: Kind, first: int) -> Mask:
+    def row(self, kind: MoveKind, first: int) -> Mask:
         """[cuts] where a stage that begins at a cut may end: behind it, within the memory."""
         key = (kind, first)
         if key not in self._rows:
@@ -224,7 +224,7 @@ class StepModel:
             self._rows[key] = found
         return self._rows[key]
 
-    def left_of(self, kind: Kind, first: int, link: int) -> Floats:
+    def left_of(self, kind: MoveKind, first: int, link: int) -> Floats:
         """[cuts] g of the stages that begin at a cut."""
         curve = self.left(kind)
         found: Floats = curve - curve[first] + self.own_left(kind)

@@ -19,7 +19,7 @@ from ....schema.pipeline import PipelineProblem
 from ...effort import Effort
 from ..cuts import Floats
 from ..packing import NoSeatsError, Seats, seat
-from ..placements import PlacedStage, Space
+from ..placements import PlacedStage, PlacementSpace
 from ..stage_costs import StageCosts
 from .bound import step_of
 from .tables import Sums, Tables
@@ -45,7 +45,11 @@ class Incumbent:
         return None if self.seats is None else self.seats.placed
 
     def offer(
-        self, problem: PipelineProblem, costs: StageCosts, space: Space, placed: list[PlacedStage]
+        self,
+        problem: PipelineProblem,
+        costs: StageCosts,
+        space: PlacementSpace,
+        placed: list[PlacedStage],
     ) -> bool:
         """Seat and time a plan, and keep it if it is faster; whether it was new.
 
@@ -69,9 +73,13 @@ class Incumbent:
             self.seats, self.costs, self.seconds = seats, costs, seconds
 
     def consider(
-        self, problem: PipelineProblem, costs: StageCosts, space: Space, placed: list[PlacedStage]
+        self,
+        problem: PipelineProblem,
+        costs: StageCosts,
+        space: PlacementSpace,
+        placed: list[PlacedStage],
     ) -> None:
-        """As ``offer``, for a placement that may have no devices."""
+        """Offer a placement that may have no devices."""
         with suppress(NoSeatsError):
             self.offer(problem, costs, space, placed)
 
@@ -114,7 +122,7 @@ class Node(NamedTuple):
     """Of stages that take more microbatches than they admit at once."""
 
 
-class Tree:
+class PlanTree:
     """Plans of one set of tables, by their first stages."""
 
     def __init__(

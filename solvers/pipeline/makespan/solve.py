@@ -23,11 +23,11 @@ from ...effort import Effort, OutOfTimeError
 from ..bottleneck.line import objective
 from ..cuts import Cuts
 from ..packing import Seats
-from ..placements import Move, Moves, PlacedStage, Space, final_states
-from ..search import Search, StoppedError
+from ..placements import Move, Moves, PlacedStage, PlacementSpace, final_states
+from ..search import PlacementSearch, StoppedError
 from ..stage_costs import Slopes, StageCosts
 from .bound import Ints, StepModel
-from .branch_and_bound import EXACT, Incumbent, Tree
+from .branch_and_bound import EXACT, Incumbent, PlanTree
 from .tables import Sums, Tables
 
 # Good plans of problems too large for tables of every cut and every run of devices.
@@ -45,7 +45,7 @@ _ROUNDS = 4
 def improve(
     problem: PipelineProblem,
     costs: StageCosts,
-    space: Space,
+    space: PlacementSpace,
     best: Incumbent,
     sweep: Sweep,
     entries: float,
@@ -102,7 +102,7 @@ def _steps(problem: PipelineProblem) -> Iterator[int]:
         step *= 2
 
 
-def _thinned(space: Space, step: int) -> tuple[int, Space]:
+def _thinned(space: PlacementSpace, step: int) -> tuple[int, PlacementSpace]:
     """Moves between states that use whole steps of each pool, or all of it; how many."""
     used = np.array([state.used for state in space.states])
     whole = ((used % step == 0) | (used == used.max(axis=0))).all(axis=1)
@@ -112,12 +112,14 @@ def _thinned(space: Space, step: int) -> tuple[int, Space]:
     return len(part), replace(space, moves=Moves(**columns))
 
 
-def _finest(kept: list[tuple[int, int, Space]], num_cuts: int, entries: float) -> Space:
+def _finest(
+    kept: list[tuple[int, int, PlacementSpace]], num_cuts: int, entries: float
+) -> PlacementSpace:
     fitting = (space for _, moves, space in kept if moves * num_cuts <= entries)
     return next(fitting, kept[-1][2])
 
 
-def _spread(costs: StageCosts, entries: float, kept: list[tuple[int, int, Space]]) -> Ints:
+def _spread(costs: StageCosts, entries: float, kept: list[tuple[int, int, PlacementSpace]]) -> Ints:
     """Cuts about equally far apart in work, each where the least crosses it."""
     size = costs.cuts.size
     few = min(_FEW_CUTS, size)
@@ -132,7 +134,10 @@ def _spread(costs: StageCosts, entries: float, kept: list[tuple[int, int, Space]
 
 
 def _near(
-    costs: StageCosts, placed: list[PlacedStage], entries: float, kept: list[tuple[int, int, Space]]
+    costs: StageCosts,
+    placed: list[PlacedStage],
+    entries: float,
+    kept: list[tuple[int, int, PlacementSpace]],
 ) -> Ints:
     """Cuts near the boundaries of a plan: as many as leave all runs of devices, else a few."""
     size, boundaries = costs.cuts.size, [first for first, _, _ in placed[1:]]
@@ -164,9 +169,9 @@ _PAIRS_AT_ONCE = 10  # pairs of cuts cost a tenth of a window's entries
 def best_step(
     problem: PipelineProblem,
     tables: list[StageCosts],
-    space: Space,
+    space: PlacementSpace,
     best: Incumbent,
-    search: Search,
+    search: PlacementSearch,
     effort: Effort,
 ) -> float:
     """Look for plans faster than the best one; a step that no plan of this space can beat.
@@ -223,7 +228,7 @@ def best_step(
                 again, sums = _sweep(problem, effort, own, best, min(most_limits, _COARSE_LIMITS))
                 bound = max(bound, again)
         if sums and not effort.accepts(best.seconds, bound):
-            bound = max(bound, Tree(problem, own, sums, best).search(effort))
+            bound = max(bound, PlanTree(problem, own, sums, best).search(effort))
         if not effort.accepts(best.seconds, bound):
             costs = own.model.costs
             bound = max(bound, _busiest(problem, costs, space, search, best, effort, heavier=()))
@@ -231,12 +236,14 @@ def best_step(
     return float(min([best.seconds, *bounds]))
 
 
-def _cost(costs: StageCosts, space: Space) -> float:
+def _cost(costs: StageCosts, space: PlacementSpace) -> float:
     size = costs.cuts.size
     return len(space.moves) * (size if costs.is_line else size * size / _PAIRS_AT_ONCE)
 
 
-def _relaxed(problem: PipelineProblem, costs: StageCosts, space: Space, effort: Effort) -> float:
+def _relaxed(
+    problem: PipelineProblem, costs: StageCosts, space: PlacementSpace, effort: Effort
+) -> float:
     """The least sum of the bound alone, memory left out; 0 where even that costs too much."""
     if not costs.is_line or _cost(costs, space) > effort.relaxed_work:
         return 0.0
@@ -318,8 +325,8 @@ class _BusyPrices(StageCosts):
 def _busiest(
     problem: PipelineProblem,
     costs: StageCosts,
-    space: Space,
-    search: Search,
+    space: PlacementSpace,
+    search: PlacementSearch,
     best: Incumbent,
     effort: Effort,
     heavier: Sequence[float] = _HEAVIER,

@@ -16,15 +16,15 @@ import numpy as np
 
 from ...effort import DEFAULT, Effort
 from ..cuts import Floats, Mask
-from ..placements import Move, PlacedStage, Space
-from .bound import Ints, Kind, StepModel
+from ..placements import Move, PlacedStage, PlacementSpace
+from .bound import Ints, MoveKind, StepModel
 
 _SLACK = 1e-12
 _ENTRIES = 1 << 18  # of a batch's tables: they stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class MoveBatch:
     """Moves whose targets use equally many devices, by target; some of them where they are many.
 
     ``row``, ``kind``, ``pool``, ``span``: [moves]; ``heads``: where each of ``targets`` begins;
@@ -44,15 +44,17 @@ class Batch:
 class Batches:
     """All moves of a space; ``row_source``, ``row_pool``, ``row_need``: [rows]."""
 
-    batches: tuple[Batch, ...]
-    kinds: tuple[Kind, ...]
+    batches: tuple[MoveBatch, ...]
+    kinds: tuple[MoveKind, ...]
     first_rows: Ints
     row_source: Ints
     row_pool: Ints
     row_need: Ints
 
     @classmethod
-    def of(cls, space: Space, kinds: list[Kind], kind: Ints, num_cuts: int) -> "Batches":
+    def of(
+        cls, space: PlacementSpace, kinds: list[MoveKind], kind: Ints, num_cuts: int
+    ) -> "Batches":
         """Number the rows, and cut the moves into batches; ``kind`` is each move's."""
         moves = space.moves
         rows, row = moves.numbered("source", "pool", "need")
@@ -69,7 +71,7 @@ class Batches:
                 targets = target[part][heads]
                 ends = np.searchsorted(source[rows_of_total], [targets[0], targets[-1] + 1])
                 batches.append(
-                    Batch(
+                    MoveBatch(
                         row=row[part],
                         kind=kind[part],
                         pool=moves.pool[part],
@@ -136,7 +138,7 @@ class Windows:
             values[:, :-step] = np.minimum(before[:, :-step], before[:, step:])
             self.minima[level, rows] = values
 
-    def least(self, batch: Batch, link: Ints) -> Floats:
+    def least(self, batch: MoveBatch, link: Ints) -> Floats:
         """[moves, cuts] the least value at the ends that each begin may have."""
         of_link = link if self.model.pessimistic else np.zeros_like(link)
         window = self.window[batch.kind]
@@ -148,7 +150,7 @@ class Windows:
         totals[self.is_empty[window, of_link]] = np.inf
         return totals
 
-    def whole(self, batch: Batch) -> Floats:
+    def whole(self, batch: MoveBatch) -> Floats:
         """[moves] the least sum of a plan whose first stage is the move's."""
         model = self.model
         totals = self.minima[0, batch.row, 1:-1]
@@ -179,18 +181,18 @@ class Suffixes:
         self.starts = np.array([model.end_start(kind) for kind in batched.kinds])
 
     def fill(self, behind: Floats, rows: Ints) -> None:
-        """As ``Windows.fill``."""
+        """Fill in the costs, as ``Windows.fill`` says."""
         self.behind = behind
         values = self._values(rows)
         self.minima[rows, :-1] = np.minimum.accumulate(values[:, :0:-1], axis=1)[:, ::-1]
 
-    def least(self, batch: Batch, link: Ints) -> Floats:
-        """As ``Windows.least``; the same for all links."""
+    def least(self, batch: MoveBatch, link: Ints) -> Floats:
+        """The least cost, as of ``Windows.least``; equal for all links."""
         found: Floats = self.minima[batch.row]
         return found
 
-    def whole(self, batch: Batch) -> Floats:
-        """As ``Windows.whole``."""
+    def whole(self, batch: MoveBatch) -> Floats:
+        """The cost of all layers, as of ``Windows.whole``."""
         totals = self._values(batch.row) + self.ends[batch.kind, None] * self.model.weights
         totals = totals + self.starts[batch.kind, None]
         found: Floats = totals[:, 1:].min(axis=1) - self.model.compute[batch.pool, 0]
@@ -202,11 +204,11 @@ class Suffixes:
         return found + self.model.closing[batched.row_pool[rows]]
 
 
-def _windows(model: StepModel, kinds: tuple[Kind, ...]) -> tuple[Ints, list[Kind]]:
+def _windows(model: StepModel, kinds: tuple[MoveKind, ...]) -> tuple[Ints, list[MoveKind]]:
     """Which kinds may end where the same one of them may: [kinds] numbers, and those."""
-    number: dict[Kind, int] = {}
+    number: dict[MoveKind, int] = {}
     found: list[int] = []
-    distinct: list[Kind] = []
+    distinct: list[MoveKind] = []
     for kind in kinds:
         is_alike = not model.pessimistic and np.isinf(model.most_seconds)
         key = kind._replace(num_replicas=0, span=0) if is_alike else kind
@@ -217,7 +219,7 @@ def _windows(model: StepModel, kinds: tuple[Kind, ...]) -> tuple[Ints, list[Kind
     return np.array(found), distinct
 
 
-def _last(model: StepModel, kind: Kind, link: int, limit: float) -> Ints:
+def _last(model: StepModel, kind: MoveKind, link: int, limit: float) -> Ints:
     """[cuts] the last end that memory and limit allow a stage that begins at each cut."""
     own, inputs, memory = model.stash(kind)
     last = np.full(model.size, model.size - 1)
@@ -245,15 +247,15 @@ class Squares:
         self.window, self.distinct = _windows(model, batched.kinds)
 
     def fill(self, behind: Floats, rows: Ints) -> None:
-        """As ``Windows.fill``."""
+        """Fill in the costs, as ``Windows.fill`` says."""
         batched = self.batched
         self.values[rows] = (
             behind[batched.row_source[rows], batched.row_need[rows]]
             + self.model.closing[batched.row_pool[rows]]
         )
 
-    def least(self, batch: Batch, link: Ints) -> Floats:
-        """As ``Windows.least``; moves with the same window and row share their answer."""
+    def least(self, batch: MoveBatch, link: Ints) -> Floats:
+        """The least cost, as of ``Windows.least``; moves of one window and row share an answer."""
         at = link if self.model.pessimistic else np.zeros_like(link)
         asked = np.stack([self.window[batch.kind], at, batch.row])
         distinct, place = np.unique(asked, axis=1, return_inverse=True)
@@ -263,8 +265,8 @@ class Squares:
         answer: Floats = np.array(found)[place.reshape(-1)]
         return answer
 
-    def whole(self, batch: Batch) -> Floats:
-        """As ``Windows.whole``."""
+    def whole(self, batch: MoveBatch) -> Floats:
+        """The cost of all layers, as of ``Windows.whole``."""
         model, found = self.model, []
         rows = zip(batch.kind.tolist(), batch.span.tolist(), batch.row.tolist(), strict=True)
         for kind, link, row in rows:
@@ -323,7 +325,7 @@ class Tables:
     """Tables of one model over one space."""
 
     def __init__(
-        self, model: StepModel, space: Space, final: Ints, effort: Effort = DEFAULT
+        self, model: StepModel, space: PlacementSpace, final: Ints, effort: Effort = DEFAULT
     ) -> None:
         self.model, self.space, self.final, self.effort = model, space, final, effort
         effort.check()
@@ -334,7 +336,7 @@ class Tables:
         self.into = np.searchsorted(space.moves.target, np.arange(len(space.states) + 1)).tolist()
         self._batched = Batches.of(space, self.kinds, self.kind, model.size)
 
-    def kind_of(self, number: int) -> Kind:
+    def kind_of(self, number: int) -> MoveKind:
         """The kind of a move."""
         return self.kinds[int(self.kind[number])]
 
@@ -378,7 +380,7 @@ class Tables:
         return Windows(model, self._batched, limit)
 
     def options(
-        self, move: Move, kind: Kind, first: int, link: int, behind: Floats, limit: float
+        self, move: Move, kind: MoveKind, first: int, link: int, behind: Floats, limit: float
     ) -> Floats:
         """[cuts] the sum where the stage of a move begins at a cut and ends at each other one."""
         model, slowest = self.model, max(link, move.span)

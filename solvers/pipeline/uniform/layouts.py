@@ -15,31 +15,31 @@ from ....planning.costs.pipeline import shared_level, slowest_links
 from ....schema.pipeline import PipelineProblem
 from ..anywhere import has_one_order, relaxed
 from ..packing import NoSeatsError, seat
-from ..placements import Move, PlacedStage, Space
+from ..placements import Move, PlacedStage, PlacementSpace
 
 _MOST_PATHS = 2000
 """Paths that are looked at for one number of replicas."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PipelinePlace:
     """Devices of a pool, ascending in the order of the topology."""
 
     pool: int
     devices: tuple[int, ...]
 
     @classmethod
-    def run(cls, pool: int, first_device: int, num_devices: int) -> "Place":
+    def run(cls, pool: int, first_device: int, num_devices: int) -> "PipelinePlace":
         """Devices one after another."""
         return cls(pool, tuple(range(first_device, first_device + num_devices)))
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PipelineLayout:
     """Places of the pipeline in order, each with as many replicas."""
 
     num_replicas: int
-    places: tuple[Place, ...]
+    places: tuple[PipelinePlace, ...]
 
     @property
     def num_devices(self) -> int:
@@ -50,7 +50,7 @@ class Layout:
 class Layouts(NamedTuple):
     """Layouts to look at, and whether none on other devices can be better."""
 
-    found: list[Layout]
+    found: list[PipelineLayout]
     are_all: bool
 
 
@@ -63,7 +63,7 @@ def layouts(problem: PipelineProblem) -> Layouts:
     if problem.traits.placement == "round-robin" and not has_one_order(problem):
         return Layouts(list(_ordered(problem)), are_all=False)
     widest = max(pool.num_devices for pool in problem.pools) if problem.replication else 1
-    found: list[Layout] = []
+    found: list[PipelineLayout] = []
     for replicas in filter(problem.may_replicate, range(1, widest + 1)):
         anywhere = _anywhere(problem, replicas)
         if anywhere is None:
@@ -72,7 +72,7 @@ def layouts(problem: PipelineProblem) -> Layouts:
     return Layouts(found, are_all=True)
 
 
-def _ordered(problem: PipelineProblem) -> Iterator[Layout]:
+def _ordered(problem: PipelineProblem) -> Iterator[PipelineLayout]:
     widest = max(pool.num_devices for pool in problem.pools) if problem.replication else 1
     seen = set()
     for replicas in filter(problem.may_replicate, range(1, widest + 1)):
@@ -80,11 +80,11 @@ def _ordered(problem: PipelineProblem) -> Iterator[Layout]:
         for order in permutations(range(len(problem.pools))):
             for counts in product(*(range(most[pool] + 1) for pool in order)):
                 places = tuple(
-                    Place.run(pool, number * replicas, replicas)
+                    PipelinePlace.run(pool, number * replicas, replicas)
                     for pool, count in zip(order, counts, strict=True)
                     for number in range(count)
                 )
-                layout = Layout(replicas, places)
+                layout = PipelineLayout(replicas, places)
                 full = layout.num_devices == problem.num_devices
                 if layout.num_devices > problem.most_workers:
                     continue
@@ -93,13 +93,13 @@ def _ordered(problem: PipelineProblem) -> Iterator[Layout]:
                     yield layout
 
 
-def _anywhere(problem: PipelineProblem, replicas: int) -> list[Layout] | None:
+def _anywhere(problem: PipelineProblem, replicas: int) -> list[PipelineLayout] | None:
     """The best layouts of so many replicas on any devices; None where there are too many."""
     space = relaxed(problem, 10 * _MOST_PATHS, replicas)
     paths = None if space is None else _paths(problem, space)
     if space is None or paths is None:
         return None
-    kept: dict[tuple[int, ...], list[tuple[tuple[int, ...], Layout]]] = {}
+    kept: dict[tuple[int, ...], list[tuple[tuple[int, ...], PipelineLayout]]] = {}
     for links, placed in sorted(paths.items(), key=lambda entry: (sum(entry[0][1]), entry[0])):
         pools, own = links
         others = kept.setdefault(pools, [])
@@ -112,17 +112,19 @@ def _anywhere(problem: PipelineProblem, replicas: int) -> list[Layout] | None:
                 return None
             continue
         places = tuple(
-            Place(move.pool, devices)
+            PipelinePlace(move.pool, devices)
             for (_, _, move), devices in zip(seats.placed, seats.devices, strict=True)
         )
-        others.append((_links(seats.placed), Layout(replicas, places)))
+        others.append((_links(seats.placed), PipelineLayout(replicas, places)))
     return [layout for others in kept.values() for _, layout in others]
 
 
 Signature = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _paths(problem: PipelineProblem, space: Space) -> dict[Signature, list[PlacedStage]] | None:
+def _paths(
+    problem: PipelineProblem, space: PlacementSpace
+) -> dict[Signature, list[PlacedStage]] | None:
     """Placements without cuts by pools and links; None where there are too many paths."""
     out: dict[int, list[Move]] = {}
     for move in space.moves:
@@ -152,13 +154,13 @@ def _links(placed: list[PlacedStage]) -> tuple[int, ...]:
     return (*(move.span for move in moves), *between)
 
 
-def span(problem: PipelineProblem, layout: Layout, place: int) -> float:
+def span(problem: PipelineProblem, layout: PipelineLayout, place: int) -> float:
     """Bytes per second of the slowest link among the replicas of a place."""
     here = layout.places[place]
     return _slowest(problem, here.pool, here.devices)
 
 
-def link(problem: PipelineProblem, layout: Layout, one: int, other: int) -> float:
+def link(problem: PipelineProblem, layout: PipelineLayout, one: int, other: int) -> float:
     """Bytes per second of the slowest link that any replicas of two places have."""
     here, there = layout.places[one], layout.places[other]
     if here.pool != there.pool:

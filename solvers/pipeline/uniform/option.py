@@ -17,14 +17,14 @@ from ..at_once import even_cuts, in_one_line
 from ..cuts import Floats
 from ..infeasible import needs
 from ..stage_costs import StageCosts
-from .layouts import Layout, link, span
+from .layouts import PipelineLayout, link, span
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ScheduledLayout:
     """A layout with its schedule: what each stage holds, and the place that holds it."""
 
-    layout: Layout
+    layout: PipelineLayout
     num_chunks: int
     schedule: Schedule
     place: tuple[int, ...]
@@ -40,10 +40,10 @@ Cut = tuple[int, ...]
 """Indices of the cuts between stages, the empty and the full one included."""
 
 
-class Option:
+class ShapeOption:
     """One shape with or without recomputation: costs, memory, bound, and time of its cuts."""
 
-    def __init__(self, problem: PipelineProblem, costs: StageCosts, shape: Shape) -> None:
+    def __init__(self, problem: PipelineProblem, costs: StageCosts, shape: ScheduledLayout) -> None:
         self.problem, self.costs, self.shape = problem, costs, shape
         layout = shape.layout
         self.spans = [span(problem, layout, place) for place in shape.place]

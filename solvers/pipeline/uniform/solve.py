@@ -27,8 +27,8 @@ from ..cuts import cuts_of
 from ..makespan.solve import relaxed_step
 from ..placements import bandwidths_of
 from ..stage_costs import StageCosts
-from .layouts import Layout, layouts
-from .option import Cut, Option, Shape
+from .layouts import PipelineLayout, layouts
+from .option import Cut, ScheduledLayout, ShapeOption
 
 FEW_CUTS = 400
 """So many ways to cut, over all layouts, are all timed."""
@@ -43,10 +43,10 @@ class _Best:
     """The best plan so far."""
 
     seconds: float = np.inf
-    option: Option | None = None
+    option: ShapeOption | None = None
     cut: Cut = ()
 
-    def offer(self, option: Option, cut: Cut, seconds: float) -> bool:
+    def offer(self, option: ShapeOption, cut: Cut, seconds: float) -> bool:
         """Keep a plan that is faster; whether it was."""
         if seconds >= self.seconds * (1 - _EXACT):
             return False
@@ -69,7 +69,7 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> Plan:
     listed = layouts(problem)
     shapes, refusal = _shapes(problem, listed.found, effort)
     has_all = not effort.should_stop()
-    options = [Option(problem, costs, shape) for shape in shapes for costs in tables]
+    options = [ShapeOption(problem, costs, shape) for shape in shapes for costs in tables]
     options.sort(key=lambda option: option.bound)
     best = _Best()
     flushes = problem.traits.flushes
@@ -101,7 +101,7 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> Plan:
 
 
 def _proved(
-    seconds: float, options: Sequence[Option], is_exact: bool, are_all: bool
+    seconds: float, options: Sequence[ShapeOption], is_exact: bool, are_all: bool
 ) -> tuple[float, str]:
     """A bound of all placements, and what to say where that of the ordered ones is better."""
     bound = seconds
@@ -114,8 +114,8 @@ def _proved(
 
 
 def _shapes(
-    problem: PipelineProblem, found_layouts: Sequence[Layout], effort: Effort
-) -> tuple[list[Shape], ProblemError | None]:
+    problem: PipelineProblem, found_layouts: Sequence[PipelineLayout], effort: Effort
+) -> tuple[list[ScheduledLayout], ProblemError | None]:
     """The layouts that the schedule can have; and why the last refused one cannot.
 
     After a time limit no further layouts are looked at, if there is one.
@@ -126,7 +126,7 @@ def _shapes(
     if problem.num_model_chunks is not None:
         chunk_counts = (problem.num_model_chunks,)
     made: dict[tuple[int, int, int], tuple[Schedule, tuple[tuple[int, int], ...]]] = {}
-    found: list[Shape] = []
+    found: list[ScheduledLayout] = []
     refusal = None
     for layout in found_layouts:
         if found and effort.should_stop():
@@ -157,11 +157,11 @@ def _shapes(
                 continue
             schedule, held = made[key]
             place = tuple(ranks[0] // layout.num_replicas for ranks in schedule.placement)
-            found.append(Shape(layout, chunks, schedule, place, held))
+            found.append(ScheduledLayout(layout, chunks, schedule, place, held))
     return found, refusal
 
 
-def _time_all(options: Sequence[Option], size: int, best: _Best, effort: Effort) -> bool:
+def _time_all(options: Sequence[ShapeOption], size: int, best: _Best, effort: Effort) -> bool:
     """Time every cut; whether that came to its end."""
     for option in options:
         if effort.should_stop() and best.option is not None:
@@ -173,7 +173,7 @@ def _time_all(options: Sequence[Option], size: int, best: _Best, effort: Effort)
     return True
 
 
-def _least_maximum(options: Sequence[Option], best: _Best, effort: Effort) -> bool:
+def _least_maximum(options: Sequence[ShapeOption], best: _Best, effort: Effort) -> bool:
     """The steady state's bottleneck, exactly; whether that came to its end."""
     try:
         for option in options:
@@ -189,9 +189,9 @@ def _least_maximum(options: Sequence[Option], best: _Best, effort: Effort) -> bo
     return True
 
 
-def _approach(options: Sequence[Option], best: _Best, effort: Effort) -> bool:
+def _approach(options: Sequence[ShapeOption], best: _Best, effort: Effort) -> bool:
     """Time the least maxima of every layout, then move the best cuts one layer at a time."""
-    begun: list[tuple[float, int, Option, Cut]] = []
+    begun: list[tuple[float, int, ShapeOption, Cut]] = []
     try:
         for number, option in enumerate(options):
             if effort.accepts(best.seconds, option.bound):
@@ -211,7 +211,7 @@ def _approach(options: Sequence[Option], best: _Best, effort: Effort) -> bool:
     return False
 
 
-def _offer_even(options: Sequence[Option], best: _Best) -> None:
+def _offer_even(options: Sequence[ShapeOption], best: _Best) -> None:
     """Offer an even cut of the first layouts that one fits; for searches stopped before a plan."""
     left = _EVEN_OPERATIONS
     for option in options:
@@ -223,7 +223,7 @@ def _offer_even(options: Sequence[Option], best: _Best) -> None:
             break
 
 
-def _starts(option: Option, effort: Effort) -> Iterator[Cut]:
+def _starts(option: ShapeOption, effort: Effort) -> Iterator[Cut]:
     """Least maxima with and without transfers, that fit; a chunk's share of the memory first.
 
     Raises:
@@ -241,7 +241,7 @@ def _starts(option: Option, effort: Effort) -> Iterator[Cut]:
                 break
 
 
-def _move(option: Option, cut: Cut, seconds: float, best: _Best, effort: Effort) -> None:
+def _move(option: ShapeOption, cut: Cut, seconds: float, best: _Best, effort: Effort) -> None:
     """Move one boundary by one cut while that is faster; cuts in one line only."""
     if option.costs.cuts.before is not None:
         return
@@ -265,7 +265,7 @@ def _move(option: Option, cut: Cut, seconds: float, best: _Best, effort: Effort)
 
 
 def _infeasible(
-    problem: PipelineProblem, options: Sequence[Option], refusal: ProblemError | None
+    problem: PipelineProblem, options: Sequence[ShapeOption], refusal: ProblemError | None
 ) -> InfeasibleError:
     if options:
         found = [nearest for option in options if (nearest := option.nearest()) is not None]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators.named import allocator_named
 from hetflow.clusters.mechanisms.allocators.shares import Allocator
-from hetflow.clusters.mechanisms.cluster.pool import Pool
+from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.cluster.seats import Device, Seat
 from hetflow.clusters.mechanisms.rounds.assign import next_round
 from hetflow.clusters.mechanisms.rounds.decide import receive
@@ -36,8 +36,8 @@ TABLE = Throughputs(
 )
 
 
-def pool() -> Pool:
-    return Pool(throughputs=TABLE, num_devices={"fast": 4, "slow": 4})
+def pool() -> ClusterPool:
+    return ClusterPool(throughputs=TABLE, num_devices={"fast": 4, "slow": 4})
 
 
 def job(name: str, scale: int = 1, weight: float = 1.0, model: str = "conv") -> Job:
@@ -141,7 +141,7 @@ def test_a_job_keeps_its_devices_from_round_to_round() -> None:
 def test_time_is_shared_by_weight() -> None:
     """Figure 5.4 in small: what jobs received approaches what the policy intends."""
     table = Throughputs(models=(ModelThroughput(model="conv", steps_per_second={"fast": 1.0}),))
-    one = Pool(throughputs=table, num_devices={"fast": 1})
+    one = ClusterPool(throughputs=table, num_devices={"fast": 1})
     state = RoundState.empty(one)
     rules = RoundRules(round_seconds=10.0, reset_seconds=0.0)
     state.admit([job("heavy", weight=3.0), job("light")], rules.head_start_seconds)
@@ -160,7 +160,9 @@ def test_mixes_come_and_go_with_their_jobs() -> None:
         model="conv", scale_factor=2, devices={"fast": 1, "slow": 1}, steps_per_second=5.0
     )
     devices = {"fast": 4, "slow": 4}
-    mixed = Pool(throughputs=replace(TABLE, mixes=(mix,)), num_devices=devices, uses_mixes=True)
+    mixed = ClusterPool(
+        throughputs=replace(TABLE, mixes=(mix,)), num_devices=devices, uses_mixes=True
+    )
     assert mixed.column_of({1: 1, 0: 1}) == 2
     assert mixed.column_of({1: 3}) == 1
     with pytest.raises(ProblemError, match="several device types"):
@@ -185,7 +187,7 @@ def test_policies_that_pair_jobs_and_other_pools_are_refused() -> None:
     state = RoundState.empty(pool(), SIZES)
     with pytest.raises(ProblemError, match="two jobs on a device"):
         next_round(state, allocator_named("gandiva"), 0.0, RULES, sizes=SIZES)
-    other = Pool(throughputs=TABLE, num_devices={"slow": 4})
+    other = ClusterPool(throughputs=TABLE, num_devices={"slow": 4})
     with pytest.raises(ProblemError, match="same device types"):
         resumed(stored(state), other)
     with pytest.raises(ProblemError, match="hetflow.rounds/1"):

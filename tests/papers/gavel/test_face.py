@@ -9,7 +9,7 @@ from hetflow.papers.gavel.centre_las import centre
 from hetflow.papers.gavel.face import Face, optimal_face
 from hetflow.solvers.allocation.engine import solve_alone
 from hetflow.solvers.allocation.las.warm import WarmMaxMin
-from hetflow.solvers.allocation.program import Program
+from hetflow.solvers.allocation.program import FractionProgram
 from hetflow.tests.profiles import examples
 
 
@@ -63,7 +63,7 @@ def test_the_centre_is_optimal_and_central(problem: tuple[np.ndarray, ...]) -> N
     assert (x.sum(axis=1) <= 1 + 1e-8).all()
     assert ((counts * scales) @ x <= capacity * (1 + 1e-8)).all()
     z = ((rate * x).sum(axis=1) / levels).min()
-    program = Program(
+    program = FractionProgram(
         count=counts, rate=rate, usage=np.repeat(scales[:, None], len(capacity), 1),
         gain=np.zeros(rate.shape), resources=np.eye(len(capacity)), capacity=capacity,
         level=levels, floor=np.zeros(len(counts)), demands=np.ones(len(counts), dtype=bool),

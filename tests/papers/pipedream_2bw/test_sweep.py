@@ -7,9 +7,9 @@ import pytest
 from hetflow.papers.pipedream_2bw.sweep import (
     ClosedForm,
     Configuration,
-    Estimate,
-    Measured,
     ParallelPipelineProblem,
+    SweepEstimate,
+    SweptRuns,
     solve,
     sweep,
 )
@@ -67,9 +67,10 @@ def measured(seconds: dict[Configuration, float], memory: float = 1.0) -> Parall
         global_batch_size=16,
         memory_bytes=1.0,
         microbatch_sizes=(1, 2),
-        cost_model=Measured(
+        cost_model=SweptRuns(
             estimates={
-                c: Estimate(microbatch_seconds=t, memory_bytes=memory) for c, t in seconds.items()
+                c: SweepEstimate(microbatch_seconds=t, memory_bytes=memory)
+                for c, t in seconds.items()
             }
         ),
     )
@@ -115,5 +116,5 @@ def test_nonsense_is_refused():
             global_batch_size=1,
             memory_bytes=1.0,
             microbatch_sizes=(1,),
-            cost_model=Measured(estimates={}),
+            cost_model=SweptRuns(estimates={}),
         )

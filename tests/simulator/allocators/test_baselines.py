@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hetflow.clusters.mechanisms.cluster.active import Active
 from hetflow.clusters.simulator import (
     Case,
-    Pool,
+    ClusterPool,
     RoundOptions,
     allocator_named,
     report,
@@ -38,7 +38,7 @@ def order(run: object) -> list[str]:
 
 
 def test_allox_runs_the_shortest_first(table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 1})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 1})
     jobs = [job(0, steps=4000.0), job(1, steps=400.0), job(2, steps=2000.0)]
     run = simulate_rounds(jobs, pool, AlloX(), AT_ONCE)
     assert order(run) == ["1", "2", "0"]
@@ -49,14 +49,14 @@ def test_allox_runs_the_shortest_first(table: Throughputs, job: MakeJob) -> None
 def test_allox_matches_jobs_to_types(table: Throughputs, job: MakeJob) -> None:
     # conv loses three quarters on the slow device, rnn one quarter: sum 1,000 + 1,333 s against
     # 4,000 + 1,000 s the other way round.
-    pool = Pool(throughputs=table, num_devices={"fast": 1, "slow": 1})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 1, "slow": 1})
     jobs = [job(0, model="rnn", steps=2000.0), job(1, model="conv", steps=4000.0)]
     run = simulate_rounds(jobs, pool, AlloX(), AT_ONCE)
     ends = {done.id: done.finish_seconds for done in run.jobs}
     assert ends == pytest.approx({"0": 2000.0 / 1.5, "1": 1000.0})
 
 
-def test_allox_is_for_single_devices(pool: Pool, job: MakeJob) -> None:
+def test_allox_is_for_single_devices(pool: ClusterPool, job: MakeJob) -> None:
     with pytest.raises(HetflowError, match="asks for 2"):
         simulate_rounds([job(0, scale_factor=2)], pool, AlloX())
 
@@ -93,7 +93,7 @@ def shared_table(table: Throughputs) -> Throughputs:
 
 
 def active(table: Throughputs, devices: dict[str, int], jobs: list[Job]) -> Active:
-    made = Active(Pool(throughputs=table, num_devices=devices))
+    made = Active(ClusterPool(throughputs=table, num_devices=devices))
     made.add(jobs, 0.0)
     return made
 
@@ -168,7 +168,7 @@ def test_gandiva_of_the_published_code_breaks_what_does_not_run_on_a_type(
 
 
 def test_fifo_and_static_priority(table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 1})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 1})
     jobs = [
         job(0, steps=1440.0),
         job(1, steps=1440.0, priority_weight=1.0),

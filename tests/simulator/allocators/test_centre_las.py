@@ -3,13 +3,13 @@
 import numpy as np
 
 from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.simulator import Pool, allocator_named
+from hetflow.clusters.simulator import ClusterPool, allocator_named
 from hetflow.schema.jobs import Job, Throughputs
 
 
 def test_the_simulators_centre_forgets_what_was(table: Throughputs) -> None:
     """After other jobs came and went the centre is that of the jobs present, from nothing."""
-    pool = Pool(throughputs=table, num_devices={"fast": 4, "slow": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4, "slow": 4})
 
     def jobs(*numbers: int) -> list[Job]:
         models = ("conv", "rnn")

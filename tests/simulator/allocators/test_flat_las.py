@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators.named import PolicyAllocator
 from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.simulator import Pool, allocator_named
+from hetflow.clusters.simulator import ClusterPool, allocator_named
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from hetflow.solvers.allocation import policy_named
@@ -21,7 +21,7 @@ MODELS = {"even": (3.0, 2.0, 1.0), "odd": (0.7, 0.9, 1.1), "fast only": (5.0, 0.
 
 
 @pytest.fixture(scope="module")
-def three_types() -> Pool:
+def three_types() -> ClusterPool:
     """Unlike numbers of three types, and a model that runs on one of them."""
     table = Throughputs(
         models=tuple(
@@ -38,10 +38,10 @@ def three_types() -> Pool:
             for scale in SCALES
         )
     )
-    return Pool(throughputs=table, num_devices={"a": 4, "b": 3, "c": 9})
+    return ClusterPool(throughputs=table, num_devices={"a": 4, "b": 3, "c": 9})
 
 
-def shares(pool: Pool, jobs: list[Job], allocator: object) -> np.ndarray:
+def shares(pool: ClusterPool, jobs: list[Job], allocator: object) -> np.ndarray:
     active = Active(pool)
     active.add(jobs, 0.0)
     return allocator.allocate(active, 0.0).x  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def job_by_job(weighted: bool, blind: bool) -> PolicyAllocator:
 @settings(max_examples=examples(60))
 @given(data=st.data(), weighted=st.booleans(), blind=st.booleans())
 def test_classes_give_the_level_that_single_jobs_do(
-    three_types: Pool, data: st.DataObject, weighted: bool, blind: bool
+    three_types: ClusterPool, data: st.DataObject, weighted: bool, blind: bool
 ) -> None:
     drawn = data.draw(
         st.lists(
@@ -90,17 +90,19 @@ def test_classes_give_the_level_that_single_jobs_do(
         assert alike.setdefault(key, column) == pytest.approx(column, abs=1e-12)
 
 
-def test_in_a_full_pool_everybody_gets_the_same_devices(three_types: Pool, job: MakeJob) -> None:
+def test_in_a_full_pool_everybody_gets_the_same_devices(
+    three_types: ClusterPool, job: MakeJob
+) -> None:
     jobs = [job(n, model="even", scale_factor=1 + n % 2) for n in range(20)]
     found = shares(three_types, jobs, allocator_named("las", agnostic=True))
     scale = np.array([job.scale_factor for job in jobs])
     assert found * scale == pytest.approx(np.tile([[4 / 20], [3 / 20], [9 / 20]], 20))
 
 
-def test_mixes_are_not_flat(three_types: Pool, job: MakeJob) -> None:
+def test_mixes_are_not_flat(three_types: ClusterPool, job: MakeJob) -> None:
     mix = MixThroughput(model="even", devices={"a": 1, "b": 1}, steps_per_second=1.0)
     table = Throughputs(models=three_types.throughputs.models, mixes=(mix,))
-    pool = Pool(throughputs=table, num_devices=three_types.num_devices, uses_mixes=True)
+    pool = ClusterPool(throughputs=table, num_devices=three_types.num_devices, uses_mixes=True)
     with pytest.raises(HetflowError, match="device types only"):
         shares(pool, [job(0, model="even")], allocator_named("las", agnostic=True))
     blind = allocator_named("las", agnostic=True, columns=True)
@@ -114,7 +116,7 @@ def test_blind_policies_see_each_job_at_its_rate_on_the_first_type(job: MakeJob)
             ModelThroughput(model="slow", scale_factor=1, steps_per_second={"a": 1.0, "b": 1.0}),
         )
     )
-    pool = Pool(throughputs=table, num_devices={"a": 1})
+    pool = ClusterPool(throughputs=table, num_devices={"a": 1})
     jobs = [job(0, model="quick", steps=36_000.0), job(1, model="slow", steps=1_800.0)]
     allocator = allocator_named("makespan", agnostic=True, blind=True)
     assert shares(pool, jobs, allocator)[0] == pytest.approx([2 / 3, 1 / 3], rel=1e-5)

@@ -8,7 +8,7 @@ import pytest
 
 from hetflow.clusters.mechanisms.allocators.named import solve_what_can_be_met
 from hetflow.clusters.simulator import (
-    Pool,
+    ClusterPool,
     RoundOptions,
     allocator_named,
     simulate_rounds,
@@ -65,7 +65,7 @@ def test_other_limits_still_stop_a_run() -> None:
 def test_a_run_goes_on_without_the_slos_that_break(
     table: Throughputs, job: MakeJob, policy: str
 ) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 1}, dollars_per_hour={"fast": 2.0})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 1}, dollars_per_hour={"fast": 2.0})
     jobs = [
         job(0, steps=2880.0, slo_seconds=1100.0),  # 720 s of work
         job(1, steps=2880.0, slo_seconds=1500.0, arrival_seconds=400.0),

@@ -14,9 +14,9 @@ from hetflow.clusters.mechanisms.cluster.active import Active
 from hetflow.clusters.simulator import (
     SCHEDULERS,
     Case,
+    ClusterPool,
+    DeviceLayout,
     FailureOptions,
-    Layout,
-    Pool,
     RoundOptions,
     allocator_named,
     report,
@@ -101,7 +101,7 @@ def mixed_jobs(job: MakeJob, scales: tuple[int, ...] = (1, 2, 4)) -> list[Job]:
 def test_policies_share_what_is_up(
     table: Throughputs, job: MakeJob, policy: str, options: dict[str, bool]
 ) -> None:
-    pool = Pool(
+    pool = ClusterPool(
         throughputs=with_pairs(table), num_devices={"fast": 4, "slow": 2},
         dollars_per_hour={"fast": 2.0, "slow": 0.5},
     )  # fmt: skip
@@ -132,7 +132,7 @@ def test_what_is_up_is_shared_as_if_it_were_the_whole_pool(
     table: Throughputs, job: MakeJob, policy: str, options: dict[str, bool]
 ) -> None:
     """Each answer is worth what scipy's HiGHS finds for a pool of just these devices."""
-    pool = Pool(throughputs=table, num_devices={"fast": 4, "slow": 2})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4, "slow": 2})
     inner, checked = allocator_named(policy, **options), list[bool]()
 
     class Judged(Watched):
@@ -177,7 +177,7 @@ def test_a_job_that_does_not_fit_what_is_up_waits_and_the_others_go_on(
     table: Throughputs, job: MakeJob
 ) -> None:
     """With one of four devices down at any time, a job of four has no share then."""
-    pool = Pool(throughputs=table, num_devices={"fast": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4})
     jobs = [job("large", steps=800000.0, scale_factor=4), job("small", steps=200000.0)]
     allocator = Watched(allocator_named("las"))
     failures = FailureOptions(mean_seconds=30000.0, repair_seconds=5000.0, seed=1)
@@ -216,7 +216,7 @@ def test_consolidated_devices_and_mixes_are_those_that_are_up(
 
 def test_every_device_and_every_server_fails_alike() -> None:
     """Not the last servers first; a holder is hit in proportion to what it holds."""
-    layout = Layout.apart([[4, 2, 6]])
+    layout = DeviceLayout.apart([[4, 2, 6]])
     failures = Failures(FailureOptions(mean_seconds=1000.0, repair_seconds=0.0, seed=2), layout)
     seats = [[(0, 0, 1)], [(0, 0, 3)], [(0, 1, 1), (0, 2, 4)]]
     hits: Counter[int] = Counter()
@@ -236,7 +236,7 @@ def test_a_server_takes_all_its_devices_with_it() -> None:
     pool = Cluster.parse("2x(2xfast,1xslow),1x(3xslow)")
     assert pool.sizes is not None
     assert pool.server_numbers == ((0, 1), (0, 1, 2))
-    layout = Layout(pool.sizes, pool.server_numbers)
+    layout = DeviceLayout(pool.sizes, pool.server_numbers)
     options = FailureOptions(server_mean_seconds=1000.0, repair_seconds=50.0, seed=4)
     failures = Failures(options, layout)
     seats = [[(0, 0, 2)], [(0, 1, 1), (1, 1, 1)], [(1, 2, 3)]]
@@ -319,7 +319,7 @@ def test_a_run_in_which_no_job_ends_is_given_up(table: Throughputs, job: MakeJob
 
 
 @pytest.mark.slow
-def test_many_equal_jobs_that_end_together_are_no_stall(pool: Pool, job: MakeJob) -> None:
+def test_many_equal_jobs_that_end_together_are_no_stall(pool: ClusterPool, job: MakeJob) -> None:
     failures = FailureOptions(mean_seconds=1e6, repair_seconds=60.0)
     jobs = [job(n, steps=4e5) for n in range(200)]
     run = simulate_rounds(jobs, pool, allocator_named("las"), RoundOptions(failures=failures))
@@ -357,7 +357,7 @@ def test_server_failures_need_servers(table: Throughputs) -> None:
             replace(case, server_failure_seconds=1e6, **changes)
     with pytest.raises(HetflowError, match="between failures of a server must be > 0 s"):
         replace(case, server_failure_seconds=-1.0)
-    elsewhere = FailureOptions(server_mean_seconds=1e6, layout=Layout.apart([[4, 4]]))
-    pool = Pool(throughputs=table, num_devices={"fast": 8})
+    elsewhere = FailureOptions(server_mean_seconds=1e6, layout=DeviceLayout.apart([[4, 4]]))
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 8})
     with pytest.raises(ProblemError, match="place no jobs"):
         simulate_rounds([], pool, allocator_named("las"), RoundOptions(failures=elsewhere))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.cluster.seats import Placement, devices_down, seat
-from hetflow.clusters.simulator import SCHEDULERS, Case, Layout, Simulation, run_case
+from hetflow.clusters.simulator import SCHEDULERS, Case, DeviceLayout, Simulation, run_case
 from hetflow.clusters.simulator.cluster.span_book import SpanBook
 from hetflow.clusters.simulator.rounds.base import Rounds
 from hetflow.schema.cluster import Cluster
@@ -231,7 +231,7 @@ def test_a_failure_takes_a_device_of_who_was_hit() -> None:
     assert devices_down([[4]], [[3]], [], struck, held) == [(0, 0, 2)]
     assert devices_down([[4]], [[2]], [(0, 0, 2)], [], held) == [(0, 0, 2), (0, 0, 1)]
     assert devices_down([[4]], [[3]], [(0, 0, 2), (0, 0, 1)], [], held) == [(0, 0, 1)]
-    book = SpanBook(["fast"], [4], Layout.apart([[4]]))
+    book = SpanBook(["fast"], [4], DeviceLayout.apart([[4]]))
     both = [Placement(("a",), ((0, 1),)), Placement(("b",), ((0, 1),))]
     book.hold(both, 0.0, [(5.0,), (5.0,)])
     book.strike(["a"])

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.seats import Layout
+from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
 from hetflow.clusters.mechanisms.cluster.servers import Servers
-from hetflow.clusters.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
+from hetflow.clusters.simulator import ClusterPool, RoundOptions, allocator_named, simulate_rounds
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, PairThroughput, Throughputs
 from hetflow.tests.profiles import examples
@@ -82,7 +82,7 @@ def test_broken_devices_are_not_given_away() -> None:
 def test_spread_jobs_run_at_the_unconsolidated_rate(
     spread_table: Throughputs, job: MakeJob
 ) -> None:
-    pool = Pool(throughputs=spread_table, num_devices={"fast": 4})
+    pool = ClusterPool(throughputs=spread_table, num_devices={"fast": 4})
     jobs = [job(0, steps=7200.0, scale_factor=2), job(1, steps=7200.0, scale_factor=2)]
 
     def ends(*sizes: int) -> list[float]:
@@ -98,7 +98,7 @@ def test_spread_jobs_run_at_the_unconsolidated_rate(
 
 
 def test_moving_costs_a_restart(spread_table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=spread_table, num_devices={"fast": 4})
+    pool = ClusterPool(throughputs=spread_table, num_devices={"fast": 4})
     jobs = [job(0, steps=7200.0, scale_factor=2), job(1, steps=7200.0, scale_factor=2)]
     options = RoundOptions(servers=((3, 1),), restart_seconds=10.0)
     run = simulate_rounds(jobs, pool, allocator_named("las"), options)
@@ -110,10 +110,10 @@ def test_only_a_move_on_one_server_is_a_resize(
     table: Throughputs, job: MakeJob, numbers: tuple[int, int], ends: float
 ) -> None:
     """A job goes over to the fast device when the first one ends, from a server that is another."""
-    pool = Pool(throughputs=table, num_devices={"fast": 1, "slow": 1})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 1, "slow": 1})
     jobs = [job(0, steps=1400.0), job(1, steps=4000.0)]
     options = RoundOptions(
-        servers=((1,), (1,)), layout=Layout(((1,), (1,)), ((numbers[0],), (numbers[1],))),
+        servers=((1,), (1,)), layout=DeviceLayout(((1,), (1,)), ((numbers[0],), (numbers[1],))),
         restart_seconds=10.0, resize_seconds=5.0, reset_seconds=0.0,
     )  # fmt: skip
     run = simulate_rounds(jobs, pool, allocator_named("fifo"), options)
@@ -122,14 +122,14 @@ def test_only_a_move_on_one_server_is_a_resize(
 
 
 def test_a_spread_pair_is_slowed_alike(spread_table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=spread_table, num_devices={"fast": 2})
+    pool = ClusterPool(throughputs=spread_table, num_devices={"fast": 2})
     jobs = [job(0, steps=3000.0, scale_factor=2), job(1, steps=3000.0, scale_factor=2)]
     options = RoundOptions(servers=((1, 1),))
     # As few servers as the type allows is consolidated, even if these are two.
     allocator = allocator_named("las", shares_space=True)
     run = simulate_rounds(jobs, pool, allocator, options)
     assert run.end_seconds == pytest.approx(500.0)
-    wide = Pool(throughputs=spread_table, num_devices={"fast": 3})
+    wide = ClusterPool(throughputs=spread_table, num_devices={"fast": 3})
     jobs = [job(0, steps=9e4), *(job(n, steps=3000.0, scale_factor=2) for n in (1, 2))]
     allocator = allocator_named("las", shares_space=True)
     run = simulate_rounds(jobs, wide, allocator, RoundOptions(servers=((2, 1),)))
@@ -139,7 +139,7 @@ def test_a_spread_pair_is_slowed_alike(spread_table: Throughputs, job: MakeJob) 
 def test_mixes_are_not_placed(spread_table: Throughputs, job: MakeJob) -> None:
     mix = MixThroughput(model="conv", devices={"fast": 1}, steps_per_second=1.0)
     table = Throughputs(models=spread_table.models, mixes=(mix,))
-    pool = Pool(throughputs=table, num_devices={"fast": 4}, uses_mixes=True)
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4}, uses_mixes=True)
     with pytest.raises(HetflowError, match="not placed on servers"):
         simulate_rounds([job(0)], pool, allocator_named("las"), RoundOptions(servers=((2, 2),)))
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.seats import Layout
+from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
 from hetflow.clusters.mechanisms.easyscale import Variant
 from hetflow.clusters.mechanisms.fair_share import fair_shares
 from hetflow.clusters.simulator import (
     SCHEDULERS,
     Case,
+    ClusterPool,
     FailureOptions,
     FairShareOptions,
-    Pool,
     ProposalOptions,
     run_case,
     simulate_fair_share,
@@ -34,8 +34,8 @@ MakeJob = Callable[..., Job]
 
 
 @pytest.fixture
-def single(table: Throughputs) -> Pool:
-    return Pool(throughputs=table, num_devices={"fast": 4})
+def single(table: Throughputs) -> ClusterPool:
+    return ClusterPool(throughputs=table, num_devices={"fast": 4})
 
 
 def test_shares_follow_weights_and_demands() -> None:
@@ -60,7 +60,9 @@ def test_shares_fit_and_waste_nothing(jobs: list[tuple[float, int]], free: int) 
     assert all(shares) or len(jobs) > free
 
 
-def test_running_jobs_shrink_for_a_newcomer_and_grow_back(single: Pool, job: MakeJob) -> None:
+def test_running_jobs_shrink_for_a_newcomer_and_grow_back(
+    single: ClusterPool, job: MakeJob
+) -> None:
     jobs = [
         job(0, steps=16000.0, scale_factor=4),
         job(1, steps=4000.0, scale_factor=4, arrival_seconds=500.0),
@@ -74,7 +76,7 @@ def test_running_jobs_shrink_for_a_newcomer_and_grow_back(single: Pool, job: Mak
     assert run.jobs[1].num_restarts == 2
 
 
-def test_static_priority_waits_for_the_whole_demand(single: Pool, job: MakeJob) -> None:
+def test_static_priority_waits_for_the_whole_demand(single: ClusterPool, job: MakeJob) -> None:
     jobs = [
         job(0, steps=8000.0, scale_factor=2),
         job(1, steps=16000.0, scale_factor=4, arrival_seconds=1.0, priority_weight=10.0),
@@ -85,7 +87,7 @@ def test_static_priority_waits_for_the_whole_demand(single: Pool, job: MakeJob) 
     assert ends == pytest.approx({"0": 1000.0, "1": 2000.0, "2": 2100.0})
 
 
-def test_resizing_costs_its_seconds(single: Pool, job: MakeJob) -> None:
+def test_resizing_costs_its_seconds(single: ClusterPool, job: MakeJob) -> None:
     jobs = [
         job(0, steps=16000.0, scale_factor=4),
         job(1, steps=4000.0, scale_factor=4, arrival_seconds=500.0),
@@ -98,7 +100,7 @@ def test_a_job_that_held_nothing_restarts_and_is_not_resized(
     table: Throughputs, job: MakeJob
 ) -> None:
     """A failed gang starts again; an elastic job that lost one of its devices is resized."""
-    pool = Pool(throughputs=table, num_devices={"fast": 2})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 2})
     failures = FailureOptions(mean_seconds=20000.0, repair_seconds=100.0, seed=5)
 
     def end(**given: object) -> float:
@@ -116,7 +118,7 @@ def test_a_job_that_held_nothing_restarts_and_is_not_resized(
         assert end(**free) < end(**free | {costs: 10.0})
 
 
-def test_fair_sharing_is_for_one_type(pool: Pool, job: MakeJob) -> None:
+def test_fair_sharing_is_for_one_type(pool: ClusterPool, job: MakeJob) -> None:
     with pytest.raises(HetflowError, match="one device type"):
         simulate_fair_share([job(0)], pool)
 
@@ -127,7 +129,7 @@ def test_rate_of_ests_is_one_over_the_overload() -> None:
     assert est_rate((4.0, 0.0), (0, 3), 1) == 0.0
 
 
-def test_an_elastic_job_mixes_types_where_that_is_faster(pool: Pool, job: MakeJob) -> None:
+def test_an_elastic_job_mixes_types_where_that_is_faster(pool: ClusterPool, job: MakeJob) -> None:
     jobs = [job(0, model="rnn", steps=8000.0, scale_factor=4), job(1, model="rnn", scale_factor=4)]
     mixed = simulate_proposals(jobs, pool)
     gang = simulate_yarn(jobs, pool)
@@ -136,7 +138,7 @@ def test_an_elastic_job_mixes_types_where_that_is_faster(pool: Pool, job: MakeJo
 
 
 def test_jobs_yield_to_serving_and_come_back(table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4})
     serving = ((100.0, (4,)), (300.0, (0,)))
     jobs = [job(0, steps=16000.0, scale_factor=4)]  # 4 ESTs at 16 mini-batches a second
     alone = simulate_proposals(jobs, pool)
@@ -146,7 +148,7 @@ def test_jobs_yield_to_serving_and_come_back(table: Throughputs, job: MakeJob) -
 
 
 def test_a_job_falls_back_where_more_devices_are_slower(table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4})
 
     def measured(_: Job, counts: tuple[int, ...]) -> float:
         return 1.0 if sum(counts) <= 2 else 0.1
@@ -161,7 +163,7 @@ def test_a_job_falls_back_where_more_devices_are_slower(table: Throughputs, job:
 
 
 def test_a_newcomer_takes_devices_where_both_gain(table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4})
     jobs = [
         job(0, steps=16000.0, scale_factor=4),
         job(1, steps=4000.0, scale_factor=4, arrival_seconds=500.0),
@@ -176,7 +178,7 @@ def test_a_newcomer_takes_devices_where_both_gain(table: Throughputs, job: MakeJ
 
 
 @pytest.mark.parametrize("takes", [False, True])
-def test_proposals_never_oversubscribe(pool: Pool, job: MakeJob, takes: bool) -> None:
+def test_proposals_never_oversubscribe(pool: ClusterPool, job: MakeJob, takes: bool) -> None:
     models = ("conv", "rnn")
     jobs = [
         job(n, model=models[n % 2], scale_factor=(1, 2, 4)[n % 3], arrival_seconds=200.0 * n)
@@ -242,7 +244,7 @@ def test_failures_never_leave_more_devices_held_than_are_up(
     assert run == run_case(case, jobs)
     assert len(run.jobs) == 8
     assert run.num_failures > 5
-    down = FailureEvents(failures, Layout.flat(np.array([4])))
+    down = FailureEvents(failures, DeviceLayout.flat(np.array([4])))
     for now in np.linspace(0.0, run.end_seconds, 400):
         down.until(now)
         held = sum(
@@ -254,7 +256,7 @@ def test_failures_never_leave_more_devices_held_than_are_up(
 @pytest.mark.slow
 def test_devices_fail_at_their_own_rate() -> None:
     options = FailureOptions(mean_seconds=100.0, repair_seconds=50.0)
-    events = FailureEvents(options, Layout.flat(np.array([3, 1])))
+    events = FailureEvents(options, DeviceLayout.flat(np.array([3, 1])))
     kinds = [kind for devices in events.until(1_500_000.0) for kind, _ in devices]
     # Up for 100 s on average, down for 50: each device fails 10,000 times.
     assert kinds.count(0) == pytest.approx(30_000, rel=0.03)
@@ -262,7 +264,7 @@ def test_devices_fail_at_their_own_rate() -> None:
 
 
 def test_failures_that_let_nothing_end_are_refused(
-    single: Pool, job: MakeJob, monkeypatch: pytest.MonkeyPatch
+    single: ClusterPool, job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hetflow.clusters.simulator.events.events._MOST_FAILURES", 1000)
     often = FailureOptions(mean_seconds=1e-9, repair_seconds=1.0)

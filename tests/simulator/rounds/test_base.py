@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hetflow.clusters.simulator import (
     Case,
+    ClusterPool,
+    DrawOptions,
     FailureOptions,
-    Pool,
     RoundOptions,
-    TraceOptions,
     allocator_named,
     draw_jobs,
     run_case,
@@ -27,14 +27,14 @@ from hetflow.tests.profiles import examples
 MakeJob = Callable[..., Job]
 
 
-def test_one_job_alone_takes_its_steps_over_its_best_rate(pool: Pool, job: MakeJob) -> None:
+def test_one_job_alone_takes_its_steps_over_its_best_rate(pool: ClusterPool, job: MakeJob) -> None:
     run = simulate_rounds([job(0, steps=4000.0)], pool, allocator_named("las"))
     assert run.end_seconds == pytest.approx(1000.0)
     assert run.jobs[0].dollars == pytest.approx(1000.0 / 3600.0 * 2.0)
     assert run.busy_seconds == {"fast": pytest.approx(1000.0), "slow": 0.0}
 
 
-def test_a_restart_costs_its_seconds_once(pool: Pool, job: MakeJob) -> None:
+def test_a_restart_costs_its_seconds_once(pool: ClusterPool, job: MakeJob) -> None:
     options = RoundOptions(restart_seconds=30.0)
     run = simulate_rounds([job(0, steps=4000.0)], pool, allocator_named("las"), options)
     assert run.end_seconds == pytest.approx(1030.0)  # leases are renewed after the first round
@@ -44,7 +44,7 @@ def test_a_restart_costs_its_seconds_once(pool: Pool, job: MakeJob) -> None:
 def test_a_round_ends_early_where_nobody_holds_a_device_any_more(
     table: Throughputs, job: MakeJob
 ) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 1})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 1})
     jobs = [
         job(0, steps=400.0), job(1, steps=800.0), job(2, steps=1600.0, arrival_seconds=350.0),
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_round_ends_early_where_nobody_holds_a_device_any_more(
 
 
 def test_a_round_goes_on_while_somebody_holds_a_device(table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 2})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 2})
     jobs = [job(0, steps=400.0), job(1, steps=800.0), job(2, steps=400.0)]
     options = RoundOptions(ends_early=True)
     run = simulate_rounds(jobs, pool, allocator_named("fifo_greedy"), options)
@@ -69,7 +69,7 @@ def test_a_round_goes_on_while_somebody_holds_a_device(table: Throughputs, job: 
 
 def test_a_resize_costs_less_than_a_start(table: Throughputs, job: MakeJob) -> None:
     """All that a job makes beside its steps is what starts and resizes cost, at the rate there."""
-    pool = Pool(throughputs=table, num_devices={"fast": 1, "slow": 1})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 1, "slow": 1})
     jobs = [job(0, steps=4000.0), job(1, steps=4000.0)]
 
     def lost(resize_seconds: float | None) -> list[tuple[float, float]]:
@@ -98,7 +98,7 @@ def test_a_resize_costs_less_than_a_start(table: Throughputs, job: MakeJob) -> N
 
 
 def test_failures_lose_the_round_and_nothing_else(table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4})
     jobs = [job(n, steps=40000.0, scale_factor=2) for n in range(4)]
     quiet = simulate_rounds(jobs, pool, allocator_named("las"))
     failures = FailureOptions(mean_seconds=20000.0, repair_seconds=1000.0, seed=5)
@@ -112,7 +112,7 @@ def test_failures_lose_the_round_and_nothing_else(table: Throughputs, job: MakeJ
 
 
 def test_metrics_of_two_jobs(table: Throughputs, job: MakeJob) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 1})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 1})
     jobs = [job(0, steps=1440.0, slo_seconds=400.0), job(1, steps=1440.0, slo_seconds=400.0)]
     options = RoundOptions(fills_idle=False, reset_seconds=0.0)
     run = simulate_rounds(jobs, pool, allocator_named("fifo_greedy"), options)
@@ -126,7 +126,7 @@ def test_metrics_of_two_jobs(table: Throughputs, job: MakeJob) -> None:
 @pytest.mark.parametrize("policy", ["las", "makespan", "finish_time_fairness", "fifo_any_type"])
 @pytest.mark.parametrize("scheduler", ["rounds", "published-rounds"])
 def test_same_seed_same_digits(table: Throughputs, policy: str, scheduler: str) -> None:
-    trace = TraceOptions(
+    trace = DrawOptions(
         kind="continuous-multiple", num_jobs=12, jobs_per_hour=4, seed=3, reference_device="fast"
     )
     case = Case(
@@ -162,7 +162,7 @@ def _traces(draw: st.DrawFn) -> list[Job]:
 def test_all_work_is_done_within_the_pool(
     table: Throughputs, jobs: list[Job], published: bool, policy: str
 ) -> None:
-    pool = Pool(throughputs=table, num_devices={"fast": 4, "slow": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4, "slow": 4})
     options = RoundOptions(convention="published" if published else "text", records_spans=True)
     run = simulate_rounds(jobs, pool, allocator_named(policy), options)
     assert sorted(done.id for done in run.jobs) == sorted(one.id for one in jobs)
@@ -189,7 +189,7 @@ def _refuse_overlap(spans: tuple[Span, ...], devices: dict[str, int]) -> None:
         assert all(number <= devices[name] for name, number in held.items())
 
 
-def test_a_trace_is_read_as_a_stream(pool: Pool, job: MakeJob) -> None:
+def test_a_trace_is_read_as_a_stream(pool: ClusterPool, job: MakeJob) -> None:
     taken = []
 
     def stream() -> Iterator[Job]:
@@ -216,7 +216,9 @@ def test_a_trace_is_read_as_a_stream(pool: Pool, job: MakeJob) -> None:
         ({"scale_factor": 3, "arrival_seconds": 200.0}, "no throughput of 'conv' with 3"),
     ],
 )
-def test_bad_traces(pool: Pool, job: MakeJob, changes: dict[str, object], words: str) -> None:
+def test_bad_traces(
+    pool: ClusterPool, job: MakeJob, changes: dict[str, object], words: str
+) -> None:
     jobs = [job(0, arrival_seconds=100.0), job(1, **changes)]
     with pytest.raises(HetflowError, match=words) as caught:
         simulate_rounds(jobs, pool, allocator_named("las"))
@@ -235,7 +237,7 @@ def test_unknown_names_get_the_nearest(table: Throughputs) -> None:
 
 
 def test_drawn_traces_follow_the_rules(table: Throughputs) -> None:
-    options = TraceOptions(
+    options = DrawOptions(
         kind="continuous-multiple",
         num_jobs=4000,
         jobs_per_hour=6.0,
@@ -257,7 +259,7 @@ def test_drawn_traces_follow_the_rules(table: Throughputs) -> None:
 def test_a_model_that_does_not_spread_leaves_the_share_of_large_jobs(table: Throughputs) -> None:
     lonely = ModelThroughput(model="lonely", steps_per_second={"fast": 1.0})
     wider = Throughputs(models=(*table.models, lonely))
-    options = TraceOptions(kind="static-multiple", num_jobs=4000, seed=1, reference_device="fast")
+    options = DrawOptions(kind="static-multiple", num_jobs=4000, seed=1, reference_device="fast")
     jobs = list(draw_jobs(options, wider))
     assert all(job.scale_factor == 1 for job in jobs if job.model == "lonely")
     for scale, share in ((1, 0.75), (2, 0.10), (4, 0.15)):

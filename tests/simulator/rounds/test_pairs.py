@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hetflow.clusters.mechanisms.cluster.active import Active
 from hetflow.clusters.simulator import (
     Case,
-    Pool,
+    ClusterPool,
     RoundOptions,
     allocator_named,
     report,
@@ -48,8 +48,8 @@ def shared_table(table: Throughputs) -> Throughputs:
     return Throughputs(models=table.models, pairs=pairs)
 
 
-def one_device(table: Throughputs) -> Pool:
-    return Pool(throughputs=table, num_devices={"fast": 1}, dollars_per_hour={"fast": 2.0})
+def one_device(table: Throughputs) -> ClusterPool:
+    return ClusterPool(throughputs=table, num_devices={"fast": 1}, dollars_per_hour={"fast": 2.0})
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -143,7 +143,7 @@ def _level(active: Active, warm: bool) -> float:
 def test_warm_and_cold_reach_one_level(
     shared_table: Throughputs, models: list[tuple[str, int]]
 ) -> None:
-    active = Active(Pool(throughputs=shared_table, num_devices={"fast": 4, "slow": 4}))
+    active = Active(ClusterPool(throughputs=shared_table, num_devices={"fast": 4, "slow": 4}))
     jobs = [
         Job(id=str(i), model=model, scale_factor=scale, steps=1.0)
         for i, (model, scale) in enumerate(models)
@@ -163,7 +163,7 @@ def test_no_job_runs_twice_and_no_device_thrice(
     shared_table: Throughputs, steps: list[float], published: bool, policy: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    pool = Pool(throughputs=shared_table, num_devices={"fast": 4, "slow": 4})
+    pool = ClusterPool(throughputs=shared_table, num_devices={"fast": 4, "slow": 4})
     jobs = [
         Job(
             id=str(i),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
+from hetflow.clusters.simulator import ClusterPool, RoundOptions, allocator_named, simulate_rounds
 from hetflow.clusters.simulator.metrics import Simulation
 from hetflow.clusters.simulator.rounds.base import Rounds
 from hetflow.clusters.simulator.traces.arrivals import Queue
@@ -67,7 +67,7 @@ def test_same_digits(
 ) -> None:  # fmt: skip
     if devices[0] < 4 and policy != "las":
         jobs = [job for job in jobs if job.scale_factor == 1] or [replace(jobs[0], scale_factor=1)]
-    pool = Pool(
+    pool = ClusterPool(
         throughputs=table,
         num_devices={"fast": devices[0], "slow": devices[1]},
         dollars_per_hour={"fast": 2.0, "slow": 1.0},
@@ -90,7 +90,7 @@ def test_same_digits(
 
 def test_a_long_wait_is_one_stretch(table: Throughputs) -> None:
     """Steps for months: one call, though every round is counted."""
-    pool = Pool(throughputs=table, num_devices={"fast": 4, "slow": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4, "slow": 4})
     jobs = [Job(id="0", model="conv", steps=4e6, scale_factor=2, arrival_seconds=0.0)]
     cluster = compiled.CompiledRounds(
         Queue(jobs, pool), pool, allocator_named("las"), RoundOptions()
@@ -105,7 +105,7 @@ def test_a_long_wait_is_one_stretch(table: Throughputs) -> None:
 
 def test_rounds_without_end_are_counted(table: Throughputs) -> None:
     """The limit on rounds holds in the middle of a stretch too."""
-    pool = Pool(throughputs=table, num_devices={"fast": 4, "slow": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4, "slow": 4})
     jobs = [Job(id="0", model="conv", steps=4e6, scale_factor=2, arrival_seconds=0.0)]
     options = RoundOptions(max_rounds=10)
     cluster = compiled.CompiledRounds(Queue(jobs, pool), pool, allocator_named("las"), options)
@@ -115,7 +115,7 @@ def test_rounds_without_end_are_counted(table: Throughputs) -> None:
 
 def test_simulations_are_compiled_where_they_can_be(table: Throughputs) -> None:
     """A plain run takes the compiled rounds, one with spans the readable ones: equal jobs."""
-    pool = Pool(throughputs=table, num_devices={"fast": 4, "slow": 4})
+    pool = ClusterPool(throughputs=table, num_devices={"fast": 4, "slow": 4})
     jobs = [Job(id="0", model="conv", steps=4e5, scale_factor=2, arrival_seconds=0.0)]
     calls = list[int]()
     plain = simulate_rounds(

@@ -13,7 +13,7 @@ from hetflow.schema.errors import TooLittleTimeError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs
 from hetflow.solvers.allocation import allocate, policy, simplex
 from hetflow.solvers.allocation.engine import solve_alone
-from hetflow.solvers.allocation.program import Program
+from hetflow.solvers.allocation.program import FractionProgram
 from hetflow.solvers.allocation.water_filling.vertex import least_cost
 
 
@@ -38,9 +38,9 @@ def pool(types: int, devices: int) -> str:
     return ",".join(f"{devices}xt{k}" for k in range(types))
 
 
-def program(jobs: int, types: int, devices: float) -> Program:
+def program(jobs: int, types: int, devices: float) -> FractionProgram:
     draw = np.random.default_rng(1)
-    return Program(
+    return FractionProgram(
         count=draw.integers(1, 4, jobs).astype(float),
         rate=draw.uniform(1, 8, (jobs, types)) * (draw.random((jobs, types)) > 0.2),
         usage=np.repeat(draw.choice([1.0, 2.0], jobs)[:, None], types, axis=1),

@@ -16,7 +16,7 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import Chain, chain_of
-from hetflow.solvers.market.job import Held, Policy, RentJob
+from hetflow.solvers.market.job import Held, RentJob, RentPolicy
 from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import apart
@@ -52,7 +52,7 @@ def one_chain(windows: Sequence[Sequence[int | None]]) -> Chain:
 NOTHING, SPOT, ON_DEMAND = Held(0, 0), Held(1, 0), Held(0, 1)
 
 
-def stated(holds: Sequence[Held]) -> Policy:
+def stated(holds: Sequence[Held]) -> RentPolicy:
     """Hold what a list says."""
     return lambda job, now: holds[now.tick]
 

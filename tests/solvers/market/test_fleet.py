@@ -18,7 +18,7 @@ from hetflow.schema.market import Capacity
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
 from hetflow.solvers.market.grid import Modes
-from hetflow.solvers.market.job import Held, Moment, Policy, RentJob, guarded
+from hetflow.solvers.market.job import Held, Moment, RentJob, RentPolicy, guarded
 from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import Window, apart, windows_of
@@ -59,7 +59,7 @@ JOBS = st.builds(
 TRACES = st.lists(st.integers(0, 3), min_size=4, max_size=4)
 
 
-def stated(holds: Sequence[Held]) -> Policy:
+def stated(holds: Sequence[Held]) -> RentPolicy:
     """Hold what a list says."""
     return lambda job, now: holds[now.tick]
 

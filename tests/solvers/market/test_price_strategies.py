@@ -14,7 +14,7 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, StrategyReplay, utc_text
 from hetflow.solvers.market import price_bound
 from hetflow.solvers.market.job import RentJob
-from hetflow.solvers.market.offers import History, Prices, history_of, job_on, prices_of
+from hetflow.solvers.market.offers import OfferHistory, Prices, history_of, job_on, prices_of
 from hetflow.solvers.market.price_strategies import strategies
 
 HOUR = 3600.0
@@ -52,7 +52,7 @@ def job(work: float, **others: Any) -> Asked:
     return {"work": work, "work_per_second": RATES, **others}
 
 
-def on(one: Asked, prices: Prices | History) -> RentJob:
+def on(one: Asked, prices: Prices | OfferHistory) -> RentJob:
     return job_on(prices.offers, **one)
 
 

@@ -17,7 +17,7 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
-from hetflow.solvers.market.job import Held, Policy, RentJob
+from hetflow.solvers.market.job import Held, RentJob, RentPolicy
 from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import joined, traces_of
@@ -48,7 +48,7 @@ def job(
     )
 
 
-def stated(holds: Sequence[Held]) -> Policy:
+def stated(holds: Sequence[Held]) -> RentPolicy:
     """Hold what a list says."""
     return lambda job, now: holds[now.tick]
 

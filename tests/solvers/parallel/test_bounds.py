@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hetflow.planning.checks.parallel import counted_step
 from hetflow.schema.parallel import ParallelProblem
 from hetflow.solvers.parallel.gradients import Rings, replica_counts
-from hetflow.solvers.parallel.search import Search
+from hetflow.solvers.parallel.search import ReplicaSearch
 from hetflow.solvers.parallel.space import microbatch_sizes, space_of
 from hetflow.tests.profiles import examples
 from hetflow.tests.solvers.parallel.every_plan import fits, plans, problems, two_types
@@ -29,7 +29,7 @@ def test_no_plan_is_below_its_search_s_bounds(problem: ParallelProblem) -> None:
             ]
             if not steps:
                 continue
-            search, least = Search(problem, space, replicas), min(steps)
+            search, least = ReplicaSearch(problem, space, replicas), min(steps)
             assert search.least_by_capacity <= least * (1 + 1e-9)
             for below in (1.01 * least, 3 * least):  # bounds hold for plans under ``below``
                 regions = search.relaxation.regions(search.least_slowest, below, below)

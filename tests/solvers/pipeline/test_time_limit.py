@@ -14,7 +14,7 @@ from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline.placements import build
 from hetflow.solvers.pipeline.solve import solve
-from hetflow.solvers.pipeline.uniform.option import Option
+from hetflow.solvers.pipeline.uniform.option import ShapeOption
 
 from .test_placements import drawn
 
@@ -73,7 +73,7 @@ def test_no_table_of_all_cuts_is_made_without_asking_for_the_time(
 ) -> None:
     """A shape of 256 stages over 2,000 cuts has so many tables, each of a tenth of a second."""
     events: list[str] = []
-    made = Option.matrix
+    made = ShapeOption.matrix
 
     def matrix(*given: Any) -> Any:
         events.append("table")
@@ -83,7 +83,7 @@ def test_no_table_of_all_cuts_is_made_without_asking_for_the_time(
         events.append("asked")
         return False
 
-    monkeypatch.setattr(Option, "matrix", matrix)
+    monkeypatch.setattr(ShapeOption, "matrix", matrix)
     solve(long_chain(schedule), effort=Effort(should_stop=should_stop))
     assert events.count("table") > 100
     assert all(pair != ("table", "table") for pair in pairwise(events))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint
 from hetflow.solvers.split.feasible import counts_within, feasible_sums
-from hetflow.solvers.split.pool import Pool
+from hetflow.solvers.split.pool import SplitPool
 from hetflow.tests.profiles import examples
 
 types = st.tuples(
@@ -17,7 +17,7 @@ types = st.tuples(
 )
 
 
-def pool_of(batch: int, devices: list[tuple[int, dict[int, float]]]) -> Pool:
+def pool_of(batch: int, devices: list[tuple[int, dict[int, float]]]) -> SplitPool:
     options = [
         DeviceOption(
             device_type=f"T{index}",
@@ -31,7 +31,7 @@ def pool_of(batch: int, devices: list[tuple[int, dict[int, float]]]) -> Pool:
         )
         for index, (number, times) in enumerate(devices)
     ]
-    return Pool(SplitProblem(model="m", global_batch_size=batch, devices=tuple(options)))
+    return SplitPool(SplitProblem(model="m", global_batch_size=batch, devices=tuple(options)))
 
 
 @settings(max_examples=examples(500))

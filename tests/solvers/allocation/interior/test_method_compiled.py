@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hetflow.solvers.allocation.engine import ACCEPTED_GAP
 from hetflow.solvers.allocation.interior import method
 from hetflow.solvers.allocation.interior.solve import Walk, solve
-from hetflow.solvers.allocation.program import Program, Solution
+from hetflow.solvers.allocation.program import FractionProgram, Solution
 from hetflow.tests.profiles import examples
 
 compiled = pytest.importorskip(
@@ -18,14 +18,14 @@ compiled = pytest.importorskip(
 pytestmark = pytest.mark.slow  # compiling takes 20 CPU s
 
 
-def _program(seed: int, jobs: int, types: int, *, holes: float, idle: float) -> Program:
+def _program(seed: int, jobs: int, types: int, *, holes: float, idle: float) -> FractionProgram:
     draw = np.random.default_rng(seed)
     rate = draw.uniform(0.1, 10.0, size=(jobs, types)) * (draw.random((jobs, types)) >= holes)
     rate[:, 0] = np.maximum(rate[:, 0], 0.1)
     scale = draw.choice([1.0, 2.0, 4.0], size=jobs)
     level = draw.uniform(1.0, 1e6, size=jobs) * (draw.random(jobs) >= idle)
     level[0] = 1.0
-    return Program(
+    return FractionProgram(
         count=np.ones(jobs),
         rate=rate,
         usage=np.repeat(scale[:, None], types, axis=1),
@@ -40,7 +40,7 @@ def _program(seed: int, jobs: int, types: int, *, holes: float, idle: float) -> 
     )
 
 
-def _solved(program: Program, walk: Walk) -> Solution | None:
+def _solved(program: FractionProgram, walk: Walk) -> Solution | None:
     found = solve(program, walk=walk)
     return found if found is not None and found.gap < ACCEPTED_GAP else None
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hetflow.solvers.allocation.engine import solve_alone
 from hetflow.solvers.allocation.las.flat import centre
-from hetflow.solvers.allocation.program import Program
+from hetflow.solvers.allocation.program import FractionProgram
 from hetflow.tests.profiles import examples
 
 
@@ -56,7 +56,7 @@ def test_the_centre_is_optimal_and_central(problem: tuple[np.ndarray, ...], seed
     assert (x[~runs] == 0).all()
     assert (x.sum(axis=1) <= 1 + 1e-9).all()
     assert ((counts * scales) @ x <= capacity * (1 + 1e-9)).all()
-    program = Program(
+    program = FractionProgram(
         count=counts, rate=runs.astype(float), usage=np.repeat(scales[:, None], len(capacity), 1),
         gain=np.zeros(runs.shape), resources=np.eye(len(capacity)), capacity=capacity,
         level=levels, floor=np.zeros(len(counts)), demands=np.ones(len(counts), dtype=bool),

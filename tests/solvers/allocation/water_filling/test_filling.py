@@ -25,7 +25,7 @@ from hetflow.solvers.allocation import all_policies, allocate, engine, instance_
 from hetflow.solvers.allocation import policy as policies
 from hetflow.solvers.allocation.water_filling import stepwise
 from hetflow.solvers.allocation.water_filling.bottlenecks import best_levels
-from hetflow.solvers.allocation.water_filling.tree import Tree
+from hetflow.solvers.allocation.water_filling.tree import RowTree
 from hetflow.tests.profiles import examples
 
 seeds = st.integers(0, 10_000)
@@ -239,7 +239,7 @@ def test_a_pool_with_a_device_for_each_job_is_filled_without_a_program_for_each_
     instance = instance_of(problem)
     unit = instance.equal / instance.scale
     merged = engine.MergedProgram.of(instance, instance.program(level=unit))
-    tree = Tree((), np.full(80, -1), np.ones(80), merged.small.count)
+    tree = RowTree((), np.full(80, -1), np.ones(80), merged.small.count)
     slow = stepwise.rise(merged, tree, best_levels(merged))
     found = allocate(problem, "las")
     assert "shared bottlenecks" in found.certificate.method
