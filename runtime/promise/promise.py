@@ -281,9 +281,11 @@ class Promise:
             TargetError: The loss of these samples is not the mean of the losses of its parts.
         """
         if self._together is not None:
+            self._form = None
             self._test_again(self._asked, self._asked_node)
             return
         step = self._step()
+        self._form = None  # a batch holds its loader's processes
         if not step.on_device:
             self._test_again(step, self._unlike(step, ()))
         else:

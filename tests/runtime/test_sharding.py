@@ -155,9 +155,10 @@ def test_only_what_changes_owners_travels(data: st.DataObject) -> None:
     ends = st.lists(st.integers(0, 40), min_size=2, max_size=4).map(sorted)
     before = [0, *data.draw(ends), 40]
     copied = data.draw(st.integers(0, 5))
-    held = [*((max(low - copied, 0), high) for low, high in pairwise(before)), (0, 0)]
     after = data.draw(ends)
     wanted = [*pairwise([0, *after, 40])]
+    held = [(max(low - copied, 0), high) for low, high in pairwise(before)]
+    held += [(0, 0)] * (max(len(wanted) - len(held), 0) + 1)  # those who join hold nothing
     for rank, (first, last) in enumerate(wanted):
         got: list[int] = []
         for worker, begin, end in sources(held, (first, last), rank):
