@@ -157,7 +157,7 @@ def _mark_failed(error: BaseException, code: int) -> None:
     """Record the failure before the sockets close and the others fail for lack of this worker."""
     finish = sys.modules.get("hetflow.runtime.finish")
     if finish is not None:
-        finish.Outcome.failed = True
+        finish.ScriptEnd.failed = True
     path = os.environ.get(FAILURE)
     if path:
         note = FailureNote(
