@@ -603,7 +603,7 @@ class PipelineEngine:
     # Called by the executor
 
     def forward(self, operation: Operation, received: Message) -> tuple[Any, ...]:
-        """Run this worker's stage inside the script's function; see ``Passes``."""
+        """Run this worker's stage inside the script's function; see ``StagePasses``."""
         number, microbatch = operation.stage, operation.microbatch
         late, session, batch = self._unflushed, self._session, self._microbatches
         assert batch is not None
@@ -645,7 +645,7 @@ class PipelineEngine:
         return tuple(results)
 
     def backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
-        """Run a backward pass, or half of one; see ``Passes``."""
+        """Run a backward pass, or half of one; see ``StagePasses``."""
         number, kind, late = operation.stage, operation.kind, self._unflushed
         stage, work = self._stages[number], self._work.stages[number]
         sums = self._synchroniser.replica_sums
