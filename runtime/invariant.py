@@ -4,7 +4,7 @@ The virtual nodes 0, 1, 2, ... are the leaves of one binary tree (``Subtree``). 
 its branches, ((g0 + g1) + (g2 + g3)) + ..., whichever worker computes it. A worker sums the
 subtrees that it holds whole during its passes; sibling leaves add up in the gradient buffer itself,
 so a pair of them costs nothing. Then each slice's owner receives the workers' subtrees, finishes
-the tree, and sends the sum to all (``Exchange``). Where each worker holds one subtree, the traffic
+the tree, and sends the sum to all (``Messages``). Where each worker holds one subtree, the traffic
 is that of an ordinary all-reduce; for two such workers it is one.
 
 A device keeps at most log2(number of its virtual nodes) buffers, not one for each. Exact
