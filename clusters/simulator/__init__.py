@@ -36,7 +36,7 @@ _NAMES = {
     ".mixes": "split_throughput",
     ".rounds.options": "RoundOptions",
     ".rounds.simulate": "simulate_rounds",
-    ".traces.arrivals": "TraceOptions draw_jobs",
+    ".traces.arrivals": "DrawOptions draw_jobs",
 }
 
 __all__ = [

@@ -245,7 +245,7 @@ def test_a_name_that_only_a_skipped_loop_sets_draws_a_hint(
 
     for name, value in (("skipped_epochs", False), ("told", False), ("code", [0])):
         monkeypatch.setattr(worker.ScriptRun, name, value)
-    monkeypatch.setattr("hetflow.runtime.finish.Outcome.failed", False)
+    monkeypatch.setattr("hetflow.runtime.finish.ScriptEnd.failed", False)
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path / "kept"))
     train(stop_at=4, save=True)
     monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
