@@ -108,17 +108,17 @@ def adapt(torch_module: Any) -> None:
     around(torch.optim.Optimizer, "state_dict", _state_of)
     around(torch.optim.Optimizer, "load_state_dict", _load)
     around(nn.Module, "zero_grad", _clear)
-    for name in _EXCHANGES:
+    for name in filter(partial(hasattr, dist), _EXCHANGES):  # newer releases have more
         around(dist, name, _exchange)
     adapt_batch_norm()
     adapt_divisors()
 
 
 _EXCHANGES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
-    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather",
-    "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
-    "scatter_object_list",
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+    "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+    "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ by others of the batch, and shapes stay:
 - A batch of one sample repeated must give the same loss on each worker, whatever its number of
   samples. Where it grows with the number, the loss is a sum.
 
-A loss is known by the names in its graph, and each new one is tried. Batches 2, 4, 8 and so on try
+A loss is known by the names in its graph, and each new one is tried. Passes 2, 4, 8 and so on try
 it again: a mask, a threshold or a choice of experts may depend on values that come later.
 """
 
@@ -192,8 +192,8 @@ class Losses:
         self._is_entered = False
         self._has_unknown = True  # the first
         self._answers: set[Any] = set()  # nodes of autograd's graph that models returned
-        self._num_batches = 0
-        self._is_skipped = False
+        self._num_passes = 0
+        self._is_due = False  # whether known losses are to be tried again; alike on all workers
         self.is_untried = True
 
     # Recording
@@ -201,9 +201,7 @@ class Losses:
     def begin(self) -> None:
         """Begin to record, where there is a loss to be tried: the script has taken a batch."""
         self.end()
-        self._num_batches += not self._is_skipped
-        is_due = self._num_batches.bit_count() == 1 and not _is_compiled()
-        if self._has_unknown or (is_due and not self._is_skipped):
+        if self._has_unknown or self._is_due:
             self._recording = Recording()
             self.enter()
 
@@ -228,7 +226,7 @@ class Losses:
     def skip(self) -> None:
         """Try no losses: a library's own step weighs its parts."""
         self.end()
-        self._is_skipped, self._has_unknown, self.is_untried = True, False, False
+        self._has_unknown = self._is_due = self.is_untried = False
 
     @property
     def is_recording(self) -> bool:
@@ -259,12 +257,24 @@ class Losses:
         was_entered = self._is_entered
         self.leave()
         share = self._share_of(loss)
+        self._count_pass()
         if was_entered:
             self.enter()
         own = loss.detach().reshape(()).double()
         # What nothing is the mean of is no number.
         weighted = own * share if share else torch.zeros_like(own)
         return share, lambda: self._training.sum_of(weighted)
+
+    def _count_pass(self) -> None:
+        """Let losses be tried again in the batch after 1, 3, 7, ... passes.
+
+        All workers must do it together. So passes are counted, which all run, and no batches, of
+        which one may read more; and one worker's compiled function is every worker's.
+        """
+        self._num_passes += 1
+        self._is_due = self._is_due and self._recording is None
+        if (self._num_passes + 1).bit_count() == 1:
+            self._is_due = not bool(_of_all(self._training, [_is_compiled()]).any())
 
     def _share_of(self, loss: Tensor) -> float:
         if loss.numel() != 1:

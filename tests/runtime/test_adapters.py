@@ -50,6 +50,16 @@ def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
+def assert_refused(launched: tuple[int, str], folder: Path, expected: dict[str, str]) -> None:
+    code, stderr = launched
+    assert code == 0, stderr
+    said = json.loads((folder / "said").read_text())
+    assert said.keys() == expected.keys()
+    for kind, part in expected.items():
+        assert part in said[kind]
+        assert "\n" not in said[kind]
+
+
 def assert_equal(
     folder: Path, *, script: str = "", parameters: float, others: float, rough: float = 0
 ) -> None:
@@ -296,13 +306,9 @@ HABITS_REFUSED = {
 @pytest.mark.processes
 def test_what_a_share_would_change_is_refused_in_a_line(tmp_path: Path, plan_of: Plans) -> None:
     plan = plan_of([(1, 16), (1, 14)])
-    code, stderr = launch(tmp_path, plan, SCRIPTS / "habits.py", "said", "refused")
-    assert code == 0, stderr
-    said = json.loads((tmp_path / "said").read_text())
-    assert said.keys() == HABITS_REFUSED.keys()
-    for kind, part in HABITS_REFUSED.items():
-        assert part in said[kind]
-        assert "\n" not in said[kind]
+    assert_refused(
+        launch(tmp_path, plan, SCRIPTS / "habits.py", "said", "refused"), tmp_path, HABITS_REFUSED
+    )
 
 
 @pytest.mark.slow
@@ -421,13 +427,9 @@ REFUSED = {
 @pytest.mark.processes
 def test_what_libraries_may_not_do_is_refused_in_a_line(tmp_path: Path, plan_of: Plans) -> None:
     plan = plan_of([(1, 24), (1, 8)])
-    code, stderr = launch(tmp_path, plan, SCRIPTS / "refused.py", "said", *REFUSED)
-    assert code == 0, stderr
-    said = json.loads((tmp_path / "said").read_text())
-    assert said.keys() == REFUSED.keys()
-    for kind, part in REFUSED.items():
-        assert part in said[kind]
-        assert "\n" not in said[kind]
+    assert_refused(
+        launch(tmp_path, plan, SCRIPTS / "refused.py", "said", *REFUSED), tmp_path, REFUSED
+    )
 
 
 @pytest.mark.slow
