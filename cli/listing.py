@@ -4,6 +4,7 @@ Most of the time of a short command was spent on building the options of all oth
 """
 
 import inspect
+import json
 import os
 import shutil
 import sys
@@ -21,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 from ..formats.reports.grid import fitted_to
 from ..schema.errors import FileError
 from ..schema.spelling import nearest
-from .common import ENVIRONMENT_PREFIX, RARE, Settings, emit
+from .common import ENVIRONMENT_PREFIX, RARE, Settings, emit_either
 
 CONFIG_FILE = "hetflow.toml"
 HELP_ALL = "hetflow.help_all"
@@ -194,7 +195,10 @@ def with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
         values.pop("help_all")
         Settings.record = None
         if values.pop("show_config"):
-            emit(_shown_config(context, values))
+            config = _config(context, values)
+            lines = [f"{name} = {value!r}  ({source})" for name, (value, source) in config.items()]
+            told = {name: {"value": value, "from": at} for name, (value, at) in config.items()}
+            emit_either(bool(values.get("json")), told, "\n".join(lines))
             return
         sources = {name: context.get_parameter_source(name) for name in values}
         Settings.given = {
@@ -224,7 +228,8 @@ def _most_characters() -> int | None:
     return shutil.get_terminal_size((0, 0)).columns or None if is_asked else None
 
 
-def _shown_config(context: typer.Context, values: dict[str, Any]) -> str:
+def _config(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Each option's value, as JSON holds it, and where it comes from."""
     words = f"{context.auto_envvar_prefix}_"
     names = {
         "COMMANDLINE": "flag",
@@ -232,14 +237,14 @@ def _shown_config(context: typer.Context, values: dict[str, Any]) -> str:
         "DEFAULT_MAP": f"file {config_path()}",
         "DEFAULT": "default",
     }
-    rows = []
+    found = {}
     for name, value in values.items():
         source = names.get(getattr(context.get_parameter_source(name), "name", ""), "default")
         if source == "environment":
             source += f" {words}{name.upper()}"
-        shown = str(value) if isinstance(value, Path) else value
-        rows.append(f"{name} = {shown!r}  ({source})")
-    return "\n".join(rows)
+        plain = json.loads(json.dumps(value, default=str))
+        found[name] = (plain, source)
+    return found
 
 
 def config_path() -> Path:

@@ -1,5 +1,6 @@
 """Where stdout cannot take a result: one line, the right exit code, no traceback."""
 
+import json
 import os
 import subprocess
 import sys
@@ -149,3 +150,13 @@ def test_an_option_is_read_from_the_variable_of_its_flag(
     monkeypatch.setenv(variable, value)
     assert run([asked[0], "--show-config", *asked[1:]]) == 0
     assert f" = {value}  (environment {variable})" in capsys.readouterr().out
+
+
+def test_values_and_where_they_come_from_are_json_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HETFLOW_SHOW_PLOT", "a.svg")
+    assert run(["show", "plan.json", "--json", "--show-config"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plot"] == {"value": "a.svg", "from": "environment HETFLOW_SHOW_PLOT"}
+    assert told["file"]["from"] == "flag"
