@@ -20,7 +20,6 @@ from .records import (
     Seconds,
     nearest,
     record,
-    register_keys,
 )
 
 Level = Literal["server", "rack", "zone", "pool"]
@@ -366,6 +365,3 @@ def _bytes_of(text: str | None) -> int | None:
     if size < 1:
         raise ProblemError(f"{text!r}: a memory must be at least one byte")
     return size
-
-
-register_keys(DeviceType, ServerGroup, Link, Cluster)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .records import Bytes, Name, record, register_keys
+from .records import Bytes, Name, record
 
 
 @record
@@ -64,6 +64,3 @@ class MemoryReserve:
 def asked_bytes(reserves: Sequence[MemoryReserve]) -> int:
     """Bytes of each device that the user asked a plan to leave free; all types have the same."""
     return max((reserve.asked_bytes for reserve in reserves), default=0)
-
-
-register_keys(BesideTensors, MemoryReserve)

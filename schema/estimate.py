@@ -1,7 +1,7 @@
 """The record of how a profile was estimated instead of measured."""
 
 from .choices import Precision
-from .records import Name, Ratio, record, register_keys
+from .records import Name, Ratio, record
 
 
 @record
@@ -37,6 +37,3 @@ class Estimate:
             f"{self.device_type} estimated, not measured (figures of {self.spec}{origin}; "
             f"9 in 10 held-out estimates were within {self.step_error:.0%})"
         )
-
-
-register_keys(Estimate)

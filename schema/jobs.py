@@ -20,7 +20,6 @@ from .records import (
     Seconds,
     nearest,
     record,
-    register_keys,
 )
 
 Rate = Annotated[float, Field(ge=0, le=1e12)]
@@ -489,10 +488,3 @@ class Allocation(Shown):
             for job, row in self.x.items()
         ]
         return ["job", "steps_per_second", *columns], rows
-
-
-register_keys(
-    Job, Entity, Jobs, ModelThroughput, PairThroughput, MixThroughput, Throughputs,
-    AllocationProblem, PairShare, LevelPrices, DollarCut, RegionPrices,
-    Certificate, Allocation,
-)  # fmt: skip

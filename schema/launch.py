@@ -13,7 +13,7 @@ from .operations import Kind
 from .optimizer import OptimizerState
 from .options import option, options
 from .plan import EmulatedDevice
-from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
+from .records import Bytes, Count, Index, Name, Seconds, record
 from .schedule_traits import ScheduleTraits, traits
 
 Determinism = Literal["none", "static", "elastic", "heterogeneous"]
@@ -243,9 +243,6 @@ class LaunchConfig:
                 ),
             )
         )  # fmt: skip
-
-
-register_keys(VirtualNode, WorkerSlot, PipelineStage, PipelineWork, LaunchConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import json
 from typing import Any, Literal
 
 from .errors import ProblemError
-from .records import Index, Name, adapter_of, record, register_keys
+from .records import Index, Name, adapter_of, record
 
 TraceWay = Literal["fx", "export", "hooks"]
 
@@ -59,6 +59,3 @@ def trace_of(plain: dict[str, Any]) -> LayerTrace:
     """Rebuild a trace from the dict that another process sent."""
     trace: LayerTrace = adapter_of(LayerTrace).validate_json(json.dumps(plain))
     return trace
-
-
-register_keys(TracedInput, LayerTrace)

@@ -23,7 +23,6 @@ from .records import (
     PositiveRate,
     PositiveSeconds,
     record,
-    register_keys,
 )
 from .spelling import nearest
 
@@ -485,21 +484,3 @@ def utc_text(seconds: float) -> str:
     """Convert seconds since 1970-01-01T00:00:00Z to a time such as 2022-10-26T00:00:00Z."""
     text = datetime.fromtimestamp(seconds, UTC).isoformat()
     return text.replace("+00:00", "Z")
-
-
-register_keys(
-    InstanceType,
-    PriceHistory,
-    Availability,
-    Capacity,
-    Market,
-    PolicyReplay,
-    RentReport,
-    RentState,
-    RentAdvice,
-    RentHeld,
-    RentRun,
-    HeldOffer,
-    StrategyReplay,
-    PriceReport,
-)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .market import Share
-from .records import Count, Dollars, Index, Name, PositiveSeconds, Seconds, record, register_keys
+from .records import Count, Dollars, Index, Name, PositiveSeconds, Seconds, record
 
 Correlation = Annotated[float, Field(ge=-1 - 1e-9, le=1 + 1e-9)]
 
@@ -97,6 +97,3 @@ class OddsReport:
     prices: tuple[PriceOdds, ...] = ()
     together: tuple[ZoneCorrelation, ...] = ()
     checkpoint_seconds: PositiveSeconds | None = None
-
-
-register_keys(PreemptionRate, Survivors, ZoneOdds, PriceOdds, ZoneCorrelation, OddsReport)

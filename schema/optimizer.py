@@ -2,7 +2,7 @@
 
 from .errors import ProblemError
 from .options import option
-from .records import Name, Ratio, nearest, record, register_keys
+from .records import Name, Ratio, nearest, record
 
 
 @record
@@ -79,6 +79,3 @@ def asked_optimizer(name: str | None, ratio: float | None) -> OptimizerState | N
     if name is not None:
         return named_optimizer(name)
     return None if ratio is None else OptimizerState(state_bytes_per_weight_byte=ratio)
-
-
-register_keys(OptimizerState)

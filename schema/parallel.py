@@ -7,16 +7,7 @@ from typing import Any, Literal
 
 from .errors import ProblemError
 from .optimizer import OptimizerState
-from .records import (
-    Bytes,
-    Count,
-    Name,
-    NonNegative,
-    PositiveBytes,
-    Seconds,
-    record,
-    register_keys,
-)
+from .records import Bytes, Count, Name, NonNegative, PositiveBytes, Seconds, record
 from .schedule_traits import DEFAULT_SCHEDULE, traits
 
 Recompute = Literal["none", "selective", "full"]
@@ -280,8 +271,3 @@ def parallel_schedule(*, is_chunked: bool) -> str:
     """
     plain = traits(DEFAULT_SCHEDULE)
     return plain.chunked_as or plain.name if is_chunked else plain.name
-
-
-register_keys(
-    LinkCurve, ShardTimes, ShardSizes, DegreeLink, TypesLink, ParallelPool, ParallelProblem
-)

@@ -7,18 +7,7 @@ from .choices import StageCost
 from .errors import ProblemError
 from .optimizer import OptimizerState
 from .options import option
-from .records import (
-    Bytes,
-    Count,
-    Index,
-    Name,
-    PositiveBytes,
-    PositiveRate,
-    Ratio,
-    Seconds,
-    record,
-    register_keys,
-)
+from .records import Bytes, Count, Index, Name, PositiveBytes, PositiveRate, Ratio, Seconds, record
 from .schedule_traits import DEFAULT_SCHEDULE, ScheduleTraits, planned_schedules, traits
 
 Solved = Literal["flat", "nested"]
@@ -433,6 +422,3 @@ def _check_nested(problem: PipelineProblem) -> None:
             "the text's nested recurrence knows no later stages, so it cannot bound memory",
             hint="solved: flat",
         )
-
-
-register_keys(PipelineLayer, TopologyLevel, DevicePool, PipelineProblem)

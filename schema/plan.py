@@ -26,7 +26,6 @@ from .records import (
     Ratio,
     Seconds,
     record,
-    register_keys,
 )
 from .restrictions import Restrictions
 from .schedule_traits import DEFAULT_SCHEDULE, ScheduleTraits, traits
@@ -729,11 +728,3 @@ def claim_of(plan: Plan, pool: Cluster | None = None) -> str:
         own = {name: known[name] for name in more if name in known}
         text += f"{',' if among else ' among plans'} on {listed(own)} of {listed(more)}"
     return text
-
-
-register_keys(
-    RefutedSplits, SplitCertificate, RefutedShares, SharesCertificate, PricedPlans,
-    ParallelCertificate, Proof, Prediction,
-    ReplicaGroup, NestedBlock, Stage, PassTime,
-    EmulatedDevice, EstEstimate, Alternative, Gain, SyncBound, Plan,
-)  # fmt: skip

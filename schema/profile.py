@@ -20,7 +20,6 @@ from .records import (
     PositiveRate,
     Ratio,
     record,
-    register_keys,
 )
 from .step_costs import Links, MessageTime, PipelineCosts, TypeLink
 
@@ -429,9 +428,3 @@ def _check_curve(batch_curve: tuple[BatchPoint, ...]) -> None:
             raise ProblemError(
                 f"batch_curve must be sorted by batch_size; {after} follows {before}"
             )
-
-
-register_keys(
-    BatchPoint, BusyHost, LayerCore, LayerNode, LayerGraph, TensorLayers, SyncPoint, Sync,
-    Emulation, Profile,
-)  # fmt: skip

@@ -48,6 +48,8 @@ Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f
 
 # Validators are built when they are first used (``adapter_of``): a command uses few of the records.
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+_KNOWN_KEYS: set[str] = set()
+"""Keys of all records that were imported, for "did you mean" suggestions."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -63,6 +65,7 @@ def record(cls: type[T]) -> type[T]:
     )
     made.__init__ = _raising_problem_error(made)
     made.__signature__ = _FieldsSignature()
+    _KNOWN_KEYS.update(made.__dataclass_fields__)
     return made  # type: ignore[no-any-return]
 
 
@@ -172,12 +175,3 @@ def _sentence(fault: Any, error: ValidationError) -> str:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-_KNOWN_KEYS: set[str] = set()
-
-
-def register_keys(*classes: type) -> None:
-    """Register the keys of these records for "did you mean" suggestions."""
-    for cls in classes:
-        _KNOWN_KEYS.update(cls.__dataclass_fields__)  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from .launch import LaunchConfig
-from .records import Index, Name, Seconds, record, register_keys
+from .records import Index, Name, Seconds, record
 
 
 @record
@@ -41,6 +41,3 @@ class ResizeAnswer:
     left: tuple[Name, ...] = ()
     start_seconds: Seconds | None = None
     pause_seconds: Seconds | None = None
-
-
-register_keys(ResizeRequest, ResizeAnswer)

@@ -1,7 +1,7 @@
 """What a plan was solved under: its proof holds among the plans that keep to it."""
 
 from .choices import Shard
-from .records import Count, Name, record, register_keys
+from .records import Count, Name, record
 
 
 @record
@@ -40,6 +40,3 @@ class Restrictions:
             (self.shard, f"shared states ({self.shard})"),
         ]
         return ", ".join(text for said, text in parts if said)
-
-
-register_keys(Restrictions)

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from .frames import Rows, Shown, fields_table
 from .plan import Plan
-from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
+from .records import Bytes, Count, Index, Name, Seconds, record
 
 
 @record
@@ -180,16 +180,3 @@ class RunRecord(Shown):
     def table(self) -> tuple[list[str], Rows]:
         """Return a table with a row for each device, by rank, without terms and stages."""
         return fields_table(self.devices, DeviceRun, but=["terms", "stages"])
-
-
-register_keys(
-    MeasuredTerm,
-    MeasuredTerms,
-    StageRun,
-    DeviceRun,
-    TermComparison,
-    RunEvent,
-    GenerationWorker,
-    Generation,
-    RunRecord,
-)

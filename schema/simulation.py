@@ -9,17 +9,7 @@ from pydantic import Field
 from .errors import HetflowError
 from .frames import Rows, Shown, fields_table, frame_of, listed
 from .options import option
-from .records import (
-    Count,
-    Dollars,
-    Index,
-    Name,
-    NonNegative,
-    PositiveSeconds,
-    Seconds,
-    record,
-    register_keys,
-)
+from .records import Count, Dollars, Index, Name, NonNegative, PositiveSeconds, Seconds, record
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -183,9 +173,6 @@ class SimulationRun(Shown):
                 hint=f"simulate it again with its jobs ({option('csv', 'FILE')})",
             )
         return fields_table(self.jobs, JobOutcome, also=_DERIVED)
-
-
-register_keys(JobOutcome, Span, SimulationMetrics, SimulationRun)
 
 
 def frame_of_runs(runs: Iterable[SimulationRun]) -> "DataFrame":

@@ -4,16 +4,7 @@ All are measured in the training loop (runtime/), and each is one term of a pred
 """
 
 from .errors import ProblemError
-from .records import (
-    Bytes,
-    Count,
-    MeasuredSeconds,
-    Name,
-    PositiveRate,
-    Ratio,
-    record,
-    register_keys,
-)
+from .records import Bytes, Count, MeasuredSeconds, Name, PositiveRate, Ratio, record
 
 
 @record
@@ -101,6 +92,3 @@ class PipelineCosts:
             raise ProblemError(
                 "reduce_latency_seconds and reduce_bytes_per_second come together or not at all"
             )
-
-
-register_keys(MessageTime, LinkPoint, Links, TypeLink, PipelineCosts)

@@ -16,7 +16,7 @@ from ...schema import files
 from ...schema.errors import ProblemError
 from ...schema.files import from_json, to_json
 from ...schema.profile import Profile
-from ...schema.records import Index, Name, record, register_keys
+from ...schema.records import Index, Name, record
 from ..engines.accounts import Account
 from . import group, view
 from .store import ClusterStore
@@ -48,9 +48,6 @@ class Request:
                 raise ProblemError("a request to submit has no submission")
         elif self.wish != "queue" and self.job is None:
             raise ProblemError(f"a request to {self.wish} names no job")
-
-
-register_keys(Request)
 
 
 def send(folder: Path, request: Request) -> Any:

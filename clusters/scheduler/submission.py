@@ -23,7 +23,7 @@ from ...schema.files import from_json, read, to_json, to_plain
 from ...schema.jobs import Entity, Jobs, ModelThroughput, Throughputs
 from ...schema.launch import Determinism
 from ...schema.options import option, options
-from ...schema.records import Count, Index, Name, Positive, PositiveSeconds, record, register_keys
+from ...schema.records import Count, Index, Name, Positive, PositiveSeconds, record
 from ...schema.spelling import nearest
 from ..engines.accounts import Account
 from .store import ClusterStore
@@ -161,9 +161,6 @@ class Submission:
     def level(self) -> Determinism:
         """The level of determinism that the launch is asked for."""
         return self.determinism or ("none" if self.virtual_nodes is None else "elastic")
-
-
-register_keys(Submission)
 
 
 def read_submission(

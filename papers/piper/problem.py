@@ -16,7 +16,6 @@ from ...schema.records import (
     PositiveBytes,
     Seconds,
     record,
-    register_keys,
 )
 
 _MOST_CHOICES = 2
@@ -148,9 +147,3 @@ class SteadyPlan:
     stages: tuple[SteadyStage, ...]
     sample_seconds: Seconds
     proof: Proof
-
-
-register_keys(
-    SteadyChoice, SteadyDegree, SteadyLayer, SteadySync, SteadyEdge, SteadyProblem, SteadyStage,
-    SteadyPlan,
-)  # fmt: skip
