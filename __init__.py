@@ -50,10 +50,10 @@ if TYPE_CHECKING:
         TargetError,
     )
     from .schema.jobs import Allocation, Job, Jobs, ModelThroughput, Throughputs
+    from .schema.launch import ResizeAnswer
     from .schema.optimizer import OptimizerState
     from .schema.plan import Plan
     from .schema.profile import BatchPoint, Profile
-    from .schema.resize import ResizeAnswer
     from .schema.run import RunRecord
     from .schema.simulation import SimulationRun
 
@@ -78,7 +78,7 @@ _NAMES = {
     ".schema.cluster": "Cluster",
     ".schema.optimizer": "OptimizerState",
     ".schema.plan": "Plan",
-    ".schema.resize": "ResizeAnswer",
+    ".schema.launch": "ResizeAnswer",
     ".schema.run": "RunRecord",
     ".schema.simulation": "SimulationRun",
     ".schema.errors": "BackendError FileError HetflowError InfeasibleError LaunchError "

@@ -15,7 +15,7 @@ from ..schema.deployment import Deployment, HostGroup, Machine, job_name
 from ..schema.errors import ProblemError
 from ..schema.files import read_text
 from ..schema.options import option
-from ..schema.requests.export import ExportRequest
+from ..schema.requests.files import ExportRequest
 from ..schema.requests.kinds import Markets
 from .calls import takes
 from .files import markets_of, plan_of

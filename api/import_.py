@@ -19,7 +19,7 @@ from ..schema.market import Market
 from ..schema.options import command, option
 from ..schema.pipeline import check_joined
 from ..schema.profile import Profile
-from ..schema.requests.import_ import ImportRequest
+from ..schema.requests.files import ImportRequest
 from ..schema.spelling import nearest
 
 SACCT = "sacct"

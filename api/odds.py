@@ -6,8 +6,7 @@ from pathlib import Path
 from ..formats.importers.availability import read_availability
 from ..schema import files
 from ..schema.errors import ProblemError
-from ..schema.market import Availability, Market, PriceHistory
-from ..schema.odds import OddsReport
+from ..schema.market import Availability, Market, OddsReport, PriceHistory
 from ..schema.records import PositiveSeconds
 from ..solvers.market.odds import Zone
 from ..solvers.market.odds import odds as estimate

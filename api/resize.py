@@ -9,12 +9,11 @@ from ..runtime.launcher.repartition import check_not_parallel, check_same_job
 from ..runtime.protocol import control
 from ..schema import files
 from ..schema.errors import ProblemError
-from ..schema.launch import LaunchConfig
+from ..schema.launch import LaunchConfig, ResizeAnswer
 from ..schema.options import option, told
 from ..schema.plan import Plan
 from ..schema.requests.kinds import Pool, Profiles
 from ..schema.requests.launch import ResizingRequest
-from ..schema.resize import ResizeAnswer
 from .calls import takes
 
 _log = logging.getLogger("hetflow")

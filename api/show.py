@@ -9,7 +9,7 @@ from ..schema import files
 from ..schema.errors import FileError, HetflowError
 from ..schema.options import asked_of, option
 from ..schema.plan import Plan
-from ..schema.requests.show import DRAWN, MARKETS, PIPELINES, PLANS, RUNS, ShowRequest
+from ..schema.requests.files import DRAWN, MARKETS, PIPELINES, PLANS, RUNS, ShowRequest
 from .calls import takes
 
 if TYPE_CHECKING:

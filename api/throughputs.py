@@ -14,7 +14,7 @@ from ..schema.jobs import MixThroughput, ModelThroughput, Throughputs
 from ..schema.options import option
 from ..schema.problem import Problem
 from ..schema.profile import Profile
-from ..schema.requests.throughputs import ThroughputsRequest
+from ..schema.requests.allocate import ThroughputsRequest
 from ..schema.spelling import nearest
 from .calls import takes
 

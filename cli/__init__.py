@@ -1,1 +1,1 @@
-"""One thin module a command: parse, call, check, write."""
+"""Thin modules of commands: parse, call, check, write."""

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..schema.requests.allocate import AllocateRequest
-from ..schema.requests.throughputs import ThroughputsRequest
+from ..schema.requests.allocate import AllocateRequest, ThroughputsRequest
 from .asking import Asked, asks
 from .common import (
     ForceFlag,

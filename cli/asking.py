@@ -11,7 +11,7 @@ what was given, under the record's names and in its units::
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,8 +23,8 @@ import typer
 from ..schema import options, requests
 from ..schema.arguments import Arguments
 from ..schema.errors import ProblemError
-from ..schema.options import asked_of, told
-from ..schema.requests import texts
+from ..schema.options import asked_of, option, told
+from ..schema.spelling import whole_number
 from .common import RARE, Settings, asked_pool
 
 Asked = dict[str, Any]
@@ -50,6 +50,102 @@ class Reading:
     range: str = ""
 
 
+def _counts(text: str) -> list[int]:
+    """Read ``4,8,16``; a ValueError says that a part is no whole number of at least 1."""
+    found = [whole_number(part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise ValueError(text)
+    return [number for number in found if number]
+
+
+def _counts_of_models(text: str) -> int | dict[str, int]:
+    """Read ``4``, or ``bert=4,gpt=8``; a ValueError says that it is neither."""
+    parts = [part.partition("=") for part in text.split(",")]
+    if "=" in text:
+        return {name.strip(): _counts(number)[0] for name, _, number in parts}
+    (number,) = _counts(text)
+    return number
+
+
+def _window(text: str) -> tuple[int, int]:
+    """Read ``4000:5000``; a ValueError says that it is none."""
+    first, last = map(int, text.split(":"))
+    if not 0 <= first < last:
+        raise ValueError(text)
+    return first, last
+
+
+def _names(given: Iterable[str]) -> dict[str, str]:
+    """Read ``V100=tesla_v100``, several times."""
+    found = {}
+    for text in given:
+        name, _, called = text.partition("=")
+        if not name or not called:
+            message = f"{option('names')} {text!r} is not TYPE=NAME"
+            raise ProblemError(message, hint="write V100=tesla_v100")
+        found[name] = called
+    return found
+
+
+def _rates(given: Iterable[str]) -> dict[str, float]:
+    """Read speeds of device types, ``V100=9.6``, several times."""
+    parts = [text.partition("=") for text in given]
+    message = f"{option('rates')} must be such as V100=9.6"
+    return {name: _number(value, "".join((name, equals, value)), message)
+            for name, equals, value in parts}  # fmt: skip
+
+
+def _by_place(field: str, given: Sequence[str]) -> float | dict[str, float]:
+    """Read one price for all machines, ``0.97``, or that of a zone or type, ``us-west-2a=0.97``."""
+    flag = option(field)
+    found: dict[str, float] = {}
+    for text in given:
+        name, _, value = text.rpartition("=")
+        found[name] = _number(value, text, f"{flag} must be a price or such as us-west-2a=0.97")
+    if "" in found and len(given) > 1:
+        raise ProblemError(f"{flag} must be one price for all zones, or ZONE=DOLLARS of each")
+    return found.get("", found)
+
+
+def _machine_speeds(given: Iterable[str]) -> dict[str, float | str]:
+    """Read speeds of machines, or their plans' files: ``p2.xlarge=0.2``, several times."""
+    found: dict[str, float | str] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise ProblemError(
+                f"{option('machine_speeds')} must be such as p2.xlarge=0.2 or p2.xlarge=plan.json, "
+                f"got {text[:60]!r}"
+            )
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _memory_reserve(text: str | None) -> int | None:
+    """Read bytes, such as ``2GiB``; None if nothing is given."""
+    from ..schema.cluster import parse_memory
+
+    if text is None or text == "0":
+        return None if text is None else 0
+    found = parse_memory(text)
+    if found is None:
+        raise ProblemError(
+            f"{option('memory_reserve_bytes')} {text!r}: is not an amount of memory",
+            hint="write for example 2GiB",
+        )
+    return found
+
+
+def _number(value: str, text: str, message: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ProblemError(f"{message}, got {text[:60]!r}") from None
+
+
 _PATHS = (
     "Path", "Path | str", "Profiles", "JobsTable", "ThroughputsTable", "Profile | Path | str",
     "Plan | Path | str", "Plan | Allocation | Path | str",
@@ -72,26 +168,24 @@ _READINGS: dict[str, Reading] = {
     "str": Reading(str),
     "str | Path": Reading(str),
     "bool": Reading(bool),
-    "Bytes": Reading(str, texts.memory_reserve),
+    "Bytes": Reading(str, _memory_reserve),
     "Sequence[str]": Reading(list[str]),
     "Sequence[Path | str]": Reading(list[Path]),
     "str | Pool": Reading(str),
-    "Mapping[str, float]": Reading(list[str], texts.rates),
+    "Mapping[str, float]": Reading(list[str], _rates),
     "Speeds": Reading(list[float], lambda speeds: (0.0, *speeds)),
-    "SpotPrices": Reading(list[str], partial(texts.by_place, "spot_dollars_per_hour")),
-    "OnDemandPrices": Reading(list[str], partial(texts.by_place, "on_demand_dollars_per_hour")),
-    "MachineSpeeds": Reading(list[str], texts.machine_speeds),
-    "Mapping[str, str]": Reading(list[str], texts.names),
-    "Sequence[Count]": Reading(str, texts.counts, "whole numbers of at least 1, such as 4,8,16"),
+    "SpotPrices": Reading(list[str], partial(_by_place, "spot_dollars_per_hour")),
+    "OnDemandPrices": Reading(list[str], partial(_by_place, "on_demand_dollars_per_hour")),
+    "MachineSpeeds": Reading(list[str], _machine_speeds),
+    "Mapping[str, str]": Reading(list[str], _names),
+    "Sequence[Count]": Reading(str, _counts, "whole numbers of at least 1, such as 4,8,16"),
     "Sequence[Count] | str": Reading(str),
-    "Count | Mapping[str, Count]": Reading(
-        str, texts.counts_of_models, "a whole number of at least 1"
-    ),
+    "Count | Mapping[str, Count]": Reading(str, _counts_of_models, "a whole number of at least 1"),
     "SyncDevices": Reading(int, range="0<=x<=64"),
     "Sequence[float]": Reading(
         str, lambda text: list(map(float, text.split(","))), "numbers such as 2,4,5.6"
     ),
-    "tuple[Index, Index]": Reading(str, texts.window, "FROM:TO such as 4000:5000"),
+    "tuple[Index, Index]": Reading(str, _window, "FROM:TO such as 4000:5000"),
 }
 
 

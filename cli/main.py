@@ -86,12 +86,12 @@ GROUPS = {
         "rent zones": Listed("rent.rent_zones", "Old name of rent --between-zones."),
         "rent prices": Listed("rent.rent_prices", "Old name of rent --rate TYPE=SPEED."),
         "rent machines": Listed("rent.rent_machines", "Old name of rent --steps N."),
-        "rent odds": Listed("rent_odds.rent_odds", "Estimate how long spot machines last."),
+        "rent odds": Listed("rent.rent_odds", "Estimate how long spot machines last."),
     },
     "Files": {
-        "show": Listed("show.show", "Show any hetflow file as a table or a picture."),
-        "import": Listed("import_.import_", "Read layers or prices in a foreign format."),
-        "export": Listed("export.export", "Write what starts a plan elsewhere."),
+        "show": Listed("files.show", "Show any hetflow file as a table or a picture."),
+        "import": Listed("files.import_", "Read layers or prices in a foreign format."),
+        "export": Listed("files.export", "Write what starts a plan elsewhere."),
     },
 }
 COMMANDS = {name: listed for group in GROUPS.values() for name, listed in group.items()}

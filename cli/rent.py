@@ -10,6 +10,7 @@ import typer
 from ..schema.requests.rent import (
     AnyRentRequest,
     MachinesRequest,
+    OddsRequest,
     PricesRequest,
     RentRequest,
     RunRentRequest,
@@ -186,6 +187,26 @@ def rent_machines(
     hetflow export plan.json --to skypilot --market aws.json -- train.py
     """  # noqa: E501
     _machines(asked, deadline_hours, budget, top, output, plot, force=force, json=json)
+
+
+@asks(OddsRequest)
+def rent_odds(
+    asked: Asked, output: ReportOption = None, force: ForceFlag = False, json: JsonFlag = False
+) -> None:
+    """Estimate how long spot machines last, how prices spread, and how zones go together.
+
+    \b
+    hetflow rent odds us-west-2a us-west-2b --checkpoint-seconds 30
+    """
+    from ..api.odds import odds
+    from ..formats.reports.market_tables import odds_table
+    from ..schema.files import check_outputs, to_plain
+
+    check_outputs(output, force=force)
+    report = odds(**asked)
+    if output is not None:
+        emit_file(report, output, force=force)
+    emit_either(json, to_plain(report), lambda: odds_table(report))
 
 
 def _draw_deadlines(has_none: bool, asked: Asked, plot: Path, *, force: bool) -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schema import files
-from ..schema.cluster import Cluster
+from ..schema.cluster import Cluster, is_listing
 from ..schema.device_naming import is_former_name
 from ..schema.errors import ProblemError
 from ..schema.options import option
-from ..schema.pool_text import is_listing
 from ..schema.profile import Profile
 from ..schema.records import nearest
 from ..schema.requests.kinds import Pool, Profiles

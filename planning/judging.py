@@ -12,10 +12,9 @@ from ..schema.optimizer import OptimizerState
 from ..schema.options import option
 from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import PipelineProblem
-from ..schema.plan import Plan, devices_for
+from ..schema.plan import Plan, Restrictions, devices_for
 from ..schema.problem import Problem, ShardedProblem, SplitProblem
 from ..schema.profile import Profile
-from ..schema.restrictions import Restrictions
 from .checks import plan as plan_checks
 from .checks.proofs import Verdict, tolerance_faults
 from .pool_parts import is_part_of

@@ -15,8 +15,7 @@ from ..schema.cluster import Cluster, Level, Link
 from ..schema.errors import ProblemError
 from ..schema.options import command, option
 from ..schema.pipeline import TopologyLevel
-from ..schema.profile import Profile
-from ..schema.step_costs import Links
+from ..schema.profile import Links, Profile
 
 Levels = tuple[TopologyLevel, ...]
 

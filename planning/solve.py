@@ -10,11 +10,10 @@ from ..schema.device_memory import MemoryReserve
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.layer_trace import cannot_spread
 from ..schema.options import asked_of, option
-from ..schema.plan import EmulatedDevice, PassTime, Plan, SyncBound
+from ..schema.plan import EmulatedDevice, PassTime, Plan, Restrictions, SyncBound
 from ..schema.problem import ShardedProblem, SplitProblem
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
-from ..schema.restrictions import Restrictions
 from ..solvers.methods import METHODS
 from .costs.memory import reserve_of
 from .inputs import flat

@@ -16,8 +16,7 @@ from ..devices.backend import DeviceRequest
 from ..devices.collectives import HOST_COLLECTIVE, LOOPBACK
 from ..devices.local import Pinned, pinned_worker
 from ..schema.errors import HetflowError
-from ..schema.profile import Sync
-from ..schema.step_costs import LinkPoint, Links, MessageTime, TypeLink
+from ..schema.profile import LinkPoint, Links, MessageTime, Sync, TypeLink
 from .fits import LinkFit, fit_link, fit_ring
 from .process import GROUP_ANSWER_SECONDS, Child, ChildDied
 from .several_devices import Crew

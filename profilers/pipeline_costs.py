@@ -15,9 +15,8 @@ from ..devices.backend import DeviceRequest
 from ..runtime.measurements import StepTimes
 from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
-from ..schema.profile import LayerGraph
+from ..schema.profile import LayerGraph, PipelineCosts
 from ..schema.schedule_traits import schedule_in_order
-from ..schema.step_costs import PipelineCosts
 from .busy import Progress
 from .links import said, too_few_devices
 from .pipeline_fit import KnownCosts, Ring, Trial, fit_costs

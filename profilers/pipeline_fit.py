@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from ..planning.costs.comm import Wire, collective_seconds
 from ..planning.costs.pipeline import num_in_flight
 from ..planning.schedules.replay import StepStage, flush_step_seconds
-from ..schema.profile import LayerGraph
-from ..schema.step_costs import Links, PipelineCosts
+from ..schema.profile import LayerGraph, Links, PipelineCosts
 from .fits import least_deviations
 
 if TYPE_CHECKING:

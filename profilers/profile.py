@@ -16,8 +16,16 @@ from ..planning.costs.compute import busy_ratio
 from ..schema.device_memory import BesideTensors
 from ..schema.errors import HetflowError, TargetError
 from ..schema.optimizer import OptimizerState
-from ..schema.profile import BatchPoint, BusyHost, Emulation, LayerGraph, Profile
-from ..schema.step_costs import Links, PipelineCosts, TypeLink
+from ..schema.profile import (
+    BatchPoint,
+    BusyHost,
+    Emulation,
+    LayerGraph,
+    Links,
+    PipelineCosts,
+    Profile,
+    TypeLink,
+)
 from . import links
 from .batch_curve import Curve, CurveLimits, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy

@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import gcd
 from typing import Literal
 
+from .device_naming import device_type_name
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table, listed
 from .options import option
-from .pool_text import pool_text
 from .records import (
     Count,
     Name,
@@ -32,6 +32,14 @@ _ITEM = re.compile(
     rf"^(?:(?P<times>\d+)[xX*])?(?P<name>{_NAME})(?::(?P<count>\d+))?(?::(?P<memory>{_MEMORY}))?$"
 )
 _SERVERS = re.compile(r"^(?P<times>\d+)[xX*]\((?P<inside>[^()]*)\)$")
+_LISTED = re.compile(r"^GPU \d+: (?P<name>.+?)(?: \(UUID: [^)]*\))?$", re.MULTILINE)
+_SLURM = re.compile(r"^(?:gres[/:])?gpu[:/](?P<rest>.*?)(?:\([^)]*\))?$")
+_DRIVER = (
+    r"^(?:(?P<times>\d+)\s*[xX*]\s*)?"
+    r"(?P<name>(?:NVIDIA|Tesla|GeForce|Quadro|AMD)(?:[ _-][\w.+/-]+)+)"
+    r"(?:\s*[:=]\s*(?P<count>\d+))?$"
+)
+_GIGABYTES = re.compile(r"(?<![\w.])(\d+)\s?GB\b", re.IGNORECASE)
 MAX_DEVICES = 1_000_000  # in a pool; larger than any real pool, and safe from overflow
 _GRAMMAR_HINT = "write for example 2xV100,8xP100, V100:2, V100:2:16GB or 4x(4xV100)"
 
@@ -365,3 +373,56 @@ def _bytes_of(text: str | None) -> int | None:
     if size < 1:
         raise ProblemError(f"{text!r}: a memory must be at least one byte")
     return size
+
+
+def is_listing(text: str) -> bool:
+    """Whether a text is what ``nvidia-smi -L`` prints."""
+    return _LISTED.match(text.lstrip()) is not None
+
+
+def listed_pool(text: str) -> str:
+    """Turn what ``nvidia-smi -L`` printed, on one host or on several, into ``--gpus`` text.
+
+    Raises:
+        ProblemError: A GPU is cut into MIG devices, which are no devices to plan for.
+    """
+    if re.search(r"^\s+MIG ", text, re.MULTILINE):
+        raise ProblemError(
+            "the list of `nvidia-smi -L` has MIG devices, parts of one GPU",
+            hint="name the devices to plan for, such as 2xA100",
+        )
+    counted = Counter(match["name"] for match in _LISTED.finditer(text))
+    return ",".join(_spelled(name, number) for name, number in counted.items())
+
+
+def pool_text(text: str) -> str:
+    """Rewrite entries that name devices as Slurm or their driver does; leave others as they are.
+
+    Slurm writes ``gpu:v100:2``, ``gres/gpu:v100=2`` or ``gpu:nvidia_a100-sxm4-80gb:4``, drivers
+    ``Tesla V100-SXM2-16GB``, Kubernetes ``Tesla-V100-SXM2-16GB``.
+    """
+    if is_listing(text):
+        return listed_pool(text)
+    return re.sub(r"[^,()]+(?:\(S:[^()]*\))?", _entry, text)
+
+
+def _entry(match: re.Match[str]) -> str:
+    entry = match[0].strip()
+    slurm = _SLURM.match(entry)
+    if slurm is not None:
+        entry = slurm["rest"].replace("=", ":")
+        if entry.isdecimal():
+            raise ProblemError(
+                f"{match[0].strip()!r} does not say of which type the GPUs are",
+                hint="add it, such as gpu:v100:2",
+            )
+    driver = re.match(_DRIVER, entry, re.IGNORECASE if slurm else 0)
+    if driver is None:
+        return match[0] if slurm is None else entry
+    return _spelled(driver["name"], int(driver["times"] or driver["count"] or 1))
+
+
+def _spelled(name: str, number: int) -> str:
+    name = name.replace("_", " ")
+    memory = _GIGABYTES.search(name.replace("-", " "))
+    return f"{device_type_name(name)}:{number}" + (f":{memory[1]}GB" if memory else "")

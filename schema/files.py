@@ -24,12 +24,10 @@ from .records import adapter_of, faults_of, nearest
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .jobs import Allocation, Jobs, Throughputs
-    from .launch import LaunchConfig
-    from .market import Market, PriceReport, RentAdvice, RentReport, RentRun, RentState
-    from .odds import OddsReport
+    from .launch import LaunchConfig, ResizeAnswer, ResizeRequest
+    from .market import Market, OddsReport, PriceReport, RentAdvice, RentReport, RentRun, RentState
     from .plan import Plan
     from .profile import Profile
-    from .resize import ResizeAnswer, ResizeRequest
     from .run import RunRecord
     from .simulation import SimulationRun
 
@@ -75,7 +73,7 @@ RECORDS: dict[str, tuple[str, str]] = {
     "hetflow.rent_advice/1": ("market", "RentAdvice"),
     "hetflow.rent_run/1": ("market", "RentRun"),
     "hetflow.rent_prices/1": ("market", "PriceReport"),
-    "hetflow.odds/1": ("odds", "OddsReport"),
+    "hetflow.odds/1": ("market", "OddsReport"),
 }
 MAX_FILE_BYTES = 256 << 20
 

@@ -1,4 +1,7 @@
-"""LaunchConfig: a plan lowered to ranks, which the launcher gives to every worker."""
+"""LaunchConfig: a plan lowered to ranks, which the launcher gives to every worker.
+
+Also how ``hetflow resize`` asks for another one, and where several hosts meet.
+"""
 
 import re
 from dataclasses import dataclass
@@ -243,6 +246,43 @@ class LaunchConfig:
                 ),
             )
         )  # fmt: skip
+
+
+@record
+class ResizeRequest:
+    """A request to run the same virtual nodes on other devices from now on.
+
+    If ``wants_answer`` is false, no client waits for the answer.
+    """
+
+    schema: Literal["hetflow.resize/1"] = "hetflow.resize/1"
+    config: LaunchConfig
+    wants_answer: bool = True
+
+
+@record
+class ResizeAnswer:
+    """The outcome of a request.
+
+    A ``refused`` request was not tried. A ``failed`` one was tried, and the job continues on its
+    former devices. ``joined`` and ``left`` name workers. ``pause_seconds`` is how long training
+    paused, ``start_seconds`` how long the joining workers took to start.
+
+    Example:
+        >>> import hetflow
+        >>> hetflow.ResizeAnswer(status="refused", detail="the launch has ended").joined
+        ()
+    """
+
+    schema: Literal["hetflow.resized/1"] = "hetflow.resized/1"
+    status: Literal["done", "refused", "failed"]
+    detail: str
+    hint: str | None = None
+    generation: Index | None = None
+    joined: tuple[Name, ...] = ()
+    left: tuple[Name, ...] = ()
+    start_seconds: Seconds | None = None
+    pause_seconds: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,14 @@
-"""How a model's layers were found; the runtime must repeat it to cut the model the same way."""
+"""How a model's layers were found, which the runtime must repeat, and how they are named."""
 
 import json
+import re
 from typing import Any, Literal
 
 from .errors import ProblemError
 from .records import Index, Name, adapter_of, record
 
 TraceWay = Literal["fx", "export", "hooks"]
+_REPEATED = re.compile(r"(.*?(?:^|[._])\d+)(?:[._]|$)")
 
 
 @record
@@ -59,3 +61,12 @@ def trace_of(plain: dict[str, Any]) -> LayerTrace:
     """Rebuild a trace from the dict that another process sent."""
     trace: LayerTrace = adapter_of(LayerTrace).validate_json(json.dumps(plain))
     return trace
+
+
+def unit_of(name: str) -> str:
+    """The repeated layer that a layer or module is in, by its name; empty for the rest.
+
+    ``blocks.3.attention`` is in ``blocks.3``. Shared states are gathered by such units.
+    """
+    found = _REPEATED.match(name)
+    return found[1] if found else ""

@@ -331,9 +331,9 @@ NAMES_A_SCHEDULE = {
     "planning/checks/schedule_lists.py",  # the judge's own definition of each
 }
 PIPEDREAM_FILES = {  # a format of layers has the name of a schedule
-    "cli/export.py", "formats/exporters/pipedream.py", "formats/exporters/registry.py",
+    "cli/files.py", "formats/exporters/pipedream.py", "formats/exporters/registry.py",
     "formats/importers/pipedream.py",
-    "schema/requests/import_.py",
+    "schema/requests/files.py",
 }  # fmt: skip
 
 

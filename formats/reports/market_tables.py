@@ -5,14 +5,17 @@ from typing import Any
 
 from ...schema.market import (
     Market,
+    OddsReport,
+    PreemptionRate,
     PriceReport,
     RentAdvice,
     RentReport,
     RentRun,
     RentState,
+    Survivors,
+    ZoneOdds,
     held_text,
 )
-from ...schema.odds import OddsReport, PreemptionRate, Survivors, ZoneOdds
 from .grid import grid
 
 

@@ -4,8 +4,15 @@ from typing import TYPE_CHECKING
 
 from ...schema.cluster import Cluster
 from ...schema.launch import LaunchConfig
-from ...schema.market import Market, PriceReport, RentAdvice, RentReport, RentRun, RentState
-from ...schema.odds import OddsReport
+from ...schema.market import (
+    Market,
+    OddsReport,
+    PriceReport,
+    RentAdvice,
+    RentReport,
+    RentRun,
+    RentState,
+)
 from ...schema.plan import Plan
 from ...schema.profile import Profile
 from ...schema.run import RunRecord, TermComparison

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.pipeline import DevicePool, PipelineProblem
-from ...schema.restrictions import Restrictions
+from ...schema.plan import Restrictions
 from . import definitions
 
 Table = NDArray[np.float64]

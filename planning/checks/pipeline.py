@@ -12,8 +12,7 @@ from math import inf
 
 from ...schema.errors import ProblemError
 from ...schema.pipeline import DevicePool, PipelineProblem
-from ...schema.plan import Plan, Stage
-from ...schema.restrictions import Restrictions
+from ...schema.plan import Plan, Restrictions, Stage
 from . import definitions
 from .chain_bound import is_proved
 from .methods import METHOD_JUDGES, prices_of

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...schema.plan import Plan, Stage
-from ...schema.profile import LayerGraph, Profile
+from ...schema.profile import LayerGraph, PipelineCosts, Profile
 from ...schema.run import RunRecord
-from ...schema.step_costs import PipelineCosts
 from .observed import Measured, Run, together
 
 Retime = Callable[[Plan, Sequence[Profile]], float | None]

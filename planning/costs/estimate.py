@@ -24,11 +24,11 @@ from ...schema.profile import (
     LayerCore,
     LayerGraph,
     LayerNode,
+    Links,
     Profile,
     Sync,
     TensorLayers,
 )
-from ...schema.step_costs import Links
 from .comm import Wire, collective_seconds
 from .device_table import DeviceSpec
 from .efficiency import ESTIMATED_ERROR, FITTED, RATIO_ERROR

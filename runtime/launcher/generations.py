@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from ...schema.errors import HetflowError, LaunchError, ProblemError
-from ...schema.launch import LaunchConfig
+from ...schema.launch import LaunchConfig, ResizeAnswer
 from ...schema.options import told
-from ...schema.resize import ResizeAnswer
 from ..protocol.messages import (
     Abort,
     Closed,

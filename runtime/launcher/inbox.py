@@ -8,8 +8,7 @@ from typing import IO
 
 from ...schema import files
 from ...schema.errors import FileError, HetflowError
-from ...schema.launch import LaunchConfig
-from ...schema.resize import ResizeAnswer, ResizeRequest
+from ...schema.launch import LaunchConfig, ResizeAnswer, ResizeRequest
 from ..protocol.control import CURRENT, FOLDER, LOCK, REQUEST, answer_to
 
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ...schema.errors import HetflowError, ProblemError
-from ...schema.launch import LaunchConfig, WorkerSlot
-from ...schema.resize import ResizeAnswer
+from ...schema.launch import LaunchConfig, ResizeAnswer, WorkerSlot
 from ...schema.run import Generation, GenerationKind, GenerationWorker
 from ..protocol import handover
 from .failures import Failure, first_cause, silence

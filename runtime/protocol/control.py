@@ -14,9 +14,8 @@ from pathlib import Path
 
 from ...schema import files
 from ...schema.errors import LaunchError, TargetError
-from ...schema.launch import LaunchConfig
+from ...schema.launch import LaunchConfig, ResizeAnswer, ResizeRequest
 from ...schema.options import option, told
-from ...schema.resize import ResizeAnswer, ResizeRequest
 
 FOLDER = "control"
 LOCK = "lock"

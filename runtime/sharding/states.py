@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...schema.choices import Shard
 from ...schema.errors import TargetError
+from ...schema.layer_trace import unit_of
 from ...schema.options import option
-from ...schema.units import unit_of
 from .. import peers
 from ..digest import InPieces, digest_of_pieces
 from ..engine import Step

@@ -6,20 +6,7 @@ from importlib import import_module
 
 from ..options import asked_of
 
-_ROOMS = (
-    "solve",
-    "allocate",
-    "check",
-    "rent",
-    "simulate",
-    "launch",
-    "profile",
-    "throughputs",
-    "export",
-    "cluster",
-    "show",
-    "import_",
-)
+_ROOMS = ("solve", "allocate", "check", "rent", "simulate", "launch", "profile", "files", "cluster")
 
 
 def flag_of(name: str, value: str | bool | None = None, first: type | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The request for an allocation."""
+"""The requests for throughputs of jobs, and for an allocation of devices by them."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,19 @@ from ..choices import Placement
 from ..options import Option
 
 if TYPE_CHECKING:
-    from .kinds import Dollars, JobsTable, Markets, Pool, PositiveSeconds, ThroughputsTable
+    from .kinds import (
+        Bytes,
+        Count,
+        Dollars,
+        JobsTable,
+        Mapping,
+        Markets,
+        Pool,
+        PositiveSeconds,
+        Profiles,
+        Sequence,
+        ThroughputsTable,
+    )
 
 POLICIES = Option(
     names="policies",
@@ -32,6 +44,36 @@ AT = Option(
     help="Time of those prices, as 2020-03-07T00:00:00Z.",
     default="the market's last prices",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputsRequest:
+    """What ``throughputs`` needs to know."""
+
+    profiles: Annotated[
+        "Profiles",
+        Option(
+            argument=True,
+            help="Folder of profiles (hetflow profile -o).",
+            python="Also ``Profile`` records, of one or more models.",
+        ),
+    ]
+    _: KW_ONLY
+    batch_size: Annotated[
+        "Count | Mapping[str, Count]",
+        Option(help="Samples of a job's step: one number, or resnet50=256,gpt=64 by model."),
+    ]
+    scale_factors: Annotated[
+        "Sequence[Count]", Option(help="Numbers of devices that jobs ask for, such as 1,2,4.")
+    ] = (1,)
+    mixes: Annotated[bool, Option(help="Add jobs that hold several device types at once.")] = False
+    memory_reserve_bytes: Annotated[
+        "Bytes",
+        Option(
+            flag="--memory-reserve",
+            help="Memory of each device to leave free, such as 2GiB, as for solve.",
+        ),
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,42 +35,13 @@ if TYPE_CHECKING:
     from ..files import Record
 
 __all__ = [
-    "Allocation",
-    "Bytes",
-    "Callable",
-    "Count",
-    "Dollars",
-    "Fraction",
-    "GraceSeconds",
-    "HeartbeatSeconds",
-    "Index",
-    "JobCount",
-    "JobsTable",
-    "MachineSpeeds",
-    "Mapping",
-    "Markets",
-    "Offers",
-    "OnDemandPrices",
-    "OnFailure",
-    "OptimizerState",
-    "Plan",
-    "Pool",
-    "PositiveRate",
-    "PositiveSeconds",
-    "Profile",
-    "Profiles",
-    "Record",
-    "Rendezvous",
-    "RoundSeconds",
-    "Sequence",
-    "Speeds",
-    "SpotPrices",
-    "SyncDevices",
-    "ThroughputsTable",
-    "TimeoutSeconds",
-    "WaitSeconds",
+    "Allocation", "Bytes", "Callable", "Count", "Dollars", "Fraction", "GraceSeconds",
+    "HeartbeatSeconds", "Index", "JobCount", "JobsTable", "MachineSpeeds", "Mapping", "Markets",
+    "Offers", "OnDemandPrices", "OnFailure", "OptimizerState", "Plan", "Pool", "PositiveRate",
+    "PositiveSeconds", "Profile", "Profiles", "Record", "Rendezvous", "RoundSeconds", "Sequence",
+    "Speeds", "SpotPrices", "SyncDevices", "ThroughputsTable", "TimeoutSeconds", "WaitSeconds",
     "Windows",
-]
+]  # fmt: skip
 
 Profiles = Sequence[Profile] | Path | str
 """Profiles, or the folder (or file) that holds them."""

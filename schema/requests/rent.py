@@ -1,7 +1,7 @@
-"""The requests for renting machines: under a deadline, to stay on, and at changing prices.
+"""The requests for renting machines: under a deadline, to stay on, at changing prices; odds.
 
-``hetflow rent`` asks for all three in one record, ``AnyRentRequest``; ``question_of`` says which
-of them was asked.
+``hetflow rent`` asks for the first three in one record, ``AnyRentRequest``; ``question_of`` says
+which of them was asked.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SpotPrices,
         ThroughputsTable,
         WaitSeconds,
+        Windows,
     )
 
 
@@ -300,6 +301,24 @@ class MachinesRequest:
     ] = None
     at: Annotated[
         str | None, Option(help="When, as 2020-03-07T00:00:00Z; else the market's last prices.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class OddsRequest:
+    """What ``rent odds`` needs to know."""
+
+    sources: Annotated[
+        "Windows",
+        Option(
+            argument=True,
+            help="Markets (hetflow.market/1), or windows of Can't Be Late; a folder is one zone.",
+        ),
+    ]
+    _: KW_ONLY
+    checkpoint_seconds: Annotated[
+        "WaitSeconds | None",
+        Option(help="What writing a checkpoint takes; says how often to write."),
     ] = None
 
 

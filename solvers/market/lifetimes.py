@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
-from ...schema.odds import PreemptionRate, Survivors
+from ...schema.market import PreemptionRate, Survivors
 
 AGES_HOURS = (0.0, 1.0, 6.0, 24.0)
 """From where each class of ages goes to the next one, the last without end."""

@@ -12,8 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...planning.costs.checkpoints import daly_seconds, lost_share, young_seconds
-from ...schema.market import Availability, PriceHistory, utc_seconds
-from ...schema.odds import OddsReport, PriceOdds, ZoneCorrelation, ZoneOdds
+from ...schema.market import (
+    Availability,
+    OddsReport,
+    PriceHistory,
+    PriceOdds,
+    ZoneCorrelation,
+    ZoneOdds,
+    utc_seconds,
+)
 from .lifetimes import Lifetime, Survival, lifetimes, rate, rates_by_age, survival
 from .windows import joined
 

@@ -12,9 +12,8 @@ from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import Plan
 from hetflow.schema.problem import Problem
-from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
+from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Links, Profile, Sync
 from hetflow.schema.run import DeviceRun, RunRecord
-from hetflow.schema.step_costs import Links
 
 MODEL = plans.Model("cnn", 8)
 NODES = tuple(

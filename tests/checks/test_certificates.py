@@ -26,11 +26,11 @@ from hetflow.schema.plan import (
     Plan,
     PricedPlans,
     RefutedSplits,
+    Restrictions,
     SplitCertificate,
 )
 from hetflow.schema.problem import Problem, SplitProblem
 from hetflow.schema.profile import Sync
-from hetflow.schema.restrictions import Restrictions
 from hetflow.solvers.parallel.solve import solve as solve_parallel
 from hetflow.solvers.split.solve import solve
 from hetflow.tests.profiles import examples

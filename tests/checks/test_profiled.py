@@ -12,8 +12,14 @@ from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import Plan
 from hetflow.schema.problem import Problem
-from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
-from hetflow.schema.step_costs import PipelineCosts
+from hetflow.schema.profile import (
+    BatchPoint,
+    BusyHost,
+    LayerGraph,
+    LayerNode,
+    PipelineCosts,
+    Profile,
+)
 from hetflow.solvers.split.solve import solve
 from hetflow.tests.plan_parts import with_groups
 

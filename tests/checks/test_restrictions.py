@@ -12,8 +12,7 @@ import hetflow
 from hetflow.cli.main import run
 from hetflow.formats.reports.plan_tables import plan_table
 from hetflow.schema.files import from_json, to_json, write
-from hetflow.schema.plan import Plan, claim_of
-from hetflow.schema.restrictions import Restrictions
+from hetflow.schema.plan import Plan, Restrictions, claim_of
 
 LINK = 1e9
 

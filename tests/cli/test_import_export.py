@@ -7,8 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from hetflow.cli.asking import flag_of
-from hetflow.cli.export import export
-from hetflow.cli.import_ import import_
+from hetflow.cli.files import export, import_
 from hetflow.cli.listing import with_common_flags
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, ProblemError

@@ -23,8 +23,8 @@ def test_help_imports_no_command() -> None:
 
 
 def test_a_command_of_two_words_is_built_alone() -> None:
-    loaded = _loaded("rent", "odds", "--help")
-    assert "hetflow.cli.rent_odds" in loaded
+    loaded = _loaded("cluster", "drain", "--help")
+    assert "hetflow.cli.cluster" in loaded
     assert not loaded & {"hetflow.cli.rent", "hetflow.cli.simulate"}
 
 

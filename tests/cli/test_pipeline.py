@@ -13,8 +13,7 @@ from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.profile import LayerGraph, LayerNode, Profile, TensorLayers
-from hetflow.schema.step_costs import Links
+from hetflow.schema.profile import LayerGraph, LayerNode, Links, Profile, TensorLayers
 from hetflow.tests.plan_parts import kind_of
 
 Hetflow = Callable[..., Any]

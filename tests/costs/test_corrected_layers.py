@@ -12,9 +12,15 @@ from hetflow.planning.costs.from_runs import Correction, correct
 from hetflow.planning.costs.observed import Run
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, Prediction, Proof
-from hetflow.schema.profile import BatchPoint, Emulation, LayerGraph, LayerNode, Profile
+from hetflow.schema.profile import (
+    BatchPoint,
+    Emulation,
+    LayerGraph,
+    LayerNode,
+    PipelineCosts,
+    Profile,
+)
 from hetflow.schema.run import DeviceRun, MeasuredTerm, MeasuredTerms, RunRecord, StageRun
-from hetflow.schema.step_costs import PipelineCosts
 from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
 
 SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from hetflow.planning.costs.sharding import unit_bytes
+from hetflow.schema.layer_trace import unit_of
 from hetflow.schema.profile import LayerGraph, LayerNode
-from hetflow.schema.units import unit_of
 
 
 def test_units_are_repeated_layers() -> None:

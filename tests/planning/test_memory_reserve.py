@@ -20,8 +20,15 @@ from hetflow.schema.device_memory import BesideTensors
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.problem import Problem
-from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
-from hetflow.schema.step_costs import LinkPoint, Links
+from hetflow.schema.profile import (
+    BatchPoint,
+    BusyHost,
+    LayerGraph,
+    LayerNode,
+    LinkPoint,
+    Links,
+    Profile,
+)
 
 MIB = 1 << 20
 CONTEXT, GROUP, CHANNEL = 30 * MIB, 8 * MIB, 2 * MIB

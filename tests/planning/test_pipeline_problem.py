@@ -20,10 +20,13 @@ from hetflow.schema.profile import (
     Emulation,
     LayerGraph,
     LayerNode,
+    LinkPoint,
+    Links,
+    PipelineCosts,
     Profile,
     Sync,
+    TypeLink,
 )
-from hetflow.schema.step_costs import LinkPoint, Links, PipelineCosts, TypeLink
 
 
 def node(name: str, seconds: float = 0.01) -> LayerNode:

@@ -20,7 +20,7 @@ from hetflow.profilers.links import (
     reversed_link,
 )
 from hetflow.profilers.targets import parse
-from hetflow.schema.step_costs import Links, TypeLink
+from hetflow.schema.profile import Links, TypeLink
 
 LATENCY = st.floats(1e-6, 1e-2)
 BANDWIDTH = st.floats(1e7, 1e11)

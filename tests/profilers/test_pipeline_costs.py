@@ -18,8 +18,7 @@ from hetflow.runtime.measurements import StepTimes
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.launch import LaunchConfig
 from hetflow.schema.plan import Prediction, Proof
-from hetflow.schema.profile import LayerGraph, LayerNode
-from hetflow.schema.step_costs import LinkPoint, Links, PipelineCosts
+from hetflow.schema.profile import LayerGraph, LayerNode, LinkPoint, Links, PipelineCosts
 from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
 from hetflow.tests.profiles import examples
 

@@ -20,7 +20,7 @@ from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.sharding.flats import Flat
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema.choices import Shard
-from hetflow.schema.units import unit_of
+from hetflow.schema.layer_trace import unit_of
 from hetflow.tests.runtime import model_kinds
 
 SHARES = ([1, 1, 1], [3, 0, 7])

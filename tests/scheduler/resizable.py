@@ -12,8 +12,7 @@ from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.runtime.launcher.inbox import Inbox
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.files import read_plan
-from hetflow.schema.launch import LaunchConfig
-from hetflow.schema.resize import ResizeAnswer, ResizeRequest
+from hetflow.schema.launch import LaunchConfig, ResizeAnswer, ResizeRequest
 
 from .conftest import FakeEngine
 

@@ -22,7 +22,7 @@ from hetflow.planning.checks.pipeline import check
 from hetflow.planning.schedules.of_plan import timed
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
-from hetflow.schema.restrictions import Restrictions
+from hetflow.schema.plan import Restrictions
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.profiles import examples
