@@ -91,6 +91,7 @@ def links_of(
     source = LinkSource(profiles, cluster, link_bytes_per_second)
     between: dict[tuple[str, str], float] = {}
     names = [profile.device_type for profile in profiles]
+    stated = [stated_link(cluster, pair) for pair in pairs_of(cluster)]
     for pair in pairs_of(cluster):
         one, other = sorted(pair.types, key=names.index)
         if one != other:
@@ -108,7 +109,7 @@ def links_of(
             for name, own in levels.items()
             if source.stated_inside(name) or len(own) > 1
         },
-        latency_seconds=source.latency_seconds,
+        latency_seconds=max((link.latency_seconds for link in stated if link), default=0.0),
         measured=tuple(dict.fromkeys(source.measured)),
         assumed=tuple(dict.fromkeys(source.assumed)),
     )
@@ -127,7 +128,6 @@ class LinkSource:
         self._profiles, self._pool, self._said = profiles, pool, said
         self.measured: list[str] = []
         self.assumed: list[str] = []
-        self.latency_seconds = 0.0
 
     def link(self, pair: Pair) -> Link:
         """The link of a pair of devices.
@@ -140,7 +140,6 @@ class LinkSource:
         """
         found = stated_link(self._pool, pair)
         if found is not None:
-            self.latency_seconds = max(self.latency_seconds, found.latency_seconds)
             return found
         one, other = (self._profile(name) for name in pair.types)
         if pair.level != "server":

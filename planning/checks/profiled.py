@@ -10,12 +10,14 @@ from math import ceil, isclose
 from typing import Any
 
 from ...schema.cluster import Cluster
+from ...schema.optimizer import OptimizerState
 from ...schema.parallel import ParallelProblem
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, ReplicaGroup
 from ...schema.problem import Problem, ShardedDevices, ShardedProblem, SplitProblem
 from ...schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
 from ...schema.schedule_traits import traits
+from .links import JudgedLinks
 
 
 def split_faults(plan: Plan, problem: Problem) -> list[str]:
@@ -61,7 +63,8 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
     """List what a split's solver saw of devices, and of shared states, unlike the profiles."""
     by_type = {profile.device_type: profile for profile in problem.profiles}
     shares = isinstance(view, ShardedProblem)
-    faults: list[str] = []
+    rate, latency = JudgedLinks(problem).slowest()
+    faults = [*_unlike(view, {"optimizer": _optimizer(problem, by_type)})]
     for option in view.devices:
         profile, where = by_type[option.device_type], f"{option.device_type}: "
         busy = _busy_of(problem, profile, at_any_size=shares)
@@ -71,6 +74,8 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
             "sync": profile.sync,
             "step_error": profile.step_error,
             "is_estimated": profile.estimate is not None,
+            "link_bytes_per_second": rate,
+            "link_latency_seconds": latency,
         }
         faults += _unlike(option, own | _ends(busy or profile), where)
         if (option.alone is None) != (busy is None):
@@ -91,7 +96,16 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
             if found.get(size) != held
         ]
         faults += _unlike(option, {"memory_bytes": _device_bytes(problem.pool, profile)}, where)
-    return faults + (_unit_faults(view, by_type) if isinstance(view, ShardedProblem) else [])
+    if isinstance(view, ShardedProblem):
+        rings = [by_type[name].sync for name in problem.pool.num_devices]
+        rates = [rate, *(ring and ring.bytes_per_second for ring in rings)]
+        late = [latency, *((ring and ring.latency_seconds) or 0.0 for ring in rings)]
+        link = {
+            "bytes_per_second": min((each for each in rates if each is not None), default=None),
+            "latency_seconds": max(late),
+        }
+        faults += [*_unlike(view, link), *_unit_faults(view, by_type)]
+    return faults
 
 
 def _ends(costs: Profile | BusyHost) -> dict[str, Any]:
@@ -251,6 +265,12 @@ def _device_bytes(cluster: Cluster, profile: Profile) -> int:
     return profile.device_memory_bytes if stated is None else stated
 
 
+def _optimizer(problem: Problem, by_type: dict[str, Profile]) -> OptimizerState | None:
+    """The optimizer that will train: the stated one, else the profiles' if all name theirs."""
+    named = [by_type[name].optimizer for name in problem.pool.num_devices]
+    return problem.optimizer or (None if None in named else named[0])
+
+
 def _more_bytes(profile: Profile, problem: Problem) -> int:
     """Bytes that the optimizer keeps beyond the one that peak memory was measured with."""
     optimizer = problem.optimizer
@@ -303,7 +323,20 @@ def parallel_faults(view: ParallelProblem, problem: Problem) -> list[str]:
 def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
     """List what a pipeline's solver saw, unlike the profiles and the pool."""
     by_type = {profile.device_type: profile for profile in reversed(problem.profiles)}  # the first
-    faults: list[str] = []
+    links = JudgedLinks(problem)
+    errors = [
+        costs.step_error
+        for name in problem.pool.num_devices
+        for costs in (by_type[name].pipeline, by_type[name].estimate)
+        if costs is not None and costs.step_error is not None
+    ]
+    own = {
+        "inter_bytes_per_second": links.between_types(),
+        "message_seconds": links.message_seconds(),
+        "step_error": max(errors, default=None),
+        "optimizer": _optimizer(problem, by_type),
+    }
+    faults = [*_unlike(view, own)]
     for pool in view.pools:
         profile = by_type[pool.device_type]
         graph = next(
@@ -315,7 +348,10 @@ def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
             faults.append(f"the problem's {where}layers are not the profile's")
             continue
         ordered = [nodes[layer.id] for layer in view.layers]
-        faults += _unlike(pool, _pool_terms(view, problem, profile, graph), where)
+        own = _pool_terms(view, problem, profile, graph) | {
+            "levels": links.levels(pool.device_type)
+        }
+        faults += _unlike(pool, own, where)
         # Bytes do not depend on the device type; the view takes them from the first profile.
         for layer, node in zip(view.layers, ordered, strict=True) if pool is view.pools[0] else ():
             kept = node.activation_bytes if node.stashed_bytes is None else node.stashed_bytes

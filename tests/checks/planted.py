@@ -120,10 +120,10 @@ def sites(lines: dict[str, set[int]]) -> list[Site]:
     return found
 
 
-def lines_run(work: Callable[[], object]) -> dict[str, set[int]]:
-    """Run something; return file -> lines of the rooms that were run."""
+def lines_run(work: Callable[[], object], paths: tuple[str, ...] = ROOMS) -> dict[str, set[int]]:
+    """Run something; return file -> lines of these folders and files that were run."""
     ran: dict[str, set[int]] = {}
-    rooms = tuple(str(ROOT / room) for room in ROOMS)
+    rooms = tuple(str(ROOT / path) for path in paths)
 
     def traced(frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(rooms):
