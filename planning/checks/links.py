@@ -1,8 +1,8 @@
 """A pool's links, counted from the pool and the profiles once more, for the judges.
 
 What is counted of a link follows from the two devices that it joins. So the judge looks at pairs of
-devices, one by one, and says of each what the pool states or the profiles have measured
-(docs/decisions.md, "Where does a link's rate come from?").
+devices, one by one, for what the pool states or the profiles have measured. The rules are in
+docs/decisions.md ("Where does a link's rate come from?").
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from ...schema.problem import Problem
 from ...schema.step_costs import Links
 
 
-class Joined(NamedTuple):
+class DevicePair(NamedTuple):
     """Two devices: the level that joins them, their types, the server's group if they share it."""
 
     level: Level
@@ -25,7 +25,7 @@ class Joined(NamedTuple):
     place: int | None
 
 
-def kinds_of(pool: Cluster) -> set[Joined]:
+def kinds_of(pool: Cluster) -> set[DevicePair]:
     """Every kind of pair of devices: two of each type in two servers of each group show it."""
     witnesses = [
         (place, server, name)
@@ -37,10 +37,10 @@ def kinds_of(pool: Cluster) -> set[Joined]:
     found = set()
     for (here, one, first), (there, other, second) in combinations(witnesses, 2):
         if (here, one) == (there, other):
-            found.add(Joined("server", (first, second), here))
+            found.add(DevicePair("server", (first, second), here))
         else:
             level = pool.level(pool.servers[here], pool.servers[there])
-            found.add(Joined(level, (first, second), None))
+            found.add(DevicePair(level, (first, second), None))
     return found
 
 
@@ -71,7 +71,7 @@ class JudgedLinks:
             rate, late = self._stated(kind)
             if rate is None and kind.level == "server":
                 between = self._between(*kind.types)
-                rate = between and between.bytes_per_second
+                rate = None if between is None else between.bytes_per_second
             latency = max(latency, late)
             rates += [] if rate is None else [rate]
         return min(rates, default=None), latency if rates else 0.0
@@ -129,20 +129,20 @@ class JudgedLinks:
         place = next(n for n, group in enumerate(self._pool.servers) if name in group.devices)
         own = self._own[name]
         known = [
-            self._stated(Joined("server", (name, name), place))[0],
+            self._stated(DevicePair("server", (name, name), place))[0],
             self._said,
             self.between_types(),
             own and own.bytes_per_second,
         ]
         return next((rate for rate in known if rate), 1.0)
 
-    def _stated(self, kind: Joined) -> tuple[float | None, float]:
+    def _stated(self, kind: DevicePair) -> tuple[float | None, float]:
         """Rate and latency that the pool states; None and 0 where it does not."""
         server = None if kind.place is None else self._pool.servers[kind.place]
         link = self._pool.link(kind.level, kind.types, server)
         return (None, 0.0) if link is None else (link.bytes_per_second, link.latency_seconds)
 
-    def _rate(self, kind: Joined) -> float:
+    def _rate(self, kind: DevicePair) -> float:
         """Bytes per second of a link: stated, else given by the user, else measured.
 
         Infinity where nothing tells it, which no plan is made for.

@@ -97,12 +97,12 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
         ]
         faults += _unlike(option, {"memory_bytes": _device_bytes(problem.pool, profile)}, where)
     if isinstance(view, ShardedProblem):
-        rings = [by_type[name].sync for name in problem.pool.num_devices]
-        rates = [rate, *(ring and ring.bytes_per_second for ring in rings)]
-        late = [latency, *((ring and ring.latency_seconds) or 0.0 for ring in rings)]
+        known = (by_type[name].sync for name in problem.pool.num_devices)
+        rings = [ring for ring in known if ring is not None]
+        rates = [rate, *(ring.bytes_per_second for ring in rings)]
         link = {
             "bytes_per_second": min((each for each in rates if each is not None), default=None),
-            "latency_seconds": max(late),
+            "latency_seconds": max([latency, *(ring.latency_seconds or 0.0 for ring in rings)]),
         }
         faults += [*_unlike(view, link), *_unit_faults(view, by_type)]
     return faults
@@ -330,13 +330,13 @@ def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
         for costs in (by_type[name].pipeline, by_type[name].estimate)
         if costs is not None and costs.step_error is not None
     ]
-    own = {
+    whole = {
         "inter_bytes_per_second": links.between_types(),
         "message_seconds": links.message_seconds(),
         "step_error": max(errors, default=None),
         "optimizer": _optimizer(problem, by_type),
     }
-    faults = [*_unlike(view, own)]
+    faults = [*_unlike(view, whole)]
     for pool in view.pools:
         profile = by_type[pool.device_type]
         graph = next(
