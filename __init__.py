@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     from . import plugins
     from .api import cluster
     from .api import renting as rent
-    from .api.allocate import allocate
+    from .api.allocate import allocate, throughputs
     from .api.check import check
     from .api.export import export
     from .api.files import read, write
-    from .api.launch import dry_run, launch
+    from .api.launch import dry_run, launch, resize
     from .api.profile import profile
-    from .api.resize import resize
     from .api.show import show
     from .api.simulate import simulate, sweep
     from .api.solve import solve
-    from .api.throughputs import throughputs
     from .runtime import prepare
     from .schema.cluster import Cluster
     from .schema.errors import (
@@ -58,21 +56,19 @@ if TYPE_CHECKING:
     from .schema.simulation import SimulationRun
 
 _NAMES = {
-    ".api.allocate": "allocate",
+    ".api.allocate": "allocate throughputs",
     ".api.check": "check",
     ".api.cluster:": "cluster",
-    ".api.launch": "dry_run launch",
+    ".api.launch": "dry_run launch resize",
     ".api.export": "export",
     ".plugins:": "plugins",
     ".runtime": "prepare",
     ".api.profile": "profile",
     ".api.files": "read write",
     ".api.renting:": "rent",
-    ".api.resize": "resize",
     ".api.show": "show",
     ".api.simulate": "simulate sweep",
     ".api.solve": "solve",
-    ".api.throughputs": "throughputs",
     ".schema.jobs": "Allocation Job Jobs ModelThroughput Throughputs",
     ".schema.profile": "BatchPoint Profile",
     ".schema.cluster": "Cluster",

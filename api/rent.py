@@ -1,13 +1,17 @@
-"""``hetflow.rent.deadline``, and two older names for its jobs."""
+"""``hetflow.rent``: under a deadline, on machines to stay on, and at changing prices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..clusters.simulator.market.advise import Adviser
 from ..clusters.simulator.market.compare import compare
+from ..clusters.simulator.market.prices import compare_from
 from ..formats.importers.recognise import read_market
+from ..planning.inputs import profiles_of
+from ..planning.market_prices import egress_dollars
 from ..schema import files
 from ..schema.arguments import Arguments
 from ..schema.errors import FileError, ProblemError
@@ -15,21 +19,28 @@ from ..schema.market import (
     Availability,
     Capacity,
     PriceHistory,
+    PriceReport,
     RentAdvice,
     RentReport,
     RentState,
     utc_seconds,
+    utc_text,
 )
 from ..schema.options import option
 from ..schema.requests.kinds import MachineSpeeds, Offers
-from ..schema.requests.rent import RentRequest
+from ..schema.requests.rent import MachinesRequest, PricesRequest, RentRequest
 from ..schema.spelling import nearest
 from ..solvers.market.job import RentJob
+from ..solvers.market.offers import OfferHistory, history_of, job_on
 from ..solvers.market.windows import Traces, apart, fewest_parts, traces_of
 from .calls import takes
-from .files import plan_of
+from .files import markets_of, plan_of, throughputs_of
+
+if TYPE_CHECKING:
+    from ..planning.static_choice import StaticChoice
 
 _DEADLINES = 6  # of a plot, beside the last
+_FIRST_CHOICE = "aws"  # the thesis's
 
 
 @takes(RentRequest)
@@ -368,3 +379,154 @@ def _mean_price(traces: Sequence[Traces], zone: int) -> float:
             "histories of the same time",
         )
     return sum(known) / len(known)
+
+
+@takes(MachinesRequest)
+def rent_machines(request: MachinesRequest) -> "tuple[StaticChoice, ...]":
+    """List the machines that could train a model, with hours and dollars; cheapest first.
+
+    With profiles, each choice has a number of devices of one or two types, and the batch split
+    solver predicts its step. With throughputs, choices are the numbers of devices and the mixes
+    that these list. Whole machines are paid for, spot or on demand, at the prices of one time.
+
+    Returns:
+        The choices, those of the Pareto front over hours and dollars marked.
+
+    Raises:
+        ProblemError: Not just one of profiles and throughputs is given, no machine has a device
+            that they know, or a number is not >= 1.
+        InfeasibleError: No choice has a plan for the batch, or just the devices of a throughput.
+        FileError: A file is missing or has faults.
+
+    Example:
+        >>> import hetflow
+        >>> from hetflow.schema.market import InstanceType, Market
+        >>> point = hetflow.BatchPoint(batch_size=8, step_seconds=0.5, peak_memory_bytes=1)
+        >>> profile = hetflow.Profile(model="m", device_type="V100", device_memory_bytes=2,
+        ...     weight_bytes=1, update_seconds=0.0, batch_curve=(point,))
+        >>> machine = InstanceType(name="p3", device_type="V100", on_demand_dollars_per_hour=3.6)
+        >>> choices = hetflow.rent.machines(
+        ...     Market(instance_types=(machine,)), [profile], batch_size=8, steps=1000)
+        >>> round(choices[0].dollars, 6), choices[0].machines
+        (0.5, {'p3 on demand': 1})
+    """
+    from ..planning.static_choice import measured_choices, static_choices
+
+    profiles, throughputs, batch_size = request.profiles, request.throughputs, request.batch_size
+    asked: dict[str, Any] = {"steps": request.steps, "at": request.at}
+    if throughputs is not None and profiles is None:
+        return measured_choices(
+            throughputs_of(throughputs, pairs=False),
+            markets_of(request.market),
+            batch_size=batch_size,
+            most_devices=request.most_devices,
+            model=request.model,
+            **asked,
+        )
+    if profiles is None or throughputs is not None:
+        given = "neither profiles nor" if profiles is None else "both profiles and"
+        raise ProblemError(
+            f"{given} throughputs are given",
+            hint=f"give one of {option('profiles')} and {option('throughputs')}",
+        )
+    if batch_size is None:
+        raise ProblemError("profiles need a batch size", hint=f"add {option('batch_size', 'N')}")
+    return static_choices(
+        profiles_of(profiles, request.model),
+        markets_of(request.market),
+        batch_size=batch_size,
+        most_devices=request.most_devices or 8,
+        **asked,
+    )
+
+
+@takes(PricesRequest)
+def rent_prices(request: PricesRequest) -> PriceReport:
+    """Replay strategies for one job on price histories, beside a lower bound on the cost.
+
+    The job uses one device at a time and may move when a price changes (thesis section 6.3).
+    Machines on demand, and spot machines at a price without a history, count beside the histories,
+    for as long as these last; where none is of such devices, for ever.
+
+    Returns:
+        What each strategy pays, how long it takes and what it holds.
+
+    Raises:
+        ProblemError: A number is out of range, or no machine (of ``cloud``) has such a device. Or
+            there are no prices at the start, or the job cannot end before they do.
+        FileError: A file is missing or has faults.
+
+    Example:
+        >>> import hetflow
+        >>> from hetflow.schema.market import InstanceType, Market, PriceHistory
+        >>> machine = InstanceType(name="p3.2xlarge", device_type="V100")
+        >>> history = PriceHistory(
+        ...     cloud="aws", zone="us-east-1d", instance_type="p3.2xlarge", known_until=
+        ...     "2020-03-09T00:00:00Z", times=("2020-03-07T00:00:00Z", "2020-03-08T00:00:00Z"),
+        ...     dollars_per_hour=(1.0, 2.0))
+        >>> report = hetflow.rent.prices(
+        ...     Market(instance_types=(machine,), prices=(history,)), rates={"V100": 1.0},
+        ...     work_hours=30, restart_seconds=0)
+        >>> report.outcomes["dynamic"].dollars
+        36.0
+    """
+    rates = request.rates
+    if not rates:
+        raise ProblemError(f"no device type has a speed: give {option('rates', 'V100=9.6')}")
+    for name, rate in rates.items():
+        if not 0 < rate < inf:
+            raise ProblemError(f"{option('rates', f'{name}={rate:g}')} must be finite and > 0")
+    first = next(iter(rates))
+    read = markets_of(request.market)
+    history = history_of(read, rates, fixed="until the last change")
+    clouds = [offer.cloud for offer in history.offers if offer.cloud]
+    size = request.checkpoint_gigabytes
+    costs: dict[str, Any] = {
+        "restart_seconds": request.restart_seconds,
+        "cloud_move_dollars": request.cloud_move_dollars,
+        "egress_dollars": {} if size is None else egress_dollars(read, size, clouds),
+    }
+    job = job_on(
+        history.offers,
+        work=request.work_hours * 3600 * rates[first],
+        work_per_second=rates,
+        deadline_seconds=request.deadline_seconds or inf,
+        **costs,
+    )
+    only = _cloud_of(history, request.cloud)
+    begin = (
+        history.all_known_seconds()
+        if request.start is None
+        else utc_seconds(request.start, option("start"), "time")
+    )
+    found = compare_from(job, history, begin, cloud=only, device_type=first)
+    return PriceReport(
+        start=utc_text(found.start_seconds),
+        work_hours=request.work_hours,
+        deadline_seconds=request.deadline_seconds,
+        rates=dict(rates),
+        bound_dollars=found.bound_dollars,
+        outcomes=found.outcomes,
+        refused=found.refused,
+        **costs,
+    )
+
+
+def _cloud_of(history: OfferHistory, asked: str | None) -> str:
+    """The cloud of the strategies that use only one.
+
+    Raises:
+        ProblemError: No offer is in the cloud that was asked for.
+    """
+    clouds = list(dict.fromkeys(offer.cloud for offer in history.offers))
+    if asked is None:
+        return _FIRST_CHOICE if _FIRST_CHOICE in clouds else clouds[0]
+    if asked not in clouds:
+        guess = nearest(asked, clouds)
+        raise ProblemError(
+            f"{option('cloud', repr(asked))} has no price of such devices; the "
+            "markets have prices in "
+            f"{', '.join(clouds)}",
+            hint=f"did you mean {guess!r}?" if guess else None,
+        )
+    return asked

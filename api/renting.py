@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from .odds import odds
     from .rent import advice, fleet, zones
     from .rent import rent as deadline
-    from .rent_machines import rent_machines as machines
-    from .rent_prices import rent_prices as prices
+    from .rent import rent_machines as machines
+    from .rent import rent_prices as prices
     from .rent_run import rent_run as run
 
 _NAMES = {
     ".rent": "advice fleet zones",
     ".rent:rent": "deadline",
-    ".rent_machines:rent_machines": "machines",
+    ".rent:rent_machines": "machines",
     ".odds": "odds",
-    ".rent_prices:rent_prices": "prices",
+    ".rent:rent_prices": "prices",
     ".rent_run:rent_run": "run",
 }
 

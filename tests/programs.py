@@ -28,6 +28,7 @@ COMMANDS = (
     "hetflow.cli.launch",
     "hetflow.api.launch",
     "hetflow.api.resize",
+    "hetflow.planning.resize",
     "hetflow.runtime.launcher.controller",
     "hetflow.formats.reports.tables",
 )
