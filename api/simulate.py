@@ -8,8 +8,8 @@ from typing import Any, get_args
 from ..clusters import simulator
 from ..clusters.mechanisms.allocators.named import always_pairs
 from ..clusters.simulator import Case, DrawOptions
+from ..clusters.simulator.arrivals import TraceKind
 from ..clusters.simulator.market.many_jobs import MarketOptions
-from ..clusters.simulator.traces.arrivals import TraceKind
 from ..formats.importers.jobs_files import read_jobs
 from ..planning.inputs import pool_of, spelled_as
 from ..schema.cluster import Cluster

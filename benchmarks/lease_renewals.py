@@ -26,11 +26,11 @@ from live_parts.real import run_to_end, write_profile
 
 import hetflow.examples
 from hetflow.clusters.engines.local import LocalEngine
-from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.mechanisms.rounds.state import RoundRules
 from hetflow.clusters.scheduler import leases
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.plans import plan_on
-from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import STARTS, ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.runtime import preload

@@ -28,10 +28,10 @@ from live_parts.models import NUM_MODELS, TYPES, prepare
 
 from hetflow.clusters.engines.protocol import EngineDevice, Fate, Work
 from hetflow.clusters.mechanisms.allocators.named import allocator_named
-from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.mechanisms.rounds.state import RoundRules
 from hetflow.clusters.scheduler import sharing
 from hetflow.clusters.scheduler.loop import Scheduler
-from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.schema.cluster import Cluster

@@ -33,10 +33,10 @@ from truth_parts.load import Load
 
 import hetflow.examples
 from hetflow.clusters.engines.local import LocalEngine
-from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.mechanisms.rounds.state import RoundRules
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.loop import Scheduler
-from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.runtime import preload

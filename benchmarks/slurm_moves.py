@@ -26,9 +26,9 @@ from live_parts.real import run_to_end, write_profile
 from hetflow.clusters.engines.lease_folder import ENDED, STARTED
 from hetflow.clusters.engines.protocol import OUTPUT
 from hetflow.clusters.engines.slurm import SlurmEngine
-from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.mechanisms.rounds.state import RoundRules
 from hetflow.clusters.scheduler.loop import Scheduler
-from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.runtime import preload

@@ -45,9 +45,9 @@ def start(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = Fal
     hetflow submit train.toml
     hetflow queue
     """
-    from ..clusters.mechanisms.rounds.rules import RoundRules
+    from ..clusters.mechanisms.rounds.state import RoundRules
     from ..clusters.scheduler.serve import serve, systemd_unit
-    from ..clusters.scheduler.settings import ClusterSettings
+    from ..clusters.scheduler.sharing import ClusterSettings
     from ..clusters.scheduler.submission import read_entities
     from ..planning.inputs import pool_of
 

@@ -1,8 +1,11 @@
-"""``python -m hetflow.clusters.engines.keeper FOLDER LOCK``: run a lease, write how it ended.
+"""``python -m hetflow.clusters.engines.keeper FOLDER [LOCK]``: run a lease, write how it ended.
 
 The keeper is a process of its own, so a lease outlives the scheduler and its exit code is not lost.
 Keeper and launch inherit a file descriptor that holds a lock; the lease is over when no process
 holds the lock. If the keeper is killed, the kernel sends the launch SIGTERM.
+
+Without a lock it is a step of a Slurm job. A lease runs at most once, also when messages between
+hetflow and Slurm are lost: it is the step that claims it, or the engine.
 """
 
 import ctypes
@@ -18,7 +21,7 @@ from typing import Any
 
 from ...schema.errors import ProblemError
 from .accounts import Account, account
-from .lease_folder import ENDED, STARTED, WORK, write_atomically
+from .lease_folder import ENDED, STARTED, WORK, claim, write_atomically
 from .protocol import OUTPUT
 
 ASK = signal.SIGURG
@@ -144,5 +147,14 @@ def stopped_with_parent() -> Callable[[], None]:
     return bind
 
 
+def main(folder: Path, lock: int | None) -> int:
+    """Run a lease; a step of a Slurm job leaves one alone that was claimed. The exit code."""
+    if lock is not None:
+        return keep(folder, lock)
+    # From the claim on the engine may ask; until ``keep`` listens that must wait, not be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})
+    return keep(folder, None) if claim(folder, "step") else 0
+
+
 if __name__ == "__main__":
-    sys.exit(keep(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None))

@@ -43,7 +43,7 @@ from .lease_folder import (
 from .protocol import OUTPUT, EngineDevice, Fate, Work, engine
 
 _log = logging.getLogger("hetflow")
-_KEEPER = "hetflow.clusters.engines.slurm_keeper"
+_KEEPER = "hetflow.clusters.engines.keeper"
 _SCRIPT = "job.sh"
 _COMMAND_SECONDS = 30.0
 _LOOK_EVERY_SECONDS = 0.5

@@ -16,10 +16,9 @@ from ...schema.jobs import MixThroughput
 from ..mechanisms.cluster.pool import ClusterPool
 from ..mechanisms.easyscale import Wish
 from .leases import Ended
-from .plans import Rate, kind_of, pool_from, rates_from
+from .plans import Rate, kind_of, pool_from, rates_from, wish_of
 from .store import ClusterStore
 from .submission import Submission
-from .wishes import wish_of
 
 Ratios = dict[str, float]
 """Measured over predicted steps per second of one kind of job, by device types."""

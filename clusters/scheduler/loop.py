@@ -37,8 +37,7 @@ from .ledger import Ledger
 from .occupancy import FIRST_SECONDS, LONGEST_SECONDS, Places, Rests, occupancy
 from .plans import Rate, as_job, plan_on, rates_to
 from .resizes import due
-from .settings import ClusterSettings
-from .sharing import sharing_of
+from .sharing import ClusterSettings, sharing_of
 from .store import ClusterStore
 from .submission import prospect
 

@@ -1,9 +1,14 @@
-"""A job's throughputs on the cluster's device types, and the plan that it runs under."""
+"""A job's throughputs on the cluster's device types, and the plan that it runs under.
+
+Under EasyScale's schedulers a job also has a wish. Its database of plans (EasyScale 3.4, companion
+module) begins with its throughputs on each type alone. Plans on several types are made when a
+decision first asks for them.
+"""
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +20,15 @@ from ...planning.solve import solve
 from ...runtime.protocol.lower import lower
 from ...schema.choices import Strategy
 from ...schema.cluster import Cluster
-from ...schema.errors import InfeasibleError, ProblemError
+from ...schema.errors import FileError, InfeasibleError, ProblemError
 from ...schema.files import to_plain
 from ...schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from ...schema.plan import Plan
 from ...schema.profile import Profile
 from ...schema.requests.solve import SolveRequest
 from ..mechanisms.cluster.pool import ClusterPool
+from ..mechanisms.cluster.seats import DeviceLayout
+from ..mechanisms.easyscale import ByType, Elastic, Fixed, Variant, Wish, alone
 from .submission import Submission
 
 Rate = ModelThroughput | MixThroughput
@@ -77,18 +84,18 @@ def may_mix(asked: Submission, types: Collection[str]) -> bool:
     """Whether its level of determinism lets a job hold several of these types at once.
 
     The levels static and elastic hold on one type (EasyScale 3.3); emulated types of one base are
-    one type. Throughputs are of one type alone.
+    one type. Throughputs are of one type alone. Where profiles are gone nobody knows.
     """
     if asked.profiles is None:
         return False
     if asked.level in ("none", "heterogeneous"):
         return True
-    real = {
-        one.device_type if one.emulation is None else one.emulation.base_device_type
-        for one in _profiles(asked.profiles, asked.model)
-        if one.device_type in types
-    }
-    return len(real) <= 1
+    try:
+        found = _profiles(asked.profiles, asked.model)
+    except FileError:
+        return False
+    emulations = [(one.device_type, one.emulation) for one in found if one.device_type in types]
+    return len({name if how is None else how.base_device_type for name, how in emulations}) <= 1
 
 
 class _Kind(NamedTuple):
@@ -350,3 +357,96 @@ def as_job(number: int, asked: Submission, submitted: float, rates: Sequence[Rat
         slo_seconds=asked.deadline_seconds,
         entity=asked.entity,
     )
+
+
+def rates_and_wish(
+    asked: Submission, num_devices: Mapping[str, int], layout: DeviceLayout, variant: Variant
+) -> tuple[tuple[Rate, ...], Wish]:
+    """A new job's rates, as ``rates_of`` gives them, and its wish.
+
+    Args:
+        asked: The job.
+        num_devices: The cluster's devices by type.
+        layout: These on servers.
+        variant: Which of EasyScale's schedulers.
+
+    Raises:
+        InfeasibleError: No server can hold it.
+        HetflowError: Its profiles are gone, or have faults.
+    """
+    types = list(num_devices)
+    try:
+        rates = rates_of(asked, num_devices)
+    except InfeasibleError:
+        if asked.devices_at_most is None:
+            raise
+        wish = wish_of(asked, (), types)  # perhaps it can on several types
+        if (found := alone(wish, layout, variant)) is None:
+            raise
+        assert isinstance(wish, Elastic)
+        rates = (_rate_of_mix(asked, found, types, wish.rate(found)),)
+    wish = wish_of(asked, rates, types)
+    if alone(wish, layout, variant) is None:
+        least = asked.gpus or f"{asked.fewest_devices} devices"
+        raise InfeasibleError(f"it asks for {least} on one server, and none can hold it")
+    return rates, wish
+
+
+def wish_of(
+    asked: Submission,
+    rates: Sequence[Rate],
+    types: Sequence[str],
+    ratio: Callable[[Iterable[str]], float] = lambda types: 1.0,
+) -> Wish:
+    """What a job can run on.
+
+    Args:
+        asked: The job.
+        rates: Those that are known.
+        types: Of the cluster, in order.
+        ratio: Measured over predicted speed on some types, for rates that are made later.
+    """
+    known = dict[ByType, float]()
+    for one in rates:
+        if isinstance(one, MixThroughput):
+            known[tuple(one.devices.get(name, 0) for name in types)] = one.steps_per_second
+            continue
+        for kind, name in enumerate(types):
+            if found := one.steps_per_second.get(name):
+                counts = tuple(one.scale_factor if k == kind else 0 for k in range(len(types)))
+                known[counts] = found
+    if asked.devices_at_most is None:
+        if asked.gpus is not None:
+            named = Cluster.parse(asked.gpus).num_devices
+            return Fixed((tuple(named.get(name, 0) for name in types),))
+        return Fixed(tuple(sorted(known, key=lambda counts: -known[counts])))
+
+    def rate(counts: ByType) -> float:
+        if not any(counts):
+            return 0.0
+        if counts not in known:
+            used = {name: number for name, number in zip(types, counts, strict=True) if number}
+            try:
+                is_known = len(used) == 1 and bool(rates)
+                known[counts] = 0.0 if is_known else rate_on(asked, used) * ratio(used)
+            except FileError:
+                return 0.0  # its profiles are gone
+        return known[counts]
+
+    return Elastic(
+        least=asked.fewest_devices,
+        most=asked.devices_at_most,
+        rate=rate,
+        full_rate=max(known.values(), default=1.0),
+        mixes=may_mix(asked, types),
+    )
+
+
+def _rate_of_mix(
+    asked: Submission, counts: ByType, types: Sequence[str], steps_per_second: float
+) -> MixThroughput:
+    devices = {name: number for name, number in zip(types, counts, strict=True) if number}
+    return MixThroughput(
+        model=kind_of(asked), scale_factor=sum(counts), steps_per_second=steps_per_second,
+        devices=devices,
+    )  # fmt: skip

@@ -7,25 +7,42 @@ ranges. There a decision is due at once when a job comes or ends, and at the end
 what became of devices.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...schema.errors import InfeasibleError, ProblemError
-from ...schema.jobs import Job, ModelThroughput
+from ...schema.jobs import Entity, Job, ModelThroughput
 from ...schema.options import option
 from ..engines.protocol import EngineDevice
 from ..mechanisms import easyscale, elastic
 from ..mechanisms.allocators.named import PolicyAllocator, allocator_named, most_devices
 from ..mechanisms.cluster.seats import Seat
 from ..mechanisms.rounds.assign import next_round
-from ..mechanisms.rounds.state import RoundState
+from ..mechanisms.rounds.state import RoundRules, RoundState
 from .known_jobs import KnownJobs
 from .occupancy import Occupancy, Places
-from .plans import Rate, pool_from, rates_of
-from .settings import ClusterSettings
+from .plans import Rate, pool_from, rates_and_wish, rates_of
 from .submission import Submission
-from .wishes import rates_and_wish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """How a live cluster is run. ``grace_seconds`` is what a job has to save in.
+
+    ``policy`` is one of allocation, ``elastic``, or one of ``easyscale.VARIANTS``. ``entities`` are
+    the tree that jobs may name a node of, and ``dollars_per_hour`` the price of a device by type.
+    ``on_change`` is who is told of changes of jobs' states (``notices``); it may hold a secret, so
+    it is in no file. ``group`` is the one whose users may use the cluster.
+    """
+
+    policy: str = "las"
+    rules: RoundRules = field(default_factory=RoundRules)
+    grace_seconds: int = 30
+    entities: tuple[Entity, ...] = ()
+    dollars_per_hour: Mapping[str, float] = field(default_factory=dict)
+    on_change: str | None = None
+    group: str | None = None
 
 
 class Sharing(Protocol):

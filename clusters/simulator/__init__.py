@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from ..mechanisms.allocators.shares import Allocator, Shares
     from ..mechanisms.cluster.pool import ClusterPool
     from ..mechanisms.cluster.seats import DeviceLayout
+    from .arrivals import DrawOptions, draw_jobs
     from .cases import SCHEDULERS, Case, report, run_case, sweep
-    from .cluster.failures import FailureOptions
     from .events.fair_share import FairShareOptions, simulate_fair_share
     from .events.proposals import ProposalOptions, simulate_proposals
+    from .failures import FailureOptions
     from .metrics import Simulation, summarise
     from .mixes import split_throughput
-    from .rounds.options import RoundOptions
+    from .rounds.base import RoundOptions
     from .rounds.simulate import simulate_rounds
-    from .traces.arrivals import DrawOptions, draw_jobs
 
 _NAMES = {
     "..mechanisms.allocators.named": "allocator_named",
@@ -29,14 +29,14 @@ _NAMES = {
     "..mechanisms.cluster.seats": "DeviceLayout",
     "..mechanisms.cluster.pool": "ClusterPool",
     ".cases": "SCHEDULERS Case report run_case sweep",
-    ".cluster.failures": "FailureOptions",
+    ".failures": "FailureOptions",
     ".events.fair_share": "FairShareOptions simulate_fair_share",
     ".events.proposals": "ProposalOptions simulate_proposals",
     ".metrics": "Simulation summarise",
     ".mixes": "split_throughput",
-    ".rounds.options": "RoundOptions",
+    ".rounds.base": "RoundOptions",
     ".rounds.simulate": "simulate_rounds",
-    ".traces.arrivals": "DrawOptions draw_jobs",
+    ".arrivals": "DrawOptions draw_jobs",
 }
 
 __all__ = [

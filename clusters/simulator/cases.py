@@ -24,14 +24,14 @@ from ..mechanisms.allocators.shares import Allocator
 from ..mechanisms.cluster.pool import ClusterPool
 from ..mechanisms.cluster.seats import DeviceLayout
 from ..mechanisms.easyscale import Variant
-from .cluster.failures import FailureOptions
+from .arrivals import DrawOptions, draw_jobs
 from .events.fair_share import FairShareOptions, simulate_fair_share
 from .events.proposals import ProposalOptions, simulate_proposals
+from .failures import FailureOptions
 from .market.many_jobs import MarketOptions, simulate_market
 from .metrics import Simulation, summarise
-from .rounds.options import RoundOptions
+from .rounds.base import RoundOptions
 from .rounds.simulate import simulate_rounds
-from .traces.arrivals import DrawOptions, draw_jobs
 
 Progress = Callable[[int, float], None] | None
 Run = Callable[["Case", Iterable[Job], ClusterPool, Progress], Simulation]

@@ -8,8 +8,7 @@ import pytest
 
 from hetflow.cli.main import run
 from hetflow.clusters.engines.protocol import OUTPUT, EngineDevice
-from hetflow.clusters.scheduler.settings import ClusterSettings
-from hetflow.clusters.scheduler.sharing import check_settings
+from hetflow.clusters.scheduler.sharing import ClusterSettings, check_settings
 from hetflow.clusters.scheduler.store import ClusterStore, lock
 from hetflow.clusters.scheduler.submission import read_entities
 from hetflow.schema.jobs import Entity

@@ -81,7 +81,7 @@ def test_a_folder_of_any_name_is_quoted_and_a_job_is_never_requeued() -> None:
     script = render_script(folder)
     assert script.startswith("#!/bin/sh\nexec srun --ntasks=1 ")
     assert shlex.split(script.partition("exec ")[2])[:6] == [
-        "srun", "--ntasks=1", sys.executable, "-m", "hetflow.clusters.engines.slurm_keeper",
+        "srun", "--ntasks=1", sys.executable, "-m", "hetflow.clusters.engines.keeper",
         str(folder),
     ]  # fmt: skip
     command = submission(folder, GPUS, 2, ["7", "9"], folder / "job.sh")

@@ -17,7 +17,7 @@ from hetflow.clusters.engines.protocol import ENGINES, Fate, Work
 from hetflow.clusters.scheduler.leases import folder_of, open_leases
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.serve import serve
-from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import submit
 from hetflow.clusters.scheduler.view import ask, drain

@@ -14,9 +14,8 @@ from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
 from hetflow.clusters.mechanisms.easyscale import Elastic, Variant
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.leases import PLAN
-from hetflow.clusters.scheduler.plans import may_mix, plan_on
+from hetflow.clusters.scheduler.plans import may_mix, plan_on, rates_and_wish
 from hetflow.clusters.scheduler.submission import Submission
-from hetflow.clusters.scheduler.wishes import rates_and_wish
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.files import read_plan

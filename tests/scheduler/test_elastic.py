@@ -13,7 +13,7 @@ from hetflow.clusters.engines.protocol import EngineDevice
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.plans import rates_of
-from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.submission import Submission, submission
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
 

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetflow.cli.main import run
-from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.mechanisms.rounds.state import RoundRules
 from hetflow.clusters.scheduler import leases, plans, sharing
 from hetflow.clusters.scheduler.leases import PLAN, RUN
 from hetflow.clusters.scheduler.loop import MOST_FAILURES, Scheduler
-from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, submit
 from hetflow.clusters.scheduler.view import Wish, ask, queue

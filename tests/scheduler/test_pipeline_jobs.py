@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.clusters.mechanisms.rounds.rules import RoundRules
+from hetflow.clusters.mechanisms.rounds.state import RoundRules
 from hetflow.clusters.scheduler.leases import PLAN
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.plans import kind_of, plan_on, throughput_of
-from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.clusters.scheduler.submission import Submission, read_submission, submission, submit
 from hetflow.runtime.protocol.lower import lower

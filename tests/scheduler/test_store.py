@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.clusters.scheduler.serve import request_stop, serve
-from hetflow.clusters.scheduler.settings import ClusterSettings
+from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import FILE, FORMAT, ClusterStore
 from hetflow.clusters.scheduler.view import queue
 from hetflow.schema.cluster import Cluster as Pool

@@ -9,8 +9,7 @@ from ..allocators.shares import Allocator
 from ..arrays import NOWHERE, Bools, Ints
 from ..cluster.seats import Device, Placement, Seat, Sizes, seat
 from .decide import choose_alone, choose_together, is_due, seat_on_servers, share_anew
-from .rules import RoundRules
-from .state import RoundState
+from .state import RoundRules, RoundState
 
 
 def next_round(

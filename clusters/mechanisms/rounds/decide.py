@@ -21,8 +21,7 @@ from ..arrays import NOWHERE, Bools, Floats, Ints
 from ..cluster.active import Active
 from ..cluster.seats import Sizes
 from .pairs import Chosen, PairShares, choose_combinations
-from .rules import ANY_SHARE, RoundRules
-from .state import RoundState
+from .state import ANY_SHARE, RoundRules, RoundState
 
 _NEAR = 1e-6  # apart, so that sums kept from job to job tell types' order
 

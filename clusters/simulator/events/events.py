@@ -10,10 +10,10 @@ from ....schema.jobs import Job
 from ....schema.simulation import JobOutcome
 from ...mechanisms.cluster.pool import ClusterPool
 from ...mechanisms.cluster.seats import DeviceLayout, Placement
-from ..cluster.failures import FailureEvents, FailureOptions
-from ..cluster.span_book import SpanBook
+from ..arrivals import Queue
+from ..failures import FailureEvents, FailureOptions
 from ..metrics import Simulation
-from ..traces.arrivals import Queue
+from ..span_book import SpanBook
 
 Counts = tuple[int, ...]
 _DONE = 1e-9

@@ -15,7 +15,7 @@ from ....schema.jobs import Job
 from ...mechanisms.cluster.pool import ClusterPool
 from ...mechanisms.cluster.seats import DeviceLayout
 from ...mechanisms.fair_share import Claim, admit_whole, share_elastically
-from ..cluster.failures import FailureOptions
+from ..failures import FailureOptions
 from ..metrics import Simulation
 from .events import Counts, Entry, EventCluster
 

@@ -16,7 +16,7 @@ from ...mechanisms.cluster.pool import ClusterPool
 from ...mechanisms.cluster.seats import DeviceLayout
 from ...mechanisms.easyscale import Variant
 from ...mechanisms.proposals import Bidder, Stock, decide
-from ..cluster.failures import FailureOptions
+from ..failures import FailureOptions
 from ..metrics import Simulation
 from .events import Counts, Entry, EventCluster
 

@@ -34,8 +34,8 @@ from ....solvers.market.offers import Prices
 from ....solvers.market.policies import PLAIN
 from ...mechanisms.arrays import Bools, Floats, Ints
 from ...mechanisms.cluster.pool import ClusterPool
+from ..arrivals import Queue
 from ..metrics import Simulation
-from ..traces.arrivals import Queue
 
 _WHOLE = ("held", "is_late", "launches", "preemptions")  # columns of whole numbers
 _DONE = 1e-9  # of a job's steps

@@ -14,8 +14,7 @@ import numpy as np
 from ...mechanisms.arrays import NOWHERE, Bools, Floats, Ints
 from ...mechanisms.rounds.decide import choose_together, receive_together
 from ...mechanisms.rounds.pairs import Chosen
-from .base import Rounds
-from .options import STEPS_LEFT
+from .base import STEPS_LEFT, Rounds
 
 
 @dataclass(slots=True)

@@ -11,9 +11,8 @@ import numpy as np
 from ....solvers.compiling import compiled
 from ...mechanisms.arrays import Floats, Ints
 from ...mechanisms.rounds.decide import type_order
-from ...mechanisms.rounds.rules import ANY_SHARE
-from .base import Rounds
-from .options import STEPS_LEFT
+from ...mechanisms.rounds.state import ANY_SHARE
+from .base import STEPS_LEFT, Rounds
 
 NOWHERE = -1
 # Rows of the blocks of ``Active``.

@@ -7,11 +7,10 @@ from ....schema.jobs import Job
 from ....solvers.compiling import can_compile
 from ...mechanisms.allocators.shares import Allocator
 from ...mechanisms.cluster.pool import ClusterPool
+from ..arrivals import Queue
 from ..metrics import Simulation
-from ..traces.arrivals import Queue
-from .base import Rounds
+from .base import RoundOptions, Rounds
 from .combined import CombinedRounds
-from .options import RoundOptions
 
 
 def simulate_rounds(

@@ -15,8 +15,7 @@ from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.cluster.seats import Device, Seat
 from hetflow.clusters.mechanisms.rounds.assign import next_round
 from hetflow.clusters.mechanisms.rounds.decide import receive
-from hetflow.clusters.mechanisms.rounds.rules import RoundRules
-from hetflow.clusters.mechanisms.rounds.state import RoundState, resumed, stored
+from hetflow.clusters.mechanisms.rounds.state import RoundRules, RoundState, resumed, stored
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples

@@ -23,7 +23,7 @@ from hetflow.clusters.simulator import (
     run_case,
     simulate_rounds,
 )
-from hetflow.clusters.simulator.cluster.failures import FailureEvents, Failures
+from hetflow.clusters.simulator.failures import FailureEvents, Failures
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
 from hetflow.schema.jobs import Job, MixThroughput, PairThroughput, Throughputs

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.cluster.seats import Placement, devices_down, seat
 from hetflow.clusters.simulator import SCHEDULERS, Case, DeviceLayout, Simulation, run_case
-from hetflow.clusters.simulator.cluster.span_book import SpanBook
 from hetflow.clusters.simulator.rounds.base import Rounds
+from hetflow.clusters.simulator.span_book import SpanBook
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
 from hetflow.schema.simulation import Span

@@ -22,8 +22,8 @@ from hetflow.clusters.simulator import (
     simulate_fair_share,
     simulate_proposals,
 )
-from hetflow.clusters.simulator.cluster.failures import FailureEvents
 from hetflow.clusters.simulator.events.proposals import est_rate
+from hetflow.clusters.simulator.failures import FailureEvents
 from hetflow.papers.easyscale.schedulers import simulate_yarn
 from hetflow.papers.easyscale.taking import take
 from hetflow.schema.errors import HetflowError, InfeasibleError

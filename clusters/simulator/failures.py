@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....schema.errors import InfeasibleError, ProblemError
-from ...mechanisms.arrays import Ints
-from ...mechanisms.cluster.seats import DeviceLayout
+from ...schema.errors import InfeasibleError, ProblemError
+from ..mechanisms.arrays import Ints
+from ..mechanisms.cluster.seats import DeviceLayout
 
 # Where devices work for a smaller part of the time, a run is refused: it would take more than a
 # hundred times as long as without failures, if it ended at all.

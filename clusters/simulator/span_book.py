@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ....schema.simulation import Span
-from ...mechanisms.cluster.seats import (
+from ...schema.simulation import Span
+from ..mechanisms.cluster.seats import (
     Device,
     DeviceLayout,
     Placement,

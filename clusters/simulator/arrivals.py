@@ -6,10 +6,10 @@ from typing import Literal
 
 import numpy as np
 
-from ....schema.errors import InfeasibleError, ProblemError
-from ....schema.jobs import Job, Throughputs
-from ....schema.records import nearest
-from ...mechanisms.cluster.pool import ClusterPool
+from ...schema.errors import InfeasibleError, ProblemError
+from ...schema.jobs import Job, Throughputs
+from ...schema.records import nearest
+from ..mechanisms.cluster.pool import ClusterPool
 
 LONGEST_SECONDS = 1e8  # three years: a run goes through every round of them
 

@@ -1,1 +1,0 @@
-"""The simulated cluster: devices and servers, the spans of jobs on them, and failures."""

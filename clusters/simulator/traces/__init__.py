@@ -1,1 +1,0 @@
-"""The jobs of a run: drawn from a seed, and checked as they arrive."""
