@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from ..formats.importers.instance_types import read_instance_types
 from ..formats.importers.pipedream import profile_of
+from ..formats.importers.price_lists import read_instance_types
 from ..formats.importers.recognise import is_market, read_market
 from ..formats.importers.registry import (
     LAYER_IMPORTERS,

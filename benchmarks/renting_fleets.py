@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hetflow
-from hetflow.formats.importers.capacity import read_bamboo_trace, read_parcae_trace
+from hetflow.formats.importers.availability import read_bamboo_trace, read_parcae_trace
 from hetflow.formats.importers.registry import TraceOptions
 from hetflow.schema.market import Capacity
 from hetflow.solvers.market import dynamic_program

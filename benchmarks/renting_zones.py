@@ -23,7 +23,7 @@ from statistics import fmean
 
 from hetflow.clusters.simulator.market.compare import compare
 from hetflow.formats.importers.availability import read_availability
-from hetflow.formats.importers.aws_spot_prices import read_aws_spot_prices
+from hetflow.formats.importers.spot_prices import read_aws_spot_prices
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
 from hetflow.solvers.market.job import RentJob

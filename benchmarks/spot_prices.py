@@ -19,9 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from hetflow.clusters.simulator.market.prices import strategy_replay
-from hetflow.formats.importers.aws_spot_prices import read_aws_spot_prices
-from hetflow.formats.importers.azure_spot_prices import read_azure_spot_prices
-from hetflow.formats.importers.instance_types import read_instance_types
+from hetflow.formats.importers.price_lists import read_instance_types
+from hetflow.formats.importers.spot_prices import read_aws_spot_prices, read_azure_spot_prices
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text

@@ -434,7 +434,7 @@ WRITES_COMMANDS = {  # for other programs, or for hetflow's own on another host
     "devices/doctor.py", "clusters/engines/local.py", "clusters/engines/ray.py",
     "clusters/engines/skypilot.py", "clusters/engines/slurm.py", "formats/exporters/ray.py",
     "formats/exporters/shell.py", "formats/exporters/slurm.py",
-    "formats/exporters/torchrun.py", "formats/importers/sacct.py", "runtime/preload/client.py",
+    "formats/exporters/hosts.py", "formats/importers/sacct.py", "runtime/preload/client.py",
     "runtime/preload/server.py",
     "clusters/scheduler/leases.py", "clusters/scheduler/renting.py", "schema/options.py",
 }  # fmt: skip

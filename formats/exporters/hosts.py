@@ -1,8 +1,62 @@
-"""A shell script that is started by hand on each host, with its rank: ``hetflow launch``."""
+"""Shell scripts that are started by hand on each host, with its rank.
 
-from ...schema.deployment import PORT, Deployment
+``hosts`` runs ``hetflow launch``, ``torchrun`` its launcher: torchrun's role states each host's
+device type, by which workers find their places in the plan (``runtime/protocol/environment.py``).
+Its restart rules apply, not hetflow's.
+"""
+
+import shlex
+
+from ...schema.deployment import PORT, Deployment, HostGroup
 from .registry import exporter
-from .shell import case_of_host, launch_command, offers, on_each_host, preparation, remark
+from .shell import case_of_host, launch_command, offers, preparation, remark
+
+
+@exporter("torchrun", takes=(Deployment,), wrote=lambda deployment: deployment.summary)
+def torchrun_script(deployment: Deployment, name: str) -> str:
+    """Write a script that runs torchrun on one host.
+
+    Args:
+        deployment: What to launch.
+        name: The plan's path, for a comment.
+
+    Raises:
+        ProblemError: A host has devices of several types: one torchrun states one.
+    """
+    held = [group.one_type("torchrun") for group in deployment.groups]
+    roles = [f"role={shlex.quote(device_type)} workers={number}" for device_type, number in held]
+    words = ["torchrun", '--nproc-per-node "$workers"', '--role "$role"']
+    if deployment.num_hosts > 1:
+        words += [
+            f"--nnodes {deployment.num_hosts}",
+            "--rdzv-backend c10d",
+            f"--rdzv-id {deployment.name}",
+            '--rdzv-endpoint "$host:$port"',
+        ]
+    else:
+        words.append("--standalone")
+    variables = {
+        "HETFLOW_PLAN": deployment.plan,
+        "HETFLOW_SEED": str(deployment.seed),
+        "HETFLOW_DETERMINISM": deployment.determinism,
+        **deployment.pins,
+    }
+    if deployment.checkpoint is not None:
+        variables["HETFLOW_CHECKPOINT"] = deployment.checkpoint
+        variables["HETFLOW_CHECKPOINT_EVERY"] = str(deployment.checkpoint_every)
+    script = list(deployment.script)
+    module = ["-m"] if script[0] == "-m" else []
+    words += [*module, shlex.join(script[len(module) :])]
+    lines = [
+        *_head(deployment, name),
+        *case_of_host(deployment, roles),
+        *preparation(deployment),
+        *(f"export {key}={shlex.quote(value)}" for key, value in variables.items()),
+        f'export HETFLOW_RUN="${{HETFLOW_RUN:-hetflow-runs/{deployment.name}-torchrun}}"',
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',  # more threads than cores are slow
+        f"exec {' '.join(words)}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 @exporter("hosts", takes=(Deployment,), wrote=lambda deployment: deployment.summary)
@@ -13,18 +67,43 @@ def hosts_script(deployment: Deployment, name: str) -> str:
         deployment: What to launch.
         name: The plan's path, for a comment.
     """
-    lines = [
-        "#!/usr/bin/env bash",
-        f"# Plan: {remark(name)}; {remark(deployment.summary)}",
-        *on_each_host(deployment, "the same HETFLOW_TOKEN"),
-        "set -e",
-    ]
+    lines = _head(deployment, name)
     if deployment.num_hosts > 1:
-        lines += [
-            "rank=${1:?give the rank of this host}",
-            "host=${2:?give the name of host 0}",
-            f"port=${{3:-{PORT}}}",
-            *case_of_host(deployment, offers(deployment.groups)),
-        ]
+        lines += case_of_host(deployment, offers(deployment.groups))
     lines += [*preparation(deployment), f"exec {launch_command(deployment)}"]
     return "\n".join(lines) + "\n"
+
+
+def _head(deployment: Deployment, name: str) -> list[str]:
+    """The first lines: how the script is started on each host, and what it takes there."""
+    lines = ["#!/usr/bin/env bash", f"# Plan: {remark(name)}; {remark(deployment.summary)}"]
+    if deployment.num_hosts == 1:
+        machine = _machine(deployment.groups[0])
+        rented = [f"# Rent {machine}"] if machine else []
+        return [*lines, *rented, "# Start it on the host: bash THIS_FILE", "set -e"]
+    lines.append(
+        "# Start it on each host, with the same HETFLOW_TOKEN: bash THIS_FILE RANK HOST0 [PORT]"
+    )
+    for first, group in zip(deployment.first_ranks, deployment.groups, strict=True):
+        last = first + group.num_hosts - 1
+        ranks = f"host {first}" if last == first else f"hosts {first} to {last}"
+        machine = _machine(group)
+        rent = f" each; rent {machine}" if machine else ""
+        lines.append(f"#   {ranks}: {remark(group.offered)}{rent}")
+    return [
+        *lines,
+        "set -e",
+        "rank=${1:?give the rank of this host}",
+        "host=${2:?give the name of host 0}",
+        f"port=${{3:-{PORT}}}",
+    ]
+
+
+def _machine(group: HostGroup) -> str:
+    """The cheapest machine to rent for a host, and its price; empty if no market names any."""
+    if not group.machines:
+        return ""
+    one = group.machines[0]
+    kind = "spot" if one.is_spot else "on demand"
+    title = f"{one.cloud} {one.place} {one.instance_type} {kind}"
+    return f"{remark(title)} at {one.dollars_per_hour:g} $/h"

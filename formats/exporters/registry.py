@@ -34,7 +34,7 @@ EXPORTERS: Registry[Exporter] = Registry(
     group="hetflow.exporters",
     own=tuple(
         f"hetflow.formats.exporters.{name}"
-        for name in ("pipedream", "slurm", "kubernetes", "skypilot", "torchrun", "ray", "hosts")
+        for name in ("pipedream", "slurm", "kubernetes", "skypilot", "ray", "hosts")
     ),
 )
 

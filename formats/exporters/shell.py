@@ -7,16 +7,6 @@ from collections.abc import Iterator, Sequence
 from ...schema.deployment import Deployment, HostGroup
 
 
-def quoted(text: str) -> str:
-    """A text as one word of a shell, whatever is in it."""
-    return shlex.quote(text)
-
-
-def joined(words: Sequence[str]) -> str:
-    """Words as one command of a shell, whatever is in them."""
-    return shlex.join(words)
-
-
 def remark(text: str) -> str:
     """A text within a comment: it has no line break."""
     return json.dumps(text)[1:-1].replace("\x7f", "")
@@ -48,7 +38,7 @@ def case_of_host(deployment: Deployment, values: Sequence[str]) -> Iterator[str]
 def preparation(deployment: Deployment) -> Iterator[str]:
     """Lines before the launch: the folder to start in, and the user's own."""
     if deployment.directory is not None:
-        yield f"cd -- {quoted(deployment.directory)}"
+        yield f"cd -- {shlex.quote(deployment.directory)}"
     yield from deployment.setup
 
 
@@ -76,49 +66,16 @@ def launch_command(
         words += ["--rdzv-endpoint", endpoint, "--devices", devices]
     words += ["--seed", str(deployment.seed), "--determinism", deployment.determinism]
     if deployment.checkpoint is not None:
-        words += ["--checkpoint", quoted(deployment.checkpoint)]
+        words += ["--checkpoint", shlex.quote(deployment.checkpoint)]
         words += ["--checkpoint-every", str(deployment.checkpoint_every)]
     if folder is None and deployment.num_hosts > 1:
         folder = f'"hetflow-runs/{deployment.name}-$(date +%Y%m%d-%H%M%S)-host$rank"'
     if folder is not None:
         words += ["--output", folder]
-    words += ["--", plan or quoted(deployment.plan), joined(deployment.script)]
+    words += ["--", plan or shlex.quote(deployment.plan), shlex.join(deployment.script)]
     return " ".join(words)
 
 
 def offers(groups: Sequence[HostGroup]) -> list[str]:
     """The assignments of ``devices`` for each group."""
-    return [f"devices={quoted(group.offered)}" for group in groups]
-
-
-def on_each_host(deployment: Deployment, token: str) -> list[str]:
-    """Comments that say how a script for all hosts is started.
-
-    Args:
-        deployment: The hosts.
-        token: What the hosts must have besides.
-    """
-    if deployment.num_hosts == 1:
-        machine = _machine(deployment.groups[0])
-        return [
-            *([f"# Rent {machine}"] if machine else []),
-            "# Start it on the host: bash THIS_FILE",
-        ]
-    lines = [f"# Start it on each host, with {token}: bash THIS_FILE RANK HOST0 [PORT]"]
-    for first, group in zip(deployment.first_ranks, deployment.groups, strict=True):
-        last = first + group.num_hosts - 1
-        ranks = f"host {first}" if last == first else f"hosts {first} to {last}"
-        machine = _machine(group)
-        rented = f" each; rent {machine}" if machine else ""
-        lines.append(f"#   {ranks}: {remark(group.offered)}{rented}")
-    return lines
-
-
-def _machine(group: HostGroup) -> str:
-    """The cheapest machine to rent for a host, and its price; empty if no market names any."""
-    if not group.machines:
-        return ""
-    one = group.machines[0]
-    kind = "spot" if one.is_spot else "on demand"
-    title = f"{one.cloud} {one.place} {one.instance_type} {kind}"
-    return f"{remark(title)} at {one.dollars_per_hour:g} $/h"
+    return [f"devices={shlex.quote(group.offered)}" for group in groups]

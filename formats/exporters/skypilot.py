@@ -6,12 +6,13 @@ written by the task itself, so that no path of this machine is in the file.
 """
 
 import re
+import shlex
 
 from ...schema.deployment import PORT, Deployment, HostGroup, Machine
 from ...schema.errors import ProblemError
 from ...schema.options import option
 from .registry import exporter
-from .shell import launch_command, preparation, quoted
+from .shell import launch_command, preparation
 from .yaml_text import Value, yaml_text
 
 _PLAN = '"$HOME/hetflow-plan.json"'
@@ -89,7 +90,7 @@ def _place(machine: Machine) -> dict[str, Value]:
 
 def _program(deployment: Deployment, number: int) -> str:
     group, first = deployment.groups[number], deployment.first_ranks[number]
-    lines = ["set -e", f"printf %s {quoted(deployment.plan_text)} > {_PLAN}"]
+    lines = ["set -e", f"printf %s {shlex.quote(deployment.plan_text)} > {_PLAN}"]
     if deployment.num_hosts > 1:
         host = 'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
         if len(deployment.groups) > 1:
@@ -98,7 +99,7 @@ def _program(deployment: Deployment, number: int) -> str:
             f"rank=$(({first} + SKYPILOT_NODE_RANK))",
             host,
             f"port={PORT}",
-            f"devices={quoted(group.offered)}",
+            f"devices={shlex.quote(group.offered)}",
         ]
     lines += preparation(deployment)
     lines.append(f"exec {launch_command(deployment, plan=_PLAN)}")

@@ -14,11 +14,11 @@ from ...schema import files
 from ...schema.errors import FileError
 from ...schema.market import InstanceType, Market
 from .availability import read_windows
-from .instance_types import read_instance_types
 from .price_lists import (
     CATALOGUE_COLUMNS,
     read_azure_price_list,
     read_gcp_price_list,
+    read_instance_types,
     read_skypilot_catalogue,
 )
 from .registry import PRICE_IMPORTERS, TraceOptions

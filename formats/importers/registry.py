@@ -100,17 +100,13 @@ JOBS_IMPORTERS: Registry[ReadJobs] = Registry(
 PRICE_IMPORTERS: Registry[ReadPrices] = Registry(
     "format of prices",
     group="hetflow.importers",
-    own=(
-        "hetflow.formats.importers.aws_spot_prices",
-        "hetflow.formats.importers.azure_spot_prices",
-        "hetflow.formats.importers.csv_spot_prices",
-    ),
+    own=("hetflow.formats.importers.spot_prices",),
     is_optional=True,
 )
 TRACE_IMPORTERS: Registry[ReadTraces] = Registry(
     "format of traces",
     group="hetflow.importers",
-    own=("hetflow.formats.importers.availability", "hetflow.formats.importers.capacity"),
+    own=("hetflow.formats.importers.availability",),
     is_optional=True,
 )
 

@@ -10,29 +10,16 @@ from .grid import grid
 _HOUR = 3600.0
 
 
-def table_of(record: Jobs | Throughputs | Allocation | SimulationRun) -> str:
-    """The table of a record of jobs, throughputs, an allocation or a simulation."""
-    if isinstance(record, Jobs):
-        rows = [
-            (
-                job.id,
-                job.model,
-                job.scale_factor,
-                f"{job.steps:g}",
-                f"{job.arrival_seconds:g}",
-                f"{job.priority_weight:g}",
-                "-" if job.slo_seconds is None else f"{job.slo_seconds:g}",
-                job.entity or "-",
-            )
-            for job in record.jobs
-        ]
-        headers = ("job", "model", "devices", "steps", "arrival s", "weight", "slo s", "entity")
-        return grid(headers, rows)
-    if isinstance(record, Throughputs):
-        return throughputs_table(record)
-    if isinstance(record, SimulationRun):
-        return simulation_table([record])
-    return allocation_table(record)
+def jobs_table(jobs: Jobs) -> str:
+    """Each job: its devices, steps, arrival, weight, deadline and entity."""
+    rows = [
+        (job.id, job.model, job.scale_factor, f"{job.steps:g}", f"{job.arrival_seconds:g}",
+         f"{job.priority_weight:g}", "-" if job.slo_seconds is None else f"{job.slo_seconds:g}",
+         job.entity or "-")
+        for job in jobs.jobs
+    ]  # fmt: skip
+    headers = ("job", "model", "devices", "steps", "arrival s", "weight", "slo s", "entity")
+    return grid(headers, rows)
 
 
 def throughputs_table(throughputs: Throughputs) -> str:

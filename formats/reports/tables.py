@@ -1,8 +1,10 @@
 """Show records as plain-text tables."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ...schema.cluster import Cluster
+from ...schema.jobs import Allocation, Jobs, Throughputs
 from ...schema.launch import LaunchConfig
 from ...schema.market import (
     Market,
@@ -16,6 +18,7 @@ from ...schema.market import (
 from ...schema.plan import Plan
 from ...schema.profile import Profile
 from ...schema.run import RunRecord, TermComparison
+from ...schema.simulation import SimulationRun
 from . import cluster_tables
 from .grid import device_name, grid, mebibytes, milliseconds
 from .market_tables import (
@@ -35,40 +38,21 @@ if TYPE_CHECKING:
 
 def table_of(record: "Record") -> str:
     """The table of a record of any kind."""
-    if isinstance(record, Profile):
-        return profile_table(record)
-    if isinstance(record, Cluster):
-        rows = [
-            (
-                name,
-                number,
-                mebibytes(record.device_types[name].memory_bytes),
-                record.device_types[name].dollars_per_hour or "-",
-            )
-            for name, number in record.num_devices.items()
-        ]
-        return grid(("device type", "devices", "memory", "$/hour"), rows)
-    if isinstance(record, Plan):
-        return plan_table(record)
-    if isinstance(record, LaunchConfig):
-        return launch_table(record)
-    if isinstance(record, Market):
-        return market_table(record)
-    if isinstance(record, RentReport):
-        return rent_table(record)
-    if isinstance(record, RentState):
-        return state_text(record)
-    if isinstance(record, RentAdvice):
-        return advice_text(record)
-    if isinstance(record, RentRun):
-        return rent_run_table(record)
-    if isinstance(record, PriceReport):
-        return strategies_table(record)
-    if isinstance(record, OddsReport):
-        return odds_table(record)
-    if isinstance(record, RunRecord):
-        return run_table(record)
-    return cluster_tables.table_of(record)
+    return _TABLES[type(record)](record)
+
+
+def cluster_table(pool: Cluster) -> str:
+    """Device types of a pool: their number, memory and price."""
+    rows = [
+        (
+            name,
+            number,
+            mebibytes(pool.device_types[name].memory_bytes),
+            pool.device_types[name].dollars_per_hour or "-",
+        )
+        for name, number in pool.num_devices.items()
+    ]
+    return grid(("device type", "devices", "memory", "$/hour"), rows)
 
 
 def profile_table(profile: Profile) -> str:
@@ -191,3 +175,23 @@ def _sync_text(profile: Profile) -> str:
     at_most = "" if profile.sync.sync_seconds is not None else "unknown, at most "
     seconds = milliseconds(profile.sync.counted_seconds)
     return f"sync {at_most}{seconds} on {profile.sync.num_devices} devices"
+
+
+_TABLES: dict[type, Callable[[Any], str]] = {
+    Allocation: cluster_tables.allocation_table,
+    Cluster: cluster_table,
+    Jobs: cluster_tables.jobs_table,
+    LaunchConfig: launch_table,
+    Market: market_table,
+    OddsReport: odds_table,
+    Plan: plan_table,
+    PriceReport: strategies_table,
+    Profile: profile_table,
+    RentAdvice: advice_text,
+    RentReport: rent_table,
+    RentRun: rent_run_table,
+    RentState: state_text,
+    RunRecord: run_table,
+    SimulationRun: lambda run: cluster_tables.simulation_table([run]),
+    Throughputs: cluster_tables.throughputs_table,
+}

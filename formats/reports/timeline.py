@@ -24,13 +24,6 @@ _FILLS = {
     Kind.BACKWARD_WEIGHT: "~",
     Kind.UPDATE: "#",
 }
-_ANSI = {
-    Kind.FORWARD: "\x1b[44;97m",
-    Kind.BACKWARD: "\x1b[42;30m",
-    Kind.BACKWARD_INPUT: "\x1b[42;30m",
-    Kind.BACKWARD_WEIGHT: "\x1b[43;30m",
-    Kind.UPDATE: "\x1b[45;97m",
-}
 _COLOURS = {
     Kind.FORWARD: "#9ec5fe",
     Kind.BACKWARD: "#a3cfbb",
@@ -53,14 +46,13 @@ _MOST_NUMBERS = 12
 Bar = tuple[Operation, Span]
 
 
-def terminal_timeline(timing: Timing, *, width: int | None = None, colour: bool = False) -> str:
+def terminal_timeline(timing: Timing, *, width: int | None = None) -> str:
     """Draw a schedule in plain characters.
 
     Args:
         timing: The timed schedule.
         width: Largest number of characters for the time axis; None fits lines to the terminal, as
             tables are, or takes 120. A number that does not fit into its bar is left out.
-        colour: Whether to colour the bars by ANSI escapes.
     """
     heads = [f"rank {rank}" for rank in range(timing.schedule.num_ranks)]
     most = most_characters()
@@ -68,8 +60,7 @@ def terminal_timeline(timing: Timing, *, width: int | None = None, colour: bool 
         width = 120 if most is None else max(20, most - len(heads[-1]) - len(" || 100%"))
     scale = _characters_per_second(timing, width)
     rows = [
-        f"{head:>{len(heads[-1])}} |{_row(timing, rank, scale, colour)}| "
-        f"{timing.utilisation[rank]:4.0%}"
+        f"{head:>{len(heads[-1])}} |{_row(timing, rank, scale)}| {timing.utilisation[rank]:4.0%}"
         for rank, head in enumerate(heads)
     ]
     return "\n".join([*rows, _LEGEND, summary(timing)])
@@ -168,16 +159,14 @@ def _characters_per_second(timing: Timing, width: int) -> float:
     return min(label + 1, int(fitting) or fitting) / shortest
 
 
-def _row(timing: Timing, rank: int, scale: float, colour: bool) -> str:
+def _row(timing: Timing, rank: int, scale: float) -> str:
     text, at = "", 0
     for operation, (start, end) in _bars(timing, rank):
         first, last = round(start * scale), round(end * scale)
         label = bar_label(timing, rank, operation)
         if len(label) > last - first:
             label = ""
-        bar = label.ljust(last - first, _FILLS[operation.kind])
-        coloured = f"{_ANSI[operation.kind]}{bar}\x1b[0m" if colour and bar else bar
-        text += "." * (first - at) + coloured
+        text += "." * (first - at) + label.ljust(last - first, _FILLS[operation.kind])
         at = last
     return text + "." * (round(timing.makespan_seconds * scale) - at)
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 import hetflow
-from hetflow.formats.importers.csv_spot_prices import read_csv_spot_prices
-from hetflow.formats.importers.instance_types import read_instance_types
+from hetflow.formats.importers.price_lists import read_instance_types
+from hetflow.formats.importers.spot_prices import read_csv_spot_prices
 from hetflow.schema.market import Availability
 from hetflow.tests import handmade
 

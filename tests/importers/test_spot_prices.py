@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.formats.importers.aws_spot_prices import read_aws_spot_prices
-from hetflow.formats.importers.azure_spot_prices import read_azure_spot_prices
-from hetflow.formats.importers.csv_spot_prices import read_csv_spot_prices
-from hetflow.formats.importers.instance_types import read_instance_types
+from hetflow.formats.importers.price_lists import read_instance_types
+from hetflow.formats.importers.spot_prices import (
+    read_aws_spot_prices,
+    read_azure_spot_prices,
+    read_csv_spot_prices,
+)
 from hetflow.schema.errors import FileError
 from hetflow.tests.data import reference
 

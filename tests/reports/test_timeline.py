@@ -67,15 +67,6 @@ def test_lines_fit_the_terminal_and_the_page_however_many_ranks(ranks: int) -> N
     assert timing.span_bubble_fractions[-1] == 0
 
 
-def test_colour_changes_nothing_but_colour() -> None:
-    timing = timed("zb-h1")
-    plain, coloured = terminal_timeline(timing), terminal_timeline(timing, colour=True)
-    assert "\x1b[" in coloured
-    for code in ("44;97", "42;30", "43;30", "0"):
-        coloured = coloured.replace(f"\x1b[{code}m", "")
-    assert coloured == plain
-
-
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_svg_has_one_bar_for_each_pass(name: str) -> None:
     timing = timed(name)

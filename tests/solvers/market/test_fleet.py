@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetflow.api.rent import fleet as rent_fleet
 from hetflow.clusters.simulator.market.replay import replay
-from hetflow.formats.importers.capacity import read_bamboo_trace, read_parcae_trace
+from hetflow.formats.importers.availability import read_bamboo_trace, read_parcae_trace
 from hetflow.formats.importers.registry import TraceOptions
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Capacity
