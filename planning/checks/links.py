@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...schema.cluster import Cluster, Level
 from ...schema.pipeline import TopologyLevel
 from ...schema.problem import Problem
-from ...schema.step_costs import Links
+from ...schema.profile import Links
 
 
 class DevicePair(NamedTuple):

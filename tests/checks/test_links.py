@@ -14,8 +14,16 @@ from hetflow.schema.cluster import Cluster, DeviceType, Link, ServerGroup
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.problem import Problem
-from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
-from hetflow.schema.step_costs import LinkPoint, Links, TypeLink
+from hetflow.schema.profile import (
+    BatchPoint,
+    LayerGraph,
+    LayerNode,
+    LinkPoint,
+    Links,
+    Profile,
+    Sync,
+    TypeLink,
+)
 from hetflow.tests.profiles import examples
 
 TYPES, LEVELS = ("A", "B", "C"), ("server", "rack", "zone", "pool")
