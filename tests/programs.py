@@ -27,7 +27,6 @@ COMMANDS = (
     "hetflow.cli.main",
     "hetflow.cli.launch",
     "hetflow.api.launch",
-    "hetflow.api.resize",
     "hetflow.planning.resize",
     "hetflow.runtime.launcher.controller",
     "hetflow.formats.reports.tables",
