@@ -4,16 +4,21 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..schema.errors import ProblemError
+from ..schema.errors import FileError, ProblemError
 from ..schema.masking import mask
+from ..schema.options import option
 from ..schema.requests.profile import ProfileCommandRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, emit_either, note, progress_line, warn
+
+if TYPE_CHECKING:
+    from ..devices.backend import DeviceRequest
 
 
 @asks(ProfileCommandRequest, optional=("target",), effort="usual", command="", progress=None)
@@ -59,15 +64,14 @@ def profile(
         raise ProblemError("--quick and --thorough: choose one")
     devices = asked.get("devices", ())
     specs = estimate.specs_of(devices)
-    types = [spec.device_type for spec in specs]
-    if not specs:
-        types = [one.device_type for one in parse_requests(devices, local_devices())]
+    requests = () if specs else parse_requests(devices, local_devices())
+    types = [spec.device_type for spec in specs] or [one.device_type for one in requests]
     parsed = targets.parse(target, asked.get("arguments", ()))
     if parsed.source == "hf" and parsed.length is None:
         note(f"samples have 128 tokens, or are an image; {target}@1024 states another length")
     asked["effort"] = "quick" if quick else "thorough" if thorough else "usual"
     asked["command"] = shlex.join(["hetflow", *mask(sys.argv[1:])])
-    with _paths(output, name or parsed.model, types, force=force) as paths:
+    with _paths(output, name or parsed.model, types, force=force, measured=requests) as paths:
         with progress_line() as tell:
 
             def progress(text: str, left: float | None) -> None:
@@ -121,7 +125,12 @@ def fold_runs(
 
 @contextmanager
 def _paths(
-    folder: Path, model: str, device_types: Sequence[str], *, force: bool
+    folder: Path,
+    model: str,
+    device_types: Sequence[str],
+    *,
+    force: bool,
+    measured: "Sequence[DeviceRequest]" = (),
 ) -> Iterator[list[Path]]:
     """Where each profile goes; refused now rather than after minutes of measuring."""
     from ..schema import files
@@ -132,6 +141,24 @@ def _paths(
     ]
     paths = [folder / f"{names[0]}.{name}.json" for name in names[1:]]
     with files.made_folder(folder):
-        for path in paths:
+        for path, request in zip_longest(paths, measured):
+            if request is not None and path.is_file() and not force:
+                _refuse_other_card(path, request)
             files.check_writable(path, force=force)
         yield paths
+
+
+def _refuse_other_card(path: Path, request: "DeviceRequest") -> None:
+    """Refuse to take the place of a profile whose device has this one's name and other memory."""
+    from ..schema import files
+    from ..schema.profile import Profile
+
+    own, apart = request.local.memory_bytes, request.local.name_with_memory
+    other = files.read(path, Profile).device_memory_bytes
+    if apart is not None and abs(other - own) > own // 50:
+        raise FileError(
+            f"{path}: is of a {request.device_type} of {other / 2**30:.1f} GiB, this one has "
+            f"{own / 2**30:.1f}",
+            hint=f"{option('devices', apart)} gives this one a name of its own; "
+            f"{option('force', True)} overwrites the file",
+        )

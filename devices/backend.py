@@ -45,6 +45,12 @@ class LocalDevice:
     distinctions: tuple[str, ...] = ()
 
     @property
+    def name_with_memory(self) -> str | None:
+        """The type's name where other hosts have others of it: ``V100-32GB``; None: it cannot."""
+        said = next((word for word in self.distinctions if word.endswith("GB")), "")
+        return f"{self.device_type}{said}" if said and said not in self.device_type else None
+
+    @property
     def num_devices(self) -> int:
         """Devices of this type."""
         return len(self.torch_devices)

@@ -58,6 +58,12 @@ def may_be(name: str, device: LocalDevice) -> bool:
     return all(f"-{part}" in device.distinctions for part in rest.removeprefix("-").split("-"))
 
 
+def known_as(device: LocalDevice, types: Collection[str]) -> str:
+    """What a plan of these types calls a device: the longest name that may mean it, or its own."""
+    meant = [name for name in types if may_be(name, device)]
+    return max(meant, key=len, default=device.device_type)
+
+
 @dataclass(frozen=True, slots=True)
 class Pinned:
     """A child that sees one device alone: its environment, and torch's name of the device in it."""
@@ -112,9 +118,8 @@ def own_type(local_rank: int, known: Collection[str]) -> str | None:
         return DEVICE_TYPE if DEVICE_TYPE in known else None
     device = _by_number(found, found[0].kind, local_rank)
     own = next(entry for entry in found if str(device) in entry.torch_devices)
-    if own.device_type in known:
-        return own.device_type
-    return next((name for name in sorted(known) if may_be(name, own)), None)
+    name = known_as(own, known)
+    return name if name in known else None
 
 
 def first_device() -> "torch.device":
@@ -151,8 +156,9 @@ def _by_number(found: Collection[LocalDevice], kind: str, number: int) -> "torch
 
 # What ``--device`` asks for, among the devices of this machine.
 #
-# GPUs go by the short form of their real names (``V100``, ``H200``) or by torch's. Kinds may know
-# other names: ``cpu:NAME=FRACTION`` is emulated.
+# GPUs go by the short form of their real names (``V100``, ``H200``) or by torch's. ``V100-32GB``
+# tells one from others of its name on other hosts. Kinds may know other names:
+# ``cpu:NAME=FRACTION`` is emulated.
 
 _HINT = f"`hetflow devices` lists them; {GRAMMAR} emulates a slower CPU"
 
@@ -176,12 +182,13 @@ def parse_requests(texts: Sequence[str], local: Sequence[LocalDevice]) -> tuple[
 
 def _request(item: str, local: Sequence[LocalDevice]) -> DeviceRequest:
     for device in local:
-        if item.lower() == device.device_type.lower():
-            return DeviceRequest(
-                device_type=device.device_type, local=device, torch_device=device.torch_devices[0]
-            )
+        own, first = device.device_type, device.torch_devices[0]
+        if item.lower() == own.lower():
+            return DeviceRequest(device_type=own, local=device, torch_device=first)
         if item in device.torch_devices and not device.is_host:
-            return DeviceRequest(device_type=device.device_type, local=device, torch_device=item)
+            return DeviceRequest(device_type=own, local=device, torch_device=item)
+        if item.startswith(f"{own}-") and may_be(item, device):
+            return DeviceRequest(device_type=item, local=device, torch_device=first)
     for backend in DEVICES.registered():
         found = backend.requested(item, local)
         if found is not None:

@@ -126,13 +126,6 @@ def _states(
 
 def _used(problem: Problem) -> tuple[list[Profile], OptimizerState | None]:
     """The profiles of a pool's types, with all that memory has to hold; and the optimizer."""
-    known: set[str] = set()
-    for profile in problem.profiles:
-        if profile.device_type in known:
-            raise ProblemError(
-                f"two profiles of {profile.model} on {profile.device_type}; keep one of them"
-            )
-        known.add(profile.device_type)
     used, total = problem.used, sum(problem.pool.num_devices.values())
     counted = problem.optimizer or _measured_optimizer(used)
     if problem.optimizer is not None:

@@ -48,10 +48,10 @@ class Problem:
 
     @property
     def used(self) -> list[Profile]:
-        """The profile of each type of the pool, the first of several, with the pool's memory.
+        """The profile of each type of the pool, with the pool's memory.
 
         Raises:
-            ProblemError: There is none of a type, or the profiles are of several models.
+            ProblemError: There is none of a type or several, or the profiles are of several models.
         """
         models = sorted({profile.model for profile in self.profiles})
         if not models:
@@ -61,7 +61,16 @@ class Problem:
                 f"the profiles are of several models: {', '.join(models)}",
                 hint=f"choose one, for example {option('model', models[0])}",
             )
-        known = {profile.device_type: profile for profile in reversed(self.profiles)}
+        known: dict[str, Profile] = {}
+        for profile in self.profiles:
+            name = profile.device_type
+            if name in known:
+                raise ProblemError(
+                    f"two profiles of {profile.model} on {name}; keep one of them",
+                    hint="a card of the same name and other memory is profiled under a name of its "
+                    f"own, such as {option('devices', f'{name}-32GB')}",
+                )
+            known[name] = profile
         for name in self.pool.num_devices:
             if name not in known:
                 guess = nearest(name, list(known))

@@ -50,6 +50,7 @@ class _Type:
     costs: DeviceCosts
     count: int
     seconds: float
+    memory_bytes: int
 
     def ests_within(self, overload: float) -> int:
         """The most ESTs (A) of which one device takes at most ``overload`` seconds."""
@@ -108,7 +109,7 @@ def _types(problem: SplitProblem, max_p: int, num_devices: int) -> list[_Type]:
     """The types profiled at B / maxP samples, as they are in plans on so many devices."""
     size = problem.global_batch_size // max_p
     return [
-        _Type(option, costs, option.num_devices, point.step_seconds)
+        _Type(option, costs, option.num_devices, point.step_seconds, point.peak_memory_bytes)
         for option in problem.devices
         for costs in (option.measured_with(num_devices),)
         for point in costs.batch_curve
@@ -249,6 +250,7 @@ def _groups(
             num_devices=devices,
             virtual_nodes=ests,
             virtual_node_batch_size=size,
+            memory_bytes=one.memory_bytes,
             pass_seconds=one.seconds,
             interpolated=size in one.costs.interpolated_sizes,
             measured_busy=num_devices > 1 and one.option.alone is not None,

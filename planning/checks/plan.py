@@ -124,9 +124,8 @@ def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
     if not plan.layers:
         for group in stage.replicas:
             full = group.num_replicas * group.virtual_nodes * group.virtual_node_batch_size
-            told = (group.state_share_bytes, group.memory_bytes)
-            if plan.shard is None and told != (None, None):
-                yield "state_share_bytes and memory_bytes are of replicas that share states"
+            if plan.shard is None and group.state_share_bytes is not None:
+                yield "state_share_bytes is of replicas that share states"
             if group.samples != full:
                 yield f"{group.samples} samples on {group.device_type}, its passes hold {full}"
     if plan.kind != "pipeline":

@@ -51,6 +51,11 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
                 f"{plan.num_devices} device(s) were {seconds}"
             )
         needs = ceil(_between(around, [_held(point) for point in around], group)) + more + beside
+        taken = needs - problem.memory_reserve_bytes
+        if group.memory_bytes is not None and group.memory_bytes < taken - 1:
+            faults.append(
+                f"groups[{index}]: memory_bytes is {group.memory_bytes}, it takes {taken}"
+            )
         if needs > has:
             faults.append(
                 f"groups[{index}]: a pass of {group.virtual_node_batch_size} samples needs {needs} "
@@ -308,7 +313,7 @@ def _between(
 
 def parallel_faults(view: ParallelProblem, problem: Problem) -> list[str]:
     """List what a parallel plan's solver saw of memory, unlike the profiles and the pool."""
-    by_type = {profile.device_type: profile for profile in reversed(problem.profiles)}  # the first
+    by_type = {profile.device_type: profile for profile in problem.profiles}
     faults: list[str] = []
     most = 0
     for pool in view.pools:
@@ -322,7 +327,7 @@ def parallel_faults(view: ParallelProblem, problem: Problem) -> list[str]:
 
 def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
     """List what a pipeline's solver saw, unlike the profiles and the pool."""
-    by_type = {profile.device_type: profile for profile in reversed(problem.profiles)}  # the first
+    by_type = {profile.device_type: profile for profile in problem.profiles}
     links = JudgedLinks(problem)
     errors = [
         costs.step_error

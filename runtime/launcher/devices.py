@@ -9,7 +9,7 @@ from itertools import count
 from ...devices.backend import DEVICES
 from ...devices.cpu import DEVICE_TYPE as CPU
 from ...devices.emulated import base_type
-from ...devices.local import IMAGINED, accelerators, devices_of_types
+from ...devices.local import IMAGINED, accelerators, devices_of_types, known_as
 from ...devices.precision import emulated_bfloat16, mixed_tf32
 from ...schema.errors import HetflowError, TargetError
 from ...schema.launch import LaunchConfig, WorkerSlot
@@ -135,7 +135,8 @@ def check_memory(plan: Plan, slots: Sequence[WorkerSlot], config: LaunchConfig) 
                 f"the plan fills {needed[name]:,} bytes on each {name}, and this machine's "
                 f"({found.name}) has {has:,}",
                 hint="it was made for another card of this name: profile this one under a name of "
-                "its own, and solve again",
+                f"its own ({option('devices', found.name_with_memory or 'TYPE-16GB')}), and solve "
+                "for both types",
             )
 
 
@@ -191,6 +192,11 @@ def crowding(slots: Sequence[WorkerSlot], config: LaunchConfig) -> str | None:
     )
 
 
-def inventory() -> dict[str, int]:
-    """Accelerators of this host by type: what it contributes unless told otherwise."""
-    return {device.device_type: device.num_devices for device in accelerators()}
+def inventory(config: LaunchConfig) -> dict[str, int]:
+    """Accelerators of this host, by the names that a launch gives them: what it contributes."""
+    names = {slot.device_type for slot in config.workers}
+    names |= {base_type(name, config) for name in names}
+    found = Counter[str]()
+    for device in accelerators():
+        found[known_as(device, names)] += device.num_devices
+    return dict(found)

@@ -171,7 +171,7 @@ class SeveralHosts:
             determinism=self._config.determinism,
             script=_digest(_script(self._request.script)),
             policy=self._request.policy,
-            devices=place.devices if place.devices is not None else inventory(),
+            devices=place.devices if place.devices is not None else inventory(self._config),
         )
         self._store.set(f"agent/{place.node_rank}", text_of(own))
         if self.is_first:
@@ -602,7 +602,7 @@ def expected_slots(config: LaunchConfig, place: Rendezvous) -> Sequence[WorkerSl
     Raises:
         LaunchError: The plan has no work for the devices of this host.
     """
-    own = dict(place.devices if place.devices is not None else inventory())
+    own = dict(place.devices if place.devices is not None else inventory(config))
     left, rest = dict(own), Counter[str]()
     for slot in config.workers_by_device:
         names = (slot.device_type, base_type(slot.device_type, config))

@@ -54,6 +54,7 @@ def single_devices(problem: SplitProblem) -> list[OnOneDevice]:
                     num_devices=1,
                     virtual_nodes=batch // size,
                     virtual_node_batch_size=size,
+                    memory_bytes=point.peak_memory_bytes,
                     pass_seconds=point.step_seconds,
                     interpolated=size in costs.interpolated_sizes,
                 )

@@ -85,6 +85,7 @@ def group_on(
         num_devices=num_devices,
         virtual_nodes=passes,
         virtual_node_batch_size=point.batch_size,
+        memory_bytes=point.peak_memory_bytes,
         pass_seconds=point.step_seconds,
         interpolated=point.batch_size in option.interpolated_sizes,
         measured_busy=option.alone is not None,

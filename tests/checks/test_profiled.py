@@ -59,7 +59,13 @@ def test_a_pass_that_does_not_fit_is_refused() -> None:
     adam = named_optimizer("adam")
     tight = dataclasses.replace(PROFILE, device_memory_bytes=14_999)
     (group,) = plan.groups
-    between = dataclasses.replace(group, virtual_node_batch_size=5, samples=5, pass_seconds=None)
+    between = dataclasses.replace(
+        group, virtual_node_batch_size=5, samples=5, pass_seconds=None, memory_bytes=None
+    )
+    assert split_faults(
+        with_groups(plan, groups=(dataclasses.replace(group, memory_bytes=11_998),)),
+        Problem([PROFILE], POOL, 8),
+    ) == ["groups[0]: memory_bytes is 11998, it takes 12000"]
     middle = with_groups(plan, groups=(between,), global_batch_size=5)
     assert split_faults(middle, Problem([tight], POOL, 8)) == []
     (fault,) = split_faults(middle, Problem([tight], POOL, 8, optimizer=adam))

@@ -1,11 +1,18 @@
 """Which of this machine's devices a plan means."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+import hetflow
+from hetflow.cli.main import run
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
-from hetflow.devices.local import devices_of_types, own_type
-from hetflow.runtime.launcher.devices import remarks, seat_workers
+from hetflow.devices.local import devices_of_types, own_type, parse_requests
+from hetflow.runtime.launcher.devices import check_memory, inventory, remarks, seat_workers
+from hetflow.runtime.protocol.lower import lower
+from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
@@ -62,3 +69,67 @@ def test_a_host_with_one_of_two_types_knows_the_name_that_tells_them_apart(
     assert devices_of_types(["A100-40GB", "A100Ultra"]) == {}
     assert own_type(0, {"A100-40GB", "A100-80GB"}) == "A100-80GB"
     assert own_type(0, {"A100-40GB", "T4"}) is None
+
+
+SMALL = replace(gpus("V100", 0), memory_bytes=16 << 30, distinctions=("-sm70", "-16GB"))
+LARGE = replace(gpus("V100", 0, 1), memory_bytes=32 << 30, distinctions=("-sm70", "-32GB"))
+
+
+def v100(device_type: str, memory_gib: int, largest: int) -> hetflow.Profile:
+    """A profile whose passes of n samples take n GiB and a second."""
+    points = [
+        hetflow.BatchPoint(batch_size=size, step_seconds=1.0, peak_memory_bytes=size << 30)
+        for size in (8, largest)
+    ]
+    return hetflow.Profile(
+        model="m",
+        device_type=device_type,
+        device_memory_bytes=memory_gib << 30,
+        weight_bytes=4,
+        update_seconds=0.0,
+        batch_curve=tuple(points),
+    )
+
+
+def test_a_split_for_a_larger_card_of_the_name_is_refused_on_each_host(
+    host: list[LocalDevice],
+) -> None:
+    plan = hetflow.solve([v100("V100", 32, 24)], "2xV100", batch_size=48)
+    config = lower(plan)
+    host.append(LARGE)
+    check_memory(plan, config.workers, config)
+    host[0] = SMALL
+    with pytest.raises(TargetError, match="fills 25,769,803,776 bytes on each V100") as refused:
+        check_memory(plan, config.workers, config)
+    assert "V100-16GB" in str(refused.value.hint)
+
+
+def test_two_memories_of_one_name_are_two_types(host: list[LocalDevice]) -> None:
+    both = [v100("V100", 16, 12), v100("V100-32GB", 32, 24)]
+    plan = hetflow.solve(both, "1xV100,2xV100-32GB", batch_size=60)
+    config = lower(plan)
+    host.append(SMALL)
+    assert inventory(config) == {"V100": 1}
+    slots = [slot for slot in config.workers if slot.device_type == "V100"]
+    check_memory(plan, slots, config)
+    host[0] = LARGE
+    assert inventory(config) == {"V100-32GB": 2}
+    slots = [slot for slot in config.workers if slot.device_type != "V100"]
+    check_memory(plan, slots, config)
+    assert [seat.device for seat in seat_workers(slots, config)] == ["cuda:0", "cuda:1"]
+    (request,) = parse_requests(["V100-32GB"], host)
+    assert (request.device_type, request.local) == ("V100-32GB", LARGE)
+    with pytest.raises(hetflow.ProblemError, match="no such device"):
+        parse_requests(["V100-16GB"], host)
+    with pytest.raises(hetflow.ProblemError, match="two profiles of m on V100"):
+        hetflow.solve([both[0], replace(both[1], device_type="V100")], "V100", batch_size=8)
+
+
+def test_a_profile_of_another_memory_is_not_overwritten(
+    host: list[LocalDevice], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.append(LARGE)
+    files.write(tmp_path / "mlp.V100.json", v100("V100", 16, 12))
+    assert run(["profile", "zoo:mlp", "-o", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is of a V100 of 16.0 GiB, this one has 32.0\nhint: --device V100-32GB gives" in said

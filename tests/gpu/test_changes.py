@@ -186,10 +186,13 @@ def test_a_notice_saves_and_another_launch_goes_on(gpus: GpuHost, how: str) -> N
 def test_two_hosts_train_over_nccl(tmp_path: Path, gpus: GpuHost) -> None:
     if gpus(1).is_real:
         pytest.skip("needs two hosts")
-    one = [software_host(tmp_path, "V100", FAKECUDA_HOST=name) for name in ("left", "right")]
+    one = [
+        software_host(tmp_path, f"V100:{memory}GiB", FAKECUDA_HOST=name)
+        for name, memory in (("left", 1), ("right", 2))
+    ]
     folder = tmp_path / "two"
     folder.mkdir()
-    files.write(folder / "plan.json", plan_of([5, 3], ["V100", "V100"]))
+    files.write(folder / "plan.json", plan_of([5, 3], ["V100", "V100-2GB"]))
     with socket.create_server(("127.0.0.1", 0)) as found:
         endpoint = f"127.0.0.1:{found.getsockname()[1]}"
     processes = [
