@@ -13,7 +13,7 @@ from typing import Any
 from hetflow.papers.piper import check as steady_check
 from hetflow.papers.piper import read as piper
 from hetflow.papers.piper import solve as steady
-from hetflow.papers.sailor.read import read_problem
+from hetflow.papers.sailor import read_problem
 from hetflow.planning.checks.parallel import check
 from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.data.reference import planners

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from hetflow.papers.ptdp import closed_forms as parallel
-from hetflow.papers.sailor.read import read_problem
+from hetflow.papers import ptdp as parallel
+from hetflow.papers.sailor import read_problem
 from hetflow.planning.checks.parallel import counted_memory, counted_step
 from hetflow.schema.parallel import (
     DegreeLink,

@@ -26,8 +26,7 @@ from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
 from hetflow.solvers.market.odds import price_correlation
 from hetflow.solvers.market.offers import Prices, job_on, prices_of
-from hetflow.solvers.market.price_bound import least_dollars
-from hetflow.solvers.market.price_strategies import strategies
+from hetflow.solvers.market.price_strategies import bound, strategies
 from hetflow.tests.data import reference
 
 DAY = 86400.0
@@ -190,7 +189,7 @@ def replayed(
             found = strategies(window)
             outcomes = {name: strategy_replay(job, found[name], window) for name in names}
             dollars = {name: outcome.dollars for name, outcome in outcomes.items()}
-            dollars["bound"] = least_dollars(job, window)
+            dollars["bound"] = bound(job, window).dollars
         except ProblemError:
             continue
         used += 1

@@ -1,4 +1,4 @@
-"""What reproduces a paper and no user would choose for work: a folder a paper.
+"""What reproduces a paper and no user would choose for work: a file or folder a paper.
 
 The product does not import this. Formats enter it by the registries that plug-ins use.
 """

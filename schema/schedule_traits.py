@@ -127,7 +127,7 @@ SCHEDULES: Registry[ScheduleTraits] = Registry(
         "hetflow.planning.schedules.zero_bubble",
         "hetflow.planning.schedules.zero_bubble_v",
         "hetflow.planning.schedules.pipedream",
-        "hetflow.papers.dualpipe.schedule",
+        "hetflow.papers.dualpipe",
     ),
 )
 

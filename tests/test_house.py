@@ -81,7 +81,7 @@ TORCH_WHEN_ASKED = {"devices", "profilers", "launcher", "testing"}
 MODELS = ROOT / "profilers" / "zoo"  # model classes; loaded by name only
 LIBRARIES_OF_FEW_FILES = {
     "pulp": {"solvers/lp.py"},
-    "scipy": {"solvers/lp.py", "solvers/market/lifetimes.py"},  # the latter: its statistics
+    "scipy": {"solvers/lp.py", "solvers/market/odds.py"},  # the latter: its statistics
     "highspy": {"solvers/lp.py"},
     "numba": {"solvers/compiling.py"},
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from hetflow.papers.ptdp import closed_forms as parallel
+from hetflow.papers import ptdp as parallel
 from hetflow.planning.checks.parallel import counted_memory, counted_step
 from hetflow.schema.parallel import (
     DegreeLink,

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..compiling import compiled_if_often
 from ..effort import never
 from . import simplex
 from .instance import Instance
-from .interior.solve import solve as solve_interior
+from .interior import Walk, walk
+from .interior import solve as solve_interior
 from .program import (
     Floats,
     FractionProgram,
@@ -31,6 +33,15 @@ BROKE_DOWN = "because the interior point method broke down"
 NO_PAIRS = PairTimes(
     a=np.zeros(0, np.int64), b=np.zeros(0, np.int64), column=np.zeros(0, np.int64), time=np.zeros(0)
 )
+
+
+def _compiled_walk() -> Walk:
+    from .interior_compiled import walk
+
+    return walk
+
+
+_FASTEST_WALK: Walk = compiled_if_often(walk, _compiled_walk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +196,7 @@ def solve_alone(program: FractionProgram, should_stop: Callable[[], bool] = neve
     An interior point method may stop short on programs without an interior, such as those of
     jobs that must keep exactly what is the most they can have.
     """
-    near = solve_interior(program, should_stop=should_stop)
+    near = solve_interior(program, _FASTEST_WALK, should_stop)
     if near is not None and (near.gap < ACCEPTED_GAP or should_stop()):
         return near
     likely = None if near is None else simplex.likely_columns(program, near)

@@ -12,7 +12,7 @@ import numpy as np
 from ...schema.errors import InfeasibleError, ProblemError
 from .engine import Outcome, optimise
 from .instance import Instance
-from .interior.method import can_reach
+from .interior import can_reach
 from .program import Bools, Floats, Ints
 
 PRECISION = 1e-10

@@ -14,8 +14,7 @@ from ...schema.errors import BackendError, InfeasibleError
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, Proof
 from ...schema.schedule_traits import SCHEDULES
-from ..effort import DEFAULT, Effort
-from ..tolerance import MOST_GIVEN_UP
+from ..effort import DEFAULT, MOST_GIVEN_UP, Effort
 
 Solve = Callable[[PipelineProblem], Plan]
 

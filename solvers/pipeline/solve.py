@@ -16,9 +16,8 @@ import numpy as np
 from ...schema.errors import InfeasibleError, TooLittleTimeError
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan
-from ..effort import DEFAULT, Effort, OutOfTimeError
+from ..effort import DEFAULT, MOST_GIVEN_UP, Effort, OutOfTimeError
 from ..methods import METHODS
-from ..tolerance import MOST_GIVEN_UP
 from .alone import least_of_one_or_more, least_with_fixed
 from .anywhere import blind, exact, has_one_order, relaxed
 from .assemble import ORDERED, assemble, fill_seconds

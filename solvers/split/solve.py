@@ -19,7 +19,7 @@ from ...planning.costs.split import predict
 from ...schema.errors import InfeasibleError
 from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import SplitProblem
-from ..tolerance import MOST_GIVEN_UP
+from ..effort import MOST_GIVEN_UP
 from .feasible import feasible_batches, feasible_sums, members, multiples
 from .latest import least_latest, needs_least_latest
 from .levels import Level, least_seconds, levels, refutation, single_devices

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.papers.ptdp.closed_forms import tensor_parallel_elements
+from hetflow.papers.ptdp import tensor_parallel_elements
 from hetflow.planning.costs.sequence_layers import sequence_layers
 from hetflow.planning.costs.tensor_layers import sharded_layers
 from hetflow.profilers import targets

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.papers.ptdp.closed_forms import tensor_parallel_elements
+from hetflow.papers.ptdp import tensor_parallel_elements
 from hetflow.planning.costs.tensor_layers import degrees_of, sharded_layers
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.operator_counts import (

@@ -6,8 +6,7 @@ import numpy as np
 
 from ....schema.errors import ProblemError
 from ....solvers.allocation.engine import solve_alone, spread
-from ....solvers.allocation.las.flat import centre
-from ....solvers.allocation.las.warm import WarmMaxMin
+from ....solvers.allocation.las import WarmMaxMin, centre
 from ....solvers.allocation.program import FractionProgram
 from ....solvers.allocation.space_sharing.column_generation import PairTimes
 from ..arrays import Floats, Ints

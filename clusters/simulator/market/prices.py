@@ -8,8 +8,7 @@ from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.market import HeldOffer, StrategyReplay
 from ....solvers.market.job import RentJob, RentPolicy
 from ....solvers.market.offers import Offer, OfferHistory, Prices
-from ....solvers.market.price_bound import bound
-from ....solvers.market.price_strategies import strategies
+from ....solvers.market.price_strategies import bound, strategies
 from .replay import replay
 
 _SPARE = 1.3  # times the first guess of how much history matters

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hetflow.schema.errors import ProblemError
-from hetflow.solvers.market.lifetimes import (
+from hetflow.solvers.market.odds import (
     Lifetime,
     Survival,
     lifetimes,

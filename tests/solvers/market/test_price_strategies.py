@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from hetflow.clusters.simulator.market.prices import compare, compare_from, strategy_replay
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, StrategyReplay, utc_text
-from hetflow.solvers.market import price_bound
 from hetflow.solvers.market.job import RentJob
 from hetflow.solvers.market.offers import OfferHistory, Prices, history_of, job_on, prices_of
-from hetflow.solvers.market.price_strategies import strategies
+from hetflow.solvers.market.price_strategies import bound, strategies
 
 HOUR = 3600.0
 MACHINES = (
@@ -61,7 +60,7 @@ def replay(one: Asked, name: str, prices: Prices) -> StrategyReplay:
 
 
 def least_dollars(one: Asked, prices: Prices) -> float:
-    return price_bound.least_dollars(on(one, prices), prices)
+    return bound(on(one, prices), prices).dollars
 
 
 def costs(one: Asked, prices: Prices) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""The steps of ``method``, compiled by numba: the same digits, without an array for each term.
+"""The steps of ``interior``, compiled by numba: the same digits, without an array for each term.
 
 For what the simulator asks thousands of times: programs that maximise z, where each column uses
 one resource of its own and every row has a demand. Whatever else comes, and steps that go less
-well than hoped, are left to ``method.walk``. Names are those of ``method``; a program, a point
+well than hoped, are left to ``interior.walk``. Names are those of ``interior``; a program, a point
 and what is worked out on the way are tuples of arrays ([columns, rows], [rows], [columns]).
 """
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ...compiling import compiled
-from . import method
-from .method import _SHORT, _STEP, _TINY, _WORSE, SMALL, Point, Scaled
-from .method import eliminate as eliminate_plain
+from ..compiling import compiled
+from . import interior
+from .interior import _SHORT, _STEP, _TINY, _WORSE, SMALL, Point, Scaled
+from .interior import eliminate as eliminate_plain
 
-# Sums and small equations, compiled, to the digits of ``np.add.reduce`` and of ``method``.
+# Sums and small equations, compiled, to the digits of ``np.add.reduce`` and of ``interior``.
 
 eliminate = compiled(eliminate_plain)
 
@@ -83,7 +83,7 @@ _LIMITS = (_TINY, _STEP, _SHORT, _WORSE)  # given to compiled functions, see ``c
 def walk(p: Scaled, at: Point, most: int) -> tuple[int, Point | None]:
     """Go on until the true gap is worth a look: how many steps, and where to."""
     if not _is_simple(p):
-        return method.walk(p, at, most)
+        return interior.walk(p, at, most)
     program = (
         p.count, p.rate, p.usage, p.resources.diagonal().copy(), p.capacity, p.level_capacity,
         p.gain, p.level, p.floor, p.runs, p.level_counts,
@@ -91,7 +91,7 @@ def walk(p: Scaled, at: Point, most: int) -> tuple[int, Point | None]:
     primal, dual = at.primal.copy(), at.dual.copy()
     steps, z = _walk(program, p.number, p.least_value, _LIMITS, primal, dual, at.z, most)
     if not steps:
-        return method.walk(p, at, most)
+        return interior.walk(p, at, most)
     return steps, Point(*at.rows, primal, dual, z)
 
 
@@ -340,7 +340,7 @@ def _walk(
     z: Any,
     most: Any,
 ) -> tuple[Any, Any]:
-    """Move a point (primal, dual) in place; the steps made, and z. See ``method._advance``."""
+    """Move a point (primal, dual) in place; the steps made, and z. See ``interior._advance``."""
     count, (columns, rows) = program[0], program[1].shape
     tiny, nearly_all, short, worse = limits
     point = _parts(primal, columns, rows) + _parts(dual, columns, rows)

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.solvers.allocation import interior
 from hetflow.solvers.allocation.engine import ACCEPTED_GAP
-from hetflow.solvers.allocation.interior import method
-from hetflow.solvers.allocation.interior.solve import Walk, solve
+from hetflow.solvers.allocation.interior import Walk, solve
 from hetflow.solvers.allocation.program import FractionProgram, Solution
 from hetflow.tests.profiles import examples
 
 compiled = pytest.importorskip(
-    "hetflow.solvers.allocation.interior.method_compiled", reason="numba is not installed"
+    "hetflow.solvers.allocation.interior_compiled", reason="numba is not installed"
 )
 
 pytestmark = pytest.mark.slow  # compiling takes 20 CPU s
@@ -55,7 +55,7 @@ def _solved(program: FractionProgram, walk: Walk) -> Solution | None:
 )
 def test_same_digits(seed: int, jobs: int, types: int, holes: float, idle: float) -> None:
     program = _program(seed, jobs, types, holes=holes, idle=idle)
-    fast, plain = _solved(program, compiled.walk), _solved(program, method.walk)
+    fast, plain = _solved(program, compiled.walk), _solved(program, interior.walk)
     if plain is None or fast is None:
         assert fast is plain
         return
@@ -69,8 +69,8 @@ def test_most_steps_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of the simulator's kind seldom go back to numpy."""
     slow = list[int]()
     monkeypatch.setattr(
-        method, "_advance",
-        lambda p, at, advance=method._advance: (slow.append(1), advance(p, at))[1],
+        interior, "_advance",
+        lambda p, at, advance=interior._advance: (slow.append(1), advance(p, at))[1],
     )  # fmt: skip
     steps = 0
     for seed in range(20):
@@ -87,7 +87,7 @@ def test_sums_are_added_as_numpy_adds() -> None:
 
 
 def test_small_equations_without_an_answer_are_told() -> None:
-    assert not method.eliminate([[1.0, 2.0], [2.0, 4.0]], [1.0, 1.0])
+    assert not interior.eliminate([[1.0, 2.0], [2.0, 4.0]], [1.0, 1.0])
     right = [5.0, 6.0]
-    assert method.eliminate([[0.0, 2.0], [3.0, 4.0]], right)
+    assert interior.eliminate([[0.0, 2.0], [3.0, 4.0]], right)
     assert right == pytest.approx([-4 / 3, 2.5])

@@ -11,11 +11,16 @@ from processor to processor, and a simulation shows the last digit. So ``walk`` 
 steps compiled.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
-from ..program import Floats, FractionProgram, Solution, fit, level_of, solution_of
+from ..effort import never
+from .program import Floats, FractionProgram, Solution, fit, level_of, solution_of
 
 MAX_ITERATIONS = 100
+TOLERANCE = 1e-10
+_PATIENCE = 4
 _STEP = 0.9995
 _SHORT = 0.3
 _WORSE = 1e9  # where numbers gave out, so that they do not overflow as well
@@ -422,3 +427,46 @@ def read_back(program: FractionProgram, p: Scaled, at: Point, iteration: int) ->
     y, price = at.y / p.row * unit, at.price / p.unit * unit
     method = f"structured interior point, {iteration} iterations"
     return solution_of(program, at.x.T, y, price, method)
+
+
+Walk = Callable[[Scaled, Point, int], tuple[int, Point | None]]
+
+
+def solve(
+    program: FractionProgram, walk: Walk = walk, should_stop: Callable[[], bool] = never
+) -> Solution | None:
+    """Solve a program without pairs, to a relative gap of about 1e-10 where numbers suffice.
+
+    Args:
+        program: The program.
+        walk: How steps are taken.
+        should_stop: Asked before each step; True ends with the point reached.
+
+    Returns:
+        The point with the least gap; None if no point came near, as where none is feasible.
+    """
+    # Numbers may run out at the very end; the proof of the best point so far decides then.
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore", under="ignore"):
+        return _iterate(program, walk, should_stop)
+
+
+def _iterate(
+    program: FractionProgram, walk: Walk, should_stop: Callable[[], bool]
+) -> Solution | None:
+    scaled = Scaled(program)
+    point = first_point(scaled)
+    best: Solution | None = None
+    iteration = idle = 0
+    while iteration < MAX_ITERATIONS:
+        stops = should_stop()
+        if stops or (iteration and is_near(scaled, point)):
+            found = read_back(program, scaled, point, iteration)
+            idle = 0 if best is None or found.gap < 0.5 * best.gap else idle + 1
+            best = found if best is None or found.gap < best.gap else best
+            if stops or best.gap < TOLERANCE or idle >= _PATIENCE:
+                break
+        steps, after = walk(scaled, point, MAX_ITERATIONS - iteration)
+        if after is None:
+            break
+        point, iteration = after, iteration + steps
+    return best

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...schema.errors import FileError
-from ...schema.parallel import (
+from ..schema.errors import FileError
+from ..schema.parallel import (
     BoundaryRule,
     CostRule,
     DegreeLink,
@@ -24,7 +24,7 @@ from ...schema.parallel import (
     ShardSizes,
     ShardTimes,
 )
-from ...schema.records import nearest
+from ..schema.records import nearest
 
 _FLOAT_BYTES = 4
 _BYTES_PER_WEIGHT_BYTE = 6.0  # 24 bytes a parameter: Adam, master copy, gradient, DeepSpeed's two

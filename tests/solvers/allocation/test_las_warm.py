@@ -5,7 +5,7 @@ import pytest
 
 from hetflow.schema.errors import ProblemError
 from hetflow.solvers.allocation import make_instance, policy_named, solve
-from hetflow.solvers.allocation.las.warm import WarmMaxMin
+from hetflow.solvers.allocation.las import WarmMaxMin
 
 
 def test_warm_answers_equal_cold_ones():

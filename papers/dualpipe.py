@@ -8,11 +8,11 @@ as a pair, so that the transfers of each hide behind the other's computation.
 
 from collections.abc import Callable
 
-from ...planning.schedules.assemble import Pass, PassOrder, Slot, assemble
-from ...planning.schedules.registry import schedule
-from ...schema.errors import ProblemError
-from ...schema.operations import Kind, Schedule
-from ...schema.pipeline_shape import PipelineShape
+from ..planning.schedules.assemble import Pass, PassOrder, Slot, assemble
+from ..planning.schedules.registry import schedule
+from ..schema.errors import ProblemError
+from ..schema.operations import Kind, Schedule
+from ..schema.pipeline_shape import PipelineShape
 
 _Make = Callable[[Kind, int, int], Pass]
 """(kind, phase, number within the phase) -> pass; phase 0 enters at the rank's near end."""

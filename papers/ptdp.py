@@ -7,7 +7,7 @@ hidden size h, sequences of s tokens, a vocabulary of V. Volumes are elements, n
 
 from math import sqrt
 
-from ...schema.parallel import Recompute
+from ..schema.parallel import Recompute
 
 
 def bubble_of_data_parallel(

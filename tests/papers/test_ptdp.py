@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.papers.ptdp import closed_forms as parallel
+from hetflow.papers import ptdp as parallel
 from hetflow.planning.costs.parallel_stage import (
     bubble_fraction,
     bucketed_ring_seconds,

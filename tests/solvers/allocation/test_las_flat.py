@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.solvers.allocation.engine import solve_alone
-from hetflow.solvers.allocation.las.flat import centre
+from hetflow.solvers.allocation.las import centre
 from hetflow.solvers.allocation.program import FractionProgram
 from hetflow.tests.profiles import examples
 

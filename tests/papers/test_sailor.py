@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.papers.sailor.read import read_problem
+from hetflow.papers.sailor import read_problem
 from hetflow.planning.checks.parallel import check, counted_step
 from hetflow.schema.errors import FileError
 from hetflow.schema.plan import Plan

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.papers.gavel.centre_las import centre
-from hetflow.papers.gavel.face import Face, optimal_face
+from hetflow.papers.gavel.centre_las import Face, centre, optimal_face
 from hetflow.solvers.allocation.engine import solve_alone
-from hetflow.solvers.allocation.las.warm import WarmMaxMin
+from hetflow.solvers.allocation.las import WarmMaxMin
 from hetflow.solvers.allocation.program import FractionProgram
 from hetflow.tests.profiles import examples
 

@@ -1,1 +1,0 @@
-"""DualPipe and DualPipeV (DeepSeek-V3): schedules that no planner here proposes."""

@@ -1,1 +1,0 @@
-"""PTD-P (thesis chapter 4): its closed forms, which planners do not use."""

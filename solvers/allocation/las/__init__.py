@@ -1,1 +1,0 @@
-"""Least attained service, allocated thousands of times: for the simulator."""
