@@ -10,6 +10,7 @@ from math import ceil, isclose
 from typing import Any
 
 from ...schema.cluster import Cluster
+from ...schema.device_memory import asked_bytes
 from ...schema.optimizer import OptimizerState
 from ...schema.parallel import ParallelProblem
 from ...schema.pipeline import PipelineProblem
@@ -52,10 +53,12 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
             )
         needs = ceil(_between(around, [_held(point) for point in around], group)) + more + beside
         taken = needs - problem.memory_reserve_bytes
-        if group.memory_bytes is not None and group.memory_bytes < taken - 1:
-            faults.append(
-                f"groups[{index}]: memory_bytes is {group.memory_bytes}, it takes {taken}"
-            )
+        stated = group.memory_bytes
+        if problem.optimizer not in (None, plan.optimizer):
+            stated = None  # the plan counts another one's state
+        reserves = (problem.memory_reserve_bytes, asked_bytes(plan.reserves))
+        if stated is not None and all(abs(stated - taken - free) > 1 for free in reserves):
+            faults.append(f"groups[{index}]: memory_bytes is {stated}, it takes {taken}")
         if needs > has:
             faults.append(
                 f"groups[{index}]: a pass of {group.virtual_node_batch_size} samples needs {needs} "
