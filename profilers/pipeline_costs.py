@@ -12,14 +12,15 @@ from itertools import accumulate
 from typing import Any
 
 from ..devices.backend import DeviceRequest
-from ..runtime.measurements import StepTimes
+from ..planning.costs.corrected_layers import RanStage, with_stages
+from ..runtime.measurements import StepTimes, stage_runs
 from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
-from ..schema.profile import LayerGraph, PipelineCosts
+from ..schema.profile import LayerGraph, PipelineCosts, Profile
 from ..schema.schedule_traits import schedule_in_order
 from .busy import Progress
 from .links import said, too_few_devices
-from .pipeline_fit import KnownCosts, Ring, Trial, fit_costs
+from .pipeline_fit import KnownCosts, Passes, Ring, TimedStep, Trial, with_passes
 from .process import ChildDied
 from .several_devices import Crew
 from .targets import Target
@@ -133,35 +134,37 @@ class _Rehearsed:
 def measure_pipeline(
     target: Target,
     request: DeviceRequest,
-    profiled: KnownCosts,
+    profile: Profile,
     *,
     optimizer: str,
     budget_seconds: float,
     progress: Progress = lambda text, left: None,
-) -> tuple[PipelineCosts | None, dict[str, Any]]:
-    """Rehearse pipelines on two devices and fit their costs.
+) -> tuple[Profile, dict[str, Any]]:
+    """Rehearse pipelines on two devices, calibrate layers to their stages and fit their costs.
 
     Args:
         target: What to train.
         request: The device type, a real one. Where its memory does not hold the whole model, one
             stage on both devices is left out.
-        profiled: Its layers, links and update.
+        profile: With layers, links and update.
         optimizer: For targets that bring none.
         budget_seconds: For the steps, about; at least six pipelines make a few.
         progress: Told what is being measured now.
 
     Returns:
-        The costs, None where they could not be measured, and their provenance: how, or why not.
+        The profile with its pipeline's costs and with layers that take in stages what stages took,
+        as it was where they could not be measured; and their provenance: how, or why not.
     """
-    why_not = too_few_devices(request, 2) or _obstacle(profiled)
+    alone = KnownCosts.of(profile)
+    why_not = too_few_devices(request, 2) or _obstacle(alone)
     if why_not:
-        return None, {"skipped": why_not}
-    trials = affordable(profiled, budget_seconds)
+        return profile, {"skipped": why_not}
+    trials = affordable(alone, budget_seconds)
     again = replace(trials[1], recompute=True)
 
     def rehearsed(trials: Sequence[Trial]) -> "_Rehearsed":
         return _rehearse(
-            target, request, profiled, (*trials, again), optimizer, budget_seconds, progress
+            target, request, alone, (*trials, again), optimizer, budget_seconds, progress
         )
 
     no_replicas: dict[str, Any] = {}
@@ -174,27 +177,86 @@ def measure_pipeline(
             found = rehearsed(trials)
             no_replicas = {"replicas": {"skipped": "out of memory: one stage of all layers"}}
     except (HetflowError, ChildDied, MemoryError) as error:
-        return None, {"skipped": f"the pipelines failed: {said(error)}"}
+        return profile, {"skipped": f"the pipelines failed: {said(error)}"}
     steps = found.steps
     timings = [RepeatTiming.of([_slowest(step) for step in made]) for made in steps]
     reduction = _reduction(trials, steps)
+    took = [[*_passes(made).values()] for made in steps]
+    profile = calibrated(profile, trials, took)
+    profiled, costs = KnownCosts.of(profile), profile.pipeline
+    assert costs is not None
     if reduction is not None:
         profiled = replace(profiled, reduce_seconds=reduction.median_seconds)
-    costs = fit_costs(profiled, trials, [timing.median_seconds for timing in timings[:-1]])
+    timed = [
+        [TimedStep(_slowest(step), [*_passes([step]).values()]) for step in made]
+        for made in steps[:-1]
+    ]
+    costs = with_passes(profiled, costs, trials, timed)
     costs = replace(_with_ring(costs, profiled), fragmentation_bytes=found.fragmentation_bytes)
     told = [
-        {**asdict(trial), **asdict(timing), "predicted": profiled.step_seconds(trial, costs)}
-        for trial, timing in zip((*trials, again), timings, strict=True)
+        {
+            **asdict(trial),
+            **asdict(timing),
+            "predicted": profiled.step_seconds(trial, costs),
+            "stages": passes,
+        }
+        for trial, timing, passes in zip((*trials, again), timings, took, strict=True)
     ]
-    return costs, {
+    return replace(profile, pipeline=costs), {
         "method": "steps on two devices in the runtime's own loop, against their replay",
-        "step_error": "median over trials, each against a fit without it",
+        "step_error": "median over trials, each with the others' time between passes",
         "layer_scale": profiled.scale,
         "trials": told[:-1],
         "recompute": told[-1],
         "reduction": None if reduction is None else asdict(reduction),
         **no_replicas,
     }
+
+
+def calibrated(
+    profile: Profile, trials: Sequence[Trial], took: Sequence[Sequence[Passes]]
+) -> Profile:
+    """The profile with layers that take in stages what those of two-stage pipelines took.
+
+    Layers alone do not add up to a stage: a shorter stage fits the caches better, and the loss is
+    in the last one. Within a pass are also loading and the runtime's part of a virtual node, half
+    of them in each of its two passes. Costs of messages and steps are those that were measured of
+    links and of splits.
+
+    Args:
+        profile: With layers, links and a curve.
+        trials: Pipelines of one and of two stages.
+        took: [trials][stages] their passes of a microbatch.
+    """
+    known, among = KnownCosts.of(profile), profile.busy or profile
+    size, names = known.graph.microbatch_size, [node.id for node in known.graph.nodes]
+    near = min(among.batch_curve, key=lambda point: abs(point.batch_size - size))
+    beside = (near.step_seconds - near.pass_seconds) / 2
+    costs = PipelineCosts(
+        pass_seconds=beside,
+        lone_pass_seconds=beside,
+        message_seconds=known.links.latency_seconds,
+        fixed_seconds=among.fixed_seconds or 0.0,
+    )
+    ran = [
+        RanStage(
+            graph=known.graph,
+            layers=frozenset(names[trial.cut :] if stage else names[: trial.cut]),
+            forward_seconds=forward,
+            backward_seconds=backward,
+            slowed=known.scale,
+        )
+        for trial, stages in zip(trials, took, strict=False)
+        if trial.num_replicas == 1
+        for stage, (forward, backward) in enumerate(stages)
+    ]
+    return with_stages(replace(profile, pipeline=costs), ran)
+
+
+def _passes(steps: Sequence[_Step]) -> dict[int, Passes]:
+    """By stage, the seconds of a forward and of a backward pass of a microbatch."""
+    runs = stage_runs([worker for step in steps for worker in step])
+    return {run.stage: (run.forward.seconds, run.backward.seconds) for run in runs}
 
 
 def _reduction(trials: Sequence[Trial], steps: Sequence[Sequence[_Step]]) -> RepeatTiming | None:

@@ -1,31 +1,30 @@
-"""Fit the costs of a pipeline's passes, messages and steps beyond its layers to measured steps.
+"""What a pipeline's passes cost beside their layers, from the steps of rehearsed pipelines.
 
-The step of each rehearsed pipeline is replayed (planning/schedules/replay.py) with the profiled
-layers and links and unknown costs, which are fitted to the measured steps. A replay is linear in
-the costs as long as the same passes decide it, so the fit linearises it, solves, and goes on from
-there.
+The step of each is replayed (planning/schedules/replay.py) with the passes that it measured itself,
+so that a machine that was slower for a while changes nothing. What the step took longer lies
+between its passes: messages are written and read there, by the devices that compute.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..planning.costs.comm import Wire, collective_seconds
+from ..planning.costs.compute import busy_ratio
 from ..planning.costs.pipeline import num_in_flight
 from ..planning.schedules.replay import StepStage, flush_step_seconds
-from ..schema.profile import LayerGraph, Links, PipelineCosts
-from .fits import least_deviations
+from ..schema.profile import LayerGraph, Links, PipelineCosts, Profile
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+Passes = tuple[float, float]
+"""Seconds of a forward and of a backward pass of a stage."""
 
-    Array = NDArray[np.float64]
 
-_ROUNDS, _HALVINGS = 30, 12
-_NUDGE = 1e-4  # of a step, to tell its slope in a cost
-_START = 0.1  # of the shortest step, for one cost after another
+class TimedStep(NamedTuple):
+    """A step of a trial: its seconds, and [stages] the passes of a microbatch in it."""
+
+    seconds: float
+    passes: Sequence[Passes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ class Ring(Wire):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCosts:
-    """What is known of the layers and links before pipelines are rehearsed.
+    """What is known of layers, links and steps before pipelines are rehearsed.
 
     Attributes:
         graph: Layers at the microbatch size of the trials, in running order.
@@ -77,6 +76,26 @@ class KnownCosts:
     ring: Ring | None = None
     reduce_seconds: float = 0.0
     update_workspace_bytes: int = 0
+
+    @classmethod
+    def of(cls, profile: Profile) -> "KnownCosts":
+        """What a profile with layers and links says of two devices that both work."""
+        graph, links, sync, ring = profile.layers, profile.links, profile.sync, None
+        assert graph is not None
+        assert links is not None
+        if sync is not None and None not in (sync.latency_seconds, sync.bytes_per_second):
+            ring = Ring(sync.latency_seconds, sync.bytes_per_second)
+        scale, busy = 1.0, profile.busy
+        if busy is not None:
+            scale = busy_ratio(profile.batch_curve, busy.batch_curve, graph.microbatch_size)
+        return cls(
+            graph=graph,
+            links=links,
+            update_seconds=(busy or profile).update_seconds,
+            scale=scale,
+            ring=ring,
+            update_workspace_bytes=profile.update_workspace_bytes or 0,
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -129,18 +148,27 @@ class KnownCosts:
             found.append(passing + aside + self.update_workspace_bytes)
         return found
 
-    def step_seconds(self, trial: Trial, costs: PipelineCosts) -> float:
-        """The step of a trial as the planner predicts it."""
+    def step_seconds(
+        self, trial: Trial, costs: PipelineCosts, took: Sequence[Passes] | None = None
+    ) -> float:
+        """The step of a trial as the planner predicts it.
+
+        Args:
+            trial: The pipeline.
+            costs: What its passes, messages and steps cost besides.
+            took: [stages] its passes as they were timed, in place of those of the layers.
+        """
         nodes = self.graph.nodes
         total_weight = max(self.weight_bytes, 1)
         sent = self.crossing_bytes(trial.cut) / self.links.bytes_per_second
-        own = costs.pass_seconds
-        if trial.num_replicas > 1 and costs.lone_pass_seconds is not None:
-            own = costs.lone_pass_seconds
+        timed = costs.pass_seconds if costs.lone_pass_seconds is None else costs.lone_pass_seconds
+        own = costs.pass_seconds if trial.num_replicas == 1 else timed
         stages = []
-        for part in filter(None, (nodes[: trial.cut], nodes[trial.cut :])):
+        for number, part in enumerate(filter(None, (nodes[: trial.cut], nodes[trial.cut :]))):
             forward = self.scale * sum(node.forward_seconds for node in part)
             backward = self.scale * sum(node.backward_seconds for node in part)
+            if took is not None:
+                forward, backward = (seconds - timed for seconds in took[number])
             weight = sum(node.weight_bytes for node in part)
             stages.append(
                 StepStage(
@@ -156,94 +184,54 @@ class KnownCosts:
         return replayed + costs.fixed_seconds
 
 
-def fit_costs(
-    profiled: KnownCosts, trials: Sequence[Trial], seconds: Sequence[float]
+def with_passes(
+    profiled: KnownCosts,
+    costs: PipelineCosts,
+    trials: Sequence[Trial],
+    steps: Sequence[Sequence[TimedStep]],
 ) -> PipelineCosts:
-    """Fit the costs to measured steps, by least absolute relative errors, none negative.
+    """The costs with what passes take between them, which messages cause.
 
-    A pass with a message beside it costs at least what one without costs.
-    ``step_error`` is the median over the trials of how far each is from what the others predict
-    for it (fitted without it): a fit to few steps follows its own.
+    Of each trial of two stages it is what makes the replay of a step as long as the step, at the
+    lower quartile of its steps: other work makes steps longer and never shorter. Of all trials the
+    median counts. ``step_error`` is the median over all trials of how far their steps are from what
+    the planner predicts for them by the layers, with the median of the other trials.
 
     Args:
         profiled: Layers and links.
-        trials: At least four pipelines that differ in schedule and microbatches. Where none has
-            replicas, what passes cost without messages is None.
-        seconds: The measured step of each, > 0.
+        costs: Of messages and of a step; ``lone_pass_seconds`` lies within timed passes.
+        trials: Some of two stages.
+        steps: [trials][steps] as measured.
     """
-    import numpy as np
+    lone = costs.pass_seconds if costs.lone_pass_seconds is None else costs.lone_pass_seconds
 
-    shortest = min(seconds)
-    number = 4 if any(trial.num_replicas > 1 for trial in trials) else 3
-    # What decides a step differs with the costs, so the error has several valleys.
-    starts = [np.zeros(number), *(_START * shortest * unit for unit in np.eye(number))]
-    found = _fit(profiled, trials, seconds, starts)
+    def with_more(more: float) -> PipelineCosts:
+        return replace(costs, pass_seconds=lone + more, lone_pass_seconds=lone)
+
+    def between(trial: Trial, step: TimedStep) -> float:
+        """Of each pass, from the slope of the replay at a good guess."""
+        without = profiled.step_seconds(trial, with_more(0.0), step.passes)
+        guess = (step.seconds - without) / (2 * trial.num_microbatches)
+        if guess <= 0:
+            return 0.0
+        longer = profiled.step_seconds(trial, with_more(guess), step.passes) - without
+        return guess * (step.seconds - without) / longer
+
+    found = {
+        index: _quartile([between(trial, step) for step in made])
+        for index, (trial, made) in enumerate(zip(trials, steps, strict=True))
+        if trial.num_replicas == 1
+    }
     errors = []
-    for left_out, (trial, measured) in enumerate(zip(trials, seconds, strict=True)):
-        others = [index for index in range(len(trials)) if index != left_out]
-        fitted = _fit(profiled, [trials[i] for i in others], [seconds[i] for i in others], [found])
-        errors.append(abs(profiled.step_seconds(trial, _costs(fitted)) - measured) / measured)
-    return _costs(found, statistics.median(errors))
-
-
-def _costs(values: "Array", error: float | None = None) -> PipelineCosts:
-    one_pass, message, fixed, *lone = values.tolist()
-    return PipelineCosts(
-        pass_seconds=one_pass + sum(lone),
-        lone_pass_seconds=sum(lone) if lone else None,
-        message_seconds=message,
-        fixed_seconds=fixed,
-        step_error=error,
+    for index, (trial, made) in enumerate(zip(trials, steps, strict=True)):
+        measured = statistics.median(step.seconds for step in made)
+        others = [more for other, more in found.items() if other != index]
+        predicted = profiled.step_seconds(trial, with_more(statistics.median(others)))
+        errors.append(abs(predicted - measured) / measured)
+    return replace(
+        with_more(statistics.median(found.values())), step_error=statistics.median(errors)
     )
 
 
-def _fit(
-    profiled: KnownCosts,
-    trials: Sequence[Trial],
-    seconds: Sequence[float],
-    starts: Sequence["Array"],
-) -> "Array":
-    """A pass's cost (beyond a lone one's), a message's, a step's, and a lone pass's if asked."""
-    import numpy as np
-
-    measured = np.asarray(seconds, dtype=np.float64)
-
-    def replay(values: "Array") -> "Array":
-        costs = _costs(values)
-        return np.array([profiled.step_seconds(trial, costs) for trial in trials])
-
-    def error(values: "Array") -> float:
-        return float(np.abs(replay(values) / measured - 1).sum())
-
-    found = [_descend(replay, error, measured, start) for start in starts]
-    return min(found, key=error)
-
-
-def _descend(
-    replay: Callable[["Array"], "Array"],
-    error: Callable[["Array"], float],
-    measured: "Array",
-    start: "Array",
-) -> "Array":
-    """Repeat linear fits until none gives a smaller error."""
-    import numpy as np
-
-    nudge = _NUDGE * float(measured.min())
-    best, least = start, error(start)
-    for _ in range(_ROUNDS):
-        here = replay(best)
-        slopes = np.stack(
-            [(replay(best + nudge * unit) - here) / nudge for unit in np.eye(len(best))], axis=1
-        )
-        # The line through this point, by relative residuals; its optimum may be too far.
-        target = (measured - here + slopes @ best) / measured
-        towards = least_deviations(slopes / measured[:, None], target)
-        for halving in range(_HALVINGS):
-            candidate = best + (towards - best) / 2**halving
-            reached = error(candidate)
-            if reached < least * (1 - 1e-9):
-                break
-        else:
-            return best
-        best, least = candidate, reached
-    return best
+def _quartile(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 4]

@@ -12,7 +12,6 @@ from typing import Any
 from .. import __version__
 from ..devices.backend import DeviceRequest
 from ..devices.local import pinned
-from ..planning.costs.compute import busy_ratio
 from ..schema.device_memory import BesideTensors
 from ..schema.errors import HetflowError, TargetError
 from ..schema.optimizer import OptimizerState
@@ -20,9 +19,7 @@ from ..schema.profile import (
     BatchPoint,
     BusyHost,
     Emulation,
-    LayerGraph,
     Links,
-    PipelineCosts,
     Profile,
     TypeLink,
 )
@@ -34,7 +31,6 @@ from .layers import as_in_the_loop, graph_of
 from .loop_costs import LoopCosts, LoopPolicy, RehearsalRounds
 from .measurer import Measurer, as_provenance, stretched, verify
 from .pipeline_costs import measure_pipeline
-from .pipeline_fit import KnownCosts, Ring
 from .process import started_like_workers
 from .targets import Target
 
@@ -471,10 +467,7 @@ def _profile(
         provenance["emulation"] = as_provenance(held, request.speed)
         emulation = Emulation(speed=request.speed, base_device_type=request.local.device_type)
     tables = tuple(graph_of(measured, request.speed or 1.0) for measured in base.layers)
-    costs, provenance["pipeline"] = _measure_pipeline(
-        target, request, options, base, tables, busy, progress
-    )
-    return Profile(
+    profile = Profile(
         model=target.model,
         device_type=request.device_type,
         device_memory_bytes=request.local.memory_bytes,
@@ -489,7 +482,6 @@ def _profile(
         more_layers=tables[1:],
         sync=base.busy.sync,
         links=base.links,
-        pipeline=costs,
         emulation=emulation,
         out_of_memory_batch_size=base.curve.out_of_memory_batch_size,
         optimizer=base.optimizer,
@@ -497,46 +489,20 @@ def _profile(
         update_workspace_bytes=base.update_workspace_bytes,
         group_workspace_bytes=base.group_workspace_bytes,
         beside_tensors=base.beside_tensors,
-        provenance=provenance,
     )
-
-
-def _measure_pipeline(
-    target: Target,
-    request: DeviceRequest,
-    options: ProfileOptions,
-    base: _Base,
-    tables: Sequence[LayerGraph],
-    busy: BusyHost | None,
-    progress: Progress,
-) -> tuple[PipelineCosts | None, dict[str, Any]]:
-    """Of emulated types nothing is rehearsed: a stage's passes are held to their layers' times."""
     if request.speed is not None or not tables or base.links is None:
-        return None, {"skipped": "needs layers, links and a device that is not emulated"}
-    alone = _points(base, base.costs)
-    update, scale = base.costs.update.median_seconds, 1.0
-    if busy is not None:
-        update = busy.update_seconds
-        scale = busy_ratio(alone, busy.batch_curve, tables[0].microbatch_size)
-    sync, ring = base.busy.sync, None
-    if sync is not None and sync.latency_seconds is not None and sync.bytes_per_second is not None:
-        ring = Ring(sync.latency_seconds, sync.bytes_per_second)
-    profiled = KnownCosts(
-        graph=tables[0],
-        links=base.links,
-        update_seconds=update,
-        scale=scale,
-        ring=ring,
-        update_workspace_bytes=base.update_workspace_bytes or 0,
-    )
-    return measure_pipeline(
-        target,
-        request,
-        profiled,
-        optimizer=options.optimizer or DEFAULT_OPTIMIZER,
-        budget_seconds=options.exchange_seconds,
-        progress=progress,
-    )
+        # Of emulated types nothing is rehearsed: a stage's passes are held to their layers' times.
+        told = {"skipped": "needs layers, links and a device that is not emulated"}
+    else:
+        profile, told = measure_pipeline(
+            target,
+            request,
+            profile,
+            optimizer=options.optimizer or DEFAULT_OPTIMIZER,
+            budget_seconds=options.exchange_seconds,
+            progress=progress,
+        )
+    return replace(profile, provenance={**provenance, "pipeline": told})
 
 
 def _threads(request: DeviceRequest) -> str:

@@ -80,8 +80,8 @@ class PipelineCosts:
 
     Args:
         pass_seconds: Cost of one forward or one backward pass of a stage, beyond its layers.
-        lone_pass_seconds: The same for a stage that holds all layers and so has no messages; None
-            if no such stage was measured.
+        lone_pass_seconds: The same for a stage that holds all layers and so has no messages; what
+            ``pass_seconds`` is more lies between timed passes. None: as much.
         message_seconds: Fixed cost of one message between two stages, which occupies the link.
         fixed_seconds: Cost of a whole step: starting it, its sums, the request for the next batch.
         step_error: Relative error of steps computed from these terms.

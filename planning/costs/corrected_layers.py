@@ -4,10 +4,10 @@ The rules, and why, are in docs/decisions.md ("Runs correct profiles").
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
-from ...schema.plan import Plan, Stage
+from ...schema.plan import Plan
 from ...schema.profile import LayerGraph, PipelineCosts, Profile
 from ...schema.run import RunRecord
 from .observed import Measured, Run, together
@@ -23,6 +23,41 @@ _SAME = 1e-9
 _HALVINGS = 20  # of the cost of a message: to a millionth of it
 _Seconds = tuple[float, float]
 """Of forward and of backward passes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanStage:
+    """A stage that a pipeline has run: which layers, and how long its passes of a microbatch took.
+
+    Attributes:
+        graph: The profile's layers at the microbatch size that ran.
+        layers: Those of the stage.
+        forward_seconds: A forward pass, all that the runtime does for it included.
+        backward_seconds: The same of a backward pass, of both halves where it was split.
+        slowed: How many times as long passes take there as on a device alone, which the profile's
+            layers are of.
+        num_halves: Passes of the runtime that a backward pass was made of.
+        recomputes: Whether it made the forward pass again.
+    """
+
+    graph: LayerGraph
+    layers: Collection[str]
+    forward_seconds: float
+    backward_seconds: float
+    slowed: float = 1.0
+    num_halves: int = 1
+    recomputes: bool = False
+
+    @property
+    def layer_seconds(self) -> _Seconds:
+        """What its layers take by the profile, alone."""
+        nodes = [node for node in self.graph.nodes if node.id in self.layers]
+        return (
+            math.fsum(node.forward_seconds for node in nodes),
+            math.fsum(node.backward_seconds for node in nodes),
+        )
+
+
 _Ratios = dict[tuple[int | None, str], tuple[list[Measured], list[Measured]]]
 """By microbatch size and layer, what its passes took over what was predicted; None: at any size."""
 
@@ -110,7 +145,7 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
     if profile.emulation is not None:
         said.append(f"{name} is emulated: its stages are held to their table, and stay")
         return profile
-    usable: list[tuple[LayerGraph, Stage, _Seconds, Plan]] = []
+    ran: list[RanStage] = []
     for run, stage, index in stages:
         plan = run.record.plan
         graph = _graph(profile, plan.microbatch_size)
@@ -120,21 +155,39 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
         elif took is None:
             said.append(f"{run.name}: it does not tell how long stage {index} took")
         else:
-            usable.append((graph, stage, took, plan))
-    if not usable:
+            ran.append(
+                RanStage(
+                    graph=graph,
+                    layers=frozenset(stage.layers),
+                    forward_seconds=took[0],
+                    backward_seconds=took[1],
+                    num_halves=2 if plan.traits.splits_backward else 1,
+                    recomputes=plan.recomputes,
+                )
+            )
+    return with_stages(profile, ran)
+
+
+def with_stages(profile: Profile, ran: Sequence[RanStage]) -> Profile:
+    """A profile whose layers take in stages what stages took, without what every pass costs.
+
+    Layers of a stage are scaled together, forward and backward apart, and each by the stages that
+    held it. A pass costs no more beyond its layers than half of the shortest pass.
+
+    Args:
+        profile: Its pipeline costs say what a pass costs beside layers.
+        ran: At any microbatch sizes of the profile; none leaves it as it is.
+    """
+    if not ran:
         return profile
-    shortest = min(min(took[0], took[1] / _halves(plan)) for _, _, took, plan in usable)
+    shortest = min(min(one.forward_seconds, one.backward_seconds / one.num_halves) for one in ran)
     profile = _with_pass_cost(profile, shortest)
     ratios: _Ratios = {}
-    targets: list[_Seconds] = []
-    priors: list[_Seconds] = []
-    for graph, stage, took, plan in usable:
-        prior = _sums(graph, stage)
-        target = _target(profile, took, prior, plan)
-        targets.append(target)
-        priors.append(prior)
-        for size in (plan.microbatch_size, None):
-            for layer in stage.layers:
+    targets = [_target(profile, one) for one in ran]
+    priors = [one.layer_seconds for one in ran]
+    for one, target, prior in zip(ran, targets, priors, strict=True):
+        for size in (one.graph.microbatch_size, None):
+            for layer in one.layers:
                 for part, found in enumerate(ratios.setdefault((size, layer), ([], []))):
                     if prior[part] > 0:
                         found.append(Measured(target[part] / prior[part]))
@@ -157,44 +210,37 @@ def _took(run: RunRecord, stage: int) -> _Seconds | None:
     return forward.seconds, backward.seconds
 
 
-def _sums(graph: LayerGraph, stage: Stage) -> _Seconds:
-    inside = set(stage.layers)
-    nodes = [node for node in graph.nodes if node.id in inside]
-    return (
-        math.fsum(node.forward_seconds for node in nodes),
-        math.fsum(node.backward_seconds for node in nodes),
-    )
-
-
 def _with_pass_cost(profile: Profile, shortest: float) -> Profile:
     """A pass costs no more beyond its layers than half of the shortest pass there was."""
     costs = profile.pipeline
-    if costs is None or costs.pass_seconds <= shortest / 2:
+    if costs is None or _timed(costs) <= shortest / 2:
         return profile
-    lone = costs.lone_pass_seconds
-    if lone is not None:
-        lone = min(lone, shortest / 2)
-    less = replace(costs, pass_seconds=shortest / 2, lone_pass_seconds=lone)
+    between, lone = costs.pass_seconds - _timed(costs), costs.lone_pass_seconds
+    less = replace(
+        costs,
+        pass_seconds=shortest / 2 + between,
+        lone_pass_seconds=None if lone is None else shortest / 2,
+    )
     return replace(profile, pipeline=less)
 
 
-def _halves(plan: Plan) -> int:
-    """Passes of the runtime that a backward pass is made of."""
-    return 2 if plan.traits.splits_backward else 1
+def _timed(costs: PipelineCosts) -> float:
+    """What of a pass's cost beside layers is in its measured time: messages are between passes."""
+    lone = costs.lone_pass_seconds
+    return costs.pass_seconds if lone is None else lone
 
 
-def _target(profile: Profile, took: _Seconds, prior: _Seconds, plan: Plan) -> _Seconds:
+def _target(profile: Profile, one: RanStage) -> _Seconds:
     """What the stage's layers took: its passes without what every pass costs besides.
 
     A backward pass that recomputes holds the forward one too; what it leaves no room for is
     shared out as predicted.
     """
-    costs = profile.pipeline
-    beside = 0.0 if costs is None else costs.pass_seconds
-    if costs is not None and len(plan.stages) == 1 and plan.traits.flushes:
-        beside = beside if costs.lone_pass_seconds is None else costs.lone_pass_seconds
-    forward, backward = took[0] - beside, took[1] - _halves(plan) * beside
-    if plan.recomputes:
+    costs, prior = profile.pipeline, one.layer_seconds
+    beside = 0.0 if costs is None else _timed(costs)
+    forward = (one.forward_seconds - beside) / one.slowed
+    backward = (one.backward_seconds - one.num_halves * beside) / one.slowed
+    if one.recomputes:
         share = prior[1] / (prior[0] + prior[1]) if prior[1] > 0 else 0.0
         backward = backward - forward if backward > forward else backward * share
     return _same(forward, prior[0]), _same(backward, prior[1])
