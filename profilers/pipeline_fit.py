@@ -83,7 +83,7 @@ class KnownCosts:
         graph, links, sync, ring = profile.layers, profile.links, profile.sync, None
         assert graph is not None
         assert links is not None
-        if sync is not None and None not in (sync.latency_seconds, sync.bytes_per_second):
+        if sync is not None and sync.latency_seconds is not None and sync.bytes_per_second:
             ring = Ring(sync.latency_seconds, sync.bytes_per_second)
         scale, busy = 1.0, profile.busy
         if busy is not None:
@@ -194,8 +194,8 @@ def with_passes(
 
     Of each trial of two stages it is what makes the replay of a step as long as the step, at the
     lower quartile of its steps: other work makes steps longer and never shorter. Of all trials the
-    median counts. ``step_error`` is the median over all trials of how far their steps are from what
-    the planner predicts for them by the layers, with the median of the other trials.
+    median counts. ``step_error`` is the median over all trials of how far the planner's prediction
+    by layers is from the step. It uses the time between passes that the other trials have.
 
     Args:
         profiled: Layers and links.
