@@ -26,6 +26,8 @@ from .links import Pair, measured_between, stated_link
 from .pool_parts import Key, Keys, worst_of
 
 MAX_INTERPOLATED_SIZES = 512
+CUT_BYTES, COMPARED_BYTES = 1 << 14, 1 << 17
+"""What a share takes more of each unit, whose tensors it cuts, and for comparing workers."""
 
 
 def split_problem(
@@ -81,7 +83,12 @@ def split_problem(
         "optimizer": optimizer,
     }
     if shards:
-        view: SplitProblem = ShardedProblem(**asked, **_states(used, optimizer, shards, link))
+        states = _states(used, optimizer, shards, link)
+        more = COMPARED_BYTES + CUT_BYTES * states["num_units"]
+        asked["devices"] = tuple(
+            replace(option, batch_curve=_raised(option.batch_curve, more)) for option in options
+        )
+        view: SplitProblem = ShardedProblem(**asked, **states)
     else:
         view = SplitProblem(**asked)
     if not interpolate:
@@ -110,7 +117,8 @@ def _states(
     trained = max(profile.weight_bytes for profile in used)
     frozen = max(profile.frozen_weight_bytes or 0 for profile in used)
     layers = next((profile.layers for profile in used if profile.layers is not None), None)
-    gathered, edge, number = unit_bytes(layers, trained + frozen)
+    gathered, edge, number, _ = unit_bytes(layers, trained + frozen)
+    gathered_trained, _, _, second = unit_bytes(layers, trained, frozen=False)
     return {
         "shards": tuple(shards),
         "weight_bytes": trained + frozen,
@@ -120,7 +128,8 @@ def _states(
         "bytes_per_second": min(rates, default=None),
         "latency_seconds": max(late, default=0.0),
         "frozen_bytes": frozen,
-        "gathered_trained_bytes": unit_bytes(layers, trained, frozen=False)[0],
+        "gathered_trained_bytes": gathered_trained,
+        "second_trained_bytes": second,
     }
 
 
@@ -189,16 +198,23 @@ def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
         )
     more = optimizer.state_bytes_per_weight_byte - profile.optimizer.state_bytes_per_weight_byte
     added = ceil(more * profile.weight_bytes)
+    is_other = optimizer.name != profile.optimizer.name
 
-    def with_added(curve: tuple[BatchPoint, ...]) -> tuple[BatchPoint, ...]:
-        return tuple(
-            replace(point, peak_memory_bytes=max(0, point.peak_memory_bytes + added))
-            for point in curve
-        )
+    def with_state(curve: tuple[BatchPoint, ...]) -> tuple[BatchPoint, ...]:
+        curve = _raised(curve, added)
+        return tuple(replace(point, update_bytes=None) for point in curve) if is_other else curve
 
-    busy = profile.busy and replace(profile.busy, batch_curve=with_added(profile.busy.batch_curve))
+    busy = profile.busy and replace(profile.busy, batch_curve=with_state(profile.busy.batch_curve))
     return replace(
-        profile, batch_curve=with_added(profile.batch_curve), busy=busy, optimizer=optimizer
+        profile, batch_curve=with_state(profile.batch_curve), busy=busy, optimizer=optimizer
+    )
+
+
+def _raised(curve: tuple[BatchPoint, ...], more_bytes: int) -> tuple[BatchPoint, ...]:
+    """Add to the peaks, or take from them."""
+    return tuple(
+        replace(point, peak_memory_bytes=max(0, point.peak_memory_bytes + more_bytes))
+        for point in curve
     )
 
 

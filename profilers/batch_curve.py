@@ -41,7 +41,8 @@ class SizeResult:
     """One batch size, measured. ``wall`` is by the clock on the wall, contention included.
 
     ``fragmentation_bytes`` and ``beside_bytes`` are what the allocator held beyond its peak, and
-    what no allocator holds; None where the peak is that of the whole process.
+    what no allocator holds; the next three are those of a ``BatchPoint``. All are None where the
+    peak is that of the whole process.
     """
 
     batch_size: int
@@ -49,6 +50,9 @@ class SizeResult:
     wall_seconds: float
     peak_memory_bytes: int
     fragmentation_bytes: int | None = None
+    pass_bytes: int | None = None
+    first_pass_bytes: int | None = None
+    update_bytes: int | None = None
     beside_bytes: int | None = None
 
 

@@ -106,6 +106,7 @@ class Bench:
         """Median pass time and peak memory at one batch size; warm-up steps are dropped."""
         batch = self.make_batch(batch_size)
         self._warm_up(batch)
+        taken = self._taken_bytes(batch)
         self.reset_peak()
         self.run_step(batch)
         walls: list[float] = []
@@ -123,12 +124,25 @@ class Bench:
             peak_memory_bytes=self.peak_memory_bytes(),
             fragmentation_bytes=self.backend.fragmentation_bytes(self._torch_device),
             beside_bytes=self.beside_bytes(),
+            **taken,
         )
+
+    def _taken_bytes(self, batch: Any) -> dict[str, int]:
+        """What each part of a step takes and gives back; empty where the peak is the process's."""
+        if self.backend.is_host:
+            return {}
+        self.optimizer.zero_grad(set_to_none=False)
+        parts = {"pass_bytes": lambda: self.run_pass(batch), "update_bytes": self.optimizer.step}
+        found = {name: footprint(work, self.device) for name, work in parts.items()}
+        self.optimizer.zero_grad(set_to_none=True)
+        found["first_pass_bytes"] = footprint(lambda: self.run_pass(batch), self.device)
+        return {name: taken.peak_bytes for name, taken in found.items() if taken is not None}
 
     def optimizer_state(self, batch_size: int) -> dict[str, Any]:
         """Bytes that the optimizer keeps after a step, and bytes that an update needs temporarily.
 
-        Its class, bytes of its tensors, and ``update_workspace_bytes``.
+        Its class, bytes of its tensors, ``update_workspace_bytes``, and the most of a temporary
+        byte of weights (None on a CPU).
         """
         self.run_step(self.make_batch(batch_size))
         return {
@@ -136,7 +150,28 @@ class Bench:
             "is_own": self.workload.make_optimizer is not None,
             "state_bytes": sum(map(tensor_bytes, self.optimizer.state.values())),
             "workspace_bytes": self.update_workspace_bytes(),
+            "workspace_bytes_per_weight_byte": self._workspace_ratio(),
         }
+
+    def _workspace_ratio(self) -> float | None:
+        """Temporary bytes of an update over the weights that it updates, at most; None on a CPU.
+
+        All weights tell it where the optimizer takes them at once, and the largest one where it
+        takes one after another.
+        """
+        if self.backend.is_host:
+            return None
+        given = [p for p in self.model.parameters() if p.grad is not None]
+        found = []
+        for part in (given, sorted(given, key=lambda p: p.nbytes)[-1:]):
+            kept = {id(p) for p in part}
+            for parameter in given:
+                parameter.grad = parameter.grad if id(parameter) in kept else None
+            taken = footprint(self.optimizer.step, self.device)
+            if taken is None:
+                return None
+            found.append(taken.peak_bytes / sum(p.nbytes for p in part))
+        return max(found)
 
     def update_workspace_bytes(self) -> int | None:
         """Bytes that an update allocates temporarily, after ``optimizer_state``; None on GPUs.

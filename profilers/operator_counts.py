@@ -563,6 +563,7 @@ def _counted(
         optimizer=OptimizerState(
             name=type(bench.optimizer).__name__,
             state_bytes_per_weight_byte=state / bench.weight_bytes,
+            workspace_bytes_per_weight_byte=update.peak_bytes / bench.weight_bytes,
         ),
         update=update.operators,
         update_workspace_bytes=update.peak_bytes,

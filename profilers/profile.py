@@ -385,20 +385,22 @@ def _beside_tensors(curve: Curve, busy: Busy) -> BesideTensors | None:
 def _points(base: _Base, costs: LoopCosts, group_bytes: int = 0) -> tuple[BatchPoint, ...]:
     """The curve of the loop; peaks hold the update's room too, which an allocator keeps apart."""
     aside = (base.update_workspace_bytes or 0) + group_bytes
-    peaks = {result.batch_size: result.peak_memory_bytes for result in base.curve.results}
-    fragments = {result.batch_size: result.fragmentation_bytes for result in base.curve.results}
+    measured = {result.batch_size: result for result in base.curve.results}
     return tuple(
         BatchPoint(
             batch_size=point.batch_size,
             step_seconds=point.step_seconds,
-            peak_memory_bytes=peaks[point.batch_size] + aside,
+            peak_memory_bytes=measured[point.batch_size].peak_memory_bytes + aside,
             load_seconds=None if base.no_loading else min(point.load_seconds, point.step_seconds),
             virtual_node_seconds=min(
                 costs.virtual_node_seconds,
                 max(0.0, point.step_seconds - (0.0 if base.no_loading else point.load_seconds)),
             ),
             step_seconds_error=point.error,
-            fragmentation_bytes=fragments[point.batch_size],
+            fragmentation_bytes=measured[point.batch_size].fragmentation_bytes,
+            pass_bytes=measured[point.batch_size].pass_bytes,
+            first_pass_bytes=measured[point.batch_size].first_pass_bytes,
+            update_bytes=measured[point.batch_size].update_bytes,
         )
         for point in costs.points
     )
@@ -423,6 +425,7 @@ def _optimizer(kept: dict[str, Any], weight_bytes: int, options: ProfileOptions)
         name=kept["name"] if kept["is_own"] else named,
         state_bytes_per_weight_byte=kept["state_bytes"] / weight_bytes,
         is_default=options.optimizer is None and not kept["is_own"],
+        workspace_bytes_per_weight_byte=kept["workspace_bytes_per_weight_byte"],
     )
 
 

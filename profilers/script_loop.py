@@ -320,6 +320,7 @@ class _Loop:
             "is_own": True,
             "state_bytes": kept,
             "workspace_bytes": None,
+            "workspace_bytes_per_weight_byte": None,
         }
 
     def _do_base_memory(self, batch_size: int) -> Steps:

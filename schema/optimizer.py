@@ -14,6 +14,8 @@ class OptimizerState:
         state_bytes_per_weight_byte: Bytes of its state tensors per byte of trainable weights,
             without gradients and the weights themselves.
         is_default: Whether it was only the default for measuring, not the user's choice.
+        workspace_bytes_per_weight_byte: The most that an update takes for a moment, per byte of
+            weights that it updates; None if not known.
 
     Example:
         >>> import hetflow
@@ -24,6 +26,7 @@ class OptimizerState:
     name: Name | None = None
     state_bytes_per_weight_byte: Ratio
     is_default: bool = False
+    workspace_bytes_per_weight_byte: Ratio | None = None
 
     def __str__(self) -> str:
         kept = f"{self.state_bytes_per_weight_byte:.4g} bytes of state a byte of weights"

@@ -206,6 +206,7 @@ class ShardedProblem(SplitProblem):
         gathered_bytes: The most weights that a device holds whole at a time, if it shares weights:
             what is no repeated layer, and two of the largest layers.
         gathered_trained_bytes: The same of weights that are trained, for gradients; None: as many.
+        second_trained_bytes: Of the second largest layer, also of weights that are trained.
         edge_bytes: The largest unit: its first gather and last reduction hide behind nothing.
         num_units: Number of units.
         bytes_per_second: Of the pool's slowest link; None where it is not known.
@@ -223,6 +224,7 @@ class ShardedProblem(SplitProblem):
     latency_seconds: Seconds = 0.0
     frozen_bytes: Bytes = 0
     gathered_trained_bytes: Bytes | None = None
+    second_trained_bytes: Bytes = 0
 
     def __post_init__(self) -> None:
         SplitProblem.__post_init__(self)

@@ -127,6 +127,10 @@ class BatchPoint:
     ``fragmentation_bytes`` is what the allocator held of the device at its own peak beyond that;
     None if it was not measured (on a CPU, whose peak is that of the whole process).
 
+    What the parts of a step take and give back, as far as known: ``pass_bytes`` beside gradients
+    that are there, ``first_pass_bytes`` where they are not, with those that come, and
+    ``update_bytes``. A step's peak holds the largest of them.
+
     Example:
         >>> import hetflow
         >>> point = hetflow.BatchPoint(batch_size=8, step_seconds=0.1, peak_memory_bytes=1 << 30)
@@ -141,6 +145,9 @@ class BatchPoint:
     virtual_node_seconds: MeasuredSeconds | None = None
     step_seconds_error: Ratio | None = None
     fragmentation_bytes: Bytes | None = None
+    pass_bytes: Bytes | None = None
+    first_pass_bytes: Bytes | None = None
+    update_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         if self.step_seconds < SHORTEST_PASS_SECONDS:

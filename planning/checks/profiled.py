@@ -94,15 +94,16 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
             continue
         beside = _beside_bytes(problem, profile, is_among=busy is not None)
         beside += _more_bytes(profile, problem)
-        found = {point.batch_size: point.peak_memory_bytes for point in option.batch_curve}
-        peaks = {p.batch_size: max(0, _held(p) + beside) for p in (busy or profile).batch_curve}
+        beside += 2**17 + 2**14 * view.num_units  # to compare workers; cuts of units' tensors
+        found = {point.batch_size: point for point in option.batch_curve}
         if (profile.frozen_weight_bytes or 0) > view.frozen_bytes:
             faults.append(f"{where}more frozen weights than {view.frozen_bytes} bytes")
-        faults += [
-            f"{where}a pass of {size} does not hold {found.get(size)} bytes"
-            for size, held in peaks.items()
-            if found.get(size) != held
-        ]
+        for known in (busy or profile).batch_curve:
+            size, point = known.batch_size, found.get(known.batch_size)
+            peak = None if point is None else point.peak_memory_bytes
+            if peak != max(0, _held(known) + beside):
+                faults.append(f"{where}a pass of {size} does not hold {peak} bytes")
+            faults += _unlike(point or known, _parts(known, profile, problem), f"{where}{size}: ")
         faults += _unlike(option, {"memory_bytes": _device_bytes(problem.pool, profile)}, where)
     if isinstance(view, ShardedProblem):
         known = (by_type[name].sync for name in problem.pool.num_devices)
@@ -128,18 +129,28 @@ def _unit_faults(view: ShardedProblem, by_type: dict[str, Profile]) -> list[str]
     """List the bytes of units that are gathered, where the layers give others."""
     known = (by_type[option.device_type].layers for option in view.devices)
     layers = next((graph for graph in known if graph is not None), None)
-    whole = [0, 0, 0]  # of what is no repeated layer, and of the two largest of these
-    units: dict[str, int] = {}
-    for node in () if layers is None else layers.nodes:
-        path = re.split(r"[._]", node.id)
-        deep = next((place for place, part in enumerate(path) if part.isdecimal()), None)
-        name = "" if deep is None else node.id[: len("_".join(path[: deep + 1]))]
-        own_bytes = node.weight_bytes + (node.frozen_weight_bytes or 0)
-        units[name] = units.get(name, 0) + own_bytes
-    whole[0] = view.weight_bytes if layers is None else units.pop("", 0)
-    whole[1:] = sorted([0, 0, *units.values()])[-2:]
-    gathered = min(view.weight_bytes, sum(whole))
-    return [*_unlike(view, {"gathered_bytes": gathered, "edge_bytes": max(whole)})]
+
+    def whole(model: int, *, frozen: bool) -> list[int]:
+        """Of what is no repeated layer, and of the two largest of these, the smaller one first."""
+        units: dict[str, int] = {}
+        for node in () if layers is None else layers.nodes:
+            path = re.split(r"[._]", node.id)
+            deep = next((place for place, part in enumerate(path) if part.isdecimal()), None)
+            name = "" if deep is None else node.id[: len("_".join(path[: deep + 1]))]
+            own_bytes = node.weight_bytes + (node.frozen_weight_bytes or 0) * frozen
+            units[name] = units.get(name, 0) + own_bytes
+        rest = model if layers is None else units.pop("", 0)
+        return [rest, *sorted([0, 0, *units.values()])[-2:]]
+
+    trained = view.weight_bytes - view.frozen_bytes
+    both, own = whole(view.weight_bytes, frozen=True), whole(trained, frozen=False)
+    counted = {
+        "gathered_bytes": min(view.weight_bytes, sum(both)),
+        "edge_bytes": max(both),
+        "gathered_trained_bytes": min(trained, sum(own)),
+        "second_trained_bytes": own[1],
+    }
+    return [*_unlike(view, counted)]
 
 
 def _unlike(stated: Any, counted: dict[str, Any], where: str = "") -> Iterator[str]:
@@ -224,6 +235,14 @@ def _emulation_faults(plan: Plan, used: Sequence[Profile]) -> list[str]:
 def _held(point: BatchPoint) -> int:
     """Bytes that the allocator holds at a point's peak."""
     return point.peak_memory_bytes + (point.fragmentation_bytes or 0)
+
+
+def _parts(point: BatchPoint, profile: Profile, problem: Problem) -> dict[str, Any]:
+    """What the parts of a step take; of an update only by the optimizer that was measured."""
+    parts = {name: getattr(point, name) for name in ("pass_bytes", "first_pass_bytes")}
+    named = profile.optimizer and profile.optimizer.name
+    is_other = problem.optimizer is not None and problem.optimizer.name != named
+    return parts | {"update_bytes": None if is_other else point.update_bytes}
 
 
 def _context_bytes(profile: Profile) -> int:

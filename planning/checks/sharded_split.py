@@ -6,7 +6,7 @@ The code is slow and simple on purpose, and shares nothing with the solver or it
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil, floor
+from math import ceil
 
 from ...schema.choices import Shard
 from ...schema.plan import Plan, RefutedShares, SharesCertificate
@@ -41,10 +41,41 @@ class _Sharing:
         round_seconds = self.bare + (compute if compute > self.hidden else self.hidden)
         return rounds * round_seconds + self.once + closing
 
-    def held(self, problem: ShardedProblem, point: BatchPoint, share: int) -> Fraction:
-        """Bytes on a device with the states of ``share`` bytes of weights."""
-        rest = problem.weight_bytes - share
-        return point.peak_memory_bytes - self.states * rest + self.gathered
+    def held(self, problem: ShardedProblem, point: BatchPoint, share: int, rounds: int) -> Fraction:
+        """Most bytes on a device with the states of ``share`` bytes of weights: pass or update."""
+        weights = problem.weight_bytes
+        trained = weights - problem.frozen_bytes
+        own = Fraction(share, weights)
+        passing, updating, first = point.pass_bytes, point.update_bytes, point.first_pass_bytes
+        if passing is None or updating is None:
+            return point.peak_memory_bytes - self.states * (weights - share) + self.gathered
+        between = Fraction(point.peak_memory_bytes - max(passing, updating))
+        between -= self.states * (weights - share)
+        pass_bytes = between + self.gathered + passing
+        if self.is_in_rounds and rounds == 1 and first is not None:
+            coming = max(first, passing) - passing - trained - problem.second_trained_bytes
+            pass_bytes += own * max(coming, -self.states * weights)
+        reducing = updated = between
+        if not self.is_in_rounds:
+            reducing += own * min(trained, problem.edge_bytes)
+            updated -= trained * (1 - own)
+        workspace = problem.optimizer.workspace_bytes_per_weight_byte
+        if workspace is not None:
+            updated += min(updating, Fraction(workspace) * trained * own)
+        else:
+            updated += updating
+        return max(pass_bytes, reducing, updated)
+
+    def most_share(
+        self, problem: ShardedProblem, kind: ShardedDevices, point: BatchPoint, rounds: int
+    ) -> int:
+        """The most bytes of weights whose states fit beside passes; -1: not even none."""
+        low, high = -1, problem.weight_bytes
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.held(problem, point, middle, rounds) <= kind.memory_bytes
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
 
 def _sharing(problem: ShardedProblem, shard: Shard | None) -> _Sharing:
@@ -114,7 +145,7 @@ def _share_faults(plan: Plan) -> Iterator[str]:
 
 def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
     kinds = {kind.device_type: kind for kind in problem.devices}
-    sharing = _sharing(problem, plan.shard)
+    sharing, rounds = _sharing(problem, plan.shard), plan.groups[0].virtual_nodes
     for index, group in enumerate(plan.groups):
         where, kind = f"groups[{index}]", kinds.get(group.device_type)
         if kind is None:
@@ -126,7 +157,7 @@ def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
             yield f"{where}: a pass of {size} samples on {group.device_type} is not profiled"
             continue
         share = group.state_share_bytes or 0
-        held = max(0, ceil(sharing.held(problem, point, share)))
+        held = max(0, ceil(sharing.held(problem, point, share, rounds)))
         counted = replace(
             group,
             pass_seconds=point.step_seconds,
@@ -226,10 +257,9 @@ def _options(
                 fits = sharing.step(problem, 1, middle * point.step_seconds) <= limit
                 low, high = (middle, high) if fits else (low, middle - 1)
             most = low
-        room = kind.memory_bytes - sharing.held(problem, point, 0)
-        if most and room >= 0:
-            share = floor(room / sharing.states) if sharing.states else problem.weight_bytes
-            found.append((size, most, min(problem.weight_bytes, share)))
+        share = sharing.most_share(problem, kind, point, rounds or 1) if most else -1
+        if share >= 0:
+            found.append((size, most, share))
     return found
 
 

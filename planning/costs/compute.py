@@ -1,6 +1,8 @@
 """Computation: the time of one forward + backward pass, t_i(b) of VirtualFlow 5.1.2."""
 
 from collections.abc import Sequence
+from math import ceil
+from typing import Any
 
 from ...schema.errors import ProblemError
 from ...schema.profile import BatchPoint
@@ -34,13 +36,20 @@ def point_at(batch_curve: Sequence[BatchPoint], batch_size: int) -> BatchPoint:
 def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
     share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
     seconds = low.step_seconds + share * (high.step_seconds - low.step_seconds)
-    memory = low.peak_memory_bytes + share * (high.peak_memory_bytes - low.peak_memory_bytes)
     load = _part_between(low.load_seconds, high.load_seconds, share, seconds)
     rest = seconds - (load or 0.0)
+
+    def taken(name: str) -> Any:
+        least, most = getattr(low, name), getattr(high, name)
+        return None if None in (least, most) else ceil(least + share * (most - least))
+
     return BatchPoint(
         batch_size=batch_size,
         step_seconds=seconds,
-        peak_memory_bytes=-int(-memory // 1),
+        peak_memory_bytes=taken("peak_memory_bytes"),
+        pass_bytes=taken("pass_bytes"),
+        first_pass_bytes=taken("first_pass_bytes"),
+        update_bytes=taken("update_bytes"),
         load_seconds=load,
         virtual_node_seconds=_part_between(
             low.virtual_node_seconds, high.virtual_node_seconds, share, rest

@@ -178,6 +178,8 @@ def _point(
         batch_size=found.batch_size,
         step_seconds=estimator.pass_seconds(found),
         peak_memory_bytes=standing + max(found.peak_bytes, counts.update_workspace_bytes),
+        pass_bytes=found.peak_bytes,
+        update_bytes=counts.update_workspace_bytes,
     )
 
 
@@ -346,8 +348,8 @@ def carried_profile(
     estimate = estimated_profile(counts, target, model=measured.model)
     passes = {found.batch_size: found for found in counts.passes}
     curve = tuple(
-        BatchPoint(
-            batch_size=point.batch_size,
+        replace(
+            point,
             step_seconds=_scaled(
                 point.pass_seconds,
                 source.pass_seconds(passes[point.batch_size]),
@@ -355,9 +357,8 @@ def carried_profile(
             )
             + (point.load_seconds or 0.0)
             + (point.virtual_node_seconds or 0.0),
-            peak_memory_bytes=point.peak_memory_bytes,
-            load_seconds=point.load_seconds,
-            virtual_node_seconds=point.virtual_node_seconds,
+            step_seconds_error=None,
+            fragmentation_bytes=None,
         )
         for point in measured.batch_curve
         if point.batch_size in passes and point.peak_memory_bytes <= spec.memory_bytes

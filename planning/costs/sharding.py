@@ -5,7 +5,7 @@ gradients, with ``all`` also of the weights. The rest of its peak is as measured
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from math import ceil
 
@@ -18,11 +18,12 @@ from ...schema.profile import BatchPoint, LayerGraph
 
 def unit_bytes(
     layers: LayerGraph | None, weight_bytes: int, *, frozen: bool = True
-) -> tuple[int, int, int]:
-    """Of a model whose weights are gathered in units: most bytes whole at once, largest, number.
+) -> tuple[int, int, int, int]:
+    """Most bytes of a model that are whole at once, its largest unit, and how many there are.
 
     The rest stays whole for a pass, and two repeated layers are whole at a time: one that runs and
-    one ahead. Without layers the whole model is a unit.
+    one ahead; the last number is the smaller one of these. Without layers the whole model is a
+    unit.
 
     Args:
         layers: The model's layers; None if they are not known.
@@ -36,7 +37,9 @@ def unit_bytes(
     rest = sizes.pop("", 0) if sizes else weight_bytes
     repeated = sorted(size for size in sizes.values() if size)
     largest = max([rest, *repeated[-1:]])
-    return min(weight_bytes, rest + sum(repeated[-2:])), largest, len(repeated) + bool(rest)
+    second = 0 if len(repeated) < 2 else repeated[-2]
+    most = min(weight_bytes, rest + sum(repeated[-2:]))
+    return most, largest, len(repeated) + bool(rest), second
 
 
 def in_rounds(shard: Shard) -> bool:
@@ -52,45 +55,92 @@ def shared_ratio(problem: ShardedProblem, shard: Shard) -> Fraction:
     return trained * (gradient + state) + int(shard == "all")
 
 
-def _held_bytes(problem: ShardedProblem, point: BatchPoint, shard: Shard) -> Fraction:
-    """A device's peak memory in a pass of this size without a share of the states.
+Line = tuple[Fraction, Fraction]
+"""Bytes without a share of the states, and more bytes per byte of weights in a share."""
 
-    Gradients that are shared are whole until they are reduced, and shared weights while their
-    layers run: ``gathered_bytes`` of each.
+
+def _phases(
+    problem: ShardedProblem, point: BatchPoint, shard: Shard, rounds: int | None
+) -> Iterator[list[Line]]:
+    """What a device holds at most in each phase of a step: the least of some lines.
+
+    Between phases it holds its share. A pass adds gradients that are shared until they are reduced,
+    and shared weights while their layers run: ``gathered_bytes`` of each. In the first pass of a
+    step its sums of gradients come while activations go. Their most is convex in the share, so it
+    is at most linear between no share and all; of all, the profile's pass holds one of the two
+    layers too. An update's workspace is in proportion to what it updates, up to that of all.
+    Without these parts in the profile its peak counts as a pass's.
     """
     weights = problem.weight_bytes
-    held = point.peak_memory_bytes - shared_ratio(problem, shard) * weights
+    trained = 1 - Fraction(problem.frozen_bytes, weights)
+    ratio = shared_ratio(problem, shard)
+    pass_bytes, update_bytes = point.pass_bytes or 0, point.update_bytes or 0
+    known = point.pass_bytes is not None and point.update_bytes is not None
+    between = point.peak_memory_bytes - max(pass_bytes, update_bytes) - ratio * weights
+    start = between + pass_bytes if known else point.peak_memory_bytes - ratio * weights
     if in_rounds(shard):
-        trained = problem.gathered_trained_bytes
-        trained = problem.gathered_bytes if trained is None else trained
-        held += min(weights - problem.frozen_bytes, trained)
+        gathered = problem.gathered_trained_bytes
+        gathered = problem.gathered_bytes if gathered is None else gathered
+        start += min(weights - problem.frozen_bytes, gathered)
     if shard == "all":
-        held += min(weights, problem.gathered_bytes)
-    return held
-
-
-def room_bytes(
-    problem: ShardedProblem, kind: ShardedDevices, point: BatchPoint, shard: Shard
-) -> int:
-    """Bytes of states that fit beside a pass of this size; negative: so many are missing."""
-    return int((kind.memory_bytes - _held_bytes(problem, point, shard)) // 1)
+        start += min(weights, problem.gathered_bytes)
+    if known and rounds == 1 and point.first_pass_bytes is not None:
+        coming = max(0, point.first_pass_bytes - pass_bytes) - problem.second_trained_bytes
+        yield [(start, max(Fraction(0), ratio - trained + Fraction(coming, weights)))]
+    else:
+        yield [(start, ratio)]
+    if not known:
+        return
+    if not in_rounds(shard):  # whole gradients go when they are reduced, a unit at a time
+        edge = min(weights - problem.frozen_bytes, problem.edge_bytes)
+        yield [(between, ratio + Fraction(edge, weights))]
+        between, ratio = between - trained * weights, ratio + trained
+    lines = [(between + update_bytes, ratio)]
+    workspace = problem.optimizer.workspace_bytes_per_weight_byte
+    if workspace is not None:
+        lines.append((between, ratio + trained * Fraction(workspace)))
+    yield lines
 
 
 def most_share_bytes(
-    problem: ShardedProblem, kind: ShardedDevices, point: BatchPoint, shard: Shard
+    problem: ShardedProblem,
+    kind: ShardedDevices,
+    point: BatchPoint,
+    shard: Shard,
+    rounds: int | None,
 ) -> int | None:
     """The most bytes of weights of which a device can keep the states; None: it has no room."""
-    room = kind.memory_bytes - _held_bytes(problem, point, shard)
-    ratio = shared_ratio(problem, shard)
-    if room < 0:
-        return None
-    return problem.weight_bytes if not ratio else min(problem.weight_bytes, int(room // ratio))
+    most: Fraction | int = problem.weight_bytes
+    for lines in _phases(problem, point, shard, rounds):
+        rooms = [(kind.memory_bytes - start, slope) for start, slope in lines]
+        fitting = [room / slope if slope else most for room, slope in rooms if room >= 0]
+        if not fitting:
+            return None
+        most = min(most, max(fitting))
+    return int(most)
 
 
-def peak_bytes(problem: ShardedProblem, point: BatchPoint, shard: Shard, share_bytes: int) -> int:
-    """A device's peak memory with its share."""
-    share = shared_ratio(problem, shard) * share_bytes
-    return max(0, ceil(_held_bytes(problem, point, shard) + share))
+def room_bytes(
+    problem: ShardedProblem,
+    kind: ShardedDevices,
+    point: BatchPoint,
+    shard: Shard,
+    rounds: int | None,
+) -> int:
+    """Bytes of states that fit beside a pass of this size; negative: so many are missing."""
+    share = most_share_bytes(problem, kind, point, shard, rounds)
+    if share is None:
+        return kind.memory_bytes - peak_bytes(problem, point, shard, rounds, 0)
+    return int(shared_ratio(problem, shard) * share)
+
+
+def peak_bytes(
+    problem: ShardedProblem, point: BatchPoint, shard: Shard, rounds: int | None, share_bytes: int
+) -> int:
+    """A device's peak memory with its share, in a step of so many rounds."""
+    phases = _phases(problem, point, shard, rounds)
+    most = max(min(start + slope * share_bytes for start, slope in lines) for lines in phases)
+    return max(0, ceil(most))
 
 
 def transfer_seconds(problem: ShardedProblem, num_bytes: int, num_units: int) -> float:

@@ -272,18 +272,23 @@ def _choices(problem: ShardedProblem, room: Callable[..., int | None]) -> Iterat
     """All ways to share; ``room`` values a size on a type, or says that it cannot be taken."""
     batch = problem.global_batch_size
     for shard in problem.shards:
-        entries = tuple(
-            _Entry(number, point, worth)
-            for number, kind in enumerate(problem.devices)
-            for point in problem.points(kind)
-            if (worth := room(problem, kind, point, shard)) is not None
-        )
+
+        def entries(rounds: int | None, shard: Shard = shard) -> tuple[_Entry, ...]:
+            return tuple(
+                _Entry(number, point, worth)
+                for number, kind in enumerate(problem.devices)
+                for point in problem.points(kind)
+                if (worth := room(problem, kind, point, shard, rounds)) is not None
+            )
+
         if not in_rounds(shard):
-            yield _Choice(problem, shard, None, entries)
+            yield _Choice(problem, shard, None, entries(None))
             continue
+        once, often = entries(1), entries(2)  # memory tells one round from several
         for rounds in range(1, batch + 1):
             if batch % rounds == 0:
-                fitting = tuple(e for e in entries if e.size <= batch // rounds)
+                all_sizes = once if rounds == 1 else often
+                fitting = tuple(e for e in all_sizes if e.size <= batch // rounds)
                 yield _Choice(problem, shard, rounds, fitting)
 
 
@@ -325,14 +330,14 @@ def _groups(choice: _Choice, work: Counter[tuple[_Entry, int]]) -> Iterator[Repl
             group_on(kind, count, passes, one.point),
             exposed_seconds=None,
             state_share_bytes=share,
-            memory_bytes=peak_bytes(problem, one.point, choice.shard, share),
+            memory_bytes=peak_bytes(problem, one.point, choice.shard, choice.rounds, share),
         )
 
 
 def _does_not_fit(problem: ShardedProblem) -> InfeasibleError:
     """Say how many bytes are missing in the plan that comes closest to fitting."""
     least: tuple[int, Shard] | None = None
-    for choice in _choices(problem, _worth_bytes):
+    for choice in _choices(problem, room_bytes):
         for seconds in choice.candidates()[-1:]:
             worth = int(choice.rooms(seconds)[-1][-1])
             if worth <= _NEVER // 2:
@@ -355,11 +360,3 @@ def _does_not_fit(problem: ShardedProblem) -> InfeasibleError:
         hint="add devices or memory, profile smaller batch sizes, or take an optimizer with less "
         "state",
     )
-
-
-def _worth_bytes(
-    problem: ShardedProblem, kind: object, point: BatchPoint, shard: Shard
-) -> int | None:
-    """Room for states in bytes, no more than all that are shared; negative where it is missing."""
-    most = int(shared_ratio(problem, shard) * problem.weight_bytes)
-    return min(room_bytes(problem, kind, point, shard), most)  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ def test_units_are_repeated_layers() -> None:
         for name, size in (("wte", 30), ("h.0.a", 5), ("h.0.b", 6), ("h.1.a", 7), ("h.2.a", 9))
     )  # fmt: skip
     graph = LayerGraph(microbatch_size=1, nodes=nodes, edges=())
-    assert unit_bytes(graph, 57) == (30 + 11 + 9, 30, 4)
-    assert unit_bytes(None, 57) == (57, 57, 1)
+    assert unit_bytes(graph, 57) == (30 + 11 + 9, 30, 4, 9)
+    assert unit_bytes(None, 57) == (57, 57, 1, 0)
     frozen = replace(graph, nodes=(replace(nodes[0], frozen_weight_bytes=4), *nodes[1:]))
-    assert unit_bytes(frozen, 61) == (34 + 11 + 9, 34, 4)
-    assert unit_bytes(frozen, 57, frozen=False) == (30 + 11 + 9, 30, 4)
+    assert unit_bytes(frozen, 61) == (34 + 11 + 9, 34, 4, 9)
+    assert unit_bytes(frozen, 57, frozen=False) == (30 + 11 + 9, 30, 4, 9)

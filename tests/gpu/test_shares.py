@@ -14,7 +14,7 @@ TARGET = """
 import torch
 from torch import nn
 
-WIDTH, LAYERS, WORDS, LENGTH = 192, 6, 256, 16
+WIDTH, LAYERS, WORDS, LENGTH = 192, 12, 256, 16
 
 class Decoder(nn.Module):
     def __init__(self):
@@ -71,7 +71,7 @@ with open(f"peak{job.rank}.json", "w") as file:
 
 
 def test_no_device_takes_more_than_its_plan_says(software: GpuHost, tmp_path: Path) -> None:
-    """Frozen weights have no state. The plan counts the update's workspace for whole states."""
+    """Frozen weights have no state. An update's workspace shrinks with the share."""
     host = software("V100:64MiB,A100:64MiB", FAKECUDA_THREADS="1")
     (tmp_path / "target.py").write_text(TARGET)
     (tmp_path / "train.py").write_text(TRAIN)
@@ -91,7 +91,7 @@ def test_no_device_takes_more_than_its_plan_says(software: GpuHost, tmp_path: Pa
         peak, state = json.loads((tmp_path / f"peak{rank}.json").read_text())
         assert group.memory_bytes is not None
         assert group.state_share_bytes is not None
-        assert 0.8 * group.memory_bytes < peak <= group.memory_bytes
+        assert 0.95 * group.memory_bytes < peak <= group.memory_bytes
         most = 2 * trained * group.state_share_bytes / (trained + frozen)
         assert state == pytest.approx(most, rel=0.01)
         shares.append(state)

@@ -22,7 +22,7 @@ INSTANCES = 300
 def drawn(seed: int) -> ShardedProblem:
     """A small problem: few devices of one or two types, some without room for all states."""
     draw = random.Random(seed)
-    weights = draw.choice([40, 97])
+    weights, told = draw.choice([40, 97]), draw.random() < 0.7
     kinds = []
     for name in "AB"[: draw.randint(1, 2)]:
         slowness, sample = draw.uniform(0.5, 3), draw.randint(5, 30)
@@ -30,7 +30,10 @@ def drawn(seed: int) -> ShardedProblem:
             BatchPoint(
                 batch_size=size,
                 step_seconds=slowness * (0.3 + size * draw.uniform(0.8, 1.2)),
-                peak_memory_bytes=4 * weights + size * sample,
+                peak_memory_bytes=4 * weights + max(size * sample, 2 * weights * told),
+                pass_bytes=size * sample if told else None,
+                update_bytes=draw.choice([0, 2 * weights]) if told else None,
+                first_pass_bytes=draw.choice([None, size * sample + 7]) if told else None,
             )
             for size in sorted(draw.sample([1, 2, 3, 4], draw.randint(1, 3)))
         )
@@ -49,7 +52,10 @@ def drawn(seed: int) -> ShardedProblem:
         model="m",
         global_batch_size=draw.choice([4, 6, 8]),
         devices=tuple(kinds),
-        optimizer=OptimizerState(state_bytes_per_weight_byte=draw.choice([0.0, 0.5, 1.0, 2.0])),
+        optimizer=OptimizerState(
+            state_bytes_per_weight_byte=draw.choice([0.0, 0.5, 1.0, 2.0]),
+            workspace_bytes_per_weight_byte=draw.choice([None, 2.0, 3.0]),
+        ),
         shards=draw.choice([("optimizer", "gradients", "all"), ("all",), ("gradients",)]),
         weight_bytes=weights,
         gathered_bytes=draw.randint(0, weights // 2),
@@ -59,6 +65,7 @@ def drawn(seed: int) -> ShardedProblem:
         latency_seconds=draw.choice([0, 0.001]),
         frozen_bytes=draw.choice([0, 0, weights // 2, weights - 10]),
         gathered_trained_bytes=draw.choice([None, 3]),
+        second_trained_bytes=draw.choice([0, 2]),
     )
 
 
@@ -79,7 +86,11 @@ def step(problem: ShardedProblem, shard: str, rounds: int, compute: float) -> fl
 
 
 def most_share(
-    problem: ShardedProblem, kind: ShardedDevices, point: BatchPoint, shard: str
+    problem: ShardedProblem,
+    kind: ShardedDevices,
+    point: BatchPoint,
+    shard: str,
+    rounds: int | None,
 ) -> int | None:
     """The most bytes of weights whose states fit; None: not even none do."""
     weights, trained = problem.weight_bytes, problem.weight_bytes - problem.frozen_bytes
@@ -88,13 +99,30 @@ def most_share(
 
     def peak(share: int) -> Fraction:
         rest = weights - share  # the other devices'; of the frozen weights there is nothing else
+        own = Fraction(share * trained, weights)
         states = Fraction(problem.optimizer.state_bytes_per_weight_byte)
-        found = point.peak_memory_bytes - states * Fraction(rest * trained, weights)
+        found = point.peak_memory_bytes - states * (trained - own)
         if shard in ("gradients", "all"):
-            found += gradients - Fraction(rest * trained, weights)
+            found -= trained - own
         if shard == "all":
-            found += min(weights, problem.gathered_bytes) - rest
-        return found
+            found -= rest
+        beside = gradients if shard in ("gradients", "all") else 0
+        beside += min(weights, problem.gathered_bytes) if shard == "all" else 0
+        if point.pass_bytes is None or point.update_bytes is None:
+            return found + beside
+        found -= max(point.pass_bytes, point.update_bytes)  # between the parts of a step
+        passes = found + beside + point.pass_bytes
+        if rounds == 1 and point.first_pass_bytes is not None:
+            coming = point.first_pass_bytes - point.pass_bytes - problem.second_trained_bytes
+            kept = (states + 1) * trained + (weights if shard == "all" else 0)
+            passes += Fraction(share, weights) * max(coming - trained, -kept)
+        workspace = problem.optimizer.workspace_bytes_per_weight_byte
+        scaled = Fraction(point.update_bytes if workspace is None else workspace) * own
+        update = point.update_bytes if workspace is None else min(point.update_bytes, scaled)
+        if shard != "optimizer":
+            return max(passes, found + update)
+        one = Fraction(share, weights) * min(trained, problem.edge_bytes)
+        return max(passes, found + one, found - (trained - own) + update)
 
     fitting = [share for share in range(weights + 1) if peak(share) <= kind.memory_bytes]
     return max(fitting, default=None)
@@ -110,7 +138,7 @@ def steps(problem: ShardedProblem) -> Iterator[float]:
             for kind in problem.devices:
                 taken = [(0, 0.0, 0)]
                 for point in problem.points(kind):
-                    share = most_share(problem, kind, point, shard)
+                    share = most_share(problem, kind, point, shard, rounds)
                     for passes in [rounds] if rounds else range(1, batch + 1):
                         if share is not None:
                             seconds = passes * point.step_seconds / (rounds or 1)
