@@ -345,6 +345,7 @@ def count_model(
     with (
         _without_onednn(),
         _autocast_as_on_gpus(),
+        _experts_are_even(),
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
     ):
         workload = _loaded(target, fake)
@@ -416,6 +417,35 @@ def _autocast_as_on_gpus() -> Iterator[None]:
         torch.autocast.__init__ = begin  # type: ignore[method-assign]
 
 
+@contextmanager
+def _experts_are_even() -> Iterator[None]:
+    """Count products of groups of rows, one for each expert, as of groups of one size.
+
+    How many rows a router sends to each expert depends on values. Evenly spread, a mixture's
+    product is one batched product, padded up to whole groups.
+    """
+    from torch.nn import functional
+    from torch.overrides import TorchFunctionMode
+
+    class EvenGroups(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
+            rows, weights = [*arguments, None, None][:2]
+            if getattr(function, "__name__", "") not in ("grouped_mm", "_grouped_mm") or (
+                rows.dim() != 2 or weights.dim() != 3
+            ):
+                return function(*arguments, **(named or {}))
+            experts = len(weights)
+            each = -(-len(rows) // experts)
+            padded = functional.pad(rows, (0, 0, 0, each * experts - len(rows)))
+            found = padded.view(experts, each, -1) @ weights
+            return found.flatten(0, 1)[: len(rows)]
+
+    with EvenGroups():
+        yield
+
+
 def _is_autocast() -> bool:
     import torch
 
@@ -443,11 +473,11 @@ def _without_onednn() -> Iterator[None]:
 
 def _loaded(target: targets.Target, fake: Any) -> targets.Workload:
     """The workload, built without values where its factory allows that."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 
     try:
         return targets.load(target)
-    except TargetError:
+    except (TargetError, DataDependentOutputException):  # such as of torch's trunc_normal_
         with unset_fake_temporarily():
             workload = targets.load(target)  # its own fault, if it is one, ends here
         _fake_weights(workload.model, fake)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 # Never downloads and never unpickles: weights are drawn at random from the configuration.
 
 _TOKENS_PER_SAMPLE = 128
+_PIXELS = 224  # of an image's side, for models of images that take any size
 
 
 def from_config(location: str, length: int | None = None) -> tuple[Any, Any, Any]:
@@ -55,7 +56,7 @@ def from_config(location: str, length: int | None = None) -> tuple[Any, Any, Any
     Args:
         location: The configuration.
         length: Tokens of a sample, or pixels of an image's side; None takes 128 tokens, or the
-            configuration's image size.
+            configuration's image size (224 where it has none).
 
     Raises:
         TargetError: transformers is not installed, or the configuration is not usable.
@@ -69,6 +70,12 @@ def from_config(location: str, length: int | None = None) -> tuple[Any, Any, Any
         raise TargetError(
             f"hf:{location}: no model for this configuration: {_short(error)}"
         ) from error
+    if model.main_input_name not in make_inputs(1):
+        raise TargetError(
+            f"hf:{location}: the model reads {model.main_input_name}, and a sample of that is not "
+            "known",
+            hint="write a factory: file.py:factory",
+        )
     make_labels = _hub_labels(type(model).__name__, config)
 
     def make_batch(samples: int) -> dict[str, Any]:
@@ -169,7 +176,8 @@ def _hub_batches(config: Any, location: str, length: int | None) -> Any:
     import torch
 
     vocabulary = getattr(config, "vocab_size", None)
-    pixels = getattr(config, "image_size", None)
+    channels = getattr(config, "num_channels", None)
+    pixels = getattr(config, "image_size", None if channels is None else _PIXELS)
     if isinstance(vocabulary, int):
         longest = getattr(config, "max_position_embeddings", None)
         if length is not None and longest is not None and length > longest:
@@ -182,7 +190,7 @@ def _hub_batches(config: Any, location: str, length: int | None) -> Any:
         names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
         return lambda n: {name: torch.randint(vocabulary, (n, tokens)) for name in names}
     if isinstance(pixels, int):
-        channels = getattr(config, "num_channels", 3)
+        channels = 3 if channels is None else channels
         if length is not None:
             config.image_size = pixels = length  # the model is built for its images
         return lambda n: {"pixel_values": torch.randn(n, channels, pixels, pixels)}

@@ -75,6 +75,23 @@ def flipped():
     model, make, loss = huge()
     return model, lambda n: make(n).flip(-1) if torch.rand(()) < 0.5 else make(n), loss
 
+class Experts(nn.Module):
+    def __init__(self, even):
+        super().__init__()
+        self.weights, self.even = nn.Parameter(torch.randn(4, 100, 200)), even
+
+    def forward(self, x):
+        if self.even:
+            return x.view(4, len(x) // 4, 100) @ self.weights
+        product = getattr(nn.functional, "grouped_mm", None) or torch._grouped_mm
+        return product(x, self.weights, offs=torch.arange(1, 5, dtype=torch.int32) * len(x) // 4)
+
+def mixture(even=False):
+    return Experts(even), lambda n: torch.randn(n, 100), lambda m, x: m(x).sum()
+
+def even_mixture():
+    return mixture(even=True)
+
 def unsteady():
     model, make, loss = workload()
     return model, make, lambda m, x: m(x).sum() * (2 if m(x).sum() > 0 else 1)
@@ -233,3 +250,14 @@ def test_no_group_shares_a_model_without_heads(file: Path) -> None:
     assert plain.tensor_divisor is None
     assert plain.no_tensor_reason == "the model tells of no attention heads"
     assert {row.role for row in plain.tables[0].layers} == {"replicated"}
+
+
+@pytest.mark.skipif(
+    not (hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm")),
+    reason="this torch has no products of groups",
+)
+def test_products_of_groups_count_as_of_even_groups(file: Path) -> None:
+    grouped, even = (counted(file, name, 8).passes[0] for name in ("mixture", "even_mixture"))
+    assert flops(grouped.forward) == flops(even.forward) == 2 * 8 * 100 * 200
+    assert flops(grouped.backward) == flops(even.backward) > 0
+    assert flops(counted(file, "mixture", 6).passes[0].forward) == flops(even.forward)  # padded

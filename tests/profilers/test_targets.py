@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hetflow.profilers import targets
+from hetflow.profilers.operator_counts import count_model
 from hetflow.profilers.zoo import NAMES, factory_of
 from hetflow.schema.errors import TargetError
 
@@ -19,6 +20,12 @@ PUBLISHED_PARAMETERS = {
     "gpt2": 124_439_808,
     "bert": 109_482_240,
 }
+
+AUDIO = {
+    "model_type": "wav2vec2", "vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "intermediate_size": 16, "conv_dim": [8], "conv_stride": [2],
+    "conv_kernel": [3], "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
 
 SOURCE = """
 import torch
@@ -188,8 +195,24 @@ def test_a_target_states_the_length_of_a_sample(tmp_path: Path) -> None:
     assert targets.parse(f"hf:{tmp_path}/gpt2@256").model == "gpt2-256"
     with pytest.raises(TargetError, match="257 tokens are asked for, and the model takes at most"):
         batch("gpt2@257")
+    (tmp_path / "config.json").write_text(json.dumps(AUDIO), encoding="utf-8")
+    with pytest.raises(TargetError, match="the model reads input_values, and a sample of that"):
+        targets.load(targets.parse(f"hf:{tmp_path}"))
     with pytest.raises(TargetError, match="behind @ stands the length"):
         targets.parse("hf:gpt2@long")
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])  # truncated draws; no image size
+def test_models_of_images_are_counted_without_values(tmp_path: Path, kind: str) -> None:
+    config = {
+        "vit": {"image_size": 32, "patch_size": 16, "hidden_size": 16, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "intermediate_size": 16},
+        "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **config[kind]}))
+    found = count_model(targets.parse(f"hf:{tmp_path}"), (1, 2), (), "sgd")
+    first, second = found.passes
+    assert 0 < sum(op.flops for op in first.forward) < sum(op.flops for op in second.forward)
 
 
 def test_names_of_profiles_are_safe_in_files(tmp_path: Path) -> None:
