@@ -98,12 +98,13 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
         found = {point.batch_size: point for point in option.batch_curve}
         if (profile.frozen_weight_bytes or 0) > view.frozen_bytes:
             faults.append(f"{where}more frozen weights than {view.frozen_bytes} bytes")
-        for known in (busy or profile).batch_curve:
-            size, point = known.batch_size, found.get(known.batch_size)
+        for measured in (busy or profile).batch_curve:
+            size, point = measured.batch_size, found.get(measured.batch_size)
             peak = None if point is None else point.peak_memory_bytes
-            if peak != max(0, _held(known) + beside):
+            if peak != max(0, _held(measured) + beside):
                 faults.append(f"{where}a pass of {size} does not hold {peak} bytes")
-            faults += _unlike(point or known, _parts(known, profile, problem), f"{where}{size}: ")
+            parts = _parts(measured, profile, problem)
+            faults += _unlike(point or measured, parts, f"{where}{size}: ")
         faults += _unlike(option, {"memory_bytes": _device_bytes(problem.pool, profile)}, where)
     if isinstance(view, ShardedProblem):
         known = (by_type[name].sync for name in problem.pool.num_devices)

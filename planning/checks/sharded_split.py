@@ -53,17 +53,16 @@ class _Sharing:
         between -= self.states * (weights - share)
         pass_bytes = between + self.gathered + passing
         if self.is_in_rounds and rounds == 1 and first is not None:
-            coming = max(first, passing) - passing - trained - problem.second_trained_bytes
+            coming = Fraction(
+                max(first, passing) - passing - trained - problem.second_trained_bytes
+            )
             pass_bytes += own * max(coming, -self.states * weights)
         reducing = updated = between
         if not self.is_in_rounds:
             reducing += own * min(trained, problem.edge_bytes)
             updated -= trained * (1 - own)
-        workspace = problem.optimizer.workspace_bytes_per_weight_byte
-        if workspace is not None:
-            updated += min(updating, Fraction(workspace) * trained * own)
-        else:
-            updated += updating
+        most, workspace = Fraction(updating), problem.optimizer.workspace_bytes_per_weight_byte
+        updated += most if workspace is None else min(most, Fraction(workspace) * trained * own)
         return max(pass_bytes, reducing, updated)
 
     def most_share(
