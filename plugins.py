@@ -23,8 +23,7 @@ if TYPE_CHECKING:
         Work,
         engine,
     )
-    from .devices.accelerator import AcceleratorBackend
-    from .devices.backend import LocalDevice, device_backend
+    from .devices.backend import AcceleratorBackend, LocalDevice, device_backend
     from .devices.cpu import cpu_device
     from .devices.host import HostBackend
     from .formats.exporters.registry import exporter
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
     from .solvers.allocation.water_filling.water import WaterFilling
 
 _NAMES = {
-    ".devices.accelerator": "AcceleratorBackend",
     ".schema.market": "Availability Capacity Market PriceHistory",
     ".schema.jobs": "Certificate Entity",
     ".schema.deployment": "Deployment",
@@ -68,7 +66,7 @@ _NAMES = {
     ".schema.operations": "Kind Schedule",
     ".schema.profile": "LayerGraph LayerNode",
     ".solvers.allocation.policy": "LeastAttained inverse normalised policy",
-    ".devices.backend": "LocalDevice device_backend",
+    ".devices.backend": "AcceleratorBackend LocalDevice device_backend",
     ".clusters.engines.local": "LocalEngine",
     ".solvers.allocation.engine": "Outcome",
     ".schema.pipeline_shape": "PipelineShape",

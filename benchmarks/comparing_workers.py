@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from hetflow.profilers.zoo.images import resnet18
-from hetflow.runtime.agreement.agreement import KnownParameters
-from hetflow.runtime.agreement.verdict import SettingsNumber, fingerprint
+from hetflow.runtime.agreement.agreement import KnownParameters, SettingsNumber
+from hetflow.runtime.agreement.verdict import fingerprint
 from hetflow.runtime.digest import digest_of
 
 

@@ -69,7 +69,7 @@ def owner_of(collective: str) -> DeviceBackend | None:
     """The kind of device that this library is for; None for the hosts' library."""
     if collective == HOST_COLLECTIVE:
         return None
-    registered = DEVICES.registered()
+    registered = DEVICES.registered
     return next((backend for backend in registered if backend.collective == collective), None)
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schema.device_naming import GpuFacts, device_type_names
-from .accelerator import AcceleratorBackend
-from .backend import LocalDevice, device_backend
+from .backend import AcceleratorBackend, LocalDevice, device_backend
 
 if TYPE_CHECKING:
     import torch

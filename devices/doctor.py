@@ -471,7 +471,7 @@ def _collective_versions() -> dict[str, str]:
         import torch  # noqa: F401
     except ImportError:
         return {}
-    found = {b.collective: b.collective_version() for b in DEVICES.registered()}
+    found = {b.collective: b.collective_version() for b in DEVICES.registered}
     return {name: text for name, text in found.items() if text is not None}
 
 

@@ -189,7 +189,7 @@ def _request(item: str, local: Sequence[LocalDevice]) -> DeviceRequest:
             return DeviceRequest(device_type=own, local=device, torch_device=item)
         if item.startswith(f"{own}-") and may_be(item, device):
             return DeviceRequest(device_type=item, local=device, torch_device=first)
-    for backend in DEVICES.registered():
+    for backend in DEVICES.registered:
         found = backend.requested(item, local)
         if found is not None:
             return found

@@ -156,7 +156,7 @@ def apply_level(level: Determinism) -> None:
     # By default torch then fills all new memory, for code that reads what it never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(1)
-    for backend in DEVICES.registered():
+    for backend in DEVICES.registered:
         backend.fix_kernels(level)
     if level != "heterogeneous":
         return

@@ -24,7 +24,8 @@ from .epoch import Epoch, Epochs, IndexReader
 from .losses import Weighted, weighted_by
 from .measurements import StepTimes
 from .outputs import PREDICTION_EPOCH, PredictedOutputs
-from .promise.promise import Promise, ReturnForm
+from .promise.promise import Promise
+from .promise.trial import ReturnForm
 from .rounds import JobRounds
 from .session import Session
 from .split_engine import SplitEngine

@@ -13,6 +13,7 @@ plug-in affects only those who use it.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from traceback import walk_tb
@@ -44,7 +45,6 @@ class Registry(Generic[T]):
         self._own, self.is_optional = own, is_optional
         self._entries: dict[str, tuple[str, T]] = {}
         self._has_own = False
-        self._registered: tuple[T, ...] | None = None
         _registries.append(self)
 
     def add(self, name: str, entry: T, module: str) -> None:
@@ -65,7 +65,7 @@ class Registry(Generic[T]):
                 hint="rename one of them",
             )
         self._entries[name] = module, entry
-        self._registered = None
+        self.__dict__.pop("registered", None)
 
     def adding(self, name: str) -> Callable[[T], T]:
         """Make a decorator that registers a function or class, and returns it unchanged.
@@ -83,7 +83,7 @@ class Registry(Generic[T]):
     def remove(self, name: str) -> None:
         """Undo ``add``; does nothing if the name is not registered."""
         self._entries.pop(name, None)
-        self._registered = None
+        self.__dict__.pop("registered", None)
 
     def find(self, name: str) -> T | None:
         """Find a thing by name; None if neither the package nor a plug-in has it.
@@ -147,13 +147,11 @@ class Registry(Generic[T]):
         found = self._entries.get(name)
         return None if found is None else found[1]
 
+    @cached_property  # a worker asks in every pass
     def registered(self) -> tuple[T, ...]:
-        """List the package's own things and those of loaded plug-ins; loads no plug-in."""
-        found = self._registered
-        if found is None:
-            self._load_own()
-            self._registered = found = tuple(entry for _, entry in self._entries.values())
-        return found
+        """The package's own things and those of loaded plug-ins; loads no plug-in."""
+        self._load_own()
+        return tuple(entry for _, entry in self._entries.values())
 
     def all(self) -> tuple[T, ...]:
         """List every thing, in the order of ``names``; loads all plug-ins of the kind.

@@ -349,7 +349,7 @@ def schedules_named(path: Path, names: Collection[str]) -> list[str]:
 
 
 def test_no_code_but_their_own_names_schedules() -> None:
-    names = [entry.name for entry in SCHEDULES.registered()]
+    names = [entry.name for entry in SCHEDULES.registered]
     assert len(names) > 8
     named = [
         where

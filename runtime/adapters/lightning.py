@@ -24,7 +24,7 @@ from ...schema.errors import TargetError
 from ...schema.options import option
 from ..data import rows_of
 from ..nested_tensors import mapped
-from ..promise.graph import ignores_targets
+from ..promise.promise import ignores_targets
 from .ddp import cut_loader
 from .numbers import LOSS, Call, CountedPart, Numbers, ScriptStep, TriedStep, joined, slope_of
 from .patching import around, check_version

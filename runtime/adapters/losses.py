@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...schema.errors import TargetError
 from .. import peers
 from ..group import Place, gathered
-from ..promise.graph import chain, last_divisors_of, signature_of, targets_of
+from ..promise.promise import chain, last_divisors_of, signature_of, targets_of
 from ..promise.recording import LossVerdict, Recording, Replays, Slice
 
 # What a loss is divided by, as a share counts it: before a script keeps it from being nothing.

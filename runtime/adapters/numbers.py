@@ -20,7 +20,7 @@ from ...schema.errors import TargetError
 from ..data import PLAIN, copied, rows_of
 from ..nested_tensors import mapped, tensors_in
 from ..promise.draws import Draws
-from ..promise.promise import rounding_of
+from ..promise.trial import rounding_of
 from ..promise.untouched import Untouched
 from ..streams import streams_kept
 from .training import BatchPart, Training

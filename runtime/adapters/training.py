@@ -48,7 +48,7 @@ from ..finish import at_exit, meet_all, part, report
 from ..gradients.hooks import Hooks, ScriptHooks
 from ..group import Place, gathered, join, make_group_of_one
 from ..measurements import StepClock
-from ..promise.graph import chain
+from ..promise.promise import chain
 from ..protocol.environment import PLAN, Start, read_environment
 from ..session import Session
 from ..setup import final_tensors, keep_freed_memory

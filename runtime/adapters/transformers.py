@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...schema.errors import TargetError
-from ..promise.graph import divisors_of, last_divisors_of
+from ..promise.promise import divisors_of, last_divisors_of
 from .losses import before, share_of
 from .numbers import slope_of
 from .patching import around, check_version

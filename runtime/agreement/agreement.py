@@ -12,10 +12,18 @@ that sums (a norm for clipping) may round differently, half of the values' digit
 """
 
 import gc
-import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
@@ -33,16 +41,7 @@ from ..group import Place, gathered
 from ..log import log
 from ..nested_tensors import tensors_in
 from ..unplanned import is_on_trial
-from .verdict import (
-    MOST,
-    SettingsNumber,
-    Statement,
-    are_alike,
-    find_fault,
-    fingerprint,
-    settings_of,
-    shadow_of,
-)
+from .verdict import Settings, Statement, Value, find_fault, fingerprint, shadow_of
 
 # Check in each step, by identity, that the trained parameters are those given to ``prepare``.
 #
@@ -368,6 +367,93 @@ def _name_of(leaf: Tensor) -> str:
     return "a parameter" if isinstance(leaf, nn.Parameter) else "a tensor"
 
 
+# The optimizers' settings of each parameter group: learning rate, momentum and the rest.
+#
+# They are compared in every step, by two numbers in the sums that the step needs anyway. So if
+# workers' schedules have diverged, that is found before any update uses the wrong rates.
+
+_BITS = 22  # float64 sums the squares of such numbers exactly over 500 workers
+MOST = (1 << _BITS) - 1
+"""The largest such number."""
+_PLAIN = (bool, int, float, str, type(None))
+# Entries that no update reads: the parameters, their names, and a scheduler's notes.
+_LEFT_OUT = frozenset({"params", "param_names", "initial_lr"})
+
+
+def settings_of(optimizers: Iterable[Any]) -> Settings:
+    """All plain settings as they are now. Waits for the device if a setting is kept there."""
+    return [
+        {key: _plain(value) for key, value in group.items() if _counts(key, value)}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _counts(key: str, value: Any) -> bool:
+    if key in _LEFT_OUT:
+        return False
+    if isinstance(value, tuple | list):
+        return all(isinstance(entry, _PLAIN) or _is_number(entry) for entry in value)
+    return isinstance(value, _PLAIN) or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _plain(value: Any) -> Value:
+    if isinstance(value, tuple | list):
+        return tuple(_plain(entry) for entry in value)
+    found: Value = value.item() if isinstance(value, Tensor) else value
+    return found
+
+
+class SettingsNumber:
+    """A number of 22 bits that stands for the settings; it is recomputed only when they change.
+
+    Settings that are tensors on a device are left out: to read them would wait for the device.
+
+    Attributes:
+        number: The number when the settings were last read.
+        has_changed: Whether the settings had changed then since they were read before.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._optimizers = optimizers
+        self._seen: list[Any] = []
+        self.number = 0
+        self.has_changed = False
+
+    def read(self) -> int:
+        """Read the settings as they are now, and return their number."""
+        now = [_cheap(group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        self.has_changed = now != self._seen
+        if self.has_changed:
+            self._seen = now
+            digest = blake2b(repr(now).encode(), digest_size=8).digest()
+            self.number = int.from_bytes(digest, "little") >> (64 - _BITS)
+        return self.number
+
+
+def _cheap(group: Mapping[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for key, value in group.items():
+        if key in _LEFT_OUT:
+            continue
+        if isinstance(value, _PLAIN):
+            found.append(value)
+        elif isinstance(value, tuple | list) and all(isinstance(v, _PLAIN) for v in value):
+            found.append(tuple(value))
+        elif isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
+            found.append(value.item())
+    return found
+
+
+def are_alike(workers: float, total: float, squares: float) -> bool:
+    """Whether all workers had the same number: then its variance over the workers is 0."""
+    return int(total) ** 2 == int(workers) * int(squares)
+
+
 # The schedule of comparisons between workers, and the step at which they last agreed.
 
 _AFTER_A_CHANGE = (1, 2)  # steps after a change of workers
@@ -685,7 +771,7 @@ def arithmetic_of(device: torch.device) -> str:
 
 
 def _hash(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    digest = blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

@@ -50,7 +50,7 @@ _LATER = {
 def import_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of an environment that a preloaded process must have been started with."""
     prefixes, later = set(_PREFIXES), set(_LATER)
-    for backend in DEVICES.registered():
+    for backend in DEVICES.registered:
         prefixes |= set(backend.early_variables)
         later |= set(backend.late_variables)
     return {

@@ -14,7 +14,17 @@ from torch.utils._pytree import tree_leaves
 from ...schema.errors import TargetError
 from ..log import log
 from .draws import eagerly
-from .graph import FACTORS, MEAN, QUOTIENTS, SUM, SUMMED, TERMS, counts_of, num_summed, signature_of
+from .promise import (
+    FACTORS,
+    MEAN,
+    QUOTIENTS,
+    SUM,
+    SUMMED,
+    TERMS,
+    counts_of,
+    num_summed,
+    signature_of,
+)
 from .recording import Recording, Replays, Slice
 
 _ROWS = 32  # samples of which a loss is tried

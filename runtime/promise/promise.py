@@ -15,7 +15,7 @@ the one sample's answer is the same by itself. So a test takes 18 passes of a sa
 takes 20, as it calls the function twice in training mode, too.
 
 What matters only later (a mask, where padding comes first in a later batch) no first batch shows.
-So every loss is looked at: what it divides by, for each sample (graph.py). Where that is another
+So every loss is looked at: what it divides by, for each sample (``Counts``). Where that is another
 number than before, the function is tested again on these very samples. Beside that it is tested
 again in its steps 2, 4, 8 and so on, in a pipeline in its microbatches 2, 4, 8.
 
@@ -28,71 +28,238 @@ together: then all make a later test that one of them wants.
 
 import inspect
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import islice
 from typing import Any, Protocol
-from unittest import mock
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...devices.backend import backend_of, is_out_of_memory
 from ...schema.errors import TargetError
-from ..agreement.agreement import leaves_of
-from ..data import Batch, Pass, copied
-from ..losses import loss_and_rest, loss_and_weight, outputs_in, weight_number
+from ..data import Batch, Pass
+from ..losses import loss_and_weight
 from ..run_ahead import LateValues
 from ..streams import streams_kept
 from ..virtual_nodes import slices
-from .draws import Draws, eagerly
-from .graph import Counts, counts_of
-from .untouched import Untouched
+from .trial import Cut, ReturnForm, Trial, called, cut_of, has_rows, ranges_of
 
 _MOST_SAMPLES = 16  # called together: a third of targets ignored is then seen almost surely
 _MOST_TRIES = 5
-_MOST_BYTES = 1 << 27  # of samples and answers that are repeated to the size of a batch
-_MOST_UNKNOWN = 32  # samples that are repeated where the model has to answer them all
-# Relative difference of means by rounding, by the coarsest dtype computed in; an accelerator's
-# float32 may be TF32 inside products.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-_ROUNDING_OF_TF32 = 5e-3
-_REPEATED = 0.1  # of it between two calls on the same samples, which run the same kernels
-_PLAIN = (int, float, str, type(None))
-_OWN_WAY = "or say per_virtual_node=True, for a loss that is meant to be each virtual node's own"
-_OVER_BATCH = (
-    "give what it computes for each sample, and the rest as over_batch=: "
-    "job.backward(outputs, batch, over_batch=loss_of_outputs); docs/training.md, Losses"
-)
 
-Cut = tuple[int, ...]
-"""[parts] samples of each part; the second has one."""
+# What a loss divides by, as the graph shows that autograd keeps of it.
+#
+# The gradients of a share get the weight of its samples. That is right where the loss is a mean to
+# which each sample counts alike. The last operations of its graph show what it divides by. Where
+# this changes, a function is tested again, on the samples of that pass.
+
+_SINK = "_DDPSinkBackward"
+FACTORS = {
+    "MulBackward0", "NegBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0",
+    "AliasBackward0", _SINK,
+}  # fmt: skip
+QUOTIENTS = {"DivBackward0", "DivBackward1"}
+TERMS = {"AddBackward0", "SubBackward0"}
+SUM, MEAN = "SumBackward0", "MeanBackward0"
+_AVERAGED, SUMMED = 1, 2  # torch's numbers of reduction="mean" and "sum"
+_NODES = 48  # of a loss's graph that are looked at
+_NODES_OF_ANSWERS = 12  # of the graph of a loss that a model returns
+_VIEWS = (
+    "AccumulateGrad", "Alias", "AsStrided", "Clone", "Expand", "NoneType", "Permute", "Reshape",
+    "Squeeze", "TBackward", "ToCopy", "Transpose", "Unsafe", "Unsqueeze", "View",
+)  # fmt: skip
+_CLOSE = 1e-6  # relative difference of numbers that are equal
+Number = float | Tensor
+"""A number that is known, or one [] on a device."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnForm:
-    """How ``job.backward`` was asked to read what its function returns.
+class Counts:
+    """What a loss divides by, as its last operations show.
 
     Attributes:
-        has_aux: The function returns (loss, other values).
-        gives_outputs: It returns outputs of each sample, which a second function makes a loss of.
+        of_all: Shares of what it sums or could count (targets, entries): 1 if nothing is left out.
+        of_samples: Numbers for each of its samples, where it is not seen what could be counted.
     """
 
-    has_aux: bool = False
-    gives_outputs: bool = False
+    of_all: tuple[Number, ...]
+    of_samples: tuple[Number, ...]
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """The numbers that are on a device."""
+        return [n for n in (*self.of_all, *self.of_samples) if isinstance(n, Tensor)]
+
+    def with_numbers(self, ahead: Iterator[float]) -> "Counts":
+        """The counts with numbers from the host in place of those ``on_device``."""
+        rows = (self.of_all, self.of_samples)
+        return Counts(
+            *(tuple(next(ahead) if isinstance(n, Tensor) else n for n in r) for r in rows)
+        )
+
+    def are_like(self, usual: "Counts | None", first: "Counts") -> bool:
+        """Whether they are those of other losses of the function: earlier, and in this step."""
+        pairs = [(self.of_all, usual.of_all if usual else ()), (self.of_samples, first.of_samples)]
+        return all(
+            len(own) == len(other)
+            and all(
+                math.isclose(a, b, rel_tol=_CLOSE) or a != a and b != b
+                for a, b in zip(own, other, strict=True)
+            )
+            for own, other in pairs
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class CallAnswer:
-    """One call: the function's loss or outputs, and how much it counts."""
+def counts_of(loss: Tensor, num_samples: int) -> Counts:
+    """What a loss of so many samples divides by.
 
-    value: Tensor  # [] a loss, or [samples, ...] outputs; float64 on the host
-    weight: float | None
-    num_samples: int
+    Example:
+        >>> import torch
+        >>> z, mask = torch.ones(4, requires_grad=True), torch.tensor([1.0, 1.0, 1.0, 0.0])
+        >>> counts_of((z * mask).sum() / mask.sum(), 4)
+        Counts(of_all=(0.75,), of_samples=())
+        >>> counts_of(z[mask > 0].mean(), 4)
+        Counts(of_all=(0.75,), of_samples=())
+    """
+    of_all: list[Number] = []
+    of_samples: list[Number] = []
+    waiting: list[Any] = [loss.grad_fn]
+    seen = 0
+    while waiting and seen < _NODES:
+        node, seen = waiting.pop(), seen + 1
+        name = type(node).__name__
+        is_quotient = name in QUOTIENTS
+        if is_quotient or name == "MulBackward0":
+            other, summed = getattr(node, "_saved_other", None), num_summed(_source(node))
+            number = None if other is None else _number(other)
+            if number is not None and summed:
+                of_all.append(number / summed if is_quotient else number * summed)
+            elif number is not None and is_quotient:
+                of_samples.append(number / num_samples)
+        elif name == MEAN:
+            sizes = getattr(_source(node), "_saved_self_sym_sizes", None)
+            number = float(node._saved_self_sym_numel)
+            if type(_source(node)).__name__.startswith("Index") and sizes is not None:
+                of_all.append(number / max(math.prod(sizes), 1))
+            else:
+                of_samples.append(number / num_samples)
+        elif (total := _total_weight(node)) is not None:
+            number = _number(total)
+            assert number is not None
+            of_all.append(number / max(node._saved_target.numel(), 1))
+        if is_quotient or name in FACTORS or name in TERMS:
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return Counts(tuple(of_all), tuple(of_samples))
+
+
+def _source(node: Any) -> Any:
+    """The node of what an operation was given first."""
+    return node.next_functions[0][0] if node.next_functions else None
+
+
+def _number(value: Any) -> Number | None:
+    """A number of the graph; None where it is several."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        return None
+    return float(value) if backend_of(value.device).is_host else value.detach().reshape(())
+
+
+def _total_weight(node: Any) -> Tensor | None:
+    """What a node divides by that is a cross entropy's mean."""
+    if getattr(node, "_saved_reduction", None) != _AVERAGED or not hasattr(node, "_saved_target"):
+        return None
+    total: Tensor | None = getattr(node, "_saved_total_weight", None)
+    return total
+
+
+def chain(loss: Tensor) -> Iterable[Any]:
+    """A loss's node, and those before it, through what only changes its factor."""
+    node: Any = loss.grad_fn
+    output = loss.output_nr
+    while node is not None:
+        yield node
+        name, following = type(node).__name__, node.next_functions
+        if name == _SINK:  # it passes all that a model returns
+            following = following[output : output + 1]
+        entries = [entry for entry in following if entry[0] is not None]
+        passes = name in FACTORS | {"DivBackward0"} and len(entries) == 1
+        node, output = entries[0] if passes else (None, 0)
+
+
+def _nodes(root: Any, ends: Collection[Any] = ()) -> Iterator[Any]:
+    """The nodes of a graph, breadth first, not beyond ``ends``; None for what needs no gradient."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop(0)
+        yield node
+        if node not in ends:
+            waiting += [following for following, _ in getattr(node, "next_functions", ())]
+
+
+def signature_of(loss: Tensor, answers: Collection[Any] = ()) -> int:
+    """What a loss is known by: the first names of its graph, without views.
+
+    PyTorch takes other views while operators are recorded.
+
+    Args:
+        loss: The loss.
+        answers: Nodes of what models returned. What they ran may differ between workers, as the
+            steps of a loop over a sequence do, so names end there. A few names behind tell what a
+            model computes that returns its loss.
+    """
+    is_answer = loss.grad_fn in answers
+    names = (type(node).__name__ for node in _nodes(loss.grad_fn, () if is_answer else answers))
+    most = _NODES_OF_ANSWERS if is_answer else _NODES
+    told = islice((name for name in names if not name.startswith(_VIEWS)), most)
+    return crc32(" ".join(told).encode())
+
+
+def targets_of(loss: Tensor) -> list[tuple[Tensor, int]]:
+    """(weight of the targets that count, all targets) of each mean cross entropy of a loss."""
+    found = ((_total_weight(node), node) for node in islice(_nodes(loss.grad_fn), _NODES))
+    return [(total, node._saved_target.numel()) for total, node in found if total is not None]
+
+
+def ignores_targets(loss: Tensor) -> bool:
+    """Whether a loss is seen to hold a cross entropy that ignores targets or weights classes."""
+    return any(float(total) != count for total, count in targets_of(loss))
+
+
+def last_divisors_of(loss: Tensor) -> list[Tensor]:
+    """What a loss is divided by, from the last division on."""
+    found = []
+    for at in chain(loss):
+        for name in ("_saved_total_weight", "_saved_other"):
+            value = getattr(at, name, None)
+            if isinstance(value, Tensor) and "Mul" not in type(at).__name__:
+                found.append(value)
+    return found
+
+
+def divisors_of(loss: Tensor) -> list[Tensor]:
+    """[n] what a loss is divided by at last, and the targets that its cross entropies count."""
+    found = [*last_divisors_of(loss), *(total for total, _ in targets_of(loss))]
+    return [divisor.detach() for divisor in found if divisor.numel() == 1]
+
+
+def num_summed(node: Any) -> int | None:
+    """The entries that a sum is of; None for what is no sum."""
+    if type(node).__name__ == SUM:
+        return int(math.prod(node._saved_self_sym_sizes))
+    if getattr(node, "_saved_reduction", None) != SUMMED:
+        return None
+    target = getattr(node, "_saved_target", None)
+    return None if target is None else int(target.numel())
+
+
+# When a function is tested: in steps 1, 2, 4, 8, and where its losses divide by another number.
 
 
 @dataclass(slots=True)
@@ -358,10 +525,10 @@ class Promise:
         assert batch.first_samples is not None
         together = self._together
         with streams_kept(), nullcontext() if together is None else together.trying():
-            ranges = _ranges(cut)
+            ranges = ranges_of(cut)
             found = batch.first_samples([(start + a, start + b) for a, b in ranges])
             inputs = dict(zip(ranges, found, strict=True))
-            calls = _Calls(function, self._model, inputs, form, partial(_called, function))
+            calls = Trial(function, self._model, inputs, form, partial(called, function))
             is_first = self._of(function).tries == 0
             is_telling, failure = calls.judge(cut, batch.num_samples, in_training=is_first)
         if together is not None:  # unlike devices round, and the next test is due on all alike
@@ -394,553 +561,26 @@ class Promise:
         is_due = tests.steps >= tests.due or is_unlike
         if num_samples < 2 or not is_due:
             return
-        if not all(_has_rows(leaf, num_samples) for leaf in tree_leaves((inputs, outputs))):
+        if not all(has_rows(leaf, num_samples) for leaf in tree_leaves((inputs, outputs))):
             return
 
         def call(given: tuple[Any, Any]) -> Any:
             with answering(lambda *_, **__: given[1]):
-                return _called(function, given[0])
+                return called(function, given[0])
 
         cut = cut_of(min(num_samples, _MOST_SAMPLES) if not is_unlike else num_samples)
         with streams_kept():
             given = {
                 part: tree_map(lambda t, rows=slice(*part): t[rows].detach(), (inputs, outputs))
-                for part in _ranges(cut)
+                for part in ranges_of(cut)
             }
-            calls = _Calls(function, self._model, given, ReturnForm(), call)
+            calls = Trial(function, self._model, given, ReturnForm(), call)
             is_telling, _ = calls.judge(cut, num_samples)
         tests.note(_MOST_SAMPLES, is_told=is_telling)
 
 
-def cut_of(num_samples: int, first: int = 0) -> Cut:
-    """The unequal parts in which samples are tested; the first may be given.
-
-    Example:
-        >>> cut_of(16)
-        (10, 1, 5)
-        >>> cut_of(2)
-        (1, 1)
-        >>> cut_of(8, first=4)
-        (4, 1, 3)
-    """
-    first = first if 0 < first < num_samples else max(1, num_samples * 5 // 8)
-    rest = num_samples - first - 1
-    return (first, 1, rest) if rest else (first, 1)
-
-
-def _ranges(cut: Cut) -> list[tuple[int, int]]:
-    """The whole, and all parts: (first sample, end)."""
-    return [(0, sum(cut)), *pairwise([0, *accumulate(cut)])]
-
-
-def _called(function: Callable[..., Any], inputs: Any) -> Any:
-    return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
-
-
-def _has_rows(leaf: Any, num_samples: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == num_samples
-
-
-class _Unknown(Exception):
-    """The model was asked what it was not asked before."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One call of the model: its arguments and answer, taken apart, and the draws inside."""
-
-    arguments: list[Any]
-    form: Any
-    leaves: list[Any]
-    tree: Any
-    num_draws: int
-
-
-class _Answers:
-    """What the model answers to all samples; some of them it need not be asked again.
-
-    Attributes:
-        known: Its answers, of tensors with a row for each sample.
-    """
-
-    def __init__(self, model: nn.Module, draws: Draws, num_samples: int) -> None:
-        self._model, self._draws, self._num_samples = model, draws, num_samples
-        self.known: list[_Answer] = []
-        self._num_checked = 0
-        self._way: Callable[[Callable[[], Any], Any], Any] | None = None
-
-    @property
-    def are_checked(self) -> bool:
-        """Whether the model's answer to one sample was the same beside others."""
-        return 0 < len(self.known) <= self._num_checked
-
-    @contextmanager
-    def between(self) -> Iterator[None]:
-        """Stand between the function and the model in the body."""
-        kind, inside = type(self._model), False
-        original = kind.__call__
-
-        def call(module: nn.Module, *values: Any, **named: Any) -> Any:
-            nonlocal inside
-            if module is not self._model or inside or self._way is None:
-                return original(module, *values, **named)
-            inside = True
-            try:
-                return self._way(lambda: original(module, *values, **named), (values, named))
-            finally:
-                inside = False
-
-        with mock.patch.object(kind, "__call__", call):
-            yield
-
-    @contextmanager
-    def _answered(self, way: Callable[[Callable[[], Any], Any], Any]) -> Iterator[None]:
-        """Let another function answer calls of the model in the body; it can ask the model."""
-        self._way = way
-        try:
-            yield
-        finally:
-            self._way = None
-
-    def noting(self) -> AbstractContextManager[None]:
-        """Note the answers in the body, where all samples are."""
-        self.known.clear()
-
-        def answer(ask: Callable[[], Any], given: Any) -> Any:
-            before, made = self._draws.taken, ask()
-            leaves, tree = tree_flatten(made)
-            if any(isinstance(leaf, Tensor) for leaf in leaves) and all(
-                _has_rows(leaf, self._num_samples) or isinstance(leaf, _PLAIN) for leaf in leaves
-            ):
-                kept = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                number = self._draws.taken - before
-                self.known.append(_Answer(*tree_flatten(given), kept, tree, number))
-            return made
-
-        return self._answered(answer)
-
-    def checking(self, rows: Sequence[int], rounding: float) -> AbstractContextManager[None]:
-        """Compare the answers in the body, to some samples, with those that are known."""
-        self._num_checked = 0
-
-        def answer(ask: Callable[[], Any], given: Any) -> Any:
-            made, known = ask(), self._of(rows, given)
-            if known is None or not _are_close(made, known[0], rounding):
-                self.known.clear()
-            self._num_checked += 1
-            return made
-
-        return self._answered(answer)
-
-    def giving(self, rows: Sequence[int], *, asks: bool) -> AbstractContextManager[None]:
-        """Give the answers to these samples, where they are known; ``asks`` the model if not."""
-
-        def answer(ask: Callable[[], Any], given: Any) -> Any:
-            known = self._of(rows, given)
-            if known is None:
-                if not asks:
-                    raise _Unknown
-                return ask()
-            self._draws.skip(known[1])
-            return known[0]
-
-        return self._answered(answer) if self.are_checked else nullcontext()
-
-    def _of(self, rows: Sequence[int], given: Any) -> tuple[Any, int] | None:
-        """(the answer to these samples, the draws inside); None where it is not known."""
-        (arguments, form), index = tree_flatten(given), torch.tensor(rows)
-        for known in self.known:
-            if known.form == form and all(
-                map(partial(self._equal, index), known.arguments, arguments)
-            ):
-                leaves = [
-                    leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in known.leaves
-                ]
-                return tree_unflatten(leaves, known.tree), known.num_draws
-        return None
-
-    def _equal(self, index: Tensor, known: Any, asked: Any) -> bool:
-        if not isinstance(known, Tensor) or not isinstance(asked, Tensor):
-            return known is asked or (isinstance(known, _PLAIN) and bool(known == asked))
-        if _has_rows(known, self._num_samples) and _has_rows(asked, len(index)):
-            known = known[index]
-        return (
-            known.shape == asked.shape and known.dtype == asked.dtype and torch.equal(known, asked)
-        )
-
-
-def _are_close(one: Any, other: Any, rounding: float) -> bool:
-    for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
-        if isinstance(a, Tensor):
-            if a.shape != b.shape:
-                return False
-            a, b = _on_host(a), _on_host(b)
-            if float((a - b).abs().nan_to_num().max()) > rounding * float(
-                a.abs().nan_to_num().max()
-            ):
-                return False
-    return True
-
-
-class _Calls:
-    """The calls of one function in one test."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        model: nn.Module,
-        inputs: dict[tuple[int, int], Any],
-        form: ReturnForm,
-        call: Callable[[Any], Any],
-    ) -> None:
-        self._call_with, self._inputs, self._form = call, inputs, form
-        self._num_samples = max(end for _, end in inputs)
-        self._untouched = Untouched(function, model)
-        self._draws = Draws(self._num_samples)
-        self._answers = _Answers(model, self._draws, self._num_samples)
-        self._training, self._grad = False, False
-        self._own = {id(parameter) for parameter in model.parameters()}
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._really_backward = torch.autograd.backward
-
-    def judge(
-        self, cut: Cut, batch_samples: int, *, in_training: bool = False
-    ) -> tuple[bool, TargetError | None]:
-        """Compare the whole with its parts.
-
-        Args:
-            cut: How the samples are cut into parts.
-            batch_samples: Samples of the batch.
-            in_training: Whether to look for what counts its calls in training mode, too.
-
-        Returns:
-            Whether the samples could tell; and what is wrong if the function failed on the whole.
-
-        Raises:
-            TargetError: They differ.
-        """
-        with (
-            self._draws.replaced(),
-            self._answers.between(),
-            mock.patch.object(torch.autograd, "backward", self._backward),
-        ):
-            whole = self._whole()
-            if isinstance(whole, TargetError):
-                return True, whole
-            before, single, *after = _ranges(cut)[1:]
-            alone = self._alone(single)
-            if in_training and not self._training:
-                self._alone_in_training(single)
-            parts = [self._part(before), alone, *(self._part(part) for part in after)]
-            verdict = Comparison(whole, parts, rounding=self._rounding())
-            if self._form.gives_outputs:
-                verdict.check_outputs()
-            else:
-                verdict.check_losses()
-                self._check_repeated(verdict, batch_samples)
-        torch.clear_autocast_cache()  # else casts of weights made here would have no graph later
-        return verdict.is_telling, None
-
-    def _whole(self) -> CallAnswer | TargetError:
-        """Call the function on all samples, as much as in training as it needs to run at all."""
-        ways = ((False, False), (False, True), (True, True))  # (training mode, gradients)
-        part = (0, self._num_samples)
-        for training, grad in ways:
-            self._training, self._grad = training, grad
-            # An answer that was made before has no graph to go back in.
-            noting = nullcontext() if grad else self._answers.noting()
-            try:
-                return self._call(range(*part), self._inputs[part], noting, keeps=True)
-            except TargetError:
-                raise
-            except Exception as caught:
-                error = caught
-                self._answers.known.clear()
-        refusal = _unable(self._num_samples, error)
-        refusal.__cause__ = error
-        return refusal
-
-    def _part(
-        self,
-        part: tuple[int, int],
-        model: AbstractContextManager[None] | None = None,
-        *,
-        leaves: bool = False,
-    ) -> CallAnswer:
-        rows = range(*part)
-        try:
-            with warnings.catch_warnings():  # of so few samples: the script did not ask for them
-                warnings.simplefilter("ignore")
-                model = self._answers.giving(rows, asks=True) if model is None else model
-                return self._call(rows, self._inputs[part], model, leaves=leaves)
-        except TargetError:
-            raise
-        except Exception as error:
-            raise _unable(len(rows), error) from error
-
-    def _alone(self, single: tuple[int, int]) -> CallAnswer:
-        """Call the function on one sample, twice.
-
-        Raises:
-            TargetError: The loss depends on how often the function was called before.
-        """
-        checking = self._answers.checking(range(*single), self._rounding())
-        first = self._part(single, checking, leaves=True)
-        self._check_same(first, self._part(single, nullcontext()))
-        return first
-
-    def _alone_in_training(self, single: tuple[int, int]) -> None:
-        """Each part alone in training mode, where a model may count its steps in a plain number."""
-        self._training = True
-        try:
-            first, second = (self._part(single, nullcontext(), leaves=one) for one in (True, False))
-        except TargetError:  # of one sample the model does not train
-            return
-        finally:
-            self._training = False
-        self._check_same(first, second)
-
-    def _check_same(self, first: CallAnswer, second: CallAnswer) -> None:
-        scale = float(first.value.abs().nan_to_num().max())
-        difference = float((first.value - second.value).abs().nan_to_num().max())
-        if difference <= _REPEATED * self._rounding() * scale:
-            return
-        value = "the loss" if first.value.dim() == 0 else "an output"
-        raise TargetError(
-            f"{value} of the same samples differs by {difference:.3g} when the function is called "
-            f"again, and it is called once for each virtual node: it depends on its earlier calls "
-            f"(a counter of steps, a hidden state that is carried on, next(iterator))",
-            hint="take job.num_steps for a schedule; keep other state out of it, or in a buffer of "
-            f"the model; {_OWN_WAY}",
-        )
-
-    def _check_repeated(self, verdict: "Comparison", batch_samples: int) -> None:
-        """Compare the loss with that of the same samples repeated, as many as the batch has.
-
-        So a loss shows that chooses samples where there are many, as ``topk(min(64, len(x)))``.
-        """
-        number, inputs = self._num_samples, self._inputs[0, self._num_samples]
-        leaves = tree_leaves(inputs)
-        if not all(_has_rows(leaf, number) or isinstance(leaf, _PLAIN) for leaf in leaves):
-            return
-        leaves += [leaf for known in self._answers.known for leaf in known.leaves]
-        size = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
-        times = min(-(-batch_samples // number), _MOST_BYTES // max(size, 1))
-        if not self._answers.are_checked:
-            times = min(times, _MOST_UNKNOWN // number)
-        if times < 2:
-            return
-        rows = [*range(number)] * times
-        index = torch.tensor(rows)
-        repeated = tree_map(lambda leaf: leaf[index] if isinstance(leaf, Tensor) else leaf, inputs)
-        try:
-            found = self._call(rows, repeated, self._answers.giving(rows, asks=False))
-        except Exception:  # nothing can be said: memory, or a function of few samples
-            return
-        verdict.check_repeated(found, times)
-
-    def _call(
-        self,
-        rows: Sequence[int],
-        inputs: Any,
-        model: AbstractContextManager[None],
-        *,
-        keeps: bool = False,
-        leaves: bool = False,
-    ) -> CallAnswer:
-        inputs = copied(inputs)
-        with (
-            self._untouched.calling(training=self._training, leaves=leaves),
-            self._draws.of(rows, keeps=keeps),
-            torch.set_grad_enabled(self._grad),
-            eagerly(),
-            model,
-        ):
-            try:
-                answer = self._call_with(inputs)
-            finally:
-                for leaf, gradient in reversed(self._gradients):
-                    leaf.grad = gradient
-                self._gradients.clear()
-        if self._form.gives_outputs:
-            held = [_on_host(rows).reshape(len(rows), -1) for rows in outputs_in(answer, len(rows))]
-            return CallAnswer(torch.cat(held, dim=1), None, len(rows))
-        loss, weight = loss_and_weight(loss_and_rest(answer)[0] if self._form.has_aux else answer)
-        number = None if weight is None else weight_number(weight)
-        return CallAnswer(_on_host(loss).reshape(()), number, len(rows))
-
-    def _backward(self, tensors: Any, *arguments: Any, **options: Any) -> None:
-        """Stands for ``torch.autograd.backward``, by which the function trains something else."""
-        given = options.get("inputs")
-        leaves = list(leaves_of(tensors)) if given is None else list(tree_leaves(given))
-        if any(id(leaf) in self._own for leaf in leaves):
-            raise TargetError(
-                "the loss function calls backward() itself, which adds to the gradients of the "
-                "model beside the gradient that job.backward makes",
-                hint="return the sum of all losses; for gradients by something else than "
-                "parameters (a penalty, an attack) use torch.autograd.grad",
-            )
-        self._gradients += [(t, None if t.grad is None else t.grad.clone()) for t in leaves]
-        self._really_backward(tensors, *arguments, **options)
-
-    def _rounding(self) -> float:
-        return rounding_of(self._draws.coarsest, next(iter(self._inputs.values())))
-
-
-def rounding_of(coarsest: float, inputs: Any) -> float:
-    """The relative difference by rounding that a mean over samples may have.
-
-    Args:
-        coarsest: The largest ``eps`` of the dtypes in which it was computed.
-        inputs: What it was computed from.
-    """
-    coarsest = max(coarsest, torch.finfo(torch.float64).eps)
-    known = [r for dtype, r in _ROUNDING.items() if torch.finfo(dtype).eps >= coarsest]
-    rounding = min(known, default=0.1)
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    on_host = all(backend_of(tensor.device).is_host for tensor in tensors)
-    is_single = rounding == _ROUNDING[torch.float32]
-    return _ROUNDING_OF_TF32 if is_single and not on_host else rounding
-
-
-class Comparison:
-    """The loss of some samples together beside those of their parts."""
-
-    def __init__(self, whole: CallAnswer, parts: Sequence[CallAnswer], *, rounding: float) -> None:
-        self._whole, self._parts, self._rounding = whole, parts, rounding
-
-    @property
-    def is_telling(self) -> bool:
-        """Whether an unlike whole could have been seen: losses are finite and not all equal."""
-        counted = self._counted()
-        values = [found.value for found in counted]
-        if len(values) < 2 or not bool(self._whole.value.isfinite().all()):
-            return False
-        if self._whole.weight is not None and 1 == len(
-            {_weight(found) / found.num_samples for found in counted}
-        ):
-            return False  # another weight than that of samples would have been the same
-        return self._whole.value.dim() > 0 or any(
-            not self._equal(float(value), float(values[0])) for value in values[1:]
-        )
-
-    def check_losses(self) -> None:
-        """Raise TargetError where the mean of the parts is not the whole."""
-        whole, parts = float(self._whole.value), self._counted()
-        if not parts or not math.isfinite(whole):
-            return
-        weights = [_weight(found) for found in parts]
-        losses = [float(found.value) for found in parts]
-        if not all(math.isfinite(loss) for loss in losses):
-            raise self._refusal(losses, math.nan, *self._of_nothing())
-        mean = math.fsum(w * x for w, x in zip(weights, losses, strict=True)) / math.fsum(weights)
-        if not self._equal(whole, mean):
-            raise self._refusal(losses, mean, *self._likely(whole, losses))
-
-    def check_repeated(self, found: CallAnswer, times: int) -> None:
-        """Raise TargetError where the samples, each so many times, have another loss."""
-        whole, other = float(self._whole.value), float(found.value)
-        if math.isfinite(whole) and _weight(found) and not self._equal(whole, other):
-            raise TargetError(
-                f"the loss of {self._whole.num_samples} samples is {whole:.6g}, but that of the "
-                f"same samples {times} times, as many as the batch has, is {other:.6g}, so virtual "
-                f"nodes would train on another loss: it depends on the number of samples (as the "
-                f"hardest examples of a batch do)",
-                hint=f"{_OVER_BATCH}; {_OWN_WAY}",
-            )
-
-    def check_outputs(self) -> None:
-        """Raise TargetError where the outputs of the parts are not those of the whole."""
-        whole = self._whole.value
-        together = torch.cat([found.value for found in self._parts])
-        difference = float((whole - together).abs().nan_to_num().max())
-        if difference <= self._rounding * float(whole.abs().nan_to_num().max()):
-            return
-        raise TargetError(
-            f"the outputs of {self._sizes} differ by up to {difference:.3g} from those of the same "
-            f"{self._whole.num_samples} samples together: with over_batch=, the first function "
-            f"must treat each sample by itself",
-            hint="move what looks at several samples into the function given as over_batch=",
-        )
-
-    def _counted(self) -> list[CallAnswer]:
-        return [found for found in self._parts if _weight(found) > 0]
-
-    def _equal(self, one: float, other: float) -> bool:
-        scale = max(abs(one), *(abs(float(found.value)) for found in self._counted()))
-        return abs(one - other) <= self._rounding * scale
-
-    @property
-    def _sizes(self) -> str:
-        return " + ".join(str(found.num_samples) for found in self._parts) + " samples"
-
-    def _of_nothing(self) -> tuple[str, str]:
-        kind = "the mean is probably over nothing in one of the parts (an empty mask)"
-        fix = (
-            "return hf.Weighted(sum / max(count, 1), count): a weight of 0 leaves a virtual node "
-            "out"
-        )
-        bad = [found for found in self._counted() if not math.isfinite(float(found.value))]
-        if any(found.num_samples > 1 for found in bad):
-            return kind, fix
-        return (
-            f"{kind}, or the loss uses a statistic of the batch (a standard deviation of 1 sample)",
-            f"for a mask {fix}; for a statistic {_OVER_BATCH}",
-        )
-
-    def _likely(self, whole: float, losses: Sequence[float]) -> tuple[str, str]:
-        """The likely kind of the loss, and what to do."""
-        if self._equal(whole, math.fsum(losses)):
-            return (
-                "the loss is a sum over samples, or such a sum divided by a fixed number",
-                'use reduction="mean", or divide by the number of samples that the function gets',
-            )
-        if min(losses) <= whole <= max(losses):
-            return (
-                "the loss is a mean over something else than samples (tokens, targets that are not "
-                "ignored, class weights, the hardest samples), or a function of a mean (a "
-                "logarithm, a square root)",
-                "for a mean over what can be counted return hf.Weighted(mean loss, its number); "
-                f"for the rest {_OVER_BATCH}",
-            )
-        return (
-            "the loss of a sample depends on the other samples of the batch (as in contrastive "
-            "losses, batch statistics, the hardest examples of a batch)",
-            f"{_OVER_BATCH}; {_OWN_WAY}",
-        )
-
-    def _refusal(self, losses: Sequence[float], mean: float, kind: str, fix: str) -> TargetError:
-        each = ", ".join(f"{loss:.6g}" for loss in losses)
-        weighted = "weighted " if self._whole.weight is not None else ""
-        return TargetError(
-            f"the loss of {self._whole.num_samples} samples is {float(self._whole.value):.6g}, but "
-            f"the {weighted}mean of their parts ({self._sizes}: {each}) is {mean:.6g}, so virtual "
-            f"nodes would train on another loss: {kind}",
-            hint=fix,
-        )
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().to(torch.float64)
-
-
-def _weight(found: CallAnswer) -> float:
-    return float(found.num_samples) if found.weight is None else found.weight
-
-
 def _lacks_memory(error: TargetError) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
-
-
-def _unable(num_samples: int, error: Exception) -> TargetError:
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
-    number = "1 sample" if num_samples == 1 else f"{num_samples} samples"
-    return TargetError(
-        f"the loss function fails on {number} of the batch ({said}), so it cannot be tested "
-        f"whether its loss is a mean over samples, and a virtual node may have as few",
-        hint=f"let it take any number of samples; if it compares samples, {_OVER_BATCH}; "
-        f"{_OWN_WAY}",
-    )
 
 
 def _key(function: Any) -> Any:

@@ -273,7 +273,7 @@ def pins(level: Determinism) -> dict[str, str]:
     if level == "none":
         return {}
     fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    for backend in DEVICES.registered():
+    for backend in DEVICES.registered:
         fixed |= backend.pins(level)
     return fixed
 

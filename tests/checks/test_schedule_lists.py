@@ -27,7 +27,7 @@ def shapes(name: str) -> list[PipelineShape]:
 
 
 def test_every_planned_schedule_is_defined() -> None:
-    own = [known.name for known in SCHEDULES.registered() if known.plannable]
+    own = [known.name for known in SCHEDULES.registered if known.plannable]
     assert set(own) & set(planned_schedules()) == set(DEFINITIONS)
 
 

@@ -79,13 +79,13 @@ def trained(case: str) -> dict[str, Any]:
     Tests of the loss, which come in few steps, wait and do not count.
     """
     from hetflow import runtime as hf
-    from hetflow.runtime.promise import promise
+    from hetflow.runtime.promise import trial
 
     name, _, norm = case.partition(":")
     model, loss_of, loader = parts(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     job = hf.prepare(model, optimizer)
-    judge, in_tests, waits, is_counting = promise._Calls.judge, 0, 0, False
+    judge, in_tests, waits, is_counting = trial.Trial.judge, 0, 0, False
 
     def judge_apart(*arguments: Any) -> Any:
         nonlocal in_tests
@@ -97,7 +97,7 @@ def trained(case: str) -> dict[str, Any]:
             in_tests += waited() - before
             may_wait("error" if is_counting else "default")
 
-    with mock.patch.object(promise._Calls, "judge", judge_apart):
+    with mock.patch.object(trial.Trial, "judge", judge_apart):
         for batch in job.batches(loader):
             if batch.step == SKIPPED:
                 is_counting, in_tests, waits = True, 0, waited()

@@ -14,16 +14,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime.agreement.agreement import KnownParameters
-from hetflow.runtime.agreement.verdict import (
+from hetflow.runtime.agreement.agreement import (
+    KnownParameters,
     SettingsNumber,
+    are_alike,
+    settings_of,
+)
+from hetflow.runtime.agreement.verdict import (
     Shadow,
     Statement,
-    are_alike,
     differing,
     find_fault,
     fingerprint,
-    settings_of,
     shadow_of,
 )
 from hetflow.runtime.checkpoints import restoring, saving

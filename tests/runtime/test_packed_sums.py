@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetflow.runtime import split_engine
-from hetflow.runtime.agreement.verdict import are_alike
+from hetflow.runtime.agreement.agreement import are_alike
 from hetflow.runtime.gradients.reducer import GradientReducer
 from hetflow.runtime.group import Place
 from hetflow.runtime.protocol.environment import Start

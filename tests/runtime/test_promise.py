@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.runtime import run_ahead
-from hetflow.runtime.promise import graph, promise
+from hetflow.runtime.promise import promise
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import Plan
@@ -253,7 +253,7 @@ import torch
 from torch.utils.data import DataLoader
 from hetflow import runtime as hf
 from hetflow.runtime import run_ahead
-from hetflow.runtime.promise import graph
+from hetflow.runtime.promise import promise
 from hetflow.tests.runtime import test_promise, losses
 model = test_promise.model_of()
 job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -439,7 +439,7 @@ class Device:
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "backend_of", lambda _: Device())
+    monkeypatch.setattr(promise, "backend_of", lambda _: Device())
     monkeypatch.setattr(run_ahead, "backend_of", lambda _: Device())
     unpinned = partial(torch.empty, pin_memory=False)
     monkeypatch.setattr(run_ahead.torch, "empty", lambda *sizes, **_: unpinned(*sizes).double())
