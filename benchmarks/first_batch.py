@@ -167,7 +167,7 @@ def own_batches(job: Job, loader: DataLoader) -> Iterator[Batch]:
         for node in range(VIRTUAL_NODES)
     ]
     own = [iter(one) for one in loaders]  # all data workers start, as after a resume
-    num_samples, passes = sampler.passes(0)
+    num_samples, _, passes = sampler.passes(0)
     feed = chain.from_iterable([next(one)] for one in own)
     yield Batch(epoch=0, step=0, num_samples=num_samples, is_full=True, passes=passes, _feed=feed)
 

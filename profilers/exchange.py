@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from ..runtime.gradients.reducer import GradientReducer
+    from ..runtime.gradients import GradientReducer
 
 
 _WARM_UP_STEPS = 3
@@ -76,7 +76,7 @@ def all_reduce_sizes(weight_bytes: int) -> tuple[int, ...]:
 
 
 def _steps(bench: Bench, batch_size: int, budget_seconds: float) -> dict[str, list[float]]:
-    from ..runtime.gradients.reducer import GradientReducer
+    from ..runtime.gradients import GradientReducer
 
     batch = bench.make_batch(batch_size)
     parameters = [p for p in bench.model.parameters() if p.requires_grad]

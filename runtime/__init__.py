@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .checkpoints.saving import load_weights
     from .initial_values import deferred
     from .job import Job
-    from .losses import Weighted
     from .start import prepare
     from .tensor.roles import tensor_parallel
+    from .totals import Weighted
 
 __all__ = ["Job", "Weighted", "deferred", "load_weights", "prepare", "tensor_parallel"]
 
@@ -33,13 +33,13 @@ __all__ = ["Job", "Weighted", "deferred", "load_weights", "prepare", "tensor_par
 def __getattr__(name: str) -> object:
     """Import a public name, and torch with it, on first use: planning starts without torch."""
     if name in __all__:
-        from . import initial_values, job, losses, start
+        from . import initial_values, job, start, totals
         from .checkpoints import saving
         from .tensor import roles
 
         return {
             "Job": job.Job,
-            "Weighted": losses.Weighted,
+            "Weighted": totals.Weighted,
             "deferred": initial_values.deferred,
             "load_weights": saving.load_weights,
             "prepare": start.prepare,

@@ -156,6 +156,7 @@ class Batch:
     _taken: bool = field(default=False, repr=False)
     is_done: bool = False  # all workers have its gradient, or skipped it
     is_over: bool = False  # the script has gone on to the next one
+    is_open: bool = False  # a loop of the script's has begun a round that has not ended
     num_rounds: int = 0  # how often a loop of the script's has gone over its parts
     _held: list[tuple[Pass, Any]] = field(default_factory=list, repr=False)
     _reading: Iterator[tuple[Pass, Any]] | None = field(default=None, repr=False)
@@ -220,7 +221,7 @@ class Batch:
 
     def discard(self) -> None:
         """Skip passes that were not used, so that the next batch gets its own samples."""
-        if self._loop is not None:
+        if self.is_open and self._loop is not None:
             self._loop.leave()
         if not self._taken:
             self._reading = self.inputs()
@@ -474,20 +475,21 @@ class PassSampler(Sampler[list[Key]]):
         begin = step * self.global_batch_size
         return begin, min(begin + self.global_batch_size, len(self.order))
 
-    def passes(self, step: int) -> tuple[int, tuple[Pass, ...]]:
-        """The samples in a global batch, and this worker's passes over its share."""
+    def passes(self, step: int) -> tuple[int, bool, tuple[Pass, ...]]:
+        """The samples in a global batch, whether it is full, and this worker's passes."""
         begin, end = self._bounds(step)
         num_samples = end - begin
-        cuts, is_full = self._cuts(num_samples), self.is_full(num_samples)
-        return num_samples, tuple(
-            Pass(node, cuts[node][1] - cuts[node][0], is_full)
-            for node in self._local
-            if cuts[node][1] > cuts[node][0]
+        cuts = self._cuts(num_samples)
+        is_full = num_samples == self.global_batch_size or not self._is_planned
+        return (
+            num_samples,
+            is_full,
+            tuple(
+                Pass(node, cuts[node][1] - cuts[node][0], is_full)
+                for node in self._local
+                if cuts[node][1] > cuts[node][0]
+            ),
         )
-
-    def is_full(self, num_samples: int) -> bool:
-        """Whether a batch of so many samples is a full one."""
-        return num_samples == self.global_batch_size or not self._is_planned
 
     def _cuts(self, num_samples: int) -> list[tuple[int, int]]:
         is_full = num_samples == self.global_batch_size

@@ -7,8 +7,8 @@ reduction of gradients, the buffers of virtual nodes. It knows nothing of epochs
 disk, or workers that join and leave.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -34,8 +34,6 @@ class Step:
         batch: The global batch, as this worker sees it.
         scaler: The script's GradScaler, if it has one.
         agreement: Checks that the workers still agree; it observes the passes.
-        settings_number: A number that stands for this worker's optimizer settings; it is summed
-            over the workers with the step, so that they can be compared.
         has_aux: Whether the function returns (loss, other values).
         over_batch: Makes the loss of all samples' outputs, if the function gives outputs.
         waiting: A context in which this worker waits for the others.
@@ -49,7 +47,6 @@ class Step:
     batch: Batch
     scaler: "torch.amp.GradScaler | None"
     agreement: Agreement
-    settings_number: int
     has_aux: bool = False
     over_batch: LossFunction | None = None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -117,7 +114,7 @@ class StepEngine(Protocol):
 
     @property
     def settings_sums(self) -> Sequence[Any] | Tensor:
-        """Of the last step: number of workers, sum of ``settings_number``, sum of its squares."""
+        """Of the last step: number of workers, sum of their settings' numbers, of the squares."""
 
     @property
     def all_stop(self) -> bool:
@@ -172,10 +169,11 @@ class StepEngine(Protocol):
         """End the engine: no step follows, and the model belongs to the script alone again."""
 
 
-# The interface of a runner, which runs the operations of all workers; and one for fixed workers.
+# The interface of a runner, which runs the operations of all workers.
 #
 # An operation is something that all workers do at the same time and in the same order: take a step,
-# draw an order, merge buffers. Where workers may join and leave, ``elastic/member.py`` runs them.
+# draw an order, merge buffers. ``Alone`` (job.py) only calls them; where workers may join and
+# leave, ``Member`` (elastic/member.py) runs them.
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -223,44 +221,3 @@ class Runner(Protocol):
         self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
     ) -> Sequence[int]:
         """The order of an epoch's samples, even if others began it before this worker joined."""
-
-
-class Alone:
-    """The runner of workers that neither join nor leave: it only calls the functions."""
-
-    changes, is_behind = False, False
-
-    def __init__(self, engine: StepEngine) -> None:
-        self._engine = engine
-
-    def join(self) -> None:
-        """No worker joins later."""
-
-    def run(self, function: Callable[[], Answer]) -> Answer:
-        """See ``Runner``."""
-        return function()
-
-    def meet(self, function: Callable[[], Answer]) -> Answer:
-        """See ``Runner``."""
-        return function()
-
-    def step(self, step: Step) -> Tensor:
-        """See ``Runner``."""
-        return self._engine.run(step)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Do nothing: no other worker waits."""
-        yield
-
-    def runs_passes(self, *, resizes: bool) -> None:
-        """Do nothing: no step is ever repeated."""
-
-    def boundary(self) -> None:
-        """Do nothing: no worker joins or leaves."""
-
-    def order_of(
-        self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
-    ) -> Sequence[int]:
-        """See ``Runner``; no worker lags, so the order is drawn."""
-        return draw()

@@ -7,7 +7,6 @@ import torch
 
 from ..schema.errors import TargetError
 from . import peers
-from .checkpoints.progress import Progress
 from .checkpoints.saving import Checkpoints
 from .data import (
     Batch,
@@ -22,7 +21,7 @@ from .data import (
     to_device,
 )
 from .engine import Runner
-from .session import Session
+from .session import Position, Session
 from .streaming import StreamReader
 from .streams import seed_streams
 
@@ -146,13 +145,13 @@ class IndexReader:
     def take(self, step: int) -> Batch | None:
         """The batch of a step."""
         epochs, loader, sampler = self._epochs, self._loader, self._sampler
-        (num_samples, passes), keys = sampler.passes(step), sampler.keys_of(step)
+        (num_samples, is_full, passes), keys = sampler.passes(step), sampler.keys_of(step)
         # The batch refers to no epoch, which refers to it: data workers end with the epoch.
         return Batch(
             epoch=self.epoch,
             step=step,
             num_samples=num_samples,
-            is_full=sampler.is_full(num_samples),
+            is_full=is_full,
             passes=passes,
             _feed=self._source,
             first_samples=lambda ranges: epochs.read(loader, keys(ranges)),
@@ -163,7 +162,7 @@ class IndexReader:
         """Continue with other virtual nodes: with this batch, or the next one if it is done."""
         self.start(batch.step + int(batch.is_done))
         if not batch.is_done:
-            batch.renew(self._sampler.passes(batch.step)[1], self._source)
+            batch.renew(self._sampler.passes(batch.step)[2], self._source)
 
 
 class Epoch:
@@ -174,14 +173,13 @@ class Epoch:
         session: Session,
         epochs: Epochs,
         runner: Runner,
-        progress: Progress,
         checkpoints: Checkpoints,
         reader: IndexReader | StreamReader,
         *,
         call: int,
     ) -> None:
         self._session, self._epochs = session, epochs
-        self._runner, self._progress, self._checkpoints = runner, progress, checkpoints
+        self._runner, self._checkpoints = runner, checkpoints
         self._call, self._reader = call, reader
         self._batch: Batch | None = None
 
@@ -211,7 +209,7 @@ class Epoch:
         reader.start(first)
         for step in range(first, num_steps):
             session.clock.ask()
-            self._progress.entered(call, step)
+            session.position = Position(call, step, session.num_steps)
             self._batch = batch = reader.take(step)
             if batch is None:
                 break
@@ -220,10 +218,11 @@ class Epoch:
             yield batch
             batch.discard()
             session.clock.end_step()
-            checkpoints.boundary(call, step + 1)
+            session.position = Position(call, step + 1, session.num_steps)
+            checkpoints.boundary()
             self._runner.boundary()
         self._epochs.open = None
-        self._progress.epoch_done(call)
+        session.position = Position(call + 1, 0, session.num_steps)
 
     def move(self) -> None:
         """Continue with other virtual nodes."""

@@ -19,9 +19,8 @@ from .agreement.agreement import Agreement
 from .checkpoints.progress import Progress
 from .checkpoints.saving import Checkpoints
 from .data import Batch, check_in_order, check_loader, has_index
-from .engine import LossFunction, Runner, Step, StepEngine
+from .engine import Answer, LossFunction, Runner, Step, StepEngine
 from .epoch import Epoch, Epochs, IndexReader
-from .losses import Weighted, weighted_by
 from .measurements import StepTimes
 from .outputs import PREDICTION_EPOCH, PredictedOutputs
 from .promise.promise import Promise
@@ -30,7 +29,7 @@ from .rounds import JobRounds
 from .session import Session
 from .split_engine import SplitEngine
 from .streaming import StreamReader, check_stream
-from .totals import check_same_length
+from .totals import Weighted, check_same_length, weighted_by
 from .unplanned import HINT, has_gone_back
 
 
@@ -199,7 +198,6 @@ class Job:
             session,
             self._epochs,
             self._runner,
-            self._progress,
             self._checkpoints,
             reader,
             call=call,
@@ -372,7 +370,6 @@ class Job:
             batch,
             scaler,
             agreement,
-            agreement.settings_number,
             has_aux=has_aux,
             over_batch=over_batch,
             waiting=self._runner.waiting,
@@ -671,3 +668,44 @@ class Job:
         self._engine.close()
         self._agreement.close()
         self._checkpoints.abandon()
+
+
+class Alone:
+    """The runner of workers that neither join nor leave: it only calls the functions."""
+
+    changes, is_behind = False, False
+
+    def __init__(self, engine: StepEngine) -> None:
+        self._engine = engine
+
+    def join(self) -> None:
+        """No worker joins later."""
+
+    def run(self, function: Callable[[], Answer]) -> Answer:
+        """See ``Runner``."""
+        return function()
+
+    def meet(self, function: Callable[[], Answer]) -> Answer:
+        """See ``Runner``."""
+        return function()
+
+    def step(self, step: Step) -> Tensor:
+        """See ``Runner``."""
+        return self._engine.run(step)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Do nothing: no other worker waits."""
+        yield
+
+    def runs_passes(self, *, resizes: bool) -> None:
+        """Do nothing: no step is ever repeated."""
+
+    def boundary(self) -> None:
+        """Do nothing: no worker joins or leaves."""
+
+    def order_of(
+        self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
+    ) -> Sequence[int]:
+        """See ``Runner``; no worker lags, so the order is drawn."""
+        return draw()

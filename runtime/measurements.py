@@ -235,11 +235,14 @@ class StepClock:
     """Mark the parts of each step, and reduce the marks to medians.
 
     The script's thread marks; any thread may ask for what has been measured so far.
+
+    Attributes:
+        begin_pass: Marks the start of a pass; give the mark to ``end_pass``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._backend = backend_of(device)
-        self._mark = self._backend.marker(device)
+        self.begin_pass = self._mark = self._backend.marker(device)
         self._open: _StepMarks | None = None
         self._asked: Mark | None = None
         self._first: Mark | None = None
@@ -277,10 +280,6 @@ class StepClock:
         if step is None or step.synchronised is not None:
             return self.num_steps, self.num_samples
         return self.num_steps - 1, self._samples_before
-
-    def begin_pass(self) -> Mark:
-        """Mark the start of a pass; give the mark to ``end_pass``."""
-        return self._mark()
 
     def end_pass(self, began: Mark, *, num_samples: int, is_full: bool) -> None:
         """Mark the end of a pass over ``num_samples`` samples."""

@@ -22,9 +22,9 @@ from .buffers import VirtualNodeBuffers
 from .data import PassSampler, feed, to_device
 from .engine import Runner
 from .group import Place
-from .losses import check_has_graph, loss_and_weight
 from .session import Session
 from .streams import seed_streams
+from .totals import check_has_graph, loss_and_weight
 from .virtual_nodes import share_out
 from .wire import Message, carried
 
@@ -206,7 +206,7 @@ class PredictedOutputs:
     def _gather(self, step: int) -> list[Any]:
         """The outputs of a global batch in order of its samples; empty where not wanted."""
         session, sampler = self._session, self._sampler
-        num_samples, passes = sampler.passes(step)
+        num_samples, _, passes = sampler.passes(step)
         if self._source_step != step:
             sampler.first_step, self._source = step, feed(iter(self._passes), session.device)
         self._source_step = None

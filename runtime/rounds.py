@@ -23,10 +23,10 @@ from ..schema.errors import TargetError
 from .agreement.agreement import Agreement
 from .data import Batch, Pass
 from .engine import Runner, Step
-from .losses import Weighted, loss_and_weight
 from .promise.loops import LoopLosses
 from .session import Session
 from .split_engine import SplitEngine
+from .totals import Weighted, loss_and_weight
 
 _PARTS = "for x, y in job.parts(batch): job.backward(criterion(model(x), y))"
 
@@ -154,12 +154,11 @@ class JobRounds:
             batch,
             None,
             agreement,
-            agreement.settings_number,
             round=batch.num_rounds,
             has_run=True,
         )
         self._engine.begin(step)
-        self._open = _Round(step, is_whole)
+        self._open, batch.is_open = _Round(step, is_whole), True
         return self._open
 
     def _unfinished(self) -> TargetError:
@@ -219,7 +218,7 @@ class JobRounds:
         engine.end(step)
         loss = self._session.close_step(self._runner.step(step), round=step.round)
         step.batch.num_rounds += 1
-        self._open = None
+        self._open, step.batch.is_open = None, False
         agreement.release()
         # The workers' optimizers have different settings and would diverge: end before the update.
         if agreement.is_broken_by(engine.settings_sums):

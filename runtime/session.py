@@ -5,6 +5,7 @@ to refer to another one just to read a counter.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,28 @@ from .streams import seed_streams
 from .virtual_nodes import batch_sizes_of, holders_of, pass_holder_of
 
 
+class Position(NamedTuple):
+    """How far a script is.
+
+    Attributes:
+        call: Number of the call of ``job.batches`` whose epoch it is in, or is about to begin.
+        step: The step whose batch it got.
+        steps_before: Global steps before that one.
+    """
+
+    call: int = 0
+    step: int = 0
+    steps_before: int = 0
+
+
 class Session:
     """One worker of a job: the model, this worker among the others, and the progress.
 
     The engine places the model on the device; see ``runtime/start.py``.
 
     Attributes:
+        place: This worker among the others; it changes where workers join and leave.
+        position: How far the script is.
         parameters: Every parameter to synchronise, by name.
         device: Where the passes run.
         clock: Marks the parts of each step.
@@ -57,37 +74,29 @@ class Session:
         self.num_steps, self.num_calls, self.next_epoch = 0, 0, 0
         self.last_loss: Tensor | None = None
         self.wants_stop, self.is_finished, self.has_evaluated = False, False, False
-        self._place = place
-
-    @property
-    def place(self) -> Place:
-        """This worker among the others; it changes where workers join and leave."""
-        return self._place
-
-    def take(self, place: Place) -> None:
-        """Take another place from now on: another rank, other virtual nodes."""
-        self._place = place
+        self.place = place
+        self.position = Position()
 
     @property
     def rank(self) -> int:
         """Rank of this worker, 0 to the number of workers - 1."""
-        return self._place.rank
+        return self.place.rank
 
     @property
     def is_main(self) -> bool:
         """Whether this worker prints, logs and saves."""
-        return self._place.rank == 0
+        return self.place.rank == 0
 
     @property
     def local_nodes(self) -> list[int]:
         """The indices of this worker's virtual nodes."""
-        slot = self._place.slot
+        slot = self.place.slot
         return [node.index for node in slot.virtual_nodes] if slot else [0]
 
     @property
     def holders(self) -> list[int]:
         """[virtual nodes] the rank that holds each."""
-        return holders_of(self._place)
+        return holders_of(self.place)
 
     def check_open(self) -> None:
         """Refuse a step after the end.

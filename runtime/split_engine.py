@@ -26,10 +26,8 @@ from .data import Pass, copied
 from .determinism import is_invariant, refusal_of
 from .digest import digest_of
 from .engine import LossFunction, Step
-from .gradients.hooks import ScriptHooks
-from .gradients.reducer import GradientReducer
+from .gradients import GradientReducer, ScriptHooks
 from .group import Place
-from .losses import Weighted, check_has_graph, loss_and_rest, outputs_in
 from .optimizers import state_of
 from .outputs import OutputsOfBatch, in_order, message_of
 from .promise.promise import Promise
@@ -41,7 +39,14 @@ from .sharding.saving import SharedState
 from .sharding.states import SharedStates
 from .streams import seed_streams, streams_kept
 from .sync_batch_norm import joined, over_workers
-from .totals import StepTotals, Sums, packed_sums
+from .totals import (
+    StepTotals,
+    Sums,
+    Weighted,
+    loss_and_rest,
+    outputs_in,
+    packed_sums,
+)
 from .virtual_nodes import holdings_of, invariant_of, share_out, slices
 from .wire import Message
 
@@ -80,6 +85,7 @@ class SplitEngine:
             if self.shared_states is None
             else SharedState(session, self.buffers, self.totals, self.shared_states)
         )
+        self.settings_sums: Sequence[Any] | Tensor = ()
         self._rest: dict[int, Message] = {}
         self.wishes: list[float] = []
         self._promise: Promise | None = None  # that the sums of a step tell of all workers' wishes
@@ -99,7 +105,6 @@ class SplitEngine:
         if step.has_run:
             return
         self.begin(step)
-        self._take_scaler(step)
         batch = step.batch
         with self._refusing():
             if self._norms:
@@ -133,7 +138,8 @@ class SplitEngine:
         """Begin the passes of a step."""
         session, batch = self._session, step.batch
         if self.shared_states is not None:
-            self.shared_states.check_step(step, session.batch_sizes)
+            self.shared_states.check_step(batch.num_samples, session.batch_sizes)
+            self.shared_states.share_overflows(step.scaler)
         if not step.round:
             session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
@@ -141,15 +147,15 @@ class SplitEngine:
             self._holder.begin_step()
         self._script_hooks.take()
         self.reducer.begin(self._write_sums, num_passes=len(batch.passes))
-        self.totals.settings_number = step.settings_number
         self.totals.wants_stop = self._session.wants_stop
-        self.totals.begin(batch.num_samples)
+        self.totals.begin(batch.num_samples, step.agreement.settings_number, step.scaler)
         self._rest = {}
 
     def end(self, step: Step) -> None:
         """End the passes of a step: ``exchange`` follows."""
-        self._script_hooks.check(are_carried=self.reducer.carried)
-        self._take_scaler(step)
+        self._script_hooks.check(are_carried=bool(self.reducer.carried))
+        if step.has_run:  # the last part of a worker without samples may have brought a scaler
+            self._take_scaler(step)
         if self.shared_states is not None:
             self._promise = step.promise
             self.wishes = [] if step.promise is None else step.promise.wishes()
@@ -227,17 +233,20 @@ class SplitEngine:
 
     def close_sums(self, sums: Sums) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss."""
-        loss = self.totals.close(sums)
+        totals = self.totals
+        loss = totals.close(sums)
+        self.settings_sums = totals.settings_sums
         if self._promise is not None:
-            self._promise.hear(self.totals.extras_of(sums)[: len(self.wishes)])
-        if self.shared_states is not None and self.totals.may_overflow_elsewhere:
-            raise TargetError(
-                "another worker has a GradScaler and this one has none, and each would see "
-                "overflows in its own share of the gradients only",
-                hint="let all workers scale, or none",
-            )
-        self.totals.skip_overflow(self._session.optimizers)
-        if self._script_hooks.are_there:
+            self._promise.hear(totals.extras_of(sums)[: len(self.wishes)])
+        if totals.may_overflow_elsewhere:
+            if self.shared_states is not None:
+                raise TargetError(
+                    "another worker has a GradScaler and this one has none, and each would see "
+                    "overflows in its own share of the gradients only",
+                    hint="let all workers scale, or none",
+                )
+            totals.skip_overflow(self._session.optimizers)
+        if self._script_hooks.held:
             seed_streams(self._session.seed, "hooks", self._session.num_steps)
             self._script_hooks.run()
         return loss
@@ -248,17 +257,18 @@ class SplitEngine:
 
     def _give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> None:
         share = self.totals.add(answer, item.num_samples, item.virtual_node)
-        step.agreement.look_at(answer.loss if isinstance(answer, Weighted) else answer)
+        if step.agreement.looks:
+            step.agreement.look_at(answer.loss if isinstance(answer, Weighted) else answer)
         if step.promise is not None and share is not None:
             step.promise.look(share[0], item)
         if last and self._overlap:
             self.reducer.arm(defer_last=self._holder is not None)
         if share is not None:
-            self._go_back(*share, step.scaler)
+            self.totals.go_back(*share, step.scaler)
         elif self.shared_states is not None and self.shared_states.in_rounds:
             loss = answer.loss if isinstance(answer, Weighted) else answer
             with self.shared_states.discarding():
-                self._go_back(loss, 0.0, step.scaler)
+                self.totals.go_back(loss, 0.0, step.scaler)
 
     @contextmanager
     def _passing(self, item: Pass, *, counts: bool = True) -> Iterator[None]:
@@ -267,13 +277,11 @@ class SplitEngine:
         began = session.clock.begin_pass()
         with (
             self._holder.hold(item.num_samples) if self._holder else nullcontext(),
-            self.reducer.compiling(),
+            self.reducer.passing(item.virtual_node),
         ):
             self.buffers.load(item.virtual_node)
-            self.reducer.enter(item.virtual_node)
             yield
             self.buffers.save(item.virtual_node)
-            self.reducer.leave()
         number = item.num_samples if counts else 0
         session.clock.end_pass(began, num_samples=number, is_full=item.is_full)
 
@@ -344,7 +352,7 @@ class SplitEngine:
             if step.promise is not None:
                 step.promise.look(share[0], whole)
             # Not overlapped: sums of gradients could meet the layers' sums in another order.
-            self._go_back(*share, step.scaler)
+            self.totals.go_back(*share, step.scaler)
         for item in items[1:]:  # they may run elsewhere later
             self.buffers.save(item.virtual_node)
 
@@ -353,25 +361,6 @@ class SplitEngine:
         shares = share_out(number, session.batch_sizes or (number,))
         nodes = [node for node, share in enumerate(shares) if share]
         return in_order(own, nodes, session.holders, session.place, waiting=step.waiting)
-
-    def _go_back(
-        self, loss: Tensor, share: Tensor | float, scaler: "torch.amp.GradScaler | None"
-    ) -> None:
-        check_has_graph(loss)
-        gradient = self.totals.gradient(loss, share) if scaler is None else None
-        if gradient is not None:
-            loss.backward(gradient)  # type: ignore[no-untyped-call]
-            return
-        if isinstance(share, Tensor):
-            scaled = loss * share.to(loss.dtype)  # a product of two tensors [] would be wider
-        else:
-            scaled = loss if share == 1 else loss * share
-        (scaler.scale(scaled) if scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
-
-    @property
-    def settings_sums(self) -> Sequence[Any] | Tensor:
-        """See ``StepEngine``."""
-        return self.totals.settings_sums
 
     @property
     def all_stop(self) -> bool:
@@ -384,10 +373,10 @@ class SplitEngine:
         """Reduce with other workers from now on; ``take_shares`` follows when shares have moved."""
         if self.shared_states is None:
             self.reducer.close()
-            self._session.take(place)
+            self._session.place = place
             self.reducer = _reducer_of(self._session, has_buffers=bool(self.buffers.slots))
         else:
-            self._session.take(place)
+            self._session.place = place
         self.totals.move(self.reducer, place, are_alike=_are_alike(place))
 
     def move_shares(self, place: Place, config: LaunchConfig) -> None:

@@ -21,12 +21,12 @@ from .checkpoints.progress import Progress
 from .checkpoints.saving import Checkpoints
 from .determinism import apply_level, check_level
 from .elastic.member import Member
-from .engine import Alone, Runner, StepEngine
+from .engine import Runner, StepEngine
 from .epoch import Epochs
 from .finish import at_exit, report_when_asked, say_errors_in_one_line
 from .group import Place, join
 from .initial_values import settle
-from .job import Job
+from .job import Alone, Job
 from .log import log, speak
 from .optimizers import Given, optimizers_of, warning_of
 from .promise.promise import Promise

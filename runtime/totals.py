@@ -1,4 +1,4 @@
-"""The sums of a step: the loss, the weights, and which parameters any worker used.
+"""Losses with their weights, and the sums of a step: losses, weights, which parameters were used.
 
 Each pass's mean loss is scaled by its share before backward, so the summed gradients are the mean
 over the global batch (VirtualFlow 5.2). If the script gives weights (such as numbers of tokens),
@@ -19,22 +19,162 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_float, memmove
 from dataclasses import dataclass
-from functools import reduce
+from functools import reduce, wraps
 from struct import pack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from . import peers
-from .gradients.reducer import GradientReducer
+from .gradients import GradientReducer
 from .group import Place
-from .losses import loss_and_weight, weight_number
 from .run_ahead import LateValues
 from .sharding.states import SharedStates
+
+# What the script's function may return: a mean loss, or a mean loss with a stated weight.
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A mean loss over something else than samples, and the number of things it is the mean over.
+
+    The step's loss is the mean of the virtual nodes' losses by these weights. A weight of 0 leaves
+    the virtual node out, whatever its loss is (a mean over no tokens is not a number).
+
+    Attributes:
+        loss: [] the mean loss.
+        weight: What it is the mean over, such as the number of tokens: finite and at least 0. A
+            tensor on a device stays there, except under a pipeline plan. Its pass goes back even if
+            it is 0, so let the loss divide by ``weight.clamp(min=1)``: a mean over nothing has
+            gradients that are not numbers.
+
+    Example:
+        >>> import torch
+        >>> from hetflow import runtime as hf
+        >>> each, is_counted = torch.tensor([1.0, 3.0, 8.0]), torch.tensor([1.0, 1.0, 0.0])
+        >>> hf.Weighted((each * is_counted).sum() / is_counted.sum(), is_counted.sum())
+        Weighted(loss=tensor(2.), weight=tensor(2.))
+    """
+
+    loss: Tensor
+    weight: float | Tensor
+
+
+def weighted_by(
+    function: Callable[..., Any], weight: Callable[..., float], *, has_aux: bool
+) -> Callable[..., Any]:
+    """A function whose loss has the weight that another function gives for the same batch."""
+
+    @wraps(function)
+    def weighted(*inputs: Any) -> Any:
+        answer = function(*inputs)
+        loss, rest = loss_and_rest(answer) if has_aux else (answer, None)
+        stated = Weighted(loss, weight(*inputs))
+        return (stated, rest) if has_aux else stated
+
+    return weighted
+
+
+def loss_and_weight(answer: Any) -> tuple[Tensor, float | Tensor | None]:
+    """Split the result of the script's function: the mean loss [], and its weight if it gave one.
+
+    A weight on an accelerator stays there, as [] float64, and is not tested; see ``weight_number``.
+
+    Raises:
+        TargetError: The result has another form.
+    """
+    stated = answer if isinstance(answer, Weighted) else None
+    loss = answer if stated is None else stated.loss
+    if isinstance(loss, Weighted):
+        raise TargetError(
+            "the loss has two weights: one of hf.Weighted and one of weight=", hint="give one"
+        )
+    if isinstance(loss, tuple | list):
+        raise TargetError(
+            f"the loss function returned a {type(loss).__name__} of {len(loss)}, and hetflow does "
+            f"not guess what each value is",
+            hint="return hf.Weighted(mean loss, weight) for a mean over something else than "
+            "samples; or give job.backward has_aux=True for (loss, other values)",
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TargetError(
+            f"the loss function must return a scalar mean loss, got {_shown(loss)}",
+            hint="return loss.mean(), or hf.Weighted(mean loss, weight)",
+        )
+    if stated is None:
+        return loss, None
+    weight = stated.weight
+    if isinstance(weight, Tensor) and not backend_of(weight.device).is_host:
+        return loss, weight.detach().double().reshape(())
+    return loss, weight_number(weight)
+
+
+def weight_number(weight: float | Tensor) -> float:
+    """A loss's weight as a number; waits for the device where it is kept there.
+
+    Raises:
+        TargetError: It is negative or not finite.
+    """
+    number = float(weight)
+    if not 0 <= number < math.inf:
+        raise TargetError(f"the weight of a loss must be finite and >= 0, got {number}")
+    return number
+
+
+def check_has_graph(loss: Tensor) -> None:
+    """Refuse a loss that has no gradient.
+
+    Raises:
+        TargetError: It was computed without autograd, or from values that need no gradient.
+    """
+    if not loss.requires_grad:
+        raise TargetError(
+            "the loss has no gradient: the function computes it under torch.no_grad() or "
+            "inference_mode(), from detached values or numbers, or with frozen parameters only",
+            hint="compute it from the model's outputs with gradients; to evaluate, use "
+            "job.evaluation() or job.predict",
+        )
+
+
+def loss_and_rest(answer: Any) -> tuple[Any, Any]:
+    """Split what a function returns under ``has_aux=True``: (its loss, its other values).
+
+    Raises:
+        TargetError: It is no pair.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise TargetError(
+            f"with has_aux=True the function must return (loss, other values), got {_shown(answer)}"
+        )
+    return answer
+
+
+def outputs_in(answer: Any, num_samples: int) -> list[Tensor]:
+    """The tensors of a function's outputs; each has the samples as its first dimension.
+
+    Raises:
+        TargetError: There are none, or one has another first dimension.
+    """
+    tensors = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
+    if not tensors or any(t.dim() == 0 or len(t) != num_samples for t in tensors):
+        shapes = [tuple(t.shape) for t in tensors]
+        raise TargetError(
+            f"with over_batch=, the function must return a tensor (or several) with one row for "
+            f"each of its {num_samples} samples, got shapes {shapes}",
+            hint="return what the model gives for each sample; compute the loss in over_batch",
+        )
+    return tensors
+
+
+def _shown(value: object) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"{type(value).__name__}{shape}"
+
 
 # Pack the sums of a step into float32 numbers, which travel with a bucket of gradients.
 #
@@ -181,7 +321,12 @@ def _number_of(digits: Sequence[float]) -> float:
 
 
 class StepTotals:
-    """Weight the passes of a step, and combine their sums over the workers."""
+    """Weight the passes of a step, and combine their sums over the workers.
+
+    Attributes:
+        settings_sums: Of the last step: number of workers, sum of their settings' numbers, sum of
+            the squares.
+    """
 
     def __init__(
         self,
@@ -196,9 +341,10 @@ class StepTotals:
         self._num_nodes = num_nodes
         self.wants_stop, self.wants_move = False, False
         self.stops: Tensor | float | None = None
-        self.settings_number = 0
+        self._settings_number = 0
         self._step: _Noted = (reducer, [], place.distributed)
         self._sums: Sequence[float] | Tensor | None = None
+        self.settings_sums: Sequence[Any] | Tensor = ()
         self.extra: list[float] = []
         self._num_samples = 0
         self._share_of, self._guess = 1.0, 1.0
@@ -216,9 +362,20 @@ class StepTotals:
         self._layout: PackedSums | None = None
         self._digits_of: tuple[int, list[float]] = (-1, [])
 
-    def begin(self, num_samples: int) -> None:
-        """Start a step over ``num_samples`` samples on all workers together."""
-        self._num_samples = num_samples
+    def begin(
+        self,
+        num_samples: int,
+        settings_number: int = 0,
+        scaler: "torch.amp.GradScaler | None" = None,
+    ) -> None:
+        """Start a step.
+
+        Args:
+            num_samples: Samples of the batch on all workers together.
+            settings_number: A number that stands for this worker's optimizer settings.
+            scaler: The scaler of this worker's losses, if the script has one.
+        """
+        self._num_samples, self._settings_number = num_samples, settings_number
         self._weighted = None
         self._losses, self._weights = {}, {}
         self._scale, self._has_scaler = None, False
@@ -228,6 +385,7 @@ class StepTotals:
         if guess != self._guess:
             self._guess = guess
             self._share_of = 2.0 ** round(math.log2(guess)) if guess > 0 else 1.0
+        self.take_scaler(scaler)
 
     def add(
         self, answer: Any, num_samples: int, node: int = 0
@@ -235,7 +393,7 @@ class StepTotals:
         """Take the loss of a pass over ``num_samples`` samples.
 
         Args:
-            answer: The result of the script's function; see ``losses.loss_and_weight``.
+            answer: The result of the script's function; see ``loss_and_weight``.
             num_samples: Samples of the pass.
             node: Index of its virtual node.
 
@@ -292,11 +450,27 @@ class StepTotals:
         parts = [loss * (self._weights[node] / weight) for node, loss in self._losses.items()]
         return torch.as_tensor(reduce(operator.add, parts)).double()
 
-    def gradient(self, loss: Tensor, share: Tensor | float) -> Tensor | None:
-        """The gradient [] to start backward with, so that gradients are those of ``loss * share``.
+    def go_back(
+        self, loss: Tensor, share: Tensor | float, scaler: "torch.amp.GradScaler | None"
+    ) -> None:
+        """Run a pass's backward pass: gradients are those of ``loss * share``, scaled.
 
-        None where ``loss * share`` must be computed, because a narrow dtype rounds it differently.
+        Raises:
+            TargetError: The loss has no gradient.
         """
+        check_has_graph(loss)
+        gradient = self._gradient(loss, share) if scaler is None else None
+        if gradient is not None:
+            loss.backward(gradient)  # type: ignore[no-untyped-call]
+            return
+        if isinstance(share, Tensor):
+            scaled = loss * share.to(loss.dtype)  # a product of two tensors [] would be wider
+        else:
+            scaled = loss if share == 1 else loss * share
+        (scaler.scale(scaled) if scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+
+    def _gradient(self, loss: Tensor, share: Tensor | float) -> Tensor | None:
+        """The gradient [] to start with, which saves a kernel; None where the product rounds."""
         if loss.dtype not in _EXACT:
             return None
         if isinstance(share, Tensor):
@@ -341,10 +515,10 @@ class StepTotals:
         flags = self._flags()
         flags[_SETTINGS] = flags[_SQUARED] = 0.0
         if self._is_on_host:
-            if self._digits_of[0] != self.settings_number:
-                number = _digits(self.settings_number, _NUMBER_DIGITS)
-                square = _digits(self.settings_number**2, _SQUARE_DIGITS)
-                self._digits_of = self.settings_number, number + square
+            if self._digits_of[0] != self._settings_number:
+                number = _digits(self._settings_number, _NUMBER_DIGITS)
+                square = _digits(self._settings_number**2, _SQUARE_DIGITS)
+                self._digits_of = self._settings_number, number + square
             flags += self._digits_of[1]
         self._packed().pack(flags, self._losses, self._weights, unused, sums)
 
@@ -369,8 +543,8 @@ class StepTotals:
         flags = [0.0] * _NODES
         flags[_WEIGHTED], flags[_STOP] = float(bool(self._weighted)), float(self.wants_stop)
         flags[_MOVE] = float(self.wants_move)
-        flags[_WORKERS], flags[_SETTINGS] = 1.0, float(self.settings_number)
-        flags[_SQUARED] = float(self.settings_number**2)
+        flags[_WORKERS], flags[_SETTINGS] = 1.0, float(self._settings_number)
+        flags[_SQUARED] = float(self._settings_number**2)
         flags[_SCALERS] = float(self._has_scaler)
         flags[_SCALED] = float(self._has_scaler and self._scale is None)
         return flags
@@ -445,6 +619,7 @@ class StepTotals:
         loss = reduce(operator.add, found[_NODES:middle])
         weight = reduce(operator.add, found[middle : middle + self._num_nodes])
         self._sums = found
+        self.settings_sums = found[_WORKERS : _SQUARED + 1]
         exact: Tensor | None = None
         if weighted:
             self._last_weight = exact = torch.as_tensor(weight, dtype=torch.float64).clone()
@@ -529,12 +704,6 @@ class StepTotals:
         start = _NODES + 2 * self._num_nodes
         found = sums[start : start + len(self.extra)]
         return found.tolist() if isinstance(found, Tensor) and found.is_cpu else found
-
-    @property
-    def settings_sums(self) -> Sequence[Any] | Tensor:
-        """Of the last step: number of workers, sum of ``settings_number``, sum of its squares."""
-        assert self._sums is not None
-        return self._sums[_WORKERS : _SQUARED + 1]
 
     @property
     def num_moving(self) -> int:

@@ -45,7 +45,7 @@ from ..agreement.agreement import CompareSchedule, KnownParameters, SharedTensor
 from ..digest import digest_of
 from ..emulation import PassHolder
 from ..finish import at_exit, meet_all, part, report
-from ..gradients.hooks import Hooks, ScriptHooks
+from ..gradients import Hooks, ScriptHooks
 from ..group import Place, gathered, join, make_group_of_one
 from ..measurements import StepClock
 from ..promise.promise import chain
@@ -709,7 +709,7 @@ class Training:
         are_carried = [of_model.are_carried for of_model in hooks]
         self._reached.clear()
         if self.sharing is not None:
-            if any(of_model.are_there for of_model in hooks):
+            if any(of_model.held for of_model in hooks):
                 raise TargetError(
                     "a parameter has a hook, and workers share its gradient",
                     hint="change gradients after the backward pass; or solve without "

@@ -648,11 +648,18 @@ class WorkerComparison:
 
 
 class Agreement:
-    """One worker's knowledge of whether the others train the same model."""
+    """One worker's knowledge of whether the others train the same model.
+
+    Attributes:
+        settings_number: What this worker adds to the step's sums, along with its square: a number
+            that stands for its optimizers' settings and its batch.
+        looks: Whether ``look_at`` inspects losses in this step.
+    """
 
     def __init__(self, subject: Subject, watch: CompareSchedule) -> None:
         self._subject, self._watch = subject, watch
         self._settings = SettingsNumber(subject.optimizers)
+        self.settings_number = 0
         self._epoch = -1
         self._comparison = WorkerComparison(
             subject.known,
@@ -662,17 +669,12 @@ class Agreement:
             watch=watch,
             together=subject.together,
         )
-        self._looks = False
+        self.looks = False
         self._leaves = WeakIdKeyDictionary()  # plain tensors that losses depended on
         self._has_warned_of_schedule = False
         self._has_schedule_kept = False
 
     # Each step
-
-    @property
-    def settings_number(self) -> int:
-        """The number that this worker adds to the step's sums, along with its square."""
-        return self._settings.number ^ self._comparison.data & MOST
 
     def saw(self, digest: int) -> None:
         """Note the digest of a global batch that every worker draws by itself."""
@@ -697,9 +699,10 @@ class Agreement:
         if subject.is_launched or subject.is_saved:
             subject.known.look_closer() if is_due else subject.known.check()
         self._notice_schedule(epoch)
+        self.settings_number = self._settings.number ^ self._comparison.data & MOST
         if subject.compares_between_steps and is_due:
             self.compare(step)
-        self._looks = subject.is_launched and (
+        self.looks = subject.is_launched and (
             self._watch.is_due(step + 1) or subject.others.has_met_unknown
         )
         subject.others.has_met_unknown = False
@@ -713,18 +716,13 @@ class Agreement:
         """Let the job's optimizers step: they have the gradients of the whole batch."""
         self._subject.others.begin_step()
 
-    @property
-    def looks(self) -> bool:
-        """Whether ``look_at`` inspects losses in this step."""
-        return self._looks
-
     def look_at(self, answer: Any, answered: set[Any] | None = None) -> None:
         """Inspect the loss of a pass before its backward pass; in some steps only.
 
         Raises:
             TargetError: The loss depends on a parameter that ``prepare`` did not see.
         """
-        if self._looks:
+        if self.looks:
             check_leaves(answer, self._subject.known.names, self._leaves, answered)
 
     def is_broken_by(self, sums: Sequence[Any] | Tensor) -> bool:

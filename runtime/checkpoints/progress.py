@@ -14,7 +14,7 @@ from ...schema.options import option
 from ..buffers import VirtualNodeBuffers
 from ..engine import StateParts
 from ..log import log
-from ..session import Session
+from ..session import Position, Session
 from ..worker import ScriptRun
 from .checkpoint import Checkpoint, shape_difference
 from .restoring import check_buffers, load_registered, unregistered_copy
@@ -26,7 +26,7 @@ class Progress:
     def __init__(self, session: Session, parts: StateParts, buffers: VirtualNodeBuffers) -> None:
         self._session, self._parts, self._buffers = session, parts, buffers
         self._registered: list[Any] = []
-        self._call, self._step, self._steps_before, self._length = 0, 0, 0, 0
+        self._length = 0  # samples of the epoch's dataset
         self._found: Checkpoint | None = None
 
     @property
@@ -69,7 +69,7 @@ class Progress:
         self._parts.restore(found.path, found.state)
         session.num_steps = found.header["step"]
         position = found.header["position"]
-        self.entered(position["call"], position["step"])
+        session.position = Position(position["call"], position["step"], session.num_steps)
         self._length = position["length"]
         for number in range(len(self._registered)):
             self._load_registered(found, number)
@@ -125,7 +125,7 @@ class Progress:
                     )
                 first = position["step"]
                 if first == num_steps:
-                    self.epoch_done(call)
+                    self._session.position = Position(call + 1, 0, self._session.num_steps)
             self._found = None
         self._length = length
         return first
@@ -153,19 +153,10 @@ class Progress:
                 hint="register the same objects in the same order, or start with an empty folder",
             )
 
-    def entered(self, call: int, step: int) -> None:
-        """Note that the script got the batch of a step."""
-        self._call, self._step, self._steps_before = call, step, self._session.num_steps
-
-    def epoch_done(self, call: int) -> None:
-        """Note that the epoch gave all its batches."""
-        self.entered(call + 1, 0)
-
     def header(self) -> dict[str, Any]:
         """The header of the present state: what it belongs to, and its position."""
-        num_steps = self._session.num_steps
-        done = int(num_steps > self._steps_before)
-        position = {"call": self._call, "step": self._step + done, "length": self._length}
+        num_steps, (call, step, before) = self._session.num_steps, self._session.position
+        position = {"call": call, "step": step + int(num_steps > before), "length": self._length}
         return {**self._parts.describe(), "step": num_steps, "position": position}
 
 

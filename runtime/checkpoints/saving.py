@@ -239,10 +239,9 @@ class Checkpoints:
             self._handover.tell_training()
         return first
 
-    def boundary(self, call: int, step: int) -> None:
+    def boundary(self) -> None:
         """After a complete step with its update: save if it is time, and stop if asked."""
         session = self._session
-        self._progress.entered(call, step)
         if self._has_folder and self._engine.all_stop:
             self._stop()
         if self._every and session.num_steps % self._every == 0:

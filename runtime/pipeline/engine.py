@@ -23,8 +23,7 @@ from ..agreement.agreement import SharedTensors, leaves_of, nodes_of
 from ..data import Pass
 from ..digest import InPieces, digest_of_pieces
 from ..engine import LossFunction, Step
-from ..gradients.hooks import ScriptHooks
-from ..losses import Weighted
+from ..gradients import ScriptHooks
 from ..protocol.lower import microbatches_of, schedule_of
 from ..session import Session
 from ..setup import check_same_shapes, final_tensors
@@ -33,6 +32,7 @@ from ..tensor.groups import Lanes
 from ..tensor.regions import check_attention
 from ..tensor.roles import SharedParts, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
+from ..totals import Weighted
 from .channels import Message
 from .cut import (
     CALL,
@@ -546,7 +546,7 @@ class PipelineEngine:
         if number != schedule.num_microbatches:
             schedule = schedule_of(self._work, number)
         self._synchroniser.begin(step.batch.num_samples)
-        self._synchroniser.settings_number = step.settings_number
+        self._synchroniser.settings_number = step.agreement.settings_number
         self._synchroniser.expect(schedule.ranks[self._position])
         # All at once: between two passes this code is no longer in the caches.
         passes = [op for op in schedule.ranks[self._position] if op.kind is Kind.FORWARD]

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from ...devices.backend import backend_of
 from ...schema.operations import FREEING, Operation
 from .. import peers
-from ..gradients.hooks import Hooks, came_twice
-from ..gradients.reducer import FirstGradients, layout_of, view_like
+from ..gradients import FirstGradients, Hooks, came_twice, layout_of, view_like
 from .ownership import Holders, Ownership, in_buckets
 
 LEAST_BUCKET_BYTES = 1 << 20

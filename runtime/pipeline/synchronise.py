@@ -24,10 +24,10 @@ from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from ...schema.operations import Operation
 from .. import peers
-from ..gradients.reducer import have_no_gradients
+from ..gradients import have_no_gradients
 from ..group import Place, subgroup
-from ..losses import check_has_graph, loss_and_weight, weight_number
 from ..run_ahead import HostLead, LateValues
+from ..totals import check_has_graph, loss_and_weight, weight_number
 from .norms import (
     NORMS,
     NUM_ROWS,

@@ -22,7 +22,7 @@ from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from ..agreement.agreement import leaves_of
 from ..data import copied
-from ..losses import loss_and_rest, loss_and_weight, outputs_in, weight_number
+from ..totals import loss_and_rest, loss_and_weight, outputs_in, weight_number
 from .draws import Draws, eagerly
 from .untouched import Untouched
 

@@ -10,7 +10,7 @@ this worker's slice, on which elementwise optimizers update as on the whole.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,7 @@ from ...schema.layer_trace import unit_of
 from ...schema.options import option
 from .. import peers
 from ..digest import InPieces, digest_of_pieces
-from ..engine import Step
-from ..gradients.hooks import Hooks
+from ..gradients import Hooks
 from ..group import Place
 from ..initial_values import fill
 from ..nested_tensors import tensors_in
@@ -391,13 +390,12 @@ class SharedStates:
     def _layout(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
 
-    def check_step(self, step: Step, batch_sizes: Sequence[int]) -> None:
-        """Refuse a step in which the workers would not meet in every pass.
+    def check_step(self, number: int, batch_sizes: Sequence[int]) -> None:
+        """Refuse a batch of ``number`` samples in which workers would not meet in every pass.
 
         Raises:
             TargetError: A short batch leaves a virtual node without samples.
         """
-        number = step.batch.num_samples
         if self.in_rounds and not all(share_out(number, batch_sizes or (number,))):
             raise TargetError(
                 f"a batch of {number} samples leaves a virtual node without any, and workers that "
@@ -463,9 +461,12 @@ class SharedStates:
     def arm(self, *, defer_last: bool = False) -> None:
         """Do nothing: gradients are reduced as layers have gone back."""
 
-    def compiling(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
+    @contextmanager
+    def passing(self, node: int) -> Iterator[None]:
+        """Run a virtual node's pass in the body."""
+        self.enter(node)
+        yield
+        self.leave()
 
     def launch_rest(self) -> None:
         """Begin the reductions that no pass has begun."""

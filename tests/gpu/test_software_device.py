@@ -106,7 +106,7 @@ def test_training_gives_what_the_cpu_gives(gpus: GpuHost) -> None:
 REPLAYED = """
 import torch
 from torch import nn
-from hetflow.runtime.gradients.reducer import GradientReducer
+from hetflow.runtime.gradients import GradientReducer
 
 parameter = nn.Parameter(torch.zeros(4, device="cuda"))
 memory = torch.zeros(4, device="cuda")

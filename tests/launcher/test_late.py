@@ -16,7 +16,7 @@ import os, signal, sys, time
 from pathlib import Path
 from hetflow.runtime.elastic.control import Control
 from hetflow.runtime.elastic.member import Member
-from hetflow.runtime.gradients.reducer import GradientReducer
+from hetflow.runtime.gradients import GradientReducer
 from hetflow.schema.errors import PeerLostError
 
 here, number = Path(sys.argv[1]).parent, 0

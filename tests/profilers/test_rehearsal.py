@@ -19,7 +19,7 @@ from hetflow.profilers.bench import Bench
 from hetflow.profilers.process import Child
 from hetflow.profilers.rehearsal import config_of, rehearse
 from hetflow.profilers.targets import Workload
-from hetflow.runtime.gradients.reducer import GradientReducer
+from hetflow.runtime.gradients import GradientReducer
 from hetflow.runtime.measurements import StepTimes
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError

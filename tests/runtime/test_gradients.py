@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hetflow.runtime.gradients import reducer as reducers
-from hetflow.runtime.gradients.reducer import GradientReducer
+from hetflow.runtime import gradients as reducers
+from hetflow.runtime.gradients import GradientReducer
 from hetflow.schema.errors import TargetError
 
 

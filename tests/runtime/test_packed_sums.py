@@ -8,7 +8,7 @@ import torch
 
 from hetflow.runtime import split_engine
 from hetflow.runtime.agreement.agreement import are_alike
-from hetflow.runtime.gradients.reducer import GradientReducer
+from hetflow.runtime.gradients import GradientReducer
 from hetflow.runtime.group import Place
 from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.totals import PackedSums, StepTotals, packed_sums
@@ -71,8 +71,7 @@ def test_unlike_settings_show_in_what_travels_with_gradients() -> None:
 def totals_of(settings_number: int) -> StepTotals:
     place = Place(Start(), None, torch.device("cpu"))
     totals = StepTotals(GradientReducer([torch.nn.Parameter(torch.ones(1))]), place)
-    totals.begin(4)
-    totals.settings_number = settings_number
+    totals.begin(4, settings_number)
     return totals
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hetflow.runtime import peers
 from hetflow.runtime.error_origin import is_lost_peer, may_be_echo
-from hetflow.runtime.gradients.reducer import GradientReducer
+from hetflow.runtime.gradients import GradientReducer
 from hetflow.runtime.peers import SharedStore
 from hetflow.schema.errors import PeerLostError
 

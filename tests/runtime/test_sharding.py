@@ -201,10 +201,9 @@ def test_refuses_what_slices_cannot_do() -> None:
     states = SharedStates(session_of(model, torch.optim.SGD(model.parameters())), "all", [1])
     with pytest.raises(TargetError, match=r"outside of job\.backward"):
         model(torch.ones(1, 2))
-    step: Any = SimpleNamespace(scaler=None, batch=SimpleNamespace(num_samples=3))
-    states.check_step(step, [1, 1, 1])
+    states.check_step(3, [1, 1, 1])
     with pytest.raises(TargetError, match="leaves a virtual node without any"):
-        states.check_step(step, [4, 1, 1, 4])
+        states.check_step(3, [4, 1, 1, 4])
     model[0].requires_grad_(False)
     with pytest.raises(TargetError, match="frozen or unfrozen"):
         states.begin()

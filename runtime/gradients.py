@@ -1,20 +1,233 @@
-"""The sum of a worker's gradients over its passes and over the workers (VirtualFlow 3.2, 5.2)."""
+"""Gradients of a worker: hooks that see them come, where they lie, their sums over the workers.
+
+A step adds the gradients of its passes up in flat buffers, and sums each part of a buffer over the
+workers as soon as it is complete, during the last backward pass (VirtualFlow 3.2, 5.2).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from ...devices.backend import backend_of
-from .. import peers
-from ..invariant import InvariantSum
-from .hooks import GradientHook, Hooks, came_twice
+from ..devices.backend import backend_of
+from ..schema.errors import TargetError
+from . import peers
+from .invariant import InvariantSum
+
+# Hooks on parameters, hetflow's and the script's own.
+#
+# Hetflow's hooks tell when a gradient has come. A hook of the script acts on the gradient of the
+# whole batch under plain PyTorch. A step runs several backward passes, on several workers, so
+# autograd would call it with parts of that gradient. Therefore a step takes the script's hooks from
+# the parameters, and calls each once at its end.
+
+GradientHook = Callable[[Tensor], None]
+"""Called with a parameter after backward has added to its gradient."""
+_hooks_of_gradient = attrgetter("_backward_hooks")
+_hooks_after = attrgetter("_post_accumulate_grad_hooks")
+_OWN: set[int] = set()  # the ids of hetflow's hooks; torch gives no id twice
+
+
+class Hooks:
+    """The hooks that one object has on parameters."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def add(self, parameter: nn.Parameter, hook: GradientHook) -> None:
+        """Call ``hook`` after each backward pass of a parameter."""
+        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._note(handle)
+
+    def add_on_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor], Tensor]) -> None:
+        """Let ``hook`` change each gradient that comes to a parameter."""
+        self._note(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _note(self, handle: RemovableHandle) -> None:
+        _OWN.add(handle.id)
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Remove all."""
+        for handle in self._handles:
+            handle.remove()
+            _OWN.discard(handle.id)
+        self._handles.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A hook that was taken from a parameter, and the place from which it was taken."""
+
+    name: str
+    parameter: nn.Parameter
+    home: dict[int, Any]
+    key: int
+    hook: Any
+    is_of_gradient: bool  # by register_hook; else by register_post_accumulate_grad_hook
+
+
+class ScriptHooks:
+    """The script's hooks on a job's parameters.
+
+    Attributes:
+        held: Those that were taken from the parameters, and wait for ``run``.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self.held: list[_Held] = []
+
+    def take(self) -> None:
+        """Take the hooks from the parameters, before the passes of a step.
+
+        Raises:
+            TargetError: There is one that needs the backward pass around it.
+        """
+        found = self._found()
+        for held in found:
+            if getattr(held.hook, "__module__", "") == "torch.autograd.graph":
+                raise TargetError(
+                    f"{held.name} has a hook of register_multi_grad_hook, which autograd would "
+                    f"call once for each virtual node, with parts of the gradients",
+                    hint="remove it, and call its function after job.backward",
+                )
+        for held in found:
+            del held.home[held.key]
+        self.held += found
+
+    def check(self, *, are_carried: bool) -> None:
+        """Refuse hooks that could not be called as under plain PyTorch, after ``take``.
+
+        Raises:
+            TargetError: A hook changes gradients that are added to those of earlier steps; or the
+                script's function has made a hook.
+        """
+        first = next((held for held in self.held if held.is_of_gradient), None)
+        if are_carried and first is not None:
+            raise TargetError(
+                f"{first.name} has the hook {_name_of(first.hook)} on its gradient, and gradients "
+                f"of an earlier step are still there: the hook would change both",
+                hint="call optimizer.zero_grad() in every step, or remove the hook and call its "
+                "function before optimizer.step()",
+            )
+        made = next(iter(self._found()), None)
+        if made is not None:
+            raise TargetError(
+                f"the loss function puts the hook {_name_of(made.hook)} on {made.name}: it would "
+                f"be called once for each virtual node, with a part of the gradient",
+                hint="register it once, before the loop",
+            )
+
+    def refuse(self) -> None:
+        """Refuse all hooks: under a pipeline, gradients come in parts and their norms are told.
+
+        Raises:
+            TargetError: There is one.
+        """
+        for held in self._found():
+            raise TargetError(
+                f"{held.name} has the hook {_name_of(held.hook)}, and under a pipeline it would be "
+                f"called once for each microbatch, with a part of the gradient",
+                hint="remove it, and clip or change gradients after job.backward; or solve for a "
+                "split plan, where a hook is called with the gradient of the whole batch",
+            )
+
+    def put_back(self) -> None:
+        """Give the parameters their hooks back."""
+        for held in self.held:
+            held.home[held.key] = held.hook
+        self.held = []
+
+    @property
+    def are_carried(self) -> bool:
+        """Whether a parameter whose gradient a hook sees has a gradient of an earlier pass."""
+        gradients = [held.parameter.grad for held in self.held if held.is_of_gradient]
+        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+    def run(self, unless: str = "") -> None:
+        """Give the hooks back, and call each once with its parameter's gradient, if it has one.
+
+        Args:
+            unless: What gradients are meanwhile, if none of them may be changed.
+
+        Raises:
+            TargetError: A hook has changed one that may not be.
+        """
+        taken = self.held
+        self.put_back()
+        for held in taken:
+            gradient = held.parameter.grad
+            if gradient is None:
+                continue
+            before = gradient._version
+            with torch.no_grad():
+                changed = held.hook(gradient) if held.is_of_gradient else None
+            if not held.is_of_gradient:
+                held.hook(held.parameter)
+            is_other = held.parameter.grad is not gradient or gradient._version != before
+            if unless and (changed is not None or is_other):
+                raise TargetError(
+                    f"the hook {_name_of(held.hook)} changes the gradient of {held.name}, which "
+                    f"is {unless}",
+                    hint="call its function before optimizer.step(), once for the update",
+                )
+            if changed is not None:
+                with torch.no_grad():
+                    _replace(gradient, changed, held)
+
+    def _found(self) -> list[_Held]:
+        parameters = self._parameters.values()
+        later = filter(None, map(_hooks_after, parameters))
+        if not any(map(_hooks_of_gradient, parameters)) and _OWN.issuperset(chain(*later)):
+            return []  # as a rule, in every step; the rest takes several times as long
+        return [
+            _Held(name, parameter, home, key, hook, is_of_gradient)
+            for name, parameter in self._parameters.items()
+            for is_of_gradient, home in (
+                (True, parameter._backward_hooks),
+                (False, parameter._post_accumulate_grad_hooks),
+            )
+            if home
+            for key, hook in home.items()
+            if key not in _OWN
+        ]
+
+
+def _replace(gradient: Tensor, changed: Any, held: _Held) -> None:
+    if not isinstance(changed, Tensor) or changed.shape != gradient.shape:
+        what = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+        raise TargetError(
+            f"the hook {_name_of(held.hook)} of {held.name} returned {what}, and the gradient has "
+            f"shape {list(gradient.shape)}",
+            hint="return a tensor like the gradient, or None",
+        )
+    gradient.copy_(changed)
+
+
+def _name_of(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
+
+
+def came_twice(name: str) -> TargetError:
+    """The error where a parameter gets two gradients in a backward pass that overlaps with sums."""
+    return TargetError(
+        f"{name} got its gradient twice in one backward; hetflow cannot tell which is the last",
+        hint="use checkpoint(..., use_reentrant=False), or prepare(..., overlap=False)",
+    )
+
 
 # Write the first gradients of a step over what their views held.
 #
@@ -579,6 +792,10 @@ class GradientReducer:
             rank 0 of the group does.
         keeps_carried: Whether to keep a copy of those gradients, so that a step can be repeated.
         num_sums: How many further float32 numbers travel with the last bucket.
+
+    Attributes:
+        carried: Indices of the parameters whose gradients were still there when this step began.
+        sums: [num_sums] view of the further numbers; None where the last buffer is not float32.
     """
 
     def __init__(
@@ -607,7 +824,7 @@ class GradientReducer:
         if is_first is None:
             is_first = not self._distributed or dist.get_rank(group) == 0
         self._is_first = invariant.holds_first if invariant is not None else is_first
-        self._carried: set[int] = set()
+        self.carried: set[int] = set()
         self._before: dict[int, Tensor] | None = {} if keeps_carried else None
         self._bucket_bytes, self._num_sums = bucket_bytes, num_sums
         self._firsts = FirstGradients(
@@ -636,16 +853,12 @@ class GradientReducer:
             invariant=self._invariant,
             num_misses=num_misses,
         )
+        self.sums = self._buffers.sums
 
     @property
     def flats(self) -> list[Tensor]:
         """The gradient buffers."""
         return self._buffers.flats
-
-    @property
-    def sums(self) -> Tensor | None:
-        """[num_sums] view of the further numbers; None where the last buffer is not float32."""
-        return self._buffers.sums
 
     @property
     def num_bytes(self) -> int:
@@ -668,11 +881,6 @@ class GradientReducer:
     def num_launched(self) -> int:
         """How many buckets this worker has begun to reduce in this step."""
         return self._arrivals.num_launched
-
-    @property
-    def carried(self) -> bool:
-        """Whether gradients of an earlier step were still there when this step began."""
-        return bool(self._carried)
 
     @property
     def has_some(self) -> bool:
@@ -701,7 +909,7 @@ class GradientReducer:
         # Several passes over a tree of sums move whole buffers, so these must be whole at once.
         awaits_all = is_fresh and (self._invariant is None or self._invariant.num_turns == 1)
         self._arrivals.begin(write_sums, awaits_all=awaits_all, num_passes=num_passes)
-        self._carried.clear()
+        self.carried.clear()
         if self._before is not None:
             self._before.clear()
         if not awaits_all:
@@ -739,7 +947,7 @@ class GradientReducer:
         gradient = self._parameters[index].grad
         if gradient is None:
             return False
-        self._carried.add(index)
+        self.carried.add(index)
         if self._before is not None:
             self._before[index] = gradient.clone()
         if self._is_first and gradient.data_ptr() != view.data_ptr():
@@ -762,22 +970,26 @@ class GradientReducer:
             self._invariant.leave()
 
     @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Let torch.compile cut a model's graph where buckets end.
+    def passing(self, node: int) -> Iterator[None]:
+        """Run a virtual node's pass in the body; let torch.compile cut its graph where buckets end.
 
         A compiled graph gives all its gradients at its end, so their sums could begin only then.
         torch cuts graphs in parts for a DistributedDataParallel that is active, and asks it only
         for the size of its buckets.
         """
         if not self._parameters or not (self._distributed or self._invariant is not None):
+            self.enter(node)
             yield
+            self.leave()
             return
         usual = self._bucket_bytes or backend_of(self._parameters[0].device).bucket_bytes
         asked = SimpleNamespace(bucket_bytes_cap=max(usual, FIRST_BUCKET_BYTES))
         before = DistributedDataParallel._active_ddp_module
         DistributedDataParallel._active_ddp_module = asked  # type: ignore[assignment]
         try:
+            self.enter(node)
             yield
+            self.leave()
         finally:
             DistributedDataParallel._active_ddp_module = before
 
@@ -813,9 +1025,7 @@ class GradientReducer:
         views, used = self._buffers.views, self._arrivals.used
         if len(used) == len(views):  # as a rule, and the rest takes a while
             return []
-        return [
-            index for index in sorted(views) if index not in used and index not in self._carried
-        ]
+        return [index for index in sorted(views) if index not in used and index not in self.carried]
 
     def drop(self, indices: Iterable[int]) -> None:
         """Set gradients to None: what plain PyTorch shows for parameters that no pass used."""
