@@ -47,7 +47,7 @@ from ..run_ahead import LateValues
 from ..streams import streams_kept
 from ..totals import loss_and_weight
 from ..virtual_nodes import slices
-from .trial import Cut, ReturnForm, Trial, called, cut_of, has_rows, ranges_of
+from .trial import Cut, LossTrial, ReturnForm, called, cut_of, has_rows, ranges_of
 
 _MOST_SAMPLES = 16  # called together: a third of targets ignored is then seen almost surely
 _MOST_TRIES = 5
@@ -528,7 +528,7 @@ class Promise:
             ranges = ranges_of(cut)
             found = batch.first_samples([(start + a, start + b) for a, b in ranges])
             inputs = dict(zip(ranges, found, strict=True))
-            calls = Trial(function, self._model, inputs, form, partial(called, function))
+            calls = LossTrial(function, self._model, inputs, form, partial(called, function))
             is_first = self._of(function).tries == 0
             is_telling, failure = calls.judge(cut, batch.num_samples, in_training=is_first)
         if together is not None:  # unlike devices round, and the next test is due on all alike
@@ -574,7 +574,7 @@ class Promise:
                 part: tree_map(lambda t, rows=slice(*part): t[rows].detach(), (inputs, outputs))
                 for part in ranges_of(cut)
             }
-            calls = Trial(function, self._model, given, ReturnForm(), call)
+            calls = LossTrial(function, self._model, given, ReturnForm(), call)
             is_telling, _ = calls.judge(cut, num_samples)
         tests.note(_MOST_SAMPLES, is_told=is_telling)
 

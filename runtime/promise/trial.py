@@ -238,7 +238,7 @@ def _are_close(one: Any, other: Any, rounding: float) -> bool:
     return True
 
 
-class Trial:
+class LossTrial:
     """The calls of one function in one test: on some samples whole, and on parts of them."""
 
     def __init__(

@@ -85,7 +85,7 @@ def trained(case: str) -> dict[str, Any]:
     model, loss_of, loader = parts(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     job = hf.prepare(model, optimizer)
-    judge, in_tests, waits, is_counting = trial.Trial.judge, 0, 0, False
+    judge, in_tests, waits, is_counting = trial.LossTrial.judge, 0, 0, False
 
     def judge_apart(*arguments: Any) -> Any:
         nonlocal in_tests
@@ -97,7 +97,7 @@ def trained(case: str) -> dict[str, Any]:
             in_tests += waited() - before
             may_wait("error" if is_counting else "default")
 
-    with mock.patch.object(trial.Trial, "judge", judge_apart):
+    with mock.patch.object(trial.LossTrial, "judge", judge_apart):
         for batch in job.batches(loader):
             if batch.step == SKIPPED:
                 is_counting, in_tests, waits = True, 0, waited()
