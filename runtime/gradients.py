@@ -1,7 +1,7 @@
 """Gradients of a worker: hooks that see them come, where they lie, their sums over the workers.
 
-A step adds the gradients of its passes up in flat buffers, and sums each part of a buffer over the
-workers as soon as it is complete, during the last backward pass (VirtualFlow 3.2, 5.2).
+A step adds the gradients of its passes up in flat buffers. During the last backward pass, each part
+of a buffer is summed over the workers as soon as it is complete (VirtualFlow 3.2, 5.2).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
