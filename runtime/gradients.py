@@ -506,272 +506,6 @@ def have_no_gradients(parameters: Iterable[Tensor]) -> bool:
     return {*map(_gradient, parameters)} <= {None}
 
 
-class Arrivals:
-    """Watches gradients come, and sums buckets that are complete over the workers.
-
-    Sums start in the same order on every worker. A step is ``begin``, backward passes with ``arm``
-    before the last, ``finish``, ``launch_rest`` and ``wait``. It has hooks on parameters until
-    ``close``.
-
-    Attributes:
-        num_launched: How many buckets' sums were started in this step.
-        factor: [] what this worker's gradients are multiplied by before they are summed, if it is
-            not None.
-        used: Indices of the parameters whose gradients have come in this step.
-        num_misses: Steps in which a bucket was not complete when its last gradient was thought to
-            have come.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        buffers: FlatBuffers,
-        firsts: FirstGradients,
-        *,
-        group: dist.ProcessGroup | None,
-        invariant: InvariantSum | None,
-        num_misses: int,
-    ) -> None:
-        self._names, self._parameters, self._buffers = names, parameters, buffers
-        self._firsts, self._group, self._invariant = firsts, group, invariant
-        self._works: list[peers.Transfer] = []
-        self._write_sums: Callable[[Tensor], None] | None = None
-        self.num_launched, self._defers_last = 0, False
-        self.factor: Tensor | None = None
-        self._trained = [parameters[index] for index in buffers.views]
-        self._hooks = Hooks()
-        self._is_armed = False
-        self.used: set[int] = set()
-        self._fired: set[int] = set()  # in the armed backward pass
-        self._awaited: set[int] = set()  # whose first gradient of the step has not come
-        self._is_single = False  # the step is one pass, and no gradient was there when it began
-        self._learns, self._has_learned, self.num_misses = False, False, num_misses
-        self._is_lean = False  # only some parameters have hooks
-        self._versions: dict[int, int] = {}  # of buffers that hold gradients, in a lean step
-        self._watch_all()
-
-    def have_none(self) -> bool:
-        """Whether no parameter has a gradient."""
-        return have_no_gradients(self._trained)
-
-    def begin(
-        self,
-        write_sums: Callable[[Tensor], None] | None,
-        *,
-        awaits_all: bool,
-        num_passes: int | None,
-    ) -> None:
-        """Start a step; the other arguments are those of ``GradientReducer.begin``.
-
-        ``awaits_all`` says that each parameter's next gradient is its first, which is written over
-        what its view holds. Otherwise every ``grad`` is its view by now.
-        """
-        # Kept only until it was called: it may refer to the owner, which must be freed at once.
-        self._write_sums = write_sums if self._buffers.sums is not None else None
-        self._works.clear()
-        self.num_launched, self.factor = 0, None
-        if self._invariant is not None:
-            self._invariant.begin()
-        self.used.clear()
-        self._versions.clear()
-        self._awaited.clear()
-        self._is_single = awaits_all and num_passes is not None and num_passes <= 1
-        self._choose_hooks()
-        if awaits_all:
-            self._awaited.update(self._buffers.views)
-
-    def arm(self, *, starts_sums: bool, defers_last: bool) -> None:
-        """Let the next backward pass start sums as buckets fill, if ``starts_sums``.
-
-        With ``defers_last``, the last bucket is kept back until ``launch_rest``.
-        """
-        self._is_armed, self._defers_last = starts_sums, defers_last
-        self._fired.clear()
-        for bucket in self._buffers.buckets:
-            bucket.num_ready = 0
-        self._learns = (
-            starts_sums and self._is_single and len(self._awaited) == len(self._buffers.views)
-        )
-        if self._is_lean and not self.have_none():
-            # The script's function went back by itself: what has come may not be all.
-            self._is_armed = False
-
-    def finish(self) -> None:
-        """End the passes: the buffers are complete; what no pass has used is zero."""
-        self._is_armed = False
-        self._complete()
-        if self._learns and self.num_misses < MOST_MISSES:
-            # Was each bucket complete when its last gradient was thought to have come?
-            self._has_learned = all(bucket.is_ready for bucket in self._buffers.buckets)
-            self.num_misses += int(self._is_lean and not self._has_learned)
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters."""
-        self._hooks.remove()
-
-    def _complete(self) -> None:
-        views = self._buffers.views
-        if self._is_lean:
-            self._check_versions()
-            self._take_all([i for i in self._awaited if self._parameters[i].grad is not None])
-        self._firsts.write()
-        if not self._awaited:
-            return
-        with torch.no_grad():
-            torch._foreach_zero_([views[index] for index in self._awaited])
-        for index in self._awaited:
-            self._parameters[index].grad = views[index]
-        self._awaited.clear()
-
-    def launch_ready(self) -> None:
-        """Start the sums of the next buckets whose gradients have come."""
-        buckets = self._buffers.buckets
-        limit = len(buckets) - int(self._defers_last)
-        while self.num_launched < limit and buckets[self.num_launched].is_ready:
-            self._launch_next()
-
-    def launch_rest(self) -> None:
-        """Start the sums of all buckets that are left."""
-        while self.num_launched < len(self._buffers.buckets):
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        self._firsts.write()
-        bucket, sums = self._buffers.buckets[self.num_launched], self._buffers.sums
-        if self.factor is not None:
-            held = self._invariant.held(*bucket.place) if self._invariant is not None else []
-            with torch.no_grad():
-                torch._foreach_mul_([bucket.flat, *held], self.factor)
-        if sums is not None and self.num_launched == self._buffers.first_with_sums:
-            assert self._write_sums is not None
-            self._write_sums(sums)
-            self._write_sums = None
-        self.num_launched += 1
-        if self._invariant is not None:
-            self._invariant.launch(*bucket.place)
-            return
-        work = peers.all_reduce(bucket.flat, group=self._group, async_op=True)
-        if work is not None:
-            self._works.append(work)
-
-    def wait(self) -> None:
-        """Wait until every sum is done. On CUDA this blocks the stream, not the host."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        if self._invariant is not None:
-            self._invariant.wait()
-
-    def _take_all(self, indices: Iterable[int]) -> None:
-        indices = list(indices)
-        self.used.update(indices)
-        self._awaited.difference_update(indices)
-        views = self._buffers.views
-        self._firsts.take_all([(self._parameters[index], views[index]) for index in indices])
-
-    # A hook for each parameter
-
-    def _watch_all(self) -> None:
-        for index in self._buffers.views:
-            self._hooks.add(self._parameters[index], self._hook(index))
-
-    def _hook(self, index: int) -> GradientHook:
-        # It runs between kernels, where Python's code is not in the caches, so it is kept short.
-        view, bucket = self._buffers.views[index], self._buffers.bucket_of.get(index)
-        is_host = backend_of(view.device).is_host
-        used, awaited, have_fired = self.used, self._awaited, self._fired
-        take, launch_ready = self._firsts.take, self.launch_ready
-
-        def fired(parameter: Tensor) -> None:
-            used.add(index)
-            if index in awaited:
-                awaited.remove(index)
-                take(parameter, view, is_host)
-            if self._is_armed:
-                if index in have_fired:
-                    raise came_twice(self._names[index])
-                have_fired.add(index)
-                if bucket is not None:  # else it has no numbers
-                    bucket.num_ready += 1
-                    if bucket.num_ready == len(bucket.parameters):
-                        bucket.last = index
-                        launch_ready()
-
-        return fired
-
-    # A hook for each bucket
-
-    def _choose_hooks(self) -> None:
-        """Let all parameters have hooks in this step, or only those that need one."""
-        self._learns = False
-        if self._is_lean and not self._is_single:
-            self.num_misses += 1
-            self._has_learned = False
-        if self._has_learned == self._is_lean:
-            return
-        self._hooks.remove()
-        self._is_lean = self._has_learned
-        if self._is_lean:
-            for bucket in self._buffers.buckets:
-                for index in bucket.parameters:
-                    if index == bucket.last:
-                        self._hooks.add(self._parameters[index], self._closing_hook(bucket))
-                    elif self._is_large(index):
-                        self._hooks.add(self._parameters[index], self._large_hook(index, bucket))
-        else:
-            self._watch_all()
-
-    def _is_large(self, index: int) -> bool:
-        view = self._buffers.views[index]
-        return backend_of(view.device).is_host and view.nbytes >= LARGE_BYTES
-
-    def _closing_hook(self, bucket: Bucket) -> GradientHook:
-        """The hook that comes after a bucket's other gradients; else it changes nothing."""
-        parameters = [self._parameters[index] for index in bucket.parameters]
-        awaited = self._awaited
-
-        def closed(_: Tensor) -> None:
-            if not self._is_armed:
-                return
-            if None in {*map(_gradient, parameters)}:
-                return
-            if bucket.is_ready:
-                raise came_twice(self._names[bucket.last])
-            self._check_versions()
-            self._take_all([index for index in bucket.parameters if index in awaited])
-            bucket.num_ready = len(parameters)
-            self._versions[bucket.place[0]] = 0
-            self.launch_ready()
-            for number in self._versions:  # only this object changes buffers that hold gradients
-                self._versions[number] = self._buffers.flats[number]._version
-
-        return closed
-
-    def _large_hook(self, index: int, bucket: Bucket) -> GradientHook:
-        """A hook that writes a large gradient at once."""
-        view, number = self._buffers.views[index], bucket.place[0]
-        flat, versions = self._buffers.flats[number], self._versions
-        used, awaited, take = self.used, self._awaited, self._firsts.take
-
-        def came(parameter: Tensor) -> None:
-            if not self._is_armed:
-                return
-            if index not in awaited or versions.get(number, flat._version) != flat._version:
-                raise came_twice(self._names[index])
-            used.add(index)
-            awaited.remove(index)
-            take(parameter, view, True)
-            versions[number] = flat._version
-
-        return came
-
-    def _check_versions(self) -> None:
-        for number, version in self._versions.items():
-            if self._buffers.flats[number]._version != version:
-                raise came_twice("a parameter")
-
-
 class GradientReducer:
     """Accumulate the gradients of several passes, then sum them over the workers of a group.
 
@@ -795,6 +529,7 @@ class GradientReducer:
 
     Attributes:
         carried: Indices of the parameters whose gradients were still there when this step began.
+        num_launched: How many buckets this worker has begun to reduce in this step.
         sums: [num_sums] view of the further numbers; None where the last buffer is not float32.
     """
 
@@ -833,27 +568,36 @@ class GradientReducer:
             device_adds_zero=invariant is not None,
             most_held_bytes=bucket_bytes,
         )
-        self._build((), num_misses=0)  # parameters may be cast or moved before the first step
+        self._hooks = Hooks()
+        self._works: list[peers.Transfer] = []
+        self._write_sums: Callable[[Tensor], None] | None = None
+        self.num_launched, self._defers_last = 0, False
+        self._factor: Tensor | None = None
+        self._used: set[int] = set()  # whose gradients have come in this step
+        self._fired: set[int] = set()  # in the armed backward pass
+        self._awaited: set[int] = set()  # whose first gradient of the step has not come
+        self._versions: dict[int, int] = {}  # of buffers that hold gradients, in a lean step
+        # Steps in which a bucket was not complete when its last gradient was thought to have come.
+        self._num_misses = 0
+        self._build(())  # parameters may be cast or moved before the first step
 
-    def _build(self, layout: tuple[object, ...], *, num_misses: int) -> None:
+    def _build(self, layout: tuple[object, ...]) -> None:
         """Make what depends on the parameters' layout; none has a buffer where that is empty."""
         self._layout = layout
+        self._hooks.remove()
         self._buffers = FlatBuffers(
             self._parameters if layout else (),
             bucket_bytes=self._bucket_bytes,
             alignment=self._invariant.alignment if self._invariant is not None else 1,
             num_sums=self._num_sums,
         )
-        self._arrivals = Arrivals(
-            self._names,
-            self._parameters,
-            self._buffers,
-            self._firsts,
-            group=self._group,
-            invariant=self._invariant,
-            num_misses=num_misses,
-        )
         self.sums = self._buffers.sums
+        self._trained = [self._parameters[index] for index in self._buffers.views]
+        self._is_armed = False
+        self._is_single = False  # the step is one pass, and no gradient was there when it began
+        self._learns, self._has_learned = False, False
+        self._is_lean = False  # only some parameters have hooks
+        self._watch_all()
 
     @property
     def flats(self) -> list[Tensor]:
@@ -878,14 +622,9 @@ class GradientReducer:
         )
 
     @property
-    def num_launched(self) -> int:
-        """How many buckets this worker has begun to reduce in this step."""
-        return self._arrivals.num_launched
-
-    @property
     def has_some(self) -> bool:
         """Whether a gradient has come in this step, as far as hooks on parameters tell."""
-        return bool(self._arrivals.used)
+        return bool(self._used)
 
     def begin(
         self,
@@ -905,14 +644,24 @@ class GradientReducer:
         """
         self._rebuild_if_changed()
         self._firsts.begin()
-        is_fresh = self._arrivals.have_none()
+        is_fresh = have_no_gradients(self._trained)
         # Several passes over a tree of sums move whole buffers, so these must be whole at once.
         awaits_all = is_fresh and (self._invariant is None or self._invariant.num_turns == 1)
-        self._arrivals.begin(write_sums, awaits_all=awaits_all, num_passes=num_passes)
-        self.carried.clear()
+        # Kept only until it was called: it may refer to the owner, which must be freed at once.
+        self._write_sums = write_sums if self.sums is not None else None
+        self._works.clear()
+        self.num_launched, self._factor = 0, None
+        if self._invariant is not None:
+            self._invariant.begin()
+        for noted in (self._used, self._versions, self._awaited, self.carried):
+            noted.clear()
+        self._is_single = awaits_all and num_passes is not None and num_passes <= 1
+        self._choose_hooks()
         if self._before is not None:
             self._before.clear()
-        if not awaits_all:
+        if awaits_all:  # each next gradient is a first one, written over what its view holds
+            self._awaited.update(self._buffers.views)
+        else:
             self._attach_all(is_fresh=is_fresh)
 
     def _rebuild_if_changed(self) -> None:
@@ -920,10 +669,8 @@ class GradientReducer:
         layout = layout_of(self._parameters)
         if layout == self._layout:
             return
-        num_misses = self._arrivals.num_misses
-        self._arrivals.close()
-        self._build((), num_misses=0)  # first, so that there are never two sets of buffers
-        self._build(layout, num_misses=num_misses)
+        self._build(())  # first, so that there are never two sets of buffers
+        self._build(layout)
         if self._invariant is not None:
             self._invariant.allocate(self.flats)
 
@@ -956,7 +703,7 @@ class GradientReducer:
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply this worker's gradients of this step by a factor [] before they are summed."""
-        self._arrivals.factor = factor
+        self._factor = factor
 
     def enter(self, node: int) -> None:
         """Begin a virtual node's pass."""
@@ -1001,19 +748,77 @@ class GradientReducer:
                 gradient counts as ready when the stretched pass ends, not the real one.
         """
         is_last_turn = self._invariant is None or self._invariant.in_last_turn
-        self._arrivals.arm(starts_sums=self._distributed and is_last_turn, defers_last=defer_last)
+        self._is_armed, self._defers_last = self._distributed and is_last_turn, defer_last
+        self._fired.clear()
+        for bucket in self._buffers.buckets:
+            bucket.num_ready = 0
+        is_whole = self._is_single and len(self._awaited) == len(self._buffers.views)
+        self._learns = self._is_armed and is_whole
+        if self._is_lean and not have_no_gradients(self._trained):
+            # The script's function went back by itself: what has come may not be all.
+            self._is_armed = False
 
     def launch_rest(self) -> None:
         """Start to reduce the buckets that the last backward did not."""
-        self._arrivals.finish()
+        self._is_armed = False
+        self._complete()
+        if self._learns and self._num_misses < MOST_MISSES:
+            # Was each bucket complete when its last gradient was thought to have come?
+            self._has_learned = all(bucket.is_ready for bucket in self._buffers.buckets)
+            self._num_misses += int(self._is_lean and not self._has_learned)
         if self._invariant is not None:
             self._invariant.settle()
         if self._distributed or self._invariant is not None:
-            self._arrivals.launch_rest()
+            while self.num_launched < len(self._buffers.buckets):
+                self._launch_next()
+
+    def _complete(self) -> None:
+        views = self._buffers.views
+        if self._is_lean:
+            self._check_versions()
+            self._take_all([i for i in self._awaited if self._parameters[i].grad is not None])
+        self._firsts.write()
+        if not self._awaited:
+            return
+        with torch.no_grad():
+            torch._foreach_zero_([views[index] for index in self._awaited])
+        for index in self._awaited:
+            self._parameters[index].grad = views[index]
+        self._awaited.clear()
+
+    def _launch_ready(self) -> None:
+        """Start the sums of the next buckets whose gradients have come."""
+        buckets = self._buffers.buckets
+        limit = len(buckets) - int(self._defers_last)
+        while self.num_launched < limit and buckets[self.num_launched].is_ready:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self._firsts.write()
+        bucket, sums = self._buffers.buckets[self.num_launched], self.sums
+        if self._factor is not None:
+            held = self._invariant.held(*bucket.place) if self._invariant is not None else []
+            with torch.no_grad():
+                torch._foreach_mul_([bucket.flat, *held], self._factor)
+        if sums is not None and self.num_launched == self._buffers.first_with_sums:
+            assert self._write_sums is not None
+            self._write_sums(sums)
+            self._write_sums = None
+        self.num_launched += 1
+        if self._invariant is not None:
+            self._invariant.launch(*bucket.place)
+            return
+        work = peers.all_reduce(bucket.flat, group=self._group, async_op=True)
+        if work is not None:
+            self._works.append(work)
 
     def wait(self) -> None:
         """Wait until every bucket is reduced. On CUDA this blocks the stream, not the host."""
-        self._arrivals.wait()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        if self._invariant is not None:
+            self._invariant.wait()
 
     def finish(self) -> None:
         """Reduce what is left and wait: afterwards gradients are the sums over all workers."""
@@ -1022,7 +827,7 @@ class GradientReducer:
 
     def unused(self) -> list[int]:
         """Indices of the trainable parameters without a gradient on this worker in this step."""
-        views, used = self._buffers.views, self._arrivals.used
+        views, used = self._buffers.views, self._used
         if len(used) == len(views):  # as a rule, and the rest takes a while
             return []
         return [index for index in sorted(views) if index not in used and index not in self.carried]
@@ -1046,4 +851,112 @@ class GradientReducer:
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
-        self._arrivals.close()
+        self._hooks.remove()
+
+    def _take_all(self, indices: Iterable[int]) -> None:
+        indices = list(indices)
+        self._used.update(indices)
+        self._awaited.difference_update(indices)
+        views = self._buffers.views
+        self._firsts.take_all([(self._parameters[index], views[index]) for index in indices])
+
+    # A hook for each parameter
+
+    def _watch_all(self) -> None:
+        for index in self._buffers.views:
+            self._hooks.add(self._parameters[index], self._hook(index))
+
+    def _hook(self, index: int) -> GradientHook:
+        # It runs between kernels, where Python's code is not in the caches, so it is kept short.
+        view, bucket = self._buffers.views[index], self._buffers.bucket_of.get(index)
+        is_host = backend_of(view.device).is_host
+        used, awaited, have_fired = self._used, self._awaited, self._fired
+        take, launch_ready = self._firsts.take, self._launch_ready
+
+        def fired(parameter: Tensor) -> None:
+            used.add(index)
+            if index in awaited:
+                awaited.remove(index)
+                take(parameter, view, is_host)
+            if self._is_armed:
+                if index in have_fired:
+                    raise came_twice(self._names[index])
+                have_fired.add(index)
+                if bucket is not None:  # else it has no numbers
+                    bucket.num_ready += 1
+                    if bucket.num_ready == len(bucket.parameters):
+                        bucket.last = index
+                        launch_ready()
+
+        return fired
+
+    # A hook for each bucket
+
+    def _choose_hooks(self) -> None:
+        """Let all parameters have hooks in this step, or only those that need one."""
+        self._learns = False
+        if self._is_lean and not self._is_single:
+            self._num_misses += 1
+            self._has_learned = False
+        if self._has_learned == self._is_lean:
+            return
+        self._hooks.remove()
+        self._is_lean = self._has_learned
+        if self._is_lean:
+            for bucket in self._buffers.buckets:
+                for index in bucket.parameters:
+                    if index == bucket.last:
+                        self._hooks.add(self._parameters[index], self._closing_hook(bucket))
+                    elif self._is_large(index):
+                        self._hooks.add(self._parameters[index], self._large_hook(index, bucket))
+        else:
+            self._watch_all()
+
+    def _is_large(self, index: int) -> bool:
+        view = self._buffers.views[index]
+        return backend_of(view.device).is_host and view.nbytes >= LARGE_BYTES
+
+    def _closing_hook(self, bucket: Bucket) -> GradientHook:
+        """The hook that comes after a bucket's other gradients; else it changes nothing."""
+        parameters = [self._parameters[index] for index in bucket.parameters]
+        awaited = self._awaited
+
+        def closed(_: Tensor) -> None:
+            if not self._is_armed:
+                return
+            if None in {*map(_gradient, parameters)}:
+                return
+            if bucket.is_ready:
+                raise came_twice(self._names[bucket.last])
+            self._check_versions()
+            self._take_all([index for index in bucket.parameters if index in awaited])
+            bucket.num_ready = len(parameters)
+            self._versions[bucket.place[0]] = 0
+            self._launch_ready()
+            for number in self._versions:  # only this object changes buffers that hold gradients
+                self._versions[number] = self._buffers.flats[number]._version
+
+        return closed
+
+    def _large_hook(self, index: int, bucket: Bucket) -> GradientHook:
+        """A hook that writes a large gradient at once."""
+        view, number = self._buffers.views[index], bucket.place[0]
+        flat, versions = self._buffers.flats[number], self._versions
+        used, awaited, take = self._used, self._awaited, self._firsts.take
+
+        def came(parameter: Tensor) -> None:
+            if not self._is_armed:
+                return
+            if index not in awaited or versions.get(number, flat._version) != flat._version:
+                raise came_twice(self._names[index])
+            used.add(index)
+            awaited.remove(index)
+            take(parameter, view, True)
+            versions[number] = flat._version
+
+        return came
+
+    def _check_versions(self) -> None:
+        for number, version in self._versions.items():
+            if self._buffers.flats[number]._version != version:
+                raise came_twice("a parameter")
