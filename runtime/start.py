@@ -15,7 +15,7 @@ from .agreement.agreement import (
     CompareSchedule,
     KnownParameters,
     OtherOptimizers,
-    Subject,
+    WorkerComparison,
 )
 from .checkpoints.progress import Progress
 from .checkpoints.saving import Checkpoints
@@ -176,7 +176,7 @@ def assemble(
             if engine.shared_states is not None:
                 engine.shared_states.run = runner.run
                 engine.shared_states.is_behind = lambda: runner.is_behind
-    agreement = Agreement(_subject_of(session, engine, runner), watch)
+    agreement = _agreement_of(session, engine, runner)
     report_when_asked(session)
     try:
         checkpoints = Checkpoints(session, engine, progress, runner, agreement)
@@ -190,9 +190,7 @@ def assemble(
     return Job(session, engine, epochs, progress, runner, agreement, checkpoints, promise)
 
 
-def _subject_of(session: Session, engine: StepEngine, runner: Runner) -> Subject:
-    """The tensors on which this worker and the others must agree."""
-
+def _agreement_of(session: Session, engine: StepEngine, runner: Runner) -> Agreement:
     def together(function: Callable[[], Any]) -> Any:
         def wait() -> Any:
             with runner.waiting():
@@ -207,19 +205,27 @@ def _subject_of(session: Session, engine: StepEngine, runner: Runner) -> Subject
     known = KnownParameters(
         session.model, optimizers, session.parameters, keeps_groups=engine.keeps_groups
     )
-    return Subject(
-        known=known,
-        optimizers=optimizers,
-        others=OtherOptimizers(
-            optimizers,
-            known.names,
-            matters=is_launched or is_saved,
-            follow_steps=is_launched and engine.flushes,
-            is_launched=is_launched,
-        ),
+    others = OtherOptimizers(
+        optimizers,
+        known.names,
+        matters=is_launched or is_saved,
+        follow_steps=is_launched and engine.flushes,
+        is_launched=is_launched,
+    )
+    comparison = WorkerComparison(
+        known,
+        optimizers,
         shared=engine.shared,
         place=lambda: session.place,
+        watch=session.watch,
         together=together,
+    )
+    return Agreement(
+        known,
+        optimizers,
+        others,
+        comparison,
+        session.watch,
         is_launched=is_launched,
         is_saved=is_saved,
         compares_between_steps=engine.flushes,

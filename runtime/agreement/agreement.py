@@ -527,33 +527,6 @@ class SharedTensors:
     tensors: dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The things that an agreement compares; those that change with the workers are functions.
-
-    Attributes:
-        known: The job's parameters.
-        optimizers: The job's optimizers.
-        others: Watches for other optimizers.
-        shared: Gives the tensors to compare: the same sets, in the same order, on every worker.
-        place: Gives this worker's place among the others.
-        together: Runs a function that needs all workers.
-        is_launched: Whether there is a plan, so that there can be other workers.
-        is_saved: Whether the job's state is saved to a disk or sent to other workers.
-        compares_between_steps: Whether all workers have made the same updates between two steps.
-    """
-
-    known: KnownParameters
-    optimizers: Sequence[Any]
-    others: OtherOptimizers
-    shared: Callable[[], list[SharedTensors]]
-    place: Callable[[], Place]
-    together: Callable[[Callable[[], Any]], Any]
-    is_launched: bool
-    is_saved: bool
-    compares_between_steps: bool
-
-
 class WorkerComparison:
     """Compares what all workers must have alike, together with the others.
 
@@ -580,7 +553,7 @@ class WorkerComparison:
         together: Callable[[Callable[[], Any]], Any] = lambda run: run(),
     ) -> None:
         self._known, self._optimizers, self._watch = known, optimizers, watch
-        self._shared, self._place, self._together = shared, place, together
+        self._shared, self.place, self._together = shared, place, together
         self.data = 0
 
     def compare(self, step: int) -> None:
@@ -590,7 +563,7 @@ class WorkerComparison:
             TargetError: Workers have diverged: names the first parameter, the workers, since which
                 step, and why.
         """
-        rows: Tensor = self._together(lambda: gathered(self._own_row(), place=self._place()))
+        rows: Tensor = self._together(lambda: gathered(self._own_row(), place=self.place()))
         data = rows[:, _DATA].tolist()
         if len(set(data)) > 1:
             other = next(rank for rank, number in enumerate(data) if number != data[0])
@@ -602,7 +575,7 @@ class WorkerComparison:
             )
         if not self._agree(rows):
             told: list[str] = self._together(
-                lambda: _texts(self._place(), json.dumps(self._statement().as_json()))
+                lambda: _texts(self.place(), json.dumps(self._statement().as_json()))
             )
             fault = find_fault([Statement.of_json(json.loads(text)) for text in told], step)
             if fault is not None:
@@ -612,10 +585,10 @@ class WorkerComparison:
         self._watch.agreed_step = step
 
     def _own_row(self) -> Tensor:
-        held = self._shared() if self._place().distributed else []
+        held = self._shared() if self.place().distributed else []
         numbers = [fingerprint(list(shared.tensors.values())) for shared in held]
         head = [
-            _hash(arithmetic_of(self._place().device)),
+            _hash(arithmetic_of(self.place().device)),
             _hash(repr(settings_of(self._optimizers))),
             _hash(repr(self._known.frozen)),
             self.data,
@@ -635,7 +608,7 @@ class WorkerComparison:
         known = self._known
         tensors = {n: t for shared in self._shared() for n, t in shared.tensors.items()}
         return Statement(
-            arithmetic=arithmetic_of(self._place().device),
+            arithmetic=arithmetic_of(self.place().device),
             joined_step=self._watch.joined_step,
             agreed_step=self._watch.agreed_step,
             settings=settings_of(self._optimizers),
@@ -650,29 +623,43 @@ class WorkerComparison:
 class Agreement:
     """One worker's knowledge of whether the others train the same model.
 
+    Args:
+        known: The job's parameters.
+        optimizers: The job's optimizers.
+        others: Watches for other optimizers.
+        comparison: Compares with the other workers.
+        watch: Says when to compare.
+        is_launched: Whether there is a plan, so that there can be other workers.
+        is_saved: Whether the job's state is saved to a disk or sent to other workers.
+        compares_between_steps: Whether all workers have made the same updates between two steps.
+
     Attributes:
         settings_number: What this worker adds to the step's sums, along with its square: a number
             that stands for its optimizers' settings and its batch.
         looks: Whether ``look_at`` inspects losses in this step.
     """
 
-    def __init__(self, subject: Subject, watch: CompareSchedule) -> None:
-        self._subject, self._watch = subject, watch
-        self._settings = SettingsNumber(subject.optimizers)
-        self.settings_number = 0
+    def __init__(
+        self,
+        known: KnownParameters,
+        optimizers: Sequence[Any],
+        others: OtherOptimizers,
+        comparison: WorkerComparison,
+        watch: CompareSchedule,
+        *,
+        is_launched: bool,
+        is_saved: bool,
+        compares_between_steps: bool,
+    ) -> None:
+        self._known, self._optimizers, self._others = known, optimizers, others
+        self._comparison, self._watch = comparison, watch
+        self._is_launched, self._is_saved = is_launched, is_saved
+        self._compares_between_steps = compares_between_steps
+        self._settings = SettingsNumber(optimizers)
+        self.settings_number, self.looks = 0, False
         self._epoch = -1
-        self._comparison = WorkerComparison(
-            subject.known,
-            subject.optimizers,
-            shared=subject.shared,
-            place=subject.place,
-            watch=watch,
-            together=subject.together,
-        )
-        self.looks = False
         self._leaves = WeakIdKeyDictionary()  # plain tensors that losses depended on
-        self._has_warned_of_schedule = False
-        self._has_schedule_kept = False
+        self._has_warned_of_schedule, self._has_schedule_kept = False, False
 
     # Each step
 
@@ -682,7 +669,7 @@ class Agreement:
 
     def registered(self, thing: object) -> None:
         """Note an object that the script gave to ``job.register``."""
-        self._subject.others.clear(thing)
+        self._others.clear(thing)
         is_optimizer = isinstance(thing, torch.optim.Optimizer)
         if not is_optimizer and not isinstance(thing, torch.amp.GradScaler):
             self._has_schedule_kept = True
@@ -694,27 +681,26 @@ class Agreement:
             TargetError: There is a parameter that ``prepare`` did not see, or workers have
                 diverged.
         """
-        subject = self._subject
         is_due = self._watch.is_due(step)
-        if subject.is_launched or subject.is_saved:
-            subject.known.look_closer() if is_due else subject.known.check()
+        if self._is_launched or self._is_saved:
+            self._known.look_closer() if is_due else self._known.check()
         self._notice_schedule(epoch)
         self.settings_number = self._settings.number ^ self._comparison.data & MOST
-        if subject.compares_between_steps and is_due:
+        if self._compares_between_steps and is_due:
             self.compare(step)
-        self.looks = subject.is_launched and (
-            self._watch.is_due(step + 1) or subject.others.has_met_unknown
+        self.looks = self._is_launched and (
+            self._watch.is_due(step + 1) or self._others.has_met_unknown
         )
-        subject.others.has_met_unknown = False
-        subject.others.begin_step()
+        self._others.has_met_unknown = False
+        self._others.begin_step()
 
     def withhold(self) -> None:
         """Let no optimizer of the job step until ``release``: gradients are only some workers'."""
-        self._subject.others.withhold()
+        self._others.withhold()
 
     def release(self) -> None:
         """Let the job's optimizers step: they have the gradients of the whole batch."""
-        self._subject.others.begin_step()
+        self._others.begin_step()
 
     def look_at(self, answer: Any, answered: set[Any] | None = None) -> None:
         """Inspect the loss of a pass before its backward pass; in some steps only.
@@ -723,7 +709,7 @@ class Agreement:
             TargetError: The loss depends on a parameter that ``prepare`` did not see.
         """
         if self.looks:
-            check_leaves(answer, self._subject.known.names, self._leaves, answered)
+            check_leaves(answer, self._known.names, self._leaves, answered)
 
     def is_broken_by(self, sums: Sequence[Any] | Tensor) -> bool:
         """Whether a step's sums show that settings differ; ``compare`` then says how.
@@ -742,25 +728,22 @@ class Agreement:
         stays, self._epoch = epoch == self._epoch, epoch
         if self._has_warned_of_schedule or self._has_schedule_kept or not stays:
             return
-        scheduled = any("initial_lr" in g for o in self._subject.optimizers for g in o.param_groups)
-        if scheduled and self._settings.has_changed and self._subject.is_saved:
+        scheduled = any("initial_lr" in g for o in self._optimizers for g in o.param_groups)
+        if scheduled and self._settings.has_changed and self._is_saved:
             self._has_warned_of_schedule = True
-            self._warn(
-                "a learning-rate scheduler steps within the epoch and nothing is registered: a "
-                "restart or a resize would begin it anew; call job.register(scheduler)"
-            )
+            if self._comparison.place().rank == 0:
+                log.warning(
+                    "a learning-rate scheduler steps within the epoch and nothing is registered: a "
+                    "restart or a resize would begin it anew; call job.register(scheduler)"
+                )
 
     def compare(self, step: int) -> None:
         """Compare tensors and settings after so many steps; as ``WorkerComparison.compare``."""
         self._comparison.compare(step)
 
-    def _warn(self, sentence: str) -> None:
-        if self._subject.place().rank == 0:
-            log.warning(sentence)
-
     def close(self) -> None:
         """End the checks with the job."""
-        self._subject.others.close()
+        self._others.close()
 
 
 def arithmetic_of(device: torch.device) -> str:
