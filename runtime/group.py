@@ -38,7 +38,7 @@ from .protocol.environment import (
     read_environment,
     take_token,
 )
-from .protocol.handover import wait_for_turn
+from .protocol.handover import FOREVER, GO, READY
 from .protocol.messages import Recover, Resize
 
 # Let workers wait for each other before they have a process group, through the store.
@@ -91,71 +91,53 @@ class Meeting:
         """
         ranks = range(len(self.device_types))
         keys = [f"{name}/{rank}" for rank in ranks]
-        wait = _Wait(self)
+        began = looked_at = time.monotonic()
+        on_the_way_since: dict[int, float] = {}
+        has_told = False
         while not self.store.has(*keys):
-            wait.look(lambda: [rank for rank in ranks if not self.store.has(keys[rank])])
-            time.sleep(wait.pause_seconds)
+            now = time.monotonic()
+            waited = now - began
+            if now - looked_at >= min(LOOK_SECONDS, self.late_seconds):
+                looked_at = now
+                missing = [rank for rank in ranks if not self.store.has(keys[rank])]
+                absent = self._check_missing(missing, waited, now, on_the_way_since)
+                if absent and waited > self.late_seconds and not has_told:
+                    has_told = True
+                    limit = f"{self.limit_seconds:g} s ({option('timeout_seconds')})"
+                    log.warning(
+                        f"still waiting for {self.names(absent)} to come to hf.prepare, where "
+                        f"workers meet; up to {limit}"
+                    )
+            time.sleep(min(max(_PAUSE_FRACTION * waited, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS))
         return [self.store.get(key) for key in keys]
+
+    def _check_missing(
+        self, missing: list[int], waited: float, now: float, on_the_way_since: dict[int, float]
+    ) -> list[int]:
+        """Give up a wait that cannot end well; the workers that have not arrived."""
+        left = [rank for rank in missing if self.store.has(f"left/{rank}")]
+        if left:
+            raise LaunchError(
+                f"{self.names(left)} ended without coming to hf.prepare, where the others wait",
+                hint="every worker of the plan must call hf.prepare",
+                exit_code=1,
+            )
+        came = [rank for rank in missing if self.store.has(f"arrived/{rank}")]
+        for rank in came:
+            on_the_way_since.setdefault(rank, now)
+        stuck = [rank for rank in came if now - on_the_way_since[rank] > self.late_seconds]
+        if stuck:
+            who = f"{self.names(stuck)}, which came to hf.prepare and got no further"
+            raise PeerLostError(f"waited {waited:.0f} s in vain for {who}", timed_out=True)
+        if missing and waited > self.limit_seconds:
+            who = f"{self.names(missing)}, which did not come to meet the others"
+            raise PeerLostError(f"waited {waited:.0f} s in vain for {who}", timed_out=True)
+        return [rank for rank in missing if rank not in came]
 
     def names(self, ranks: Sequence[int]) -> str:
         """Name these workers, for a sentence."""
         said = [f"{rank} ({self.device_types[rank]})" for rank in ranks]
         return f"rank{'s' if len(said) > 1 else ''} {', '.join(said)}"
-
-
-class _Wait:
-    """One wait for the values of other workers, and what is known of those still missing."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._began = self._looked_at = time.monotonic()
-        self._on_the_way_since: dict[int, float] = {}
-        self._has_told = False
-
-    @property
-    def pause_seconds(self) -> float:
-        """How many seconds to wait before the store is asked again."""
-        share = _PAUSE_FRACTION * (time.monotonic() - self._began)
-        return min(max(share, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
-
-    def look(self, missing_ranks: Callable[[], list[int]]) -> None:
-        """Check now and then which workers are missing; give up a wait that cannot end well.
-
-        Raises:
-            LaunchError: A worker ended without arriving.
-            PeerLostError: A worker did not arrive in time, or stopped after it arrived.
-        """
-        meeting, now = self._meeting, time.monotonic()
-        if now - self._looked_at < min(LOOK_SECONDS, meeting.late_seconds):
-            return
-        self._looked_at = now
-        missing = missing_ranks()
-        left = [rank for rank in missing if meeting.store.has(f"left/{rank}")]
-        if left:
-            raise LaunchError(
-                f"{meeting.names(left)} ended without coming to hf.prepare, where the others wait",
-                hint="every worker of the plan must call hf.prepare",
-                exit_code=1,
-            )
-        came = [rank for rank in missing if meeting.store.has(f"arrived/{rank}")]
-        for rank in came:
-            self._on_the_way_since.setdefault(rank, now)
-        stuck = [r for r in came if now - self._on_the_way_since[r] > meeting.late_seconds]
-        waited = now - self._began
-        if stuck:
-            who = f"{meeting.names(stuck)}, which came to hf.prepare and got no further"
-            raise PeerLostError(f"waited {waited:.0f} s in vain for {who}", timed_out=True)
-        if missing and waited > meeting.limit_seconds:
-            who = f"{meeting.names(missing)}, which did not come to meet the others"
-            raise PeerLostError(f"waited {waited:.0f} s in vain for {who}", timed_out=True)
-        absent = [rank for rank in missing if rank not in came]
-        if absent and waited > meeting.late_seconds and not self._has_told:
-            self._has_told = True
-            limit = f"{meeting.limit_seconds:g} s ({option('timeout_seconds')})"
-            log.warning(
-                f"still waiting for {meeting.names(absent)} to come to hf.prepare, where workers "
-                f"meet; up to {limit}"
-            )
 
 
 # Compare the torch builds of the workers and refuse those that cannot work together.
@@ -186,10 +168,6 @@ class Build:
         """Torch's version without the build's suffix: 2.9.1 for 2.9.1+cu128."""
         return self.torch.partition("+")[0]
 
-    def text(self) -> str:
-        """The record as text, for the store."""
-        return to_json(self)
-
 
 def own_build(device: torch.device) -> Build:
     """The build of this process, for its device."""
@@ -200,16 +178,6 @@ def own_build(device: torch.device) -> Build:
         toolkit=backend.toolkit(),
         collective_version=backend.collective_version(),
     )
-
-
-def parse_build(text: str) -> Build:
-    """Read a build back from its text.
-
-    Raises:
-        pydantic.ValidationError: The text is not such a record.
-    """
-    build: Build = adapter_of(Build).validate_json(text)
-    return build
 
 
 def check_builds(builds: Sequence[Build], collective: str, determinism: Determinism) -> None:
@@ -351,7 +319,8 @@ def _join(start: Start, device: torch.device | None, control: Control | None = N
     assert start.config is not None
     store = _connect(start, _Jobs.opened) if start.address else None
     if start.follows and store is not None and not _Jobs.opened:
-        wait_for_turn(store)
+        store.add(READY, 1)  # the former workers save their parts and leave
+        store.wait([GO], FOREVER)
     _Jobs.opened += 1
     if start.world_size == 1:
         slot = start.config.workers[0]
@@ -552,12 +521,12 @@ def _init_group(
     if survives:
         for name, value in (backend.abortable_with or {}).items():
             os.environ.setdefault(name, value)
-    store.set(f"build/{rank}", own_build(device).text())
+    store.set(f"build/{rank}", to_json(own_build(device)))
     store.set(f"device/{rank}", json.dumps(_identity(device)))
     meeting = _meeting(start, store)
     identities = [json.loads(word) for word in meeting.read("device")]
     collective = choose_collective(device, identities)
-    builds = [parse_build(text) for text in meeting.read("build")]
+    builds = [adapter_of(Build).validate_json(text) for text in meeting.read("build")]
     check_builds(builds, collective, start.determinism)
     peers.init_process_group(
         backend=collective,

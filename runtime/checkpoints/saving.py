@@ -7,6 +7,7 @@ the script registered, and the position (progress.py).
 import json
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,56 +72,6 @@ class HostCopies:
             backend_of(device).wait_for(mark)
 
 
-# Report to the launch, so that workers of another plan can take over.
-#
-# Under a pipeline each worker keeps a part of the state, so none can stay while others join. All
-# workers write their parts and leave; the next workers resume from these (protocol/handover.py).
-
-
-class Handover:
-    """One worker's side of a handover; it does nothing where a handover is not possible.
-
-    Attributes:
-        folder: The folder for the parts when the plan changes, if the user gave no folder.
-    """
-
-    def __init__(self, session: Session, *, is_possible: bool) -> None:
-        place = session.place
-        self._is_main = session.is_main
-        self._follows = is_possible and place.start.follows
-        self._store = place.store if is_possible else None
-        self.folder: Path | None = place.start.handover_folder if is_possible else None
-        self._is_training = False
-
-    @property
-    def signals(self) -> list[signal.Signals]:
-        """The signals by which the launch asks for a handover."""
-        return [handover.SIGNAL] if self.folder is not None else []
-
-    def check(self, folder: Path, *, has_found: bool) -> None:
-        """Refuse to start from step 0 in the place of workers that have trained.
-
-        Raises:
-            TargetError: Those workers left no state to resume from.
-        """
-        if self._follows and not has_found:
-            raise TargetError(
-                f"{folder}: there is no complete checkpoint to go on from",
-                hint="the warnings above say what is wrong with those that are there",
-            )
-
-    def tell_training(self) -> None:
-        """Tell the launch that the script has caught up with its state, or has ended."""
-        if self._store is not None and not self._is_training:
-            self._is_training = True
-            handover.tell_training(self._store)
-
-    def tell_stopped(self) -> None:
-        """Tell the launch that all workers have finished their last step."""
-        if self._store is not None and self._is_main:
-            handover.tell_stopped(self._store)
-
-
 _NONE = "none"  # stands for a checkpoint's name where there is none to resume from
 _REFUSED = "checkpoints refused"
 
@@ -150,9 +101,16 @@ class Checkpoints:
         start = session.place.start
         self._session, self._engine, self._progress = session, engine, progress
         self._runner, self._agreement = runner, agreement
-        self._handover = Handover(session, is_possible=engine.state.is_in_parts)
+        # Under a pipeline each worker keeps a part of the state, so none can stay while others
+        # join: all write their parts and leave, and the workers of the next plan go on from these.
+        can_hand_over = engine.state.is_in_parts
+        self._told = (
+            session.place.store if can_hand_over else None
+        )  # by keys of protocol/handover.py
+        self._is_training = False
+        handover_folder = start.handover_folder if can_hand_over else None
         self.is_asked_for = start.checkpoint_folder is not None
-        folder = start.checkpoint_folder or self._handover.folder
+        folder = start.checkpoint_folder or handover_folder
         self._has_folder = folder is not None
         self._every = start.checkpoint_every if folder is not None else 0
         self._folder = folder or Path()
@@ -164,7 +122,11 @@ class Checkpoints:
         self._unwritten: list[int] = []  # steps whose checkpoints could not be written
         self._broken: set[Path] = set()
         found = self._agree()
-        self._handover.check(self._folder, has_found=found is not None)
+        if found is None and can_hand_over and start.follows:
+            raise TargetError(
+                f"{self._folder}: there is no complete checkpoint to go on from",
+                hint="the warnings above say what is wrong with those that are there",
+            )
         if found is not None:
             progress.check(found)
             progress.go_on_from(found)
@@ -175,7 +137,8 @@ class Checkpoints:
             session.wants_stop = True
 
         asked_by = [signal.SIGTERM] if self.is_asked_for else []
-        self._stops = StopRequests([*asked_by, *self._handover.signals], ask_to_stop)
+        asked_by += [handover.SIGNAL] if handover_folder is not None else []
+        self._stops = StopRequests(asked_by, ask_to_stop)
 
     def _agree(self) -> Checkpoint | None:
         """Let the first worker choose a checkpoint; the others read the same one."""
@@ -236,8 +199,14 @@ class Checkpoints:
         """The step at which to start in an epoch; see ``Progress.first_step``."""
         first = self._progress.first_step(call, num_steps, length)
         if not self._progress.is_catching_up:
-            self._handover.tell_training()
+            self._tell_training()
         return first
+
+    def _tell_training(self) -> None:
+        """Tell the launch that the script has caught up with its state, or has ended."""
+        if self._told is not None and not self._is_training:
+            self._is_training = True
+            self._told.add(handover.TRAINING, 1)
 
     def boundary(self) -> None:
         """After a complete step with its update: save if it is time, and stop if asked."""
@@ -250,7 +219,8 @@ class Checkpoints:
     def _stop(self) -> NoReturn:
         """Save and leave. At level ``static``, do not drain where an unstopped run would not."""
         session, folder = self._session, self._folder
-        self._handover.tell_stopped()
+        if self._told is not None and session.is_main:
+            self._told.set(handover.STOPPED_AT, str(time.monotonic()))
         if session.place.start.determinism == "none" or self._engine.is_drained:
             self.save(wait=True)
             self._say(f"asked to stop; saved {folder}, step {session.num_steps}")
@@ -294,7 +264,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Save the final state and wait until it is on disk; ``close`` raises if it is not."""
-        self._handover.tell_training()
+        self._tell_training()
         if not self.is_asked_for:
             return
         found = self._progress.found

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetflow.runtime.group import Build, Meeting, check_builds, own_build, parse_build
+from hetflow.runtime.group import Build, Meeting, check_builds, own_build
 from hetflow.runtime.peers import SharedStore
 from hetflow.schema.errors import LaunchError, PeerLostError, TargetError
+from hetflow.schema.files import to_json
 from hetflow.schema.launch import Determinism
+from hetflow.schema.records import adapter_of
 
 TYPES = ["V100", "V100", "P100"]
 
@@ -107,7 +109,7 @@ def build(host: str, release: str, nccl: str | None) -> Build:
 
 def test_the_own_build_comes_as_it_was_sent() -> None:
     own = own_build(torch.device("cpu"))
-    assert parse_build(own.text()) == own
+    assert adapter_of(Build).validate_json(to_json(own)) == own
     assert own.torch == torch.__version__
     assert torch.__version__.startswith(own.release)
     assert "+" not in own.release
