@@ -1,5 +1,7 @@
 """``hetflow check``: judge a plan or an allocation from the definitions."""
 
+from dataclasses import replace
+
 from ..schema.errors import HetflowError
 from ..schema.requests.check import CheckRequest
 from .asking import Asked, asks
@@ -11,7 +13,7 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
     """Verify a plan or an allocation, with equations that share nothing with the solvers.
 
     A plan's proof holds a certificate, which is replayed. Where there is none, or the judge has no
-    replay for that kind of plan, it says `unproved` instead of `optimal`.
+    replay for that kind of plan, it says `unproved` instead of `optimal`. So does `hetflow solve`.
 
     The judge has its own lists of each schedule's passes: those that would run must be the same.
 
@@ -40,18 +42,9 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
     obstacle = None
     if isinstance(found, Plan):
         pool = asked.get("pool")
+        if isinstance(faults, Verdict):
+            found = replace(found, proof=replace(found.proof, bound=faults.bound))
         proved = claim_of(found, None if pool is None else pool_of(pool))
-        if isinstance(faults, Verdict) and proved.startswith("optimal"):
-            # Only if the judge saw that the bound holds.
-            if faults.bound == "recomputed":
-                proved += "; the file holds no certificate, the judge found the bound by itself"
-            elif faults.bound != "replayed":
-                has_one = found.proof.certificate is not None
-                why = "is what the file states, " + (
-                    "and its certificate does not show it" if has_one
-                    else "without a certificate to replay"
-                )  # fmt: skip
-                proved = f"unproved: {proved!r} {why}"
         obstacle = obstacle_of(found)
     elif judge_of(policy_named(found.policy).name) is not None:
         proved = str(found.certificate.termination)

@@ -117,16 +117,18 @@ def faults_against(plan: Plan, view: View, problem: Problem) -> Verdict:
     return Verdict(wrong) if wrong else parallel.check(plan, view)
 
 
-def confirm(plan: Plan, view: View, problem: Problem) -> Plan:
-    """Return a plan of our own solvers, if it passes its check. Arguments as ``faults_against``.
+def confirmed(plan: Plan, profiles: Sequence[Profile], pool: Cluster) -> Plan:
+    """A plan of our own solvers, if it passes its check; its proof says how the bound is known.
+
+    The question is the one that ``hetflow check`` asks of the plan's file, so both say the same.
 
     Raises:
         BackendError: The plan fails its check, which is a bug.
     """
-    faults = faults_against(plan, view, problem)
+    faults = faults_of_plan(plan, profiles, pool)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
-    return plan
+    return replace(plan, proof=replace(plan.proof, bound=faults.bound))
 
 
 def judged_pool(plan: Plan, pool: Cluster | None) -> Cluster:

@@ -17,7 +17,6 @@ from ..schema.schedule_traits import SCHEDULES, traits
 from ..solvers.effort import Effort
 from ..solvers.methods import METHODS
 from ..solvers.pipeline.simplest import simplest_of
-from .judging import confirm
 from .limits import TimeShares
 from .links import PoolLinks, links_of
 from .pipeline_problem import capacity_seconds, pipeline_keys, pipeline_problem
@@ -51,7 +50,6 @@ def best_pipeline(question: Question, clock: TimeShares) -> Plan:
     Raises:
         ProblemError: Profiles, pool and flags do not fit together.
         InfeasibleError: No plan fits the devices' memory or number.
-        BackendError: A solver's plan fails its check, which is a bug.
     """
     check_flags(question)
     if question.asked.stage_cost == "ring" and not question.asked.repetitive:
@@ -143,7 +141,7 @@ def _repetitive(question: Question, microbatch_sizes: Sequence[int]) -> Plan:
         cost_model=asked.cost_model,
         runs=None if asked.runs is None else Path(asked.runs),
     )
-    return with_origin(confirm(plan, problems[plan.microbatch_size], problem), question)
+    return with_origin(plan, question)
 
 
 def _best_schedule(question: Question, sizes: list[int], clock: TimeShares) -> Plan:
@@ -257,7 +255,7 @@ def _objective(question: Question) -> Objective | None:
 
 
 def _pipeline_at(question: Question, schedule: str, microbatch_size: int, effort: Effort) -> Plan:
-    """Cut the model into stages and check the plan; the published prices are solved by level."""
+    """Cut the model into stages; the published prices are solved by level."""
     from ..solvers.pipeline.solve import solve
 
     asked, nested = question.asked, question.asked.stage_cost == "published"
@@ -276,7 +274,7 @@ def _pipeline_at(question: Question, schedule: str, microbatch_size: int, effort
         num_model_chunks=asked.num_model_chunks,
     )
     plan = solve(view, effort=effort, fastest=asked.fastest)
-    return with_origin(confirm(plan, view, problem), question)
+    return with_origin(plan, question)
 
 
 def with_origin(plan: Plan, question: Question) -> Plan:

@@ -17,7 +17,7 @@ from ..schema.requests.solve import SolveRequest
 from ..solvers.methods import METHODS
 from .costs.memory import reserve_of
 from .inputs import flat
-from .judging import confirm
+from .judging import confirmed
 from .limits import TimeShares
 from .options import Kind, refuse_unread
 from .plan_dollars import priced
@@ -54,10 +54,10 @@ def solve(question: Question, clock: TimeShares | None = None) -> Plan:
         cluster=pool if plan.cluster is None and pool != flat(pool) else plan.cluster,
     )
     plan = dataclasses.replace(plan, restrictions=_restrictions(plan, question))
-    if not question.corrected_by:
-        return plan
-    origin = {**(plan.provenance or {}), "corrected_by": list(question.corrected_by)}
-    return dataclasses.replace(plan, provenance=origin)
+    if question.corrected_by:
+        origin = {**(plan.provenance or {}), "corrected_by": list(question.corrected_by)}
+        plan = dataclasses.replace(plan, provenance=origin)
+    return confirmed(plan, question.profiles, pool)
 
 
 def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
@@ -287,7 +287,6 @@ def _split_in(question: Question, clock: TimeShares, *, warns: bool) -> Plan:
         if whole is None:
             raise
         return whole
-    confirm(plan, view, problem)
     if whole is not None and whole.predicted.step_seconds <= plan.predicted.step_seconds:
         _log.info(f"no split that shares states is faster than {plan.predicted.step_seconds:.4g} s")
         return whole

@@ -1,4 +1,4 @@
-"""Plan pipeline, tensor and data parallelism, and check the plan."""
+"""Plan pipeline, tensor and data parallelism together."""
 
 import logging
 from dataclasses import replace
@@ -9,7 +9,6 @@ from ..schema.errors import InfeasibleError
 from ..schema.layer_trace import LayerTrace, cannot_spread
 from ..schema.parallel import ParallelProblem
 from ..schema.plan import Plan
-from .judging import confirm
 from .limits import TimeShares
 from .parallel_problem import chunks_of, degrees_of, parallel_keys, parallel_problem
 from .pipelines import say_obstacle, trace_for, with_origin
@@ -21,12 +20,11 @@ _log = logging.getLogger("hetflow")
 
 
 def best_parallel(question: Question, clock: TimeShares) -> Plan:
-    """Find and check the plan with the shortest step; with ``top``, the Pareto table too.
+    """Find the plan with the shortest step; with ``top``, the Pareto table too.
 
     Raises:
         ProblemError: Profiles, pool and flags do not fit together.
         InfeasibleError: No plan fits the memory.
-        BackendError: The plan fails its check, which is a bug.
     """
     from ..solvers.parallel.pareto import alternatives, gains
 
@@ -64,9 +62,7 @@ def best_parallel(question: Question, clock: TimeShares) -> Plan:
         link_bytes_per_second=asked.link_bytes_per_second,
         cluster=pool,  # always stated: degrees depend on the servers
     )
-    inside = replace(question, pool=pool)
-    found = with_origin(confirm(whole, problem, inside.problem), inside)
-    return replace(found, trace=trace)
+    return replace(with_origin(whole, replace(question, pool=pool)), trace=trace)
 
 
 def _in_the_best_part(

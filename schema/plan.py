@@ -29,6 +29,9 @@ from .records import (
 )
 from .schedule_traits import DEFAULT_SCHEDULE, ScheduleTraits, traits
 
+Known = Literal["replayed", "recomputed", "stated"]
+"""How a judge knows a plan's bound. ``replayed``: the plan's certificate was replayed, and shows
+it; ``recomputed``: there is none, and the judge found it by itself; ``stated``: neither."""
 MAX_REPLICAS = 1 << 16
 """Of one stage: a schedule lists every pass of every replica."""
 
@@ -154,7 +157,8 @@ class Proof:
     ``tolerance`` is the relative accuracy of the measurements: plans within it of the best are
     considered equally good, and the simplest of them was taken, so the gap may be as wide. It is
     None if the accuracy is unknown, or if the plan with the least predicted time was requested.
-    ``certificate`` shows a judge that ``lower_bound`` holds; without one it is only stated.
+    ``certificate`` shows a judge that ``lower_bound`` holds, and ``bound`` is how the judge of
+    ``hetflow solve`` knew it; None: none was asked.
     ``space`` is a sentence that describes the plans that were searched; None: all of the problem's.
     """
 
@@ -166,6 +170,13 @@ class Proof:
     tolerance: Ratio | None = None
     certificate: SplitCertificate | SharesCertificate | ParallelCertificate | None = None
     space: str | None = None
+    bound: Known | None = None
+
+    @property
+    def status(self) -> Literal["optimal", "unproved", "feasible"]:
+        """``termination``, but only what a judge has seen to hold is ``optimal``."""
+        is_shown = self.bound in ("replayed", "recomputed")
+        return "unproved" if self.termination == "optimal" and not is_shown else self.termination
 
 
 @record
@@ -686,7 +697,7 @@ class Plan(Shown, _Staged):
         """The model, its batch, the devices, and how long a step takes."""
         return (
             f"{self.model}, batch {self.global_batch_size} on {listed(self.devices_by_type)}: "
-            f"{self.predicted.step_seconds:.4g} s a step, {self.proof.termination}"
+            f"{self.predicted.step_seconds:.4g} s a step, {self.proof.status}"
         )
 
     def table(self) -> tuple[list[str], Rows]:
@@ -753,16 +764,26 @@ def devices_for(plan: Plan) -> dict[str, int]:
 def claim_of(plan: Plan, pool: Cluster | None = None) -> str:
     """Return what is proved, and among which plans: ``optimal among plans with 2 stages``.
 
+    Only what a judge has seen to hold is called optimal; else the text begins with ``unproved``.
+
     Args:
         plan: A plan.
         pool: The pool that the plan is judged for; None is the one that it was solved for.
     """
-    known, among = devices_for(plan), str(plan.restrictions or "")
-    text = str(plan.proof.termination)
+    known, among, proof = devices_for(plan), str(plan.restrictions or ""), plan.proof
+    text = str(proof.termination)
     if among:
         text += f" among plans with {among}"
     more = {} if pool is None else pool.num_devices
     if any(number > known.get(name, 0) for name, number in more.items()):
         own = {name: known[name] for name in more if name in known}
         text += f"{',' if among else ' among plans'} on {listed(own)} of {listed(more)}"
+    if proof.status == "unproved":
+        text = f"unproved: {text!r} is what the solver says, " + (
+            "without a certificate to replay"
+            if proof.certificate is None
+            else "and its certificate does not show it"
+        )
+    elif proof.status == "optimal" and proof.bound == "recomputed":
+        text += "; the judge found the bound by itself"
     return text

@@ -157,7 +157,9 @@ def _step_text(predicted: Prediction, *, estimated: bool) -> str:
 
 
 def _proof_text(plan: Plan) -> str:
-    return f"{claim_of(plan)}, gap {_percent(plan.proof.gap)}: {plan.proof.method}"
+    proof = plan.proof
+    stated = " (stated)" if proof.gap and proof.bound in (None, "stated") else ""
+    return f"{claim_of(plan)}, gap {_percent(proof.gap)}{stated}: {proof.method}"
 
 
 def _simpler_lines(plan: Plan) -> list[str]:

@@ -1,27 +1,20 @@
 """Check a proof against itself: its bound, its gap, and what it calls optimal."""
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
-from ...schema.plan import Proof
+from ...schema.plan import Known, Proof
 
 MOST_TOLERANCE = 0.02
 """How much slower than the least step a simpler plan may be, relative to it (docs/decisions.md)."""
 
 
 class Verdict(list[str]):
-    """The faults of a plan, one sentence each, and how its bound is known.
-
-    Attributes:
-        bound: ``replayed``: the plan's certificate was replayed, and shows the bound;
-            ``recomputed``: there is none, and the judge found the bound by itself; ``stated``:
-            neither, so that what the proof calls optimal is unproved.
-    """
+    """The faults of a plan, one sentence each, and how its bound is known."""
 
     def __init__(
         self,
         faults: Iterable[str] = (),
-        bound: Literal["replayed", "recomputed", "stated"] = "stated",
+        bound: Known = "stated",
     ) -> None:
         super().__init__(faults)
         self.bound = bound

@@ -44,6 +44,7 @@ NOT_JUDGED = {
     ),
     r"reserves(\[\d+\]\.asked_bytes)?$": "the question: what the user asked to leave free",
     r"restrictions": "the question too: a judge refuses a plan that breaks one, not one without",
+    r"proof\.bound": "how solve's judge knew the bound: check says how it knows it",
     r"proof\.certificate": "what replays is a proof, whatever it is: test_certificates.py",
     r"with_more_devices": "steps of plans for other pools, which the file does not hold",
 }

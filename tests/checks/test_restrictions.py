@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.checks.tampered import PROFILES
+from tests.checks.tampered import PROFILES, QUESTIONS, Answer, answer
 
 import hetflow
 from hetflow.cli.main import run
 from hetflow.formats.reports.plan_tables import plan_table
+from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import from_json, to_json, write
 from hetflow.schema.plan import Plan, Restrictions, claim_of
 
@@ -40,7 +41,8 @@ def test_what_was_asked_for_stands_in_the_plan_and_in_its_proof() -> None:
     assert plan.restrictions == Restrictions(
         devices={"A": 2, "B": 2}, num_stages=2, replication=False
     )
-    assert claim_of(plan) == "optimal among plans with 2 stages, no replicas"
+    said = "optimal among plans with 2 stages, no replicas; the judge found the bound by itself"
+    assert claim_of(plan) == said
     assert f"{claim_of(plan)}, gap" in plan_table(plan)
     assert from_json(to_json(plan), Plan) == plan
     assert hetflow.check(plan, PROFILES, "2xA,2xB") == []
@@ -74,7 +76,35 @@ def test_check_says_among_which_plans_one_is_optimal(
     write(path, solved("1xA,1xB", num_stages=2))
     judged = ["check", str(path), "--profiles", str(tmp_path)]
     assert run(judged) == 0
-    assert "valid (optimal among plans with 2 stages; the file" in capsys.readouterr().out
+    assert "valid (optimal among plans with 2 stages; the judge" in capsys.readouterr().out
     assert run([*judged, "--gpus", "2xA,1xB"]) == 0
     said = capsys.readouterr().out
     assert "unproved: 'optimal among plans with 2 stages, on 1xA, 1xB of 2xA, 1xB'" in said
+
+
+@pytest.mark.parametrize("name", [*QUESTIONS, "a part of the pool"])
+def test_solve_claims_what_check_says(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name in QUESTIONS:
+        asked = answer(name)
+    else:  # best without the second server: the bound is over both, and the judge sees one
+        profiles, pool = PROFILES[:1], Cluster.parse("2x(2xA)")
+        pool = replace(pool, inter_bytes_per_second=1e4)
+        plan = hetflow.solve(
+            profiles, pool, strategy="parallel", batch_size=32, link_bytes_per_second=LINK
+        )
+        assert plan.cluster is not None
+        assert plan.cluster != pool
+        asked = Answer(plan, profiles, pool)
+    (tmp_path / "profiles").mkdir()
+    for profile in asked.profiles:
+        write(tmp_path / "profiles" / f"{profile.device_type}.json", profile)
+    path, pool = tmp_path / "plan.json", tmp_path / "pool.json"
+    write(path, asked.plan)
+    write(pool, asked.pool)
+    judged = ["check", str(path), "--profiles", str(tmp_path / "profiles"), "--cluster", str(pool)]
+    assert run(judged) == 0
+    assert capsys.readouterr().out == f"{path}: valid ({claim_of(asked.plan, asked.pool)})\n"
+    assert f"{claim_of(asked.plan)}, gap" in plan_table(asked.plan)
+    assert asked.plan.proof.status in asked.plan.title

@@ -68,7 +68,9 @@ def test_a_plan_shows_shares_parts_and_proof() -> None:
     text = plan_table(PLAN)
     assert "2 x cpu:slow (emulated)" in text
     assert "2 x 32" in text
-    assert "optimal, gap 0 %" in text
+    assert "unproved: 'optimal' is what the solver says" in text  # no judge was asked
+    shown = replace(PLAN, proof=replace(PLAN.proof, bound="replayed"))
+    assert "\noptimal, gap 0 %" in plan_table(shown)
     assert "256.0 samples/s" in text
 
 
