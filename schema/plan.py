@@ -103,11 +103,15 @@ class RefutedShares:
     Each device takes some samples and has room for some bytes of weights. ``bytes_per_sample`` is a
     price of samples: at it no devices together are worth the batch and all weights. None: there is
     no such price, and a judge takes the sums of samples.
+
+    The record is of plans whose devices compute for less than ``below_seconds`` in a round (None:
+    all), and not less than the record before it.
     """
 
     shard: Shard
     rounds: Count | None = None
     bytes_per_sample: float | None = None
+    below_seconds: Seconds | None = None
 
 
 @record

@@ -6,7 +6,7 @@ The code is slow and simple on purpose, and shares nothing with the solver or it
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, floor, inf
 
 from ...schema.choices import Shard
 from ...schema.plan import Plan, RefutedShares, SharesCertificate
@@ -36,10 +36,9 @@ class _Sharing:
     bare: float
     once: float
 
-    def step(self, problem: ShardedProblem, rounds: int, compute: float) -> float:
-        closing = max(kind.update_seconds + kind.fixed_seconds for kind in problem.devices)
+    def step(self, rounds: int, compute: float, end: float) -> float:
         round_seconds = self.bare + (compute if compute > self.hidden else self.hidden)
-        return rounds * round_seconds + self.once + closing
+        return rounds * round_seconds + self.once + end
 
     def held(self, problem: ShardedProblem, point: BatchPoint, share: int, rounds: int) -> Fraction:
         """Most bytes on a device with the states of ``share`` bytes of weights: pass or update."""
@@ -179,10 +178,14 @@ def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
 
 def _prediction_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
     sharing, found = _sharing(problem, plan.shard), plan.predicted
+    kinds = {kind.device_type: kind for kind in problem.devices}
     compute = max(group.virtual_nodes * (group.pass_seconds or 0.0) for group in plan.groups)
     rounds = plan.groups[0].virtual_nodes if sharing.is_in_rounds else 1
-    step = sharing.step(problem, rounds, compute / rounds)
-    ends = [(kind.update_seconds, kind.fixed_seconds) for kind in problem.devices]
+    ends = []
+    for group in plan.groups:
+        kind, share = kinds[group.device_type], group.state_share_bytes or 0
+        ends.append((share / problem.weight_bytes * kind.update_seconds, kind.fixed_seconds))
+    step = sharing.step(rounds, compute / rounds, max(map(sum, ends)))
     longest = [end for end in ends if not differ(sum(end), max(map(sum, ends)))]
     told = (found.update_seconds or 0.0, found.fixed_seconds or 0.0)
     update, fixed = told if told in longest else longest[0]
@@ -203,28 +206,35 @@ def _prediction_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
 def _replayed(problem: ShardedProblem, bound: float, stated: SharesCertificate) -> Verdict:
     """Replay a certificate: it names every way to share, and none takes less than the bound."""
     batch, left = problem.global_batch_size, MOST_STEPS
-    named = {(one.shard, one.rounds): one for one in stated.refuted}
+    limit = bound * (1 - TOLERANCE)
     for shard in problem.shards:
         sharing = _sharing(problem, shard)
+        rooms = [
+            [[sharing.most_share(problem, k, p, n) for p in k.batch_curve] for k in problem.devices]
+            for n in (1, 2)
+        ]
         divisors = [n for n in range(1, batch + 1) if batch % n == 0]
         for rounds in divisors if sharing.is_in_rounds else [None]:
-            one = named.get((shard, rounds))
-            if one is None:
+            blocks = [one for one in stated.refuted if (one.shard, one.rounds) == (shard, rounds)]
+            ceilings = [inf if one.below_seconds is None else one.below_seconds for one in blocks]
+            if ceilings != sorted(ceilings) or ceilings[-1:] != [inf]:
                 return Verdict([f"proof.certificate: leaves out {shard} in {rounds} rounds"])
-            options = [
-                _options(problem, kind, sharing, rounds, bound * (1 - TOLERANCE))
-                for kind in problem.devices
-            ]
-            if one.bytes_per_sample is None:
-                done, steps = _reaches(problem, options, batch // (rounds or 1), left)
-                left -= steps
-                if left < 0:
-                    return Verdict()
-            else:
-                done = not _is_refuted(problem, options, batch // (rounds or 1), one)
-            if done:
-                said = f"{shard} in {rounds or 'any'} rounds is not refuted"
-                return Verdict([f"proof.certificate: {said}"])
+            for one, least, ceiling in zip(blocks, [0.0, *ceilings], ceilings, strict=False):
+                end = limit - sharing.step(rounds or 1, least, 0.0)
+                options = [
+                    _options(problem, kind, own, sharing, rounds, limit, ceiling, end)
+                    for kind, own in zip(problem.devices, rooms[(rounds or 1) > 1], strict=True)
+                ]
+                if one.bytes_per_sample is None:
+                    done, steps = _reaches(problem, options, batch // (rounds or 1), left)
+                    left -= steps
+                    if left < 0:
+                        return Verdict()
+                else:
+                    done = not _is_refuted(problem, options, batch // (rounds or 1), one)
+                if done:
+                    said = f"{shard} in {rounds or 'any'} rounds is not refuted"
+                    return Verdict([f"proof.certificate: {said}"])
     return Verdict((), "replayed")
 
 
@@ -235,30 +245,39 @@ Options = list[tuple[int, int, int]]
 def _options(
     problem: ShardedProblem,
     kind: ShardedDevices,
+    rooms: list[int],
     sharing: _Sharing,
     rounds: int | None,
     limit: float,
+    ceiling: float,
+    end: float,
 ) -> Options:
-    """What one device can do in a step that ends within a limit."""
+    """What one device can do in a step within a limit, computing below a ceiling, that ends so."""
     found = []
     batch = problem.global_batch_size
     only = problem.virtual_nodes and batch // problem.virtual_nodes
-    for point in kind.batch_curve:
+    left, update = end - kind.fixed_seconds, kind.update_seconds
+    if left < 0:
+        return []
+    updated = (
+        problem.weight_bytes if left >= update else floor(left / update * problem.weight_bytes)
+    )
+    for point, room in zip(kind.batch_curve, rooms, strict=True):
         size = point.batch_size
-        if size > batch // (rounds or 1) or only not in (None, size):
+        if room < 0 or size > batch // (rounds or 1) or only not in (None, size):
             continue
-        most = 0
-        if sharing.step(problem, rounds or 1, point.step_seconds) <= limit:
-            most = 1
-            low, high = 1, batch // size if rounds is None else 1
-            while low < high:
-                middle = (low + high + 1) // 2
-                fits = sharing.step(problem, 1, middle * point.step_seconds) <= limit
-                low, high = (middle, high) if fits else (low, middle - 1)
-            most = low
-        share = sharing.most_share(problem, kind, point, rounds or 1) if most else -1
-        if share >= 0:
-            found.append((size, most, share))
+
+        def fits(passes: int, seconds: float = point.step_seconds) -> bool:
+            compute = passes * seconds
+            in_time = sharing.step(rounds or 1, compute, kind.fixed_seconds) <= limit
+            return compute < ceiling and in_time
+
+        low, high = 0, batch // size if rounds is None else 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        if low:
+            found.append((size, low, min(room, updated)))
     return found
 
 

@@ -171,42 +171,47 @@ def transfers(problem: ShardedProblem, shard: Shard) -> tuple[float, float, floa
     return reduced, last, whole
 
 
-def closing_seconds(problem: ShardedProblem) -> float:
-    """What ends a step: the slowest update and fixed cost of all types, as if all were whole."""
-    return max(kind.update_seconds + kind.fixed_seconds for kind in problem.devices)
+def end_seconds(problem: ShardedProblem, kind: ShardedDevices, share_bytes: int) -> float:
+    """What ends a step on a device: the update of its share, and the fixed cost."""
+    return kind.fixed_seconds + kind.update_seconds * share_bytes / problem.weight_bytes
+
+
+def most_updated_bytes(problem: ShardedProblem, kind: ShardedDevices, seconds: float) -> int | None:
+    """The largest share with which a step ends in so many seconds; None: none does."""
+    left = seconds - kind.fixed_seconds
+    if left < 0:
+        return None
+    whole, each = problem.weight_bytes, kind.update_seconds
+    return whole if left >= each else int(left / each * whole)
 
 
 def step_seconds(
-    problem: ShardedProblem, shard: Shard, rounds: int, compute_seconds: float
+    problem: ShardedProblem, shard: Shard, rounds: int, compute_seconds: float, end_seconds: float
 ) -> float:
     """A step whose slowest device computes ``compute_seconds`` in each of its rounds.
 
-    Only plans whose devices exchange states in every pass have several rounds.
+    Only plans whose devices exchange states in every pass have several rounds. All devices meet
+    before updates, so the longest end counts, whichever device has the longest passes.
     """
     hidden, edges, update = transfers(problem, shard)
     passes = rounds * (max(compute_seconds, hidden) + edges)
-    return passes + update + closing_seconds(problem)
-
-
-def compute_limit(problem: ShardedProblem, shard: Shard, rounds: int, seconds: float) -> float:
-    """The most seconds of compute in a round of a step of ``seconds``; 0 where there are none."""
-    hidden, edges, update = transfers(problem, shard)
-    left = (seconds - update - closing_seconds(problem)) / rounds - edges
-    return left if left >= hidden else 0.0
+    return passes + update + end_seconds
 
 
 def predict(problem: ShardedProblem, shard: Shard, groups: Iterable[ReplicaGroup]) -> Prediction:
     """Predict a step of groups that share states; see ``step_seconds``."""
     groups = tuple(groups)
+    kinds = {kind.device_type: kind for kind in problem.devices}
     compute = max(group.virtual_nodes * (group.pass_seconds or 0.0) for group in groups)
     rounds = groups[0].virtual_nodes if in_rounds(shard) else 1
-    step = step_seconds(problem, shard, rounds, compute / rounds)
-    last = max(problem.devices, key=lambda kind: kind.update_seconds + kind.fixed_seconds)
+    shares = [(kinds[group.device_type], group.state_share_bytes or 0) for group in groups]
+    end, fixed = max((end_seconds(problem, *one), one[0].fixed_seconds) for one in shares)
+    step = step_seconds(problem, shard, rounds, compute / rounds, end)
     return Prediction(
         step_seconds=step,
         samples_per_second=problem.global_batch_size / step,
         compute_seconds=compute,
-        sync_seconds=max(0.0, step - compute - closing_seconds(problem)),
-        update_seconds=last.update_seconds,
-        fixed_seconds=last.fixed_seconds or None,
+        sync_seconds=max(0.0, step - compute - end),
+        update_seconds=end - fixed,
+        fixed_seconds=fixed or None,
     )

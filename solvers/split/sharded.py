@@ -2,21 +2,25 @@
 
 Cephalo and Poplar decouple the two for unlike devices, by heuristics. For a bound on time,
 each device has a few choices: samples, and the most bytes of weights of which it can then keep the
-states. So feasibility is a knapsack over the samples, whose worth is the room for states. The least
-bound is searched among the times of passes, for each kind of sharing and each number of rounds.
+states. So feasibility is a knapsack over the samples, whose worth is the room for states.
+
+A step is passes and an end, the longest update of a share. A bound on the end is one more limit on
+shares. The search halves blocks of times: with passes of its longest time, a block must leave an
+end that is short enough beside its shortest time.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ...planning.costs.sharding import (
-    compute_limit,
+    end_seconds,
     in_rounds,
     most_share_bytes,
+    most_updated_bytes,
     peak_bytes,
     predict,
     room_bytes,
@@ -38,7 +42,7 @@ from ...schema.profile import BatchPoint
 from .pool import group_on
 
 METHOD = "threshold search over times of passes, exact knapsack of samples and room for states"
-_NEVER = -(1 << 62)
+_NEVER, _NO_LIMIT = -(1 << 62), 1 << 62
 _BELOW = 1 - 1e-9
 
 Worths = npt.NDArray[np.int64]
@@ -75,8 +79,16 @@ class _Choice:
     def counts(self) -> list[int]:
         return [kind.num_devices for kind in self.problem.devices]
 
-    def step_seconds(self, compute_seconds: float) -> float:
-        return step_seconds(self.problem, self.shard, self.rounds or 1, compute_seconds)
+    def step_seconds(self, compute_seconds: float, end: float) -> float:
+        return step_seconds(self.problem, self.shard, self.rounds or 1, compute_seconds, end)
+
+    @property
+    def least_end(self) -> float:
+        """The end of a step that no plan of the choice undercuts: all devices have shares."""
+        rooms = [0] * len(self.counts)
+        for one in self.entries:
+            rooms[one.kind] = max(rooms[one.kind], one.room)
+        return _least_end(self.problem, zip(range(len(rooms)), rooms, self.counts, strict=True))
 
     @property
     def least_seconds(self) -> float:
@@ -85,7 +97,19 @@ class _Choice:
         for one in self.entries:
             best[one.kind] = max(best[one.kind], one.size / one.point.step_seconds)
         rate = sum(n * one for n, one in zip(self.counts, best, strict=True))
-        return self.step_seconds(self.target / rate) if rate else np.inf
+        return self.step_seconds(self.target / rate, self.least_end) if rate else np.inf
+
+    def options(self, seconds: float, end: float) -> list[tuple[_Entry, int, int]]:
+        """Sizes that fit a time: the most passes, and the room for states within an end."""
+        caps = [
+            _NO_LIMIT if np.isinf(end) else most_updated_bytes(self.problem, kind, end)
+            for kind in self.problem.devices
+        ]
+        return [
+            (one, most, min(one.room, cap))
+            for one in self.entries
+            if (cap := caps[one.kind]) is not None and (most := self.passes(one, seconds))
+        ]
 
     def passes(self, one: _Entry, seconds: float) -> int:
         """The most passes of a size within a time."""
@@ -104,15 +128,16 @@ class _Choice:
             times.update((np.arange(1, most + 1) * one.point.step_seconds).tolist())
         return sorted(times)
 
-    def price(self, seconds: float) -> float | None:
+    def price(self, seconds: float, end: float) -> float | None:
         """Bytes per sample at which no devices are worth the batch and all weights.
 
-        It shows that no devices compute within ``seconds``, by weak duality; None: there is none.
+        It shows that no devices compute within ``seconds`` and end within ``end``, by weak duality;
+        None: there is none.
         """
-        found = [(one, n) for one in self.entries if (n := self.passes(one, seconds))]
-        kinds = np.array([one.kind for one, _ in found], dtype=np.int64)
-        rooms = np.array([one.room for one, _ in found], dtype=np.float64)
-        ends = np.array([[one.size, n * one.size] for one, n in found], dtype=np.float64)
+        found = self.options(seconds, end)
+        kinds = np.array([one.kind for one, _, _ in found], dtype=np.int64)
+        rooms = np.array([room for _, _, room in found], dtype=np.float64)
+        ends = np.array([[one.size, n * one.size] for one, n, _ in found], dtype=np.float64)
         counts = np.array(self.counts, dtype=np.float64)
         weights, target = float(self.problem.weight_bytes), float(self.target)
 
@@ -136,10 +161,10 @@ class _Choice:
             if high[2] <= low[2]:
                 return None
             price = (low[1] - low[2] * low[0] - high[1] + high[2] * high[0]) / (high[2] - low[2])
-            if low[1] + low[2] * (price - low[0]) > -1e-6 * weights:
+            if low[1] + low[2] * (price - low[0]) > -1e-10 * weights:
                 return None  # no price is lower than where the tangents meet
             middle = (price, *excess(price))
-            if middle[1] < -1e-6 * weights:
+            if middle[1] < -1e-10 * weights:
                 return price
             if middle[2] < 0:
                 low = middle
@@ -147,39 +172,36 @@ class _Choice:
                 high = middle
         return None
 
-    def rooms(self, seconds: float, *, keeps: bool = False) -> list[Worths]:
+    def rooms(self, seconds: float, end: float, *, keeps: bool = False) -> list[Worths]:
         """[devices + 1][samples + 1] the most room of the first devices for exactly so many."""
         table = np.full(self.target + 1, _NEVER, dtype=np.int64)
         table[0] = 0
         tables = [table]
+        options = self.options(seconds, end)
         for kind, count in enumerate(self.counts):
-            own = [
-                (e, n) for e in self.entries if e.kind == kind and (n := self.passes(e, seconds))
-            ]
+            own = [option for option in options if option[0].kind == kind]
             for _ in range(count if own else 0):
                 best = table
-                for one, most in own:
-                    best = np.maximum(best, _windows(table, one.size, most) + one.room)
+                for one, most, room in own:
+                    best = np.maximum(best, _windows(table, one.size, most) + room)
                 table = best
                 tables = [*tables, table] if keeps else [table]
         return tables
 
-    def fits(self, seconds: float) -> bool:
-        """Whether the batch and the states fit devices that compute so long in a round."""
-        if self.price(seconds) is not None:
+    def fits(self, seconds: float, end: float) -> bool:
+        """Whether the batch and the states fit devices that compute and end within these times."""
+        if self.price(seconds, end) is not None:
             return False
-        return bool(self.rooms(seconds)[-1][-1] >= self.problem.weight_bytes)
+        return bool(self.rooms(seconds, end)[-1][-1] >= self.problem.weight_bytes)
 
-    def work(self, seconds: float) -> Counter[tuple[_Entry, int]]:
+    def work(self, seconds: float, end: float) -> Counter[tuple[_Entry, int]]:
         """How many devices take each size and number of passes, with the most room in all."""
-        tables = self.rooms(seconds, keeps=True)
+        tables, options = self.rooms(seconds, end, keeps=True), self.options(seconds, end)
         found: Counter[tuple[_Entry, int]] = Counter()
         left = self.target
+        used = {one.kind for one, _, _ in options}
         kinds = [
-            kind
-            for kind, count in enumerate(self.counts)
-            if any(e.kind == kind and self.passes(e, seconds) for e in self.entries)
-            for _ in range(count)
+            kind for kind, count in enumerate(self.counts) if kind in used for _ in range(count)
         ]
         for number in range(len(kinds), 0, -1):
             worth, before = tables[number][left], tables[number - 1]
@@ -187,14 +209,57 @@ class _Choice:
                 continue  # this device stays unused
             one, passes = next(
                 (e, n)
-                for e in self.entries
+                for e, most, room in options
                 if e.kind == kinds[number - 1]
-                for n in range(min(self.passes(e, seconds), left // e.size), 0, -1)
-                if before[left - n * e.size] + e.room == worth
+                for n in range(min(most, left // e.size), 0, -1)
+                if before[left - n * e.size] + room == worth
             )
             found[one, passes if self.rounds is None else self.rounds] += 1
             left -= passes * one.size
         return found
+
+    def shortest_end(self, seconds: float, end: float) -> float:
+        """The least end of a step whose devices compute within a time, to a billionth of it."""
+        low = self.least_end
+        while True:
+            work = self.work(seconds, end)
+            used = [(one.kind, one.room, number) for (one, _), number in work.items()]
+            fixed = (self.problem.devices[kind].fixed_seconds for kind, _, _ in used)
+            end = _least_end(self.problem, used, max(fixed))
+            below = end - (1 - _BELOW) * self.step_seconds(seconds, end)
+            if below < low or not self.fits(seconds, below):
+                return end
+            middle = (low + below) / 2
+            low, end = (low, middle) if self.fits(seconds, middle) else (middle, below)
+
+
+def _least_end(
+    problem: ShardedProblem, devices: Iterable[tuple[int, int, int]], least: float = 0.0
+) -> float:
+    """The least end, not below ``least``, with which devices share all states; inf: none.
+
+    Args:
+        problem: The problem.
+        devices: (kind, room, number).
+        least: The longest fixed cost of devices that are used in any case.
+    """
+    held = [(problem.devices[kind], room, number) for kind, room, number in devices]
+
+    def fits(end: float) -> bool:
+        caps = [most_updated_bytes(problem, kind, end) or 0 for kind, _, _ in held]
+        parts = (min(one[1], cap) * one[2] for one, cap in zip(held, caps, strict=True))
+        return sum(parts) >= problem.weight_bytes
+
+    low = least
+    high = max(end_seconds(problem, kind, problem.weight_bytes) for kind, _, _ in held)
+    high /= _BELOW  # the difference of end and fixed cost is rounded
+    if not fits(high):
+        return np.inf
+    if fits(low):
+        return low
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _windows(table: Worths, size: int, most: int) -> Worths:
@@ -230,24 +295,18 @@ def solve(problem: ShardedProblem) -> Plan:
         InfeasibleError: Batch and states do not fit; it says the fewest bytes that are missing.
     """
     choices = list(_choices(problem, most_share_bytes))
-    best: tuple[float, _Choice, float] | None = None
+    best: tuple[float, _Choice, float, float] | None = None
     for choice in sorted(choices, key=lambda one: one.least_seconds):
         if not choice.entries or best and choice.least_seconds >= best[0] * _BELOW:
             continue
-        compute = _least_compute(choice, best[0] if best else np.inf)
-        if compute is not None and (best is None or choice.step_seconds(compute) < best[0]):
-            best = choice.step_seconds(compute), choice, compute
+        found = _fastest(choice, best[0] if best else np.inf)
+        best = best if found is None else (found[0], choice, *found[1:])
     if best is None:
         raise _does_not_fit(problem)
-    step, choice, compute = best
-    groups = tuple(_groups(choice, choice.work(compute)))
+    step, choice, compute, end = best
+    groups = tuple(_groups(choice, choice.work(compute, end), end))
     predicted = predict(problem, choice.shard, groups)
-    refuted = []
-    for one in choices:
-        limit = compute_limit(problem, one.shard, one.rounds or 1, step * _BELOW)
-        refuted.append(
-            RefutedShares(shard=one.shard, rounds=one.rounds, bytes_per_sample=one.price(limit))
-        )
+    refuted = [one for choice in choices for one in _refuted(choice, step * _BELOW)]
     return split_plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
@@ -292,40 +351,67 @@ def _choices(problem: ShardedProblem, room: Callable[..., int | None]) -> Iterat
                 yield _Choice(problem, shard, rounds, fitting)
 
 
-def _least_compute(choice: _Choice, cutoff: float) -> float | None:
-    """The least time in a round within which batch and states fit, in a step below ``cutoff``."""
-    times = choice.candidates()
-    low = _first(times, lambda seconds: choice.price(seconds) is None, 0)
-    width = 1
-    while low < len(times) and choice.step_seconds(times[low]) < cutoff:
-        high = min(low + width, len(times)) - 1
-        if choice.fits(times[high]):
-            return times[_first(times[: high + 1], choice.fits, low)]
-        low, width = high + 1, 2 * width
-    return None
+def _fastest(choice: _Choice, cutoff: float) -> tuple[float, float, float] | None:
+    """The least step below ``cutoff``, its compute in a round and its end."""
+    times, least_end = choice.candidates(), choice.least_end
+    found: tuple[float, float, float] | None = None
+    blocks = [(0, len(times) - 1)] if times else []
+    while blocks:
+        first, last = blocks.pop()
+        end = cutoff * _BELOW - choice.step_seconds(times[first], 0.0)
+        if end < least_end or not choice.fits(times[last], end):
+            continue
+        if first < last:
+            middle = (first + last) // 2
+            blocks += [(middle + 1, last), (first, middle)]
+            continue
+        end = choice.shortest_end(times[last], end)
+        cutoff = choice.step_seconds(times[last], end)
+        found = cutoff, times[last], end
+    return found
 
 
-def _first(times: list[float], holds: Callable[[float], bool], low: int) -> int:
-    """The index of the first of ascending times for which a monotone condition holds."""
-    high = len(times)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(times[middle]) else (middle + 1, high)
-    return low
+def _refuted(choice: _Choice, seconds: float) -> Iterator[RefutedShares]:
+    """Blocks of times of passes in which no plan of a choice takes only so long, each with a price.
+
+    A block begins where the one before ends, so its steps end within what its first time leaves.
+    """
+    least = min(kind.fixed_seconds for kind in choice.problem.devices)
+    longer = (t for t in choice.candidates() if choice.step_seconds(t, least) <= seconds)
+    times = [0.0, *longer]
+    blocks = [(0, len(times))]
+    while blocks:
+        first, last = blocks.pop()
+        end = seconds - choice.step_seconds(times[first], 0.0)
+        price = choice.price(times[last - 1], end)
+        if price is None and last - first > 1:
+            middle = (first + last) // 2
+            blocks += [(middle, last), (first, middle)]
+            continue
+        yield RefutedShares(
+            shard=choice.shard,
+            rounds=choice.rounds,
+            bytes_per_sample=price,
+            below_seconds=times[last] if last < len(times) else None,
+        )
 
 
-def _groups(choice: _Choice, work: Counter[tuple[_Entry, int]]) -> Iterator[ReplicaGroup]:
-    """Equal devices as groups, in the order of types; states shared as evenly as memory allows."""
+def _groups(
+    choice: _Choice, work: Counter[tuple[_Entry, int]], end: float
+) -> Iterator[ReplicaGroup]:
+    """Equal devices as groups, in the order of types; states as even as memory and end allow."""
     problem = choice.problem
+    caps = [most_updated_bytes(problem, kind, end) or 0 for kind in problem.devices]
+    rooms = {one: min(one.room, caps[one.kind]) for one, _ in work}
     low, high = 0, problem.weight_bytes
     while low < high:  # the least limit on a share with which all shares hold all weights
         middle = (low + high) // 2
-        held = sum(count * min(one.room, middle) for (one, _), count in work.items())
+        held = sum(count * min(rooms[one], middle) for (one, _), count in work.items())
         low, high = (low, middle) if held >= problem.weight_bytes else (middle + 1, high)
     for (one, passes), count in sorted(
         work.items(), key=lambda item: (item[0][0].kind, -item[0][1] * item[0][0].size, item[0][1])
     ):
-        kind, share = problem.devices[one.kind], min(one.room, low)
+        kind, share = problem.devices[one.kind], min(rooms[one], low)
         yield replace(
             group_on(kind, count, passes, one.point),
             exposed_seconds=None,
@@ -339,7 +425,7 @@ def _does_not_fit(problem: ShardedProblem) -> InfeasibleError:
     least: tuple[int, Shard] | None = None
     for choice in _choices(problem, room_bytes):
         for seconds in choice.candidates()[-1:]:
-            worth = int(choice.rooms(seconds)[-1][-1])
+            worth = int(choice.rooms(seconds, np.inf)[-1][-1])
             if worth <= _NEVER // 2:
                 continue
             needed = int(shared_ratio(problem, choice.shard) * problem.weight_bytes)
