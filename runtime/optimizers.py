@@ -1,6 +1,7 @@
 """One optimizer or several: the forms that ``prepare`` takes, and how their state is saved."""
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,21 @@ def state_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     """The optimizers' state for a checkpoint: None for none, a state for one, else a list."""
     states = [optimizer.state_dict() for optimizer in optimizers]
     return states if len(states) > 1 else states[0] if states else None
+
+
+def skip_overflow(optimizer: torch.optim.Optimizer) -> bool:
+    """Take an optimizer's gradients away where one is not finite; waits for the device.
+
+    Returns:
+        Whether one was not: its step then changes nothing.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None and p.numel()]
+    norms = torch._foreach_norm(gradients, math.inf) if gradients else ()
+    if not norms or torch.stack([norm.to(norms[0]) for norm in norms]).isfinite().all():
+        return False
+    optimizer.zero_grad(set_to_none=True)
+    return True
 
 
 # Warn before the first step where an optimizer keeps more state than the plan counted.

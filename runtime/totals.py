@@ -33,6 +33,7 @@ from ..schema.errors import TargetError
 from . import peers
 from .gradients import GradientReducer
 from .group import Place
+from .optimizers import skip_overflow
 from .run_ahead import LateValues
 from .sharding.states import SharedStates
 
@@ -691,13 +692,7 @@ class StepTotals:
         if not self.may_overflow_elsewhere or self._has_scaler:
             return
         for optimizer in optimizers:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            gradients = [p.grad for p in parameters if p.grad is not None and p.numel()]
-            if not gradients:
-                continue
-            norms = torch._foreach_norm(gradients, math.inf)
-            if not torch.stack([norm.to(norms[0]) for norm in norms]).isfinite().all():
-                optimizer.zero_grad(set_to_none=True)
+            skip_overflow(optimizer)
 
     def extras_of(self, sums: Sums) -> Sums:
         """The sums of ``extra`` over the workers."""

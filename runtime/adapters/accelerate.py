@@ -98,6 +98,7 @@ def adapt(module: Any) -> None:
     import accelerate.accelerator as accelerators
     import accelerate.data_loader as loaders
     from accelerate import Accelerator, PartialState
+    from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.utils import operations
 
@@ -111,6 +112,7 @@ def adapt(module: Any) -> None:
     around(Accelerator, "__init__", _make)
     around(Accelerator, "prepare_model", _prepare_model)
     around(Accelerator, "backward", _backward)
+    around(AcceleratedOptimizer, "step", _step)
     around(Accelerator, "reduce", _reduce)
     around(Accelerator, "log", _log)
     around(accelerators, "load_accelerator_state", _load_state)
@@ -331,6 +333,15 @@ def _backward(original: Any, self: Any, loss: Tensor, **options: Any) -> None:
         current.begin_pass()  # its model may be in evaluation mode
     with current.weighing([loss]):  # and not what accelerate makes of it
         original(self, loss, **options)
+
+
+def _step(original: Any, self: Any, *values: Any, **options: Any) -> None:
+    """Update; schedules wait where the step was left out for an overflow on another worker."""
+    current = training()
+    current.has_skipped = False
+    original(self, *values, **options)
+    if self.scaler is None:
+        self._is_overflow = current.has_skipped
 
 
 def _once_a_step(original: Any, self: Any, *values: Any, **options: Any) -> None:

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -101,6 +102,8 @@ def adapt(torch_module: Any) -> None:
     around(DataLoader, "__iter__", _deliver)
     around(torch.autograd, "backward", _backward)  # Tensor.backward calls it
     around(torch.amp.GradScaler, "scale", _scale)
+    around(torch.amp.GradScaler, "step", _step_scaled)
+    around(torch.amp.GradScaler, "_unscale_grads_", _unscale)
     for name, at in _GATHERS.items():
         if hasattr(dist, name):
             around(dist, name, partial(_gather, at))
@@ -330,10 +333,10 @@ def _backward(
         current.begin_pass()  # its model may be in evaluation mode, or this be its second loss
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
-    told = [_SCALED.pop(root, root) for root in roots]
+    told, scalers = zip(*(_SCALED.pop(root, (root, None)) for root in roots), strict=True)
     for root in told:
         current.check_tried(root)
-    with current.weighing(told), current.going_back():
+    with current.weighing(told), current.going_back(scalers[0]):
         shares = current.shares_of(roots)
         gradients = [
             torch.full_like(root, share) if gradient is None else gradient * share
@@ -346,14 +349,31 @@ def _backward(
 
 
 def _scale(original: Any, self: Any, outputs: Any) -> Any:
-    """Remember which loss a GradScaler has scaled."""
+    """Remember which loss a GradScaler has scaled, and by which."""
     scaled = original(self, outputs)
     current = begun()
     if current is not None and isinstance(outputs, Tensor) and self.is_enabled():
         if current.sharing is not None:
             current.sharing.scale_by(self)
-        _SCALED[scaled] = outputs
+        _SCALED[scaled] = outputs, self
     return scaled
+
+
+def _step_scaled(original: Any, self: Any, optimizer: Any, *values: Any, **options: Any) -> Any:
+    """Unscale before the step: a fused optimizer would divide by the scale itself."""
+    current = begun()
+    if current is not None and current.scales_differ and self.is_enabled():
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+    return original(self, optimizer, *values, **options)
+
+
+def _unscale(original: Any, self: Any, optimizer: Any, inverse: Tensor, *rest: Any) -> Any:
+    """Look for an overflow alone where gradients have no scale since they were summed."""
+    current = begun()
+    if current is not None and current.scales_differ:
+        inverse = torch.ones_like(inverse)
+    return original(self, optimizer, inverse, *rest)
 
 
 # A script's gathers -> the places of the tensor and of the group among their arguments. Hetflow's

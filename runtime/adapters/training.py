@@ -48,6 +48,7 @@ from ..finish import at_exit, meet_all, part, report
 from ..gradients import Hooks, ScriptHooks
 from ..group import Place, gathered, join, make_group_of_one
 from ..measurements import StepClock
+from ..optimizers import skip_overflow
 from ..promise.promise import chain
 from ..protocol.environment import PLAN, Start, read_environment
 from ..session import Session
@@ -197,6 +198,9 @@ class Training:
         num_taken: Batches that the script has taken since an adapter last looked.
         losses: What shares of the script's losses count.
         sharing: The models whose states the workers share; None where each holds all.
+        scales_differ: Whether the workers' GradScalers differ, or some have none. Each then takes
+            its own scale out of its gradients before they are summed.
+        has_skipped: Whether the last update was left out for an overflow on another worker.
         known_losses: Nodes of the losses that a library's step may go back from, by a factor; None
             where it may from any.
         loader_batch_size: The batch size of a loader for one worker of several; 0 where loaders
@@ -235,6 +239,9 @@ class Training:
         self._part_weight: float | None = None
         self._num_running = 0
         self._factor = 1.0
+        self.scales_differ, self.has_skipped = False, False
+        self._scales: list[float] | None = None  # [workers] in the first pass; 0 without a scaler
+        self._unscale: Tensor | None = None
         self.is_going_back = False
         self._is_inside, self._had_idle = False, False
         self._told: list[float] | None = None
@@ -694,15 +701,19 @@ class Training:
         return piece.own_samples * self.world_size / piece.num_samples
 
     @contextmanager
-    def going_back(self) -> Iterator[None]:
+    def going_back(self, scaler: "torch.amp.GradScaler | None" = None) -> Iterator[None]:
         """A context for a backward pass, which begins with its share of the batch's loss.
 
         The script's hooks on parameters are called at its end, with the whole batch's gradient.
+
+        Args:
+            scaler: Who has scaled the loss.
 
         Raises:
             TargetError: A hook changes a gradient that is of several batches, or of a share.
         """
         self.losses.leave()
+        self._meet_scalers(scaler)
         hooks = self._script_hooks if self.place.distributed and not self.runs_whole else []
         for of_model in hooks:
             of_model.take()
@@ -730,6 +741,25 @@ class Training:
             of_model.run(
                 "of this worker's samples" if not is_summed else "of several passes" * is_carried
             )
+
+    def _meet_scalers(self, scaler: "torch.amp.GradScaler | None") -> None:
+        """Compare the workers' scales in the first pass; take this worker's out of each one's."""
+        if not self.place.distributed or self.piece is None or self.watcher is not None:
+            return
+        if self._scales is None:
+            own = scaler.get_scale() if scaler is not None else 0.0
+            self._scales = [row[0] for row in self.numbers_of_all([own])]
+            self.scales_differ = len(set(self._scales)) > 1
+        if self.scales_differ and self.sharing is not None:
+            raise TargetError(
+                "the workers' GradScalers differ, or some have none, and they share the states",
+                hint="scale on all workers alike, or solve without " + option("shard"),
+            )
+        self._unscale = None
+        if self.scales_differ and scaler is not None:
+            scale = scaler._get_scale_async()
+            assert scale is not None
+            self._unscale = scale.double().reciprocal().float()
 
     def shares_of(self, roots: Sequence[Tensor]) -> list[float]:
         """[roots] what each counts in the global batch's loss, in a backward pass of all of them.
@@ -776,15 +806,35 @@ class Training:
         self.begin_pass()  # where the model was in evaluation mode, or two passes end together
         if not self._factor or not self.has_samples:  # such gradients may be no numbers
             return torch.zeros_like(gradient)
-        return gradient * self._factor
+        weighed = gradient * self._factor
+        return weighed if self._unscale is None else weighed * self._unscale
 
-    def _stepping(self, optimizer: Any, *_: Any) -> None:
+    def _stepping(self, optimizer: Any, values: Any, options: Any) -> Any:
         self.end_pass()
+        self.losses.leave()
+        closure = options.get("closure", values[1] if len(values) > 1 else None)
+        if closure is None:
+            self._note_update(optimizer)
+            return None
+
+        def closed() -> Any:
+            found = closure()
+            self._note_update(optimizer)
+            return found
+
+        rest = {name: value for name, value in options.items() if name != "closure"}
+        return (values[0], closed, *values[2:]), rest
+
+    def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer's update, or leave it out where other workers' scalers do."""
+        scales = self._scales if self.scales_differ else None
+        self.has_skipped = bool(scales and not scales[self.place.rank] and skip_overflow(optimizer))
+        if self.has_skipped:
+            return
         if not any(known is optimizer for known in self.optimizers):
             self.optimizers.append(optimizer)
             if self.sharing is not None:
                 self.sharing.check_optimizer(optimizer)
-        self.losses.leave()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._trained:

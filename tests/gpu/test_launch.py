@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from hetflow.schema import files
+from hetflow.schema.plan import split_plan
 from hetflow.tests.launcher.elastic_runs import plan_of
+from hetflow.tests.plan_parts import whole_group
 from hetflow.tests.runtime import test_unlike_scales as unlike_scales
-from hetflow.tests.testing.hosts import GpuHost, Host
+from hetflow.tests.testing.hosts import GpuHost, Host, host_for
 
 SCRIPT = Path(__file__).with_name("training.py")
 SLICES = "A100MIG12"  # the type of halves of an A100
@@ -117,6 +119,41 @@ def test_a_scaler_on_one_type_alone_trains_as_none(gpus: GpuHost) -> None:
         found = torch.load(host.folder / f"state{rank}.pt", map_location="cpu")
         for name, value in unlike_scales.alone().items():
             assert torch.allclose(found[name], value, rtol=0, atol=1e-7), name
+
+
+@pytest.mark.parametrize("how", ["accelerate", "lightning"])
+def test_a_librarys_scaler_on_one_type_alone_trains_as_none(tmp_path: Path, how: str) -> None:
+    host = host_for(tmp_path, 1, 1)
+    script = Path(unlike_scales.__file__).parent / "adapters/scaled.py"
+    host.also(CUDA_VISIBLE_DEVICES="0").python(
+        f"import runpy, sys\nsys.argv[1:] = [{how!r}, 'told']\nrunpy.run_path({str(script)!r})"
+    )
+    groups = [
+        whole_group(
+            device_type=kind,
+            num_devices=1,
+            device_batch_size=samples,
+            virtual_nodes=1,
+            virtual_node_batch_size=samples,
+        )
+        for kind, samples in zip(host.types, (10, 6), strict=True)
+    ]
+    other = plan_of([1])
+    plan = split_plan(
+        model="m",
+        global_batch_size=16,
+        groups=groups,
+        predicted=other.predicted,
+        proof=other.proof,
+    )
+    files.write(host.folder / "plan.json", plan)
+    host.done("launch", "plan.json", script, how, host.folder / "told")
+    alone, *found = (json.loads((host.folder / f"told{n}").read_text()) for n in (-1, 0, 1))
+    assert found[0] == found[1]
+    assert found[0]["rate"] == alone["rate"]  # accelerate's schedule waits for the update
+    assert found[0]["parameters"] == pytest.approx(alone["parameters"], abs=1e-3)
+    if how == "accelerate":  # Lightning makes DistributedDataParallel on a stream of its own
+        assert host.faults == []
 
 
 def test_two_slices_of_one_gpu_train_over_gloo(software: GpuHost) -> None:
