@@ -49,6 +49,8 @@ def solve(question: Question, clock: TimeShares | None = None) -> Plan:
     plan = dataclasses.replace(
         plan,
         estimates=tuple(p.estimate for p in used if p.estimate is not None),
+        reference_seconds={p.device_type: p.reference_seconds for p in used if p.reference_seconds}
+        or None,
         reserves=tuple(reserve for reserve in reserves if reserve.total_bytes),
         predicted=priced(plan.predicted, plan.devices_by_type, pool),
         cluster=pool if plan.cluster is None and pool != flat(pool) else plan.cluster,

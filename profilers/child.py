@@ -22,6 +22,7 @@ from ..devices import memory
 from ..devices.backend import backend_of, is_out_of_memory
 from ..devices.collectives import HOST_COLLECTIVE
 from ..runtime.emulation import PassHolder
+from ..runtime.measurements import reference_seconds
 from ..runtime.setup import keep_freed_memory
 from ..schema.errors import HetflowError
 from ..schema.options import option
@@ -185,6 +186,7 @@ def _load(
         "optimizer": type(bench.optimizer).__name__,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
+        "reference_seconds": reference_seconds(torch.device(device)),
         "peak_memory_reset": memory.reset_peak(),
     }
     return bench, facts

@@ -492,6 +492,7 @@ def _profile(
         update_workspace_bytes=base.update_workspace_bytes,
         group_workspace_bytes=base.group_workspace_bytes,
         beside_tensors=base.beside_tensors,
+        reference_seconds=base.facts["reference_seconds"],
     )
     if request.speed is not None or not tables or base.links is None:
         # Of emulated types nothing is rehearsed: a stage's passes are held to their layers' times.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..devices import memory
 from ..devices.backend import backend_of, is_out_of_memory
 from ..runtime.emulation import PassHolder
-from ..runtime.measurements import StepTimes
+from ..runtime.measurements import StepTimes, reference_seconds
 from ..schema import files
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig
@@ -229,6 +229,7 @@ class _Loop:
             "optimizer": type(self._training.optimizers[0]).__name__,
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
+            "reference_seconds": reference_seconds(self._torch_device),
             "peak_memory_reset": memory.reset_peak(),
             "own_batch_size": self._own_size,
             "num_samples": self._num_samples(),

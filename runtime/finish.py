@@ -19,7 +19,7 @@ from ..schema.files import to_json
 from .error_origin import explained
 from .group import Place, leave
 from .log import log
-from .measurements import peak_memory_bytes
+from .measurements import peak_memory_bytes, reference_seconds
 from .protocol.messages import Finished
 from .protocol.record import WorkerReport, assemble, parse_report
 from .session import Session
@@ -215,6 +215,7 @@ def _report_of(session: Session, digest: str | None, *, at_rest: bool = True) ->
         backend=dist.get_backend() if dist.is_initialized() else None,
         terms=timings.terms,
         stages=timings.stages,
+        reference_seconds=reference_seconds(place.device) if at_rest else None,
     )
 
 

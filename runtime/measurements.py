@@ -128,6 +128,39 @@ class StepTimes:
         return self.ended - self.synchronised
 
 
+_REFERENCE_REPEATS = 9
+_REFERENCE_SIZE = {True: 256, False: 1024}  # of matrices on a host and on an accelerator
+
+
+def reference_seconds(device: torch.device) -> float | None:
+    """Seconds of a fixed product of matrices, which tell how fast a device is now.
+
+    Profiles and launches measure it alike, so their ratio is what the device has become slower. It
+    is half precision on an accelerator, where no setting of a script changes it.
+
+    Returns:
+        The median of a few products; None where there is no memory for them.
+    """
+    backend = backend_of(device)
+    size, dtype = _REFERENCE_SIZE[backend.is_host], torch.float16
+    if backend.is_host:
+        dtype = torch.float32
+    try:
+        ones = torch.ones(size, size, dtype=dtype, device=device)
+        product = torch.empty_like(ones)
+    except RuntimeError:
+        return None
+    mark, found = backend.marker(device), []
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for _ in range(1 + _REFERENCE_REPEATS):  # the first one warms up
+            began = mark()
+            torch.mm(ones, ones, out=product)
+            ended = mark()
+            backend.wait_for(ended)
+            found.append(backend.seconds_between(began, ended))
+    return statistics.median(found[1:])
+
+
 # Compute the measured terms of a step, in the form of a predicted step.
 #
 # A predicted step is ``v * virtual_node + fixed + sync + update`` seconds, for v virtual nodes. The

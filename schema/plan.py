@@ -550,9 +550,11 @@ class Plan(Shown, _Staged):
 
     ``optimizer`` is the one whose state the memory counts; None if unknown. ``cluster`` is the pool
     that the plan was solved for, if this states more than the number of devices of each type.
-    ``estimates`` are those of the types in use whose profiles were not measured. ``reserves`` is
-    the memory that it leaves free of tensors on devices of the types in use; empty if there is
-    none. ``restrictions`` is what it was solved under; None if nothing restricts the proof.
+    ``reference_seconds`` says how fast each type in use was when it was profiled, by a fixed
+    product of matrices; a launch measures it again. ``estimates`` are those of the types in use
+    whose profiles were not measured. ``reserves`` is the memory that it leaves free of tensors on
+    devices of the types in use; empty if there is none. ``restrictions`` is what it was solved
+    under; None if nothing restricts the proof.
     ``trace`` is how the layers were found, so that a launch finds the same ones; None is torch.fx.
     ``assumptions`` are sentences on values that were not measured directly.
     ``link_bytes_per_second`` is the bandwidth given for links that the pool does not state.
@@ -608,6 +610,7 @@ class Plan(Shown, _Staged):
     cluster: Cluster | None = None
     assumptions: tuple[str, ...] = ()
     estimates: tuple[Estimate, ...] = ()
+    reference_seconds: dict[Name, Seconds] | None = None
     reserves: tuple[MemoryReserve, ...] = ()
     trace: LayerTrace | None = None
     restrictions: Restrictions | None = None

@@ -400,6 +400,8 @@ class Profile(Shown):
     ``links`` is the link between two devices of the type, ``links_to`` those to devices of other
     types on the same host.
 
+    ``reference_seconds`` is a fixed product of matrices, which tells how fast the device was.
+
     ``estimate`` is how the profile was computed if it was not measured; its ``step_error`` is then
     that of the method.
 
@@ -441,6 +443,7 @@ class Profile(Shown):
     beside_tensors: BesideTensors | None = None
     estimate: Estimate | None = None
     frozen_weight_bytes: Bytes | None = None
+    reference_seconds: MeasuredSeconds | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

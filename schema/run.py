@@ -56,7 +56,8 @@ class DeviceRun:
     all passes of a step. ``sync_seconds`` is the exposed wait for other workers,
     ``update_seconds`` the time from the gradient to the next batch. ``terms`` and, for pipelines,
     ``stages`` are the measured terms of the prediction. ``num_host_devices`` is the number of
-    workers on its host. Older files have none of these three.
+    workers on its host, ``reference_seconds`` a fixed product of matrices after the last step, as
+    in the profile. Older files have none of these four.
     """
 
     rank: Index
@@ -76,6 +77,7 @@ class DeviceRun:
     num_host_devices: Count | None = None
     terms: MeasuredTerms | None = None
     stages: tuple[StageRun, ...] = ()
+    reference_seconds: Seconds | None = None
 
 
 @record

@@ -28,7 +28,7 @@ _STEP = "step_seconds samples_per_second dollars_per_hour dollars_per_million_sa
 _PARTS = "sync_seconds update_seconds"
 _OF_ALL = (
     "schema model global_batch_size microbatch_size num_microbatches stages predicted proof "
-    "objective optimizer cluster estimates reserves restrictions provenance "
+    "objective optimizer cluster estimates reference_seconds reserves restrictions provenance "
 )
 _OF_CUTS = f"{_OF_ALL} schedule num_model_chunks link_bytes_per_second assumptions trace"
 _OF_STAGES = "layers recompute replicas compute_seconds reduce_seconds update_seconds"

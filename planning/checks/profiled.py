@@ -198,6 +198,9 @@ def stated_faults(plan: Plan, profiles: Sequence[Profile]) -> list[str]:
             f"estimates do not repeat the profiles, of which {', '.join(names) or 'none'} are "
             "estimated"
         )
+    speeds = {p.device_type: p.reference_seconds for p in used if p.reference_seconds}
+    if plan.reference_seconds is not None and plan.reference_seconds != speeds:
+        faults.append(f"reference_seconds are {plan.reference_seconds}, the profiles have {speeds}")
     if not plan.layers:
         return faults + _emulation_faults(plan, used)
     traces = [profile.layers.trace for profile in profiles if profile.layers is not None]

@@ -31,8 +31,29 @@ def compared(
     plan: Plan, devices: Sequence[DeviceRun], step_seconds: float
 ) -> tuple[TermComparison, ...]:
     """Compare the terms of a plan's predicted step with those of its run."""
-    found = _of_stages(plan, devices) if plan.layers else _of_replicas(plan, devices)
+    found = [*(_of_stages(plan, devices) if plan.layers else _of_replicas(plan, devices))]
+    found += _of_speed(plan, devices)
     return tuple(_marked(entry, step_seconds) for entry in found)
+
+
+def _of_speed(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+    """What a step's passes would take by how fast each type is now, on its slowest device."""
+    for name, profiled in (plan.reference_seconds or {}).items():
+        now = [
+            (device.reference_seconds / profiled, device.predicted_compute_seconds)
+            for device in devices
+            if device.device_type == name
+            and device.reference_seconds
+            and device.predicted_compute_seconds
+        ]
+        if now:
+            ratio, seconds = max(now)
+            yield TermComparison(
+                term="passes, if only the device's speed has changed",
+                device_type=name,
+                predicted_seconds=seconds,
+                measured_seconds=ratio * seconds,
+            )
 
 
 def _marked(entry: TermComparison, step_seconds: float) -> TermComparison:
@@ -182,6 +203,7 @@ class WorkerReport:
     backend: str | None = None
     terms: MeasuredTerms | None = None
     stages: tuple[StageRun, ...] = ()
+    reference_seconds: Seconds | None = None
 
 
 def parse_report(text: bytes | str) -> WorkerReport:
@@ -270,6 +292,7 @@ def _device_run(
         num_host_devices=num_host_devices,
         terms=report.terms,
         stages=report.stages,
+        reference_seconds=report.reference_seconds,
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+import hetflow
 from hetflow.planning.checks.profiled import pipeline_faults, split_faults, split_view_faults
 from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.planning.split_problem import split_problem
@@ -202,3 +203,14 @@ def test_a_split_s_devices_at_odds_with_their_profile_are_refused(
     (option,) = view.devices
     wrong = dataclasses.replace(view, devices=(dataclasses.replace(option, **changes),))
     assert any(said in fault for fault in split_view_faults(wrong, asked))
+
+
+def test_a_plan_repeats_how_fast_its_devices_were() -> None:
+    told = [dataclasses.replace(PROFILE, reference_seconds=0.002)]
+    plan = hetflow.solve(told, POOL, batch_size=8)
+    assert plan.reference_seconds == {"V100": 0.002}
+    assert hetflow.check(plan, told) == []
+    wrong = dataclasses.replace(plan, reference_seconds={"V100": 0.003})
+    assert any("reference_seconds" in fault for fault in hetflow.check(wrong, told))
+    older = dataclasses.replace(plan, reference_seconds=None)
+    assert hetflow.check(older, told) == []

@@ -121,3 +121,24 @@ def test_medians_of_parts_above_the_median_step_are_a_record_all_the_same() -> N
     alone = replace(report(0, "fast", 1, 0.1, 0.0), terms=terms)
     record = assemble(plan, [alone], status="done", exit_code=0, wall_seconds=1.0)
     assert record.terms[0].measured_seconds == 0.0
+
+
+def test_a_device_that_has_become_slower_is_a_term_of_its_own() -> None:
+    plan = replace(PLAN, reference_seconds={"fast": 0.002, "slow": 0.001})
+    reports = [
+        replace(report(0, "fast", 3, 0.1, 0.1), reference_seconds=0.002),
+        replace(report(1, "slow", 2, 0.14, 0.1), reference_seconds=0.0011),
+        replace(report(2, "slow", 2, 0.14, 0.1), reference_seconds=0.0015),
+    ]
+    record = assemble(plan, reports, status="done", exit_code=0, wall_seconds=1.0)
+    found = [entry for entry in record.terms if "speed" in entry.term]
+    assert [(entry.device_type, entry.is_off) for entry in found] == [
+        ("fast", False),
+        ("slow", True),
+    ]
+    assert found[0].measured_seconds == found[0].predicted_seconds == pytest.approx(0.3)
+    assert found[1].predicted_seconds == pytest.approx(0.28)
+    assert found[1].measured_seconds == pytest.approx(0.42)  # of the slower one
+    assert found[1].term in run_table(record)
+    without = assemble(PLAN, reports, status="done", exit_code=0, wall_seconds=1.0)
+    assert not any("speed" in entry.term for entry in without.terms)
