@@ -75,7 +75,7 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
             if plan.layers and asked.name == "microbatch_size":
                 value = plan.microbatch_size  # the nearest profiled
             found = dataclasses.replace(found, **{asked.name: value})
-    if plan.kind == "parallel" and plan.sequence_parallel and cannot_spread(plan.trace):
+    if plan.sequence_parallel and cannot_spread(plan.trace):
         found = dataclasses.replace(found, num_stages=1)
     return None if found == Restrictions() else found
 

@@ -129,26 +129,23 @@ class StepTimes:
 
 
 _REFERENCE_REPEATS = 9
-_REFERENCE_SIZE = {True: 256, False: 1024}  # of matrices on a host and on an accelerator
 
 
 def reference_seconds(device: torch.device) -> float | None:
     """Seconds of a fixed product of matrices, which tell how fast a device is now.
 
-    Profiles and launches measure it alike, so their ratio is what the device has become slower. It
-    is half precision on an accelerator, where no setting of a script changes it.
+    Profiles and launches measure it alike, so their ratio is what the device has become slower. On
+    an accelerator it is in double precision, which no setting of a script rounds.
 
     Returns:
-        The median of a few products; None where there is no memory for them.
+        The median of a few products; None where there is no memory for them, or no such numbers.
     """
     backend = backend_of(device)
-    size, dtype = _REFERENCE_SIZE[backend.is_host], torch.float16
-    if backend.is_host:
-        dtype = torch.float32
+    size, dtype = (256, torch.float32) if backend.is_host else (512, torch.float64)
     try:
         ones = torch.ones(size, size, dtype=dtype, device=device)
         product = torch.empty_like(ones)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return None
     mark, found = backend.marker(device), []
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -128,7 +128,7 @@ def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
                 yield "state_share_bytes is of replicas that share states"
             if group.samples != full:
                 yield f"{group.samples} samples on {group.device_type}, its passes hold {full}"
-    if plan.kind != "pipeline":
+    if plan.stage_cost is None:
         return
     if len(stage.replicas) > 1:
         yield "replicas of several kinds, which a pipeline does not mix"

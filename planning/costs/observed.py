@@ -164,7 +164,7 @@ def why_not(run: RunRecord, profiles: Sequence[Profile]) -> str | None:
         own = known[name].optimizer
         if not _same(own, plan.optimizer):
             return f"it trained with {plan.optimizer}, the profile of {name} is of {own}"
-    return None if plan.kind == "pipeline" else _why_not_split(run, known)
+    return None if plan.layers else _why_not_split(run, known)
 
 
 def _why_not_split(run: RunRecord, known: dict[str, Profile]) -> str | None:
