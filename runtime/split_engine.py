@@ -146,8 +146,8 @@ class SplitEngine:
         if self._holder:
             self._holder.begin_step()
         self._script_hooks.take()
+        # Before the totals: a scaler's factor is for this step's gradients, and ``begin`` drops it.
         self.reducer.begin(self._write_sums, num_passes=len(batch.passes))
-        self.totals.wants_stop = self._session.wants_stop
         self.totals.begin(batch.num_samples, step.agreement.settings_number, step.scaler)
         self._rest = {}
 
@@ -246,7 +246,7 @@ class SplitEngine:
                     hint="let all workers scale, or none",
                 )
             totals.skip_overflow(self._session.optimizers)
-        if self._script_hooks.held:
+        if self._script_hooks.held:  # after the mean: a hook may clip, or draw noise once for all
             seed_streams(self._session.seed, "hooks", self._session.num_steps)
             self._script_hooks.run()
         return loss
@@ -262,6 +262,8 @@ class SplitEngine:
         if step.promise is not None and share is not None:
             step.promise.look(share[0], item)
         if last and self._overlap:
+            # Only now: a function that goes back by itself (a penalty's gradients) has done so, and
+            # a bucket that was sent before the last gradient came would miss it.
             self.reducer.arm(defer_last=self._holder is not None)
         if share is not None:
             self.totals.go_back(*share, step.scaler)
