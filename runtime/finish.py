@@ -1,15 +1,17 @@
-"""End a worker: report, leave the group, and neither hang nor crash on exit."""
+"""End a worker: report, leave the group, stop when asked; neither hang nor crash on exit."""
 
 import atexit
 import contextlib
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import Protocol
+from types import FrameType, TracebackType
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch.distributed as dist
 
@@ -17,9 +19,12 @@ from ..schema import files
 from ..schema.errors import FileError, HetflowError, TargetError
 from ..schema.files import to_json
 from .error_origin import explained
-from .group import Place, leave
+from .group import Place, complete
+from .group import leave as leave_group
 from .log import log
 from .measurements import peak_memory_bytes, reference_seconds
+from .protocol import handover
+from .protocol.handover import STOPPED_EXIT_CODE
 from .protocol.messages import Finished
 from .protocol.record import WorkerReport, assemble, parse_report
 from .session import Session
@@ -136,17 +141,6 @@ def report(session: Session, digest: Callable[[], str]) -> None:
         _publish(session.place, _report_of(session, digest()))
 
 
-def report_stopped(session: Session) -> None:
-    """Report the measurements of a worker that was asked to save and leave, after its last step.
-
-    There is no digest, because training is not over. A worker that cannot report leaves as well.
-    """
-    place = session.place
-    if place.start.config is not None and place.store is not None:
-        with contextlib.suppress(HetflowError):  # the launcher may be gone
-            _write_report(place, _report_of(session, None))
-
-
 def report_when_asked(session: Session) -> None:
     """Let the control channel report this job's measurements so far, in the middle of training.
 
@@ -173,7 +167,7 @@ def part(session: Session) -> None:
     if place.control is not None:
         place.control.send(Finished())
     if place.start.config is not None:
-        leave()
+        leave_group()
 
 
 def _meet(place: Place) -> None:
@@ -246,3 +240,90 @@ def _publish(place: Place, own: WorkerReport) -> None:
         files.write(place.start.run_folder / "run.json", record, force=True)
     except (FileError, OSError) as error:
         log.warning(f"the run record was not written: {error}")
+
+
+# The signals that ask a job to save and leave, from its start to its end.
+#
+# The script's own handlers are kept: an earlier handler is called when a job has saved, and is
+# installed again when the last job is over. A signal after that acts as without hetflow. One that
+# came too late for a job to save and leave is raised again.
+
+
+class StopRequests:
+    """The requests to one job. Only the main thread of a process can receive signals."""
+
+    _open: ClassVar[list["StopRequests"]] = []
+    _before: ClassVar[dict[int, Any]] = {}
+    _received: ClassVar[list[int]] = []
+
+    def __init__(self, numbers: Sequence[signal.Signals], ask: Callable[[], None]) -> None:
+        self._ask, self._numbers = ask, numbers
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in numbers:
+            before = signal.signal(number, _noted)
+            if before is not _noted:
+                self._before[number] = before
+        if numbers:
+            self._open.append(self)
+
+    @classmethod
+    def pass_on(cls) -> None:
+        """Call the handlers installed before any job, for the signals that came."""
+        for number in cls._received:
+            handler = cls._before[number]
+            if callable(handler):
+                handler(number, None)
+
+    def close(self) -> None:
+        """End this job's requests; the last job restores the earlier handlers.
+
+        A handler that the script set since stays. A signal that no job obeyed is raised again.
+        """
+        if self not in self._open:
+            return
+        self._open.remove(self)
+        if self._open:
+            return
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is _noted:
+                after = signal.SIG_DFL if handler is None else handler
+                if number == handover.SIGNAL and after == signal.SIG_DFL:
+                    after = signal.SIG_IGN  # a request that comes too late must not end the process
+                signal.signal(number, after)
+        late = [number for number in self._received if number != handover.SIGNAL]
+        self._before.clear()
+        self._received.clear()
+        for number in late:
+            sys.stdout.flush()
+            signal.raise_signal(number)
+
+    @classmethod
+    def note(cls, number: int) -> None:
+        """Record a signal, and ask all open jobs that want it to stop."""
+        cls._received.append(number)
+        for requests in cls._open:
+            requests._take(number)
+
+    def _take(self, number: int) -> None:
+        if number in self._numbers:
+            self._ask()
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    StopRequests.note(number)
+
+
+def leave(session: Session) -> NoReturn:
+    """Report and stop as asked, after the script's own handlers of the signal have run.
+
+    There is no digest, because training is not over. A worker that cannot report leaves as well.
+    """
+    place = session.place
+    complete(place.device)
+    if place.start.config is not None and place.store is not None:
+        with contextlib.suppress(HetflowError):  # the launcher may be gone
+            _write_report(place, _report_of(session, None))
+    session.is_finished = True  # the exit of the interpreter has nothing left to do
+    StopRequests.pass_on()
+    sys.exit(STOPPED_EXIT_CODE)

@@ -44,7 +44,7 @@ from .. import peers
 from ..agreement.agreement import CompareSchedule, KnownParameters, SharedTensors, WorkerComparison
 from ..digest import digest_of
 from ..emulation import PassHolder
-from ..finish import at_exit, meet_all, part, report
+from ..finish import StopRequests, at_exit, leave, meet_all, part, report
 from ..gradients import Hooks, ScriptHooks
 from ..group import Place, gathered, join, make_group_of_one
 from ..measurements import StepClock
@@ -53,7 +53,6 @@ from ..promise.promise import chain
 from ..protocol.environment import PLAN, Start, read_environment
 from ..session import Session
 from ..setup import final_tensors, keep_freed_memory
-from ..stopping import StopRequests, leave
 from ..virtual_nodes import batch_sizes_of, holders_of, share_out, slices
 from .losses import Losses
 from .shared import SharedModels

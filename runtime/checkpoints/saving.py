@@ -21,11 +21,11 @@ from ...schema.options import command, option
 from ..agreement.agreement import Agreement
 from ..buffers import VirtualNodeBuffers
 from ..engine import Runner, StepEngine
+from ..finish import StopRequests, leave
 from ..log import log
 from ..protocol import handover
 from ..protocol.handover import FOUND
 from ..session import Session
-from ..stopping import StopRequests, leave
 from . import checkpoint, parts
 from .checkpoint import (
     BrokenCheckpoint,

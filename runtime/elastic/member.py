@@ -29,13 +29,13 @@ from ..data import Batch, is_drawn
 from ..engine import Step
 from ..epoch import Epochs
 from ..error_origin import forget_frames, is_lost_peer, may_be_echo
+from ..finish import leave
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups
 from ..peers import abort_groups, give_up_when
 from ..protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ..session import Session
 from ..sharding.saving import SharedState
 from ..split_engine import SplitEngine, WholeState
-from ..stopping import leave
 from ..totals import Sums
 from ..virtual_nodes import holdings_of
 from .control import Control

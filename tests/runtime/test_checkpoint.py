@@ -177,7 +177,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("hetflow.runtime.checkpoints.saving.OpenedFolders.jobs", 0)
     for name, empty in (("_open", []), ("_before", {}), ("_received", [])):
-        monkeypatch.setattr(f"hetflow.runtime.stopping.StopRequests.{name}", empty)
+        monkeypatch.setattr(f"hetflow.runtime.finish.StopRequests.{name}", empty)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

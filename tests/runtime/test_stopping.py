@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.runtime.finish import StopRequests
 from hetflow.runtime.protocol.handover import SIGNAL
-from hetflow.runtime.stopping import StopRequests
 from hetflow.tests import programs
 
 pytestmark = pytest.mark.processes
