@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..schema.launch import VirtualNode
 from . import peers
 from .digest import byte_view
 from .log import log
@@ -31,28 +30,17 @@ AllReduce = Callable[[Tensor], object]
 class BufferSlot:
     """One buffer: its places in the model, its shared value, and each virtual node's own copy."""
 
-    def __init__(self, name: str, value: Tensor) -> None:
-        self.name = name
-        self.owners: list[tuple[nn.Module, str]] = []
+    def __init__(self, name: str, owners: Sequence[tuple[nn.Module, str]]) -> None:
+        self.name, self.owners = name, owners
+        value = self.current()
         self.base = value.detach().clone()
         self.shared = value
         self.own: dict[int, Tensor] = {}
         self.left = value
         self.version = value._version
         # Batch-norm's kernels write its statistics without increasing the tensor's version.
-        self.writes_silently = False
+        self.writes_silently = any(isinstance(module, _NormBase) for module, _ in owners)
         self.checked = False
-
-    @classmethod
-    def of(cls, name: str, places: Sequence[tuple[nn.Module, str]]) -> "BufferSlot":
-        """The slot of the buffer that is at these places."""
-        module, key = places[0]
-        value = module._buffers[key]
-        assert value is not None
-        slot = cls(name, value)
-        slot.owners = list(places)
-        slot.writes_silently = any(isinstance(module, _NormBase) for module, _ in places)
-        return slot
 
     @property
     def is_persistent(self) -> bool:
@@ -104,7 +92,12 @@ class Follower(Protocol):
 
 
 class VirtualNodeBuffers:
-    """The buffers of a model, one set for each virtual node of this device."""
+    """The buffers of a model, one set for each virtual node of this device.
+
+    Attributes:
+        is_merged: Whether the model now has what all virtual nodes have together, not one's own
+            values.
+    """
 
     def __init__(
         self,
@@ -125,17 +118,10 @@ class VirtualNodeBuffers:
         self._is_alone = slots is None and len(batch_sizes) <= 1
         if slots is None:
             places = {} if self._is_alone else buffer_places(model)
-            slots = [BufferSlot.of(*entry) for entry in places.items()]
+            slots = [BufferSlot(*entry) for entry in places.items()]
         self.slots = slots
         self._follower: Follower | None = None
-        self._is_merged = True  # whether the model has no virtual node's own values
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, local: Sequence[VirtualNode], batch_sizes: Sequence[int]
-    ) -> "VirtualNodeBuffers":
-        """The buffers of the virtual nodes of one worker."""
-        return cls(model, [node.index for node in local], batch_sizes)
+        self.is_merged = True
 
     def all(self) -> dict[str, Tensor]:
         """All buffers of the model by name; of those that only other workers hold, stand-ins."""
@@ -183,7 +169,7 @@ class VirtualNodeBuffers:
                 slot.shared = slot.base.clone()
             slot.own[node] = current
             slot.install(current)
-            self._is_merged = self._is_merged and not slot.is_persistent
+            self.is_merged = self.is_merged and not slot.is_persistent
 
     def merged(self, all_reduce: AllReduce | None) -> dict[str, Tensor]:
         """The merged value of every buffer that a pass has changed, equal on every worker.
@@ -202,12 +188,7 @@ class VirtualNodeBuffers:
         for slot in self.slots:
             if slot.name in merged:
                 slot.install(merged[slot.name].to(slot.base.device))
-        self._is_merged = True
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether the model now has what all virtual nodes have together, not one's own values."""
-        return self._is_merged
+        self.is_merged = True
 
     def capture(self, holders: Sequence[int], distributed: bool) -> dict[str, Any]:
         """Every virtual node's buffers, on every worker, as a checkpoint keeps them.
@@ -260,7 +241,7 @@ class VirtualNodeBuffers:
                 if slot.name in state["nodes"][node]
             }
             slot.install(slot.shared)
-        self._is_merged = not any(slot.own and slot.is_persistent for slot in self.slots)
+        self.is_merged = not any(slot.own and slot.is_persistent for slot in self.slots)
 
     def _changed_anywhere(self, all_reduce: AllReduce | None) -> list[BufferSlot]:
         if not self.slots:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..schema.errors import ProblemError
-from ..schema.plan import EmulatedDevice, PassTime
+from ..schema.plan import PassTime
 
 
 class PassHolder:
@@ -32,11 +32,6 @@ class PassHolder:
         self.num_passes = 0
         self.num_overruns = 0
         self.worst_overrun_seconds = 0.0
-
-    @classmethod
-    def of(cls, device: EmulatedDevice) -> "PassHolder":
-        """The holder for one emulated device type of a plan."""
-        return cls(device.passes)
 
     def pass_seconds(self, batch_size: int) -> float:
         """How long a pass of ``batch_size`` samples lasts, in seconds.

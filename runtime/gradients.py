@@ -435,11 +435,6 @@ class FlatBuffers:
             has_sums = number == len(kinds) and dtype == torch.float32
             self._lay_out(members, dtype, device, num_sums if has_sums else 0)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all buffers."""
-        return sum(flat.nbytes for flat in self.flats)
-
     def _lay_out(
         self, members: Sequence[int], dtype: torch.dtype, device: torch.device, num_sums: int
     ) -> None:
@@ -528,6 +523,8 @@ class GradientReducer:
         num_sums: How many further float32 numbers travel with the last bucket.
 
     Attributes:
+        num_parameters: The number of parameters, trainable or not.
+        flats: The gradient buffers.
         carried: Indices of the parameters whose gradients were still there when this step began.
         num_launched: How many buckets this worker has begun to reduce in this step.
         sums: [num_sums] view of the further numbers; None where the last buffer is not float32.
@@ -552,7 +549,7 @@ class GradientReducer:
         )
         self._names = list(named)
         self._parameters = list(named.values())
-        self._group = group
+        self.num_parameters, self._group = len(self._parameters), group
         initialised = dist.is_available() and dist.is_initialized()
         self._distributed = initialised if distributed is None else distributed
         self._invariant = invariant
@@ -591,28 +588,13 @@ class GradientReducer:
             alignment=self._invariant.alignment if self._invariant is not None else 1,
             num_sums=self._num_sums,
         )
-        self.sums = self._buffers.sums
+        self.flats, self.sums = self._buffers.flats, self._buffers.sums
         self._trained = [self._parameters[index] for index in self._buffers.views]
         self._is_armed = False
         self._is_single = False  # the step is one pass, and no gradient was there when it began
         self._learns, self._has_learned = False, False
         self._is_lean = False  # only some parameters have hooks
         self._watch_all()
-
-    @property
-    def flats(self) -> list[Tensor]:
-        """The gradient buffers."""
-        return self._buffers.flats
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the gradient buffers, which one reduction sends."""
-        return self._buffers.num_bytes
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of parameters, trainable or not."""
-        return len(self._parameters)
 
     def is_finite(self) -> bool:
         """Whether all parameters are numbers. Waits for the device."""

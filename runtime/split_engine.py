@@ -101,7 +101,7 @@ class SplitEngine:
         return self.close_sums(self.exchange())
 
     def run_passes(self, step: Step) -> None:
-        """Run this worker's virtual nodes; after ``undo`` it can be called again for the step."""
+        """Run this worker's virtual nodes; after ``reducer.undo`` they can run again."""
         if step.has_run:
             return
         self.begin(step)
@@ -250,10 +250,6 @@ class SplitEngine:
             seed_streams(self._session.seed, "hooks", self._session.num_steps)
             self._script_hooks.run()
         return loss
-
-    def undo(self) -> None:
-        """Reset the gradients to their values before ``run_passes``."""
-        self.reducer.undo()
 
     def _give(self, step: Step, item: Pass, answer: Any, *, last: bool) -> None:
         share = self.totals.add(answer, item.num_samples, item.virtual_node)

@@ -61,7 +61,7 @@ def pass_holder_of(place: Place) -> PassHolder | None:
         return None
     for device in config.emulated:
         if device.device_type == slot.device_type:
-            return PassHolder.of(device)
+            return PassHolder(device.passes)
     return None
 
 

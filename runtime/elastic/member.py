@@ -392,7 +392,7 @@ class Member:
         shares = self._engine.shared_states is not None
         if batch is not None and has_begun:
             if not shares:
-                self._engine.undo()
+                self._engine.reducer.undo()
             self.mirror.undo()
         while True:
             forget_frames(error)
@@ -420,7 +420,7 @@ class Member:
         elif batch is not None and has_begun:
             self._session.clock.undo_step()
             if shares:
-                self._engine.undo()
+                self._engine.reducer.undo()
         self._unsettled = shares
         self._move(place, again=not is_behind)
         # Leading workers have counted the step that lagging workers are about to count.

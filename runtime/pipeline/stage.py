@@ -314,7 +314,7 @@ class StageBuffers(VirtualNodeBuffers):
     ) -> None:
         self._places = buffer_places(model)
         slots = [
-            BufferSlot.of(name, places)
+            BufferSlot(name, places)
             for name, places in self._places.items()
             if place.rank in holders[name]
         ]

@@ -505,15 +505,6 @@ class SharedStates:
         return len(self._parameters)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the gradients of all workers together."""
-        return sum(
-            self.shapes[name].numel() * p.element_size()
-            for name, p in zip(self._names, self._parameters, strict=True)
-            if p.requires_grad
-        )
-
-    @property
     def carried(self) -> bool:
         """Whether gradients of an earlier step were still there when this step began."""
         return self._carried
