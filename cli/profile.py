@@ -154,8 +154,10 @@ def _refuse_other_card(path: Path, request: "DeviceRequest") -> None:
     from ..schema.profile import Profile
 
     own, apart = request.local.memory_bytes, request.local.name_with_memory
+    if apart is None:
+        return
     other = files.read(path, Profile).device_memory_bytes
-    if apart is not None and abs(other - own) > own // 50:
+    if abs(other - own) > own // 50:
         raise FileError(
             f"{path}: is of a {request.device_type} of {other / 2**30:.1f} GiB, this one has "
             f"{own / 2**30:.1f}",
