@@ -393,10 +393,16 @@ def _gpus_of_nvml() -> tuple[Gpu, ...]:
 
 # What a user sends after a trial on GPUs of their own: versions, topology, results of the suite.
 #
-# The document has no names of hosts or users, no paths, and no serial numbers of devices.
+# The document has no names of hosts or users, no paths or addresses, and no serial numbers.
 
 SCHEMA = "hetflow.report/1"
 _PATH = re.compile(r"(?<![\w/])~?/[^\s'\",:;()\[\]]+")
+# Of IPv4, IPv6 and Ethernet. Versions of four numbers, as drivers have, have larger or fewer ones.
+_ADDRESS = re.compile(
+    r"(?<![\w.])((25[0-5]|2[0-4]\d|1?\d?\d)(\.(25[0-5]|2[0-4]\d|1?\d?\d)){3}"
+    r"|([0-9a-f]{1,4}:){4,7}[0-9a-f]{1,4}|([0-9a-f]{1,4}:)+:[0-9a-f:]*)(?![\w.])",
+    re.IGNORECASE,
+)
 _LONGEST_TEXT = 300
 _LEAST_NAME = 3  # characters; shorter names would be found inside words
 
@@ -478,7 +484,8 @@ def _collective_versions() -> dict[str, str]:
 def suite_results(path: Path) -> dict[str, Any]:
     """What ``pytest --junitxml`` has written: how many tests ended how, and each test's end.
 
-    Of a failure the type of the error is kept, of a skipped test its reason; no tracebacks.
+    Of a failure the type of the error is kept, of a skipped test its reason; no tracebacks. What a
+    test has measured (``record_property``) is in ``measured``, as far as it is a number.
 
     Raises:
         FileError: It cannot be read, or is no such file.
@@ -505,6 +512,9 @@ def _result_of(case: ElementTree.Element) -> dict[str, Any]:
         "outcome": "passed",
         "seconds": seconds,
     }
+    measured = {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
+    if measured:
+        test["measured"] = {name: float(value) for name, value in measured.items()}
     for outcome in ("skipped", "failure", "error"):
         found = case.find(outcome)
         if found is not None:
@@ -515,14 +525,14 @@ def _result_of(case: ElementTree.Element) -> dict[str, Any]:
 
 
 def scrubbed(value: Any, names: tuple[str, ...]) -> Any:
-    """Any JSON value without absolute paths and without these names, texts cut to a few lines."""
+    """Any JSON value without paths, addresses and these names, texts cut to a few lines."""
     if isinstance(value, dict):
         return {key: scrubbed(entry, names) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [scrubbed(entry, names) for entry in value]
     if not isinstance(value, str):
         return value
-    text = value if value == SCHEMA else _PATH.sub("(path)", value)
+    text = value if value == SCHEMA else _ADDRESS.sub("(address)", _PATH.sub("(path)", value))
     for name in names:
         text = re.sub(rf"\b{re.escape(name)}\b", "(name)", text)
     return text[:_LONGEST_TEXT]

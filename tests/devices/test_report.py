@@ -10,7 +10,8 @@ from hetflow.schema.errors import FileError
 
 RESULTS = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" tests="3" hostname="ada-laptop">
-<testcase classname="hetflow.tests.gpu.test_launch" name="test_a[none]" time="3.5" />
+<testcase classname="hetflow.tests.gpu.test_launch" name="test_a[none]" time="3.5">
+<properties><property name="measured_step_seconds" value="0.25" /></properties></testcase>
 <testcase classname="hetflow.tests.gpu.test_launch" name="test_b" time="1.0">
 <failure message="AssertionError: /users/ada/run/log has no step">Traceback: /home/ada</failure>
 </testcase>
@@ -28,6 +29,7 @@ def test_results_of_the_suite_without_tracebacks(tmp_path: Path) -> None:
     assert found["num_tests"] == {"failed": 1, "passed": 1, "skipped": 1}
     assert [test["outcome"] for test in found["tests"]] == ["passed", "failed", "skipped"]
     assert found["tests"][0]["test"] == "hetflow.tests.gpu.test_launch::test_a[none]"
+    assert found["tests"][0]["measured"] == {"measured_step_seconds": 0.25}
     assert found["tests"][1]["said"] == "AssertionError"
     document = report(FACTS, (Finding(level="info", text="all well in /home/ada"),), found)
     text = json.dumps(document)
@@ -39,11 +41,15 @@ def test_results_of_the_suite_without_tracebacks(tmp_path: Path) -> None:
 
 
 def test_names_and_paths_are_taken_out_wherever_they_stand() -> None:
-    value = {"a": ["on ada-laptop", ("~/x/y.py", 3)], "b": "adaptive, by ada", "c": "CUDA 12/13"}
+    value = {
+        "a": ["on ada-laptop", ("~/x/y.py", 3)],
+        "b": "adaptive, by ada",
+        "c": "CUDA 12/13, 570.86.15.01, tests::test_a[::2], 10.0.0.7:29400, fe80::1, 1:2",
+    }
     assert scrubbed(value, ("ada-laptop", "ada")) == {
         "a": ["on (name)", ["(path)", 3]],
         "b": "adaptive, by (name)",
-        "c": "CUDA 12/13",
+        "c": "CUDA 12/13, 570.86.15.01, tests::test_a[::2], (address):29400, (address), 1:2",
     }
 
 

@@ -1,12 +1,14 @@
 """What a host has and how fast it is: devices, doctor, profile."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from hetflow.schema import files
 from hetflow.schema.profile import Profile
+from hetflow.schema.run import RunRecord
 from hetflow.tests.plan_parts import with_replicas
 from hetflow.tests.runtime.test_pipeline import CHAIN2, make_plan
 from hetflow.tests.testing.hosts import GpuHost
@@ -23,6 +25,20 @@ def deferred():
 def mine():
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     return model, lambda n: torch.randn(n, 64), lambda model, x: model(x).square().mean()
+"""
+TRAINING = """
+import torch
+from torch.utils.data import DataLoader
+from target import mine
+from hetflow import runtime as hf
+
+model, _, loss_of = mine()
+optimizer = torch.optim.Adam(model.parameters())
+job = hf.prepare(model, optimizer)
+for batch in job.batches(DataLoader(torch.randn(960, 64), batch_size=96)):
+    job.backward(lambda x: loss_of(model, x), batch)
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
 
@@ -62,7 +78,9 @@ def test_a_report_of_a_trial_tells_versions_and_topology(gpus: GpuHost) -> None:
     assert report["suite"] is None
 
 
-def test_a_profile_of_two_types(gpus: GpuHost) -> None:
+def test_a_profile_of_two_types_and_a_plan_by_it(
+    gpus: GpuHost, record_property: Callable[[str, object], None]
+) -> None:
     host = gpus(2, 1).also(FAKECUDA_BESIDE_TENSORS="300MiB,40MiB,2MiB")
     (host.folder / "target.py").write_text(TARGET)
     asked = ["--quick", "--batch-sizes", "8,32", "--sync-devices", "2", "--links"]
@@ -97,6 +115,14 @@ def test_a_profile_of_two_types(gpus: GpuHost) -> None:
             if not host.is_real:
                 assert beside.group_bytes == 40 << 20
                 assert profile.links.channel_bytes == 40 << 20
+    (host.folder / "train.py").write_text(TRAINING)
+    pool = ["--gpus", f"2x{host.types[0]},{host.types[1]}", "--batch-size", "96"]
+    host.done("solve", "split", "--profiles", "profiles", *pool, "-o", "plan.json")
+    host.done("launch", "-o", "run", "plan.json", "train.py")
+    run = files.read(host.folder / "run/run.json", RunRecord)
+    for name in ("predicted_step_seconds", "measured_step_seconds"):
+        assert getattr(run, name) > 0
+        record_property(name, getattr(run, name))  # for `hetflow doctor --suite`
 
 
 def test_a_profile_ends_its_curve_where_memory_does(software: GpuHost) -> None:
