@@ -137,13 +137,11 @@ def _unused_degrees(problem: ParallelProblem) -> list[str]:
     lines = []
     for pool in problem.pools:
         width, known = pool.devices_per_server, {t.tensor_parallel_size for t in pool.times}
-        unused = sorted(degree for degree in known if width % degree)
+        unused = sorted(degree for degree in known if degree > width)
         if unused:
             fitting = ", ".join(str(degree) for degree in sorted(known - set(unused)))
-            nearest = -(-width // unused[0]) * unused[0]
             lines.append(
                 f"{pool.device_type}: tensor-parallel degrees {', '.join(map(str, unused))} do not "
-                f"divide servers of {width}; planned: {fitting or 'none'} (servers of {nearest} "
-                f"would take {unused[0]})"
+                f"fit into servers of {width}; planned: {fitting or 'none'}"
             )
     return lines

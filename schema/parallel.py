@@ -121,10 +121,9 @@ class TypesLink:
 class ParallelPool:
     """Devices of one type, the model's times on them, and their links.
 
-    A group of ``tensor_parallel_size`` devices lies within one server. Only degrees that divide
-    ``devices_per_server`` are planned, so that groups fill servers. ``inside`` is the link within a
-    server, where it is faster than ``links``; a stage whose replicas are within one reduces over it
-    (``is_inside``). ``dollars_per_hour`` is the price of one device.
+    A group of ``tensor_parallel_size`` devices lies within one server. ``inside`` is the link
+    within a server, where it is faster than ``links``; a stage whose replicas are within one
+    reduces over it (``is_inside``). ``dollars_per_hour`` is the price of one device.
     """
 
     device_type: Name
@@ -135,6 +134,13 @@ class ParallelPool:
     links: tuple[DegreeLink, ...]
     dollars_per_hour: NonNegative | None = None
     inside: LinkCurve | None = None
+
+    def num_groups(self, tensor_parallel_size: int) -> int:
+        """Return how many groups of that degree the servers hold."""
+        full, rest = divmod(self.num_devices, self.devices_per_server)
+        return full * (self.devices_per_server // tensor_parallel_size) + (
+            rest // tensor_parallel_size
+        )
 
     def link(self, tensor_parallel_size: int) -> LinkCurve:
         """Return the bandwidth curve of a group of that degree.

@@ -222,8 +222,8 @@ def _device_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
                 continue
             yield from _group_faults(plan, problem, number, group, pool)
     for pool in problem.pools:
-        if pool.inside is not None and not _has_places(plan, problem, pool):
-            yield f"servers of {pool.device_type} do not hold the stages counted inside one"
+        if not _has_places(plan, problem, pool):
+            yield f"servers of {pool.device_type} do not hold what has to lie inside one"
     yield from device_faults(plan, {name: pool.num_devices for name, pool in pools.items()})
 
 
@@ -234,7 +234,7 @@ def _has_places(plan: Plan, problem: ParallelProblem, pool: ParallelPool) -> boo
         for group in stage.replicas:
             if group.device_type == pool.device_type:
                 together = group.num_replicas * group.tensor_parallel_size
-                whole = _lies_in_a_server(problem, stage)
+                whole = pool.inside is not None and _lies_in_a_server(problem, stage)
                 wanted += [together] if whole else [group.tensor_parallel_size] * group.num_replicas
     return has_places(wanted, pool)
 
@@ -247,11 +247,8 @@ def _group_faults(
     pool: ParallelPool,
 ) -> Iterator[str]:
     degree, where = group.tensor_parallel_size, f"stage {number}: {group.device_type}"
-    if pool.devices_per_server % degree:
-        yield (
-            f"{where} has servers of {pool.devices_per_server}, which groups of {degree} do not "
-            "fill"
-        )
+    if pool.devices_per_server < degree:
+        yield f"{where} has servers of {pool.devices_per_server}, which hold no group of {degree}"
     if all(sizes.tensor_parallel_size != degree for sizes in problem.sizes) or all(
         (t.tensor_parallel_size, t.microbatch_size) != (degree, plan.microbatch_size)
         for t in pool.times

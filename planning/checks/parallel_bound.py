@@ -155,7 +155,7 @@ def _options(problem: ParallelProblem, size: int, replicas: int) -> Iterator[_Op
         for times in pool.times:
             degree = times.tensor_parallel_size
             held = [s for s in problem.sizes if s.tensor_parallel_size == degree]
-            fits_server = pool.devices_per_server % degree == 0 and degree <= pool.num_devices
+            fits_server = degree <= min(pool.devices_per_server, pool.num_devices)
             if times.microbatch_size != size or not held or not fits_server:
                 continue
             curve = next(x.curve for x in pool.links if x.tensor_parallel_size == degree)
@@ -376,11 +376,12 @@ class _Search:
                 for o, count in zip(kind, replicas, strict=True):
                     if self.options[o].pool == number:
                         degree = self.options[o].degree
-                        is_one = len(kind) == 1 and pool.devices_per_server % (degree * count) == 0
+                        is_near = pool.inside is not None and len(kind) == 1
+                        is_one = is_near and pool.devices_per_server % (degree * count) == 0
                         sizes += [degree * count] if is_one else [degree] * count
             if sum(sizes) > pool.num_devices:
                 return False
-            if pool.inside is not None and not has_places(sizes, pool):
+            if not has_places(sizes, pool):
                 return False
         return True
 

@@ -292,7 +292,8 @@ def _placed(plan: Plan) -> list[int]:
         number = width = sum(len(ranks) for ranks, *_ in each)
         if plan.cluster is not None and name in plan.cluster.num_devices:
             number, width = plan.cluster.num_devices[name], plan.cluster.common_width(name)
-        for whole in (True, False):  # else groups only, as in pools of one server
+        # Else groups only; then as in pools of one server.
+        for whole, room in ((True, width), (False, width), (False, number)):
             sets = [
                 ranks[start : start + step]
                 for ranks, degree, alone in each
@@ -300,7 +301,7 @@ def _placed(plan: Plan) -> list[int]:
                 for step in [len(ranks) if is_one else degree]
                 for start in range(0, len(ranks), step)
             ]
-            begins = first_devices([len(one) for one in sets], number, width if whole else number)
+            begins = first_devices([len(one) for one in sets], number, room)
             if begins is not None:
                 break
         for one, begin in zip(sets, begins or [], strict=True):

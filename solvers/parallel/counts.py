@@ -24,28 +24,36 @@ Counts = tuple[tuple[int, ...], ...]
 def deal_to_places(
     stages: Sequence[Sequence[Group]], num_replicas: int, pools: Sequence[ParallelPool]
 ) -> Counts | None:
-    """Deal as ``deal`` does; None also where servers do not hold stages counted inside one.
+    """Deal as ``deal`` does; None also where servers do not hold what has to lie inside one.
 
     Args:
         stages: For each, its one or two groups.
         num_replicas: d, of every stage.
         pools: Whose devices.
+
+    Raises:
+        UndecidedError: As ``deal``; or this dealing has no places, and another one might.
     """
     counts = deal(stages, num_replicas, [pool.num_devices for pool in pools])
-    return counts if counts is None or _has_places(stages, counts, pools) else None
+    if counts is None or _has_places(stages, counts, pools):
+        return counts
+    if num_replicas > 2 and any(len(stage) > 1 for stage in stages):
+        raise UndecidedError
+    return None
 
 
 def _has_places(
     stages: Sequence[Sequence[Group]], counts: Counts, pools: Sequence[ParallelPool]
 ) -> bool:
-    """Whether servers hold the stages that are counted inside one, beside other groups."""
+    """Whether servers hold all groups, and whole the stages that are counted inside one."""
     for number, pool in enumerate(pools):
         sizes: list[int] = []
         for stage, dealt in zip(stages, counts, strict=True):
             for (of_pool, degree), replicas in zip(stage, dealt, strict=True):
-                if of_pool == number and pool.inside is not None:
+                if of_pool == number:
                     width, whole = pool.devices_per_server, degree * replicas
-                    as_one = len(stage) == 1 and is_inside(whole, width)
+                    is_near = pool.inside is not None and len(stage) == 1
+                    as_one = is_near and is_inside(whole, width)
                     sizes += [whole] if as_one else [degree] * replicas
         different = sorted({pool.devices_per_server, *sizes}, reverse=True)
         if all(large % small == 0 for large, small in pairwise(different)):

@@ -131,7 +131,7 @@ def refusal(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
             hint=f"ask for at most {most}" if most > 1 else "ask for 1, which is 1F1B",
         )
     groups = max(
-        problem.pools[option.pool].num_devices // option.tensor_parallel_size
+        problem.pools[option.pool].num_groups(option.tensor_parallel_size)
         for space in spaces.alone
         for option in space.options
     )
@@ -216,7 +216,7 @@ def _shapes(problem: ParallelProblem, spaces: Spaces) -> Iterator[InterleavedSha
     for microbatch_size in spaces.microbatch_sizes:
         units = -(-problem.global_batch_size // microbatch_size)
         for number, option in enumerate(spaces.of(microbatch_size).options):
-            groups = problem.pools[option.pool].num_devices // option.tensor_parallel_size
+            groups = problem.pools[option.pool].num_groups(option.tensor_parallel_size)
             for replicas in range(1, min(groups // 2, units) + 1):
                 if units % replicas:
                     continue

@@ -81,9 +81,19 @@ class Labels:
             for key, numbers in groups.items()
         ]
         # Labels count devices a replica of each type, and stages of each pair of types.
-        self._use = np.zeros((len(self._kinds), num_pools + len(pairs)), dtype=np.int32)
+        # Where degrees do not divide servers, which ones were taken decides what finds a place.
+        groups = {group for kind in self._kinds for group in kind.groups}
+        odd = sorted(
+            each for each in groups
+            if any(problem.pools[p].devices_per_server % n for p, n in groups if p == each[0])
+        )  # fmt: skip
+        first = num_pools + len(pairs)
+        self._use = np.zeros((len(self._kinds), first + len(odd)), dtype=np.int32)
         for number, kind in enumerate(self._kinds):
             self._use[number, kind.row] = kind.groups[0][1] if len(kind.groups) == 1 else 1
+            for group in kind.groups:
+                if group in odd:
+                    self._use[number, first + odd.index(group)] = 1
         self._rows = np.vstack([price_rows(problem.pools), region.prices])
         self._worth = self._rows @ relaxation.budget
         self._price = self._least_prices(region.prices[None], d)[:, 0]

@@ -289,10 +289,9 @@ def _options(
         for times in pool.times:
             degree = times.tensor_parallel_size
             known = problem.sizes_of(degree) is not None
-            divides = pool.devices_per_server % degree == 0
-            if times.microbatch_size != microbatch_size or not known or not divides:
+            if times.microbatch_size != microbatch_size or not known:
                 continue
-            if degree > pool.num_devices:
+            if not pool.num_groups(degree):
                 continue
             for recompute in problem.recompute:
                 yield _option(

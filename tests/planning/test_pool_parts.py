@@ -61,7 +61,7 @@ def profile(name: str, slowness: float) -> Profile:
 
 PROFILES = (profile("A", 1.0), profile("B", 2.5))
 RATES = (1e7, 1e9, 1e10)
-STRATEGIES = ("split", "pipeline", "parallel")
+STRATEGIES = ("split", "pipeline", "parallel", "auto")
 
 
 def solved(pool: Cluster, strategy: str, batch_size: int = 16) -> tuple[float, bool]:
@@ -112,6 +112,7 @@ GROUPS = {
     "split": groups(2, 4, 2),
     "parallel": groups(2, 4, 2),
     "pipeline": groups(1, 2, 1),  # four devices take long
+    "auto": groups(1, 2, 2),
 }
 LINKS = st.lists(
     st.builds(
@@ -154,7 +155,7 @@ def grown(draw: st.DrawFn, strategy: str = "parallel") -> tuple[Cluster, Cluster
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(9))
 @given(data=st.data(), batch_size=st.sampled_from((8, 16, 18)))
 @pytest.mark.slow
 def test_more_devices_memory_and_faster_links_never_make_a_proved_plan_slower(
@@ -366,6 +367,26 @@ def lowers_inside_servers(plan: Plan) -> bool:
         if not others and width % len(own) == 0 and len(places) > 1:
             return False
     return True
+
+
+def test_a_server_of_three_holds_a_group_and_a_device() -> None:
+    server = ServerGroup(count=2, devices={"A": 3}, intra_bytes_per_second=1e9)
+    pool = cluster(server, inter=1e9)
+    plan = hetflow.solve(PROFILES[:1], pool, batch_size=16, strategy="parallel")
+    degrees = [g.tensor_parallel_size for stage in plan.stages for g in stage.replicas]
+    assert {1, 2} <= {*degrees}
+    assert hetflow.check(plan, PROFILES[:1], pool) == []
+    workers = iter(lower(plan).workers)
+    for degree in (
+        n
+        for stage in plan.stages
+        for g in stage.replicas
+        for n in [g.tensor_parallel_size] * g.num_replicas
+    ):
+        places = {
+            worker.device // 3 for worker in islice(workers, degree) if worker.device is not None
+        }
+        assert len(places) == 1
 
 
 def test_a_split_leaves_a_slow_network_alone() -> None:

@@ -57,7 +57,7 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Plan]:
         degrees = [
             t.tensor_parallel_size
             for t in pool.times
-            if t.microbatch_size == size and pool.devices_per_server % t.tensor_parallel_size == 0
+            if t.microbatch_size == size and pool.devices_per_server >= t.tensor_parallel_size
         ]
         choices += [(pool.device_type, degree) for degree in degrees]
     groups: list[tuple[tuple[tuple[str, int], int], ...]] = [((one, replicas),) for one in choices]
@@ -85,14 +85,13 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Plan]:
 
 
 def has_places(stages: list[tuple[tuple[tuple[str, int], int], ...]], pool: ParallelPool) -> bool:
-    """Whether servers hold the stages that are counted inside one: every placing is tried."""
-    if pool.inside is None:
-        return True
+    """Whether servers hold groups, and stages counted inside one: each placing is tried."""
     sets: list[int] = []
     for dealt in stages:
         for (name, degree), count in dealt:
             if name == pool.device_type:
-                is_one = len(dealt) == 1 and pool.devices_per_server % (degree * count) == 0
+                is_near = pool.inside is not None and len(dealt) == 1
+                is_one = is_near and pool.devices_per_server % (degree * count) == 0
                 sets += [degree * count] if is_one else [degree] * count
     full, rest = divmod(pool.num_devices, pool.devices_per_server)
 
@@ -177,7 +176,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         ParallelPool(
             device_type=name,
             num_devices=draw(st.integers(1, 4 - 2 * number)),
-            devices_per_server=draw(st.sampled_from([2, 4])),
+            devices_per_server=draw(st.sampled_from([2, 3, 4])),
             inside=draw(
                 st.sampled_from([None, LinkCurve(coefficients=(64.0,), latency_seconds=0.015625)])
             ),
