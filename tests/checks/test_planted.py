@@ -10,7 +10,9 @@ SPLITS = [name for name in tampered.QUESTIONS if "split" in name or "virtual nod
 
 def test_a_fault_changes_what_runs_and_is_taken_out_again() -> None:
     run = planted.lines_run(lambda: updates("gpipe", 2, 8))
-    (site,) = [one for one in planted.sites(run) if one.kind == "return"]
+    (site,) = [
+        one for one in planted.sites(run) if (one.function, one.kind) == ("updates", "return")
+    ]
     whole = updates("gpipe", 2, 8)
     with planted.planted(site) as changed:
         assert changed
