@@ -82,10 +82,10 @@ class Labels:
         ]
         # Labels count devices a replica of each type, and stages of each pair of types.
         # Where degrees do not divide servers, which ones were taken decides what finds a place.
-        groups = {group for kind in self._kinds for group in kind.groups}
+        every = {group for kind in self._kinds for group in kind.groups}
         odd = sorted(
-            each for each in groups
-            if any(problem.pools[p].devices_per_server % n for p, n in groups if p == each[0])
+            each for each in every
+            if any(problem.pools[p].devices_per_server % n for p, n in every if p == each[0])
         )  # fmt: skip
         first = num_pools + len(pairs)
         self._use = np.zeros((len(self._kinds), first + len(odd)), dtype=np.int32)
