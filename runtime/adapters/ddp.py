@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...schema.errors import TargetError
@@ -54,6 +55,12 @@ def _normalise(original: Any, *args: Any, **kwargs: Any) -> Tensor:
     is_one_value = current is not None and current.has_one_sample and x.numel() == x.shape[1]
     # Of one value there is no variance: torch refuses it.
     if not call.training or current is None or not current.meets_others or is_one_value:
+        if call.training and current is not None and current.is_cut(len(x)):
+            raise TargetError(
+                "a model that is not wrapped, or a part of one that is called by itself, has batch "
+                "norm in training mode, which would see a worker's own share of the batch",
+                hint="wrap it in DistributedDataParallel and call that; or call its eval()",
+            )
         found: Tensor = original(*call)
         return found
     if current.has_parts:
@@ -90,6 +97,7 @@ def adapt(torch_module: Any) -> None:
         return
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import swa_utils
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
 
@@ -101,6 +109,8 @@ def adapt(torch_module: Any) -> None:
     around(DataLoader, "__init__", _cut_batches)
     around(DataLoader, "__iter__", _deliver)
     around(torch.autograd, "backward", _backward)  # Tensor.backward calls it
+    around(torch.autograd, "grad", _grad)
+    around(swa_utils, "update_bn", _update_norms)
     around(torch.amp.GradScaler, "scale", _scale)
     around(torch.amp.GradScaler, "step", _step_scaled)
     around(torch.amp.GradScaler, "_unscale_grads_", _unscale)
@@ -346,6 +356,30 @@ def _backward(
         ]
         original(roots, gradients, *values, **options)
     current.end_pass()
+
+
+def _grad(original: Any, outputs: Any, inputs: Any, *values: Any, **options: Any) -> Any:
+    """Refuse gradients of parameters that no backward pass weighs by the share."""
+    current = begun()
+    if current is not None and current.trains_by_itself(tree_flatten(inputs)[0]):
+        raise TargetError(
+            "torch.autograd.grad is asked for gradients of the model's parameters, which would be "
+            "those of a worker's own share",
+            hint="call backward on the loss; or train with hf.prepare",
+        )
+    return original(outputs, inputs, *values, **options)
+
+
+def _update_norms(
+    original: Any, loader: Any, model: nn.Module, *values: Any, **options: Any
+) -> None:
+    """Let all workers see the whole batches in an averaged model that is not wrapped."""
+    current = begun()
+    if current is None or loader not in _CUT:
+        original(loader, model, *values, **options)
+        return
+    with current.running(trains=True):
+        original(loader, model, *values, **options)
 
 
 def _scale(original: Any, self: Any, outputs: Any) -> Any:

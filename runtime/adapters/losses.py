@@ -10,7 +10,8 @@ by others of the batch, and shapes stay:
   repeated. That fails for a root of a mean, a contrast, a choice of hard samples, a mean over a
   mask. A mean over a mask is then tried with the weight that its divisor gives each sample.
 - A batch of one sample repeated must give the same loss on each worker, whatever its number of
-  samples. Where it grows with the number, the loss is a sum.
+  samples. Where it grows with the number, the loss is a sum. What a script keeps of its batches, as
+  a queue, differs between workers from the second batch on.
 
 A loss is known by the names in its graph, and each new one is tried. Passes 2, 4, 8 and so on try
 it again: a mask, a threshold or a choice of experts may depend on values that come later.
@@ -175,6 +176,32 @@ class _Form:
     divisor: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What all workers have found of a loss.
+
+    Attributes:
+        are_means: Whether it is a mean on all of them.
+        are_divided: Whether it is a weighted mean on all of them.
+        are_refuted: Whether it is not what it was on any of them.
+        losses: [workers] of a batch of one sample repeated.
+        rows: [workers] how often it is repeated.
+        close: The relative difference by rounding that they may have.
+    """
+
+    are_means: bool
+    are_divided: bool
+    are_refuted: bool
+    losses: Sequence[float]
+    rows: Sequence[float]
+    close: float
+
+    @property
+    def per_row(self) -> list[float]:
+        """[workers] the losses by the number of samples."""
+        return [value / number for value, number in zip(self.losses, self.rows, strict=True)]
+
+
 class Losses:
     """The losses of a script, and what the share of each counts.
 
@@ -187,7 +214,8 @@ class Losses:
 
     def __init__(self, training: WeighedTraining) -> None:
         self._training = training
-        self._forms: dict[int, _Form] = {}
+        self._forms: dict[int, _Form] = {}  # alike on all workers, as what each loss is known by
+        self._guessed: set[int] = set()  # losses that have counted as means before they were tried
         self._recording: Recording | None = None
         self._is_entered = False
         self._has_unknown = True  # the first
@@ -283,14 +311,27 @@ class Losses:
                 hint="call backward on the loss's mean()",
             )
         known_by = signature_of(loss, self._answers)
+        # All must find it known, or try it together: what follows exchanges more.
+        if len(set(_of_all(self._training, [known_by]).flatten().tolist())) > 1:
+            raise TargetError(
+                "the workers compute losses of unlike forms, so these do not add up to one",
+                hint="compute the same loss on every worker, whatever is in its share of a batch",
+            )
         form = self._forms.get(known_by)
         if form is not None and self._recording is not None:
             self._try_again(loss, form)
         if form is None and self._recording is not None:
-            form = self._forms[known_by] = self._tried(loss, known_by)
+            form = self._forms[known_by] = self._tried(loss)
+            if known_by in self._guessed and form.kind in ("sum", "divisor"):
+                raise TargetError(
+                    "a loss that came after the first batch is no mean over samples, as which it "
+                    "has counted until it could be tried",
+                    hint="compute it from the first batch on; or train with hf.prepare",
+                )
             self._has_unknown = self.is_untried = False
         if form is None:  # tried when it comes again
             self._has_unknown = True
+            self._guessed.add(known_by)
             is_cross_entropy = any(hasattr(n, "_saved_total_weight") for n in chain(loss))
             form = _Form("targets" if is_cross_entropy else "samples")
         if form.kind == "sum":
@@ -322,12 +363,12 @@ class Losses:
 
     # The trial
 
-    def _tried(self, loss: Tensor, known_by: int) -> _Form:
+    def _tried(self, loss: Tensor) -> _Form:
         assert self._recording is not None
         ours = self._recording.slice_of(loss, whole=False)
         trial = None if ours is None else _Trial(self._training, ours)
-        heads = _of_all(self._training, [known_by, 0 if trial is None else trial.num_tensors])
-        if len({tuple(head) for head in heads.tolist()}) > 1:
+        heads = _of_all(self._training, [0 if trial is None else trial.num_tensors])
+        if len(set(heads.flatten().tolist())) > 1:
             raise TargetError(
                 "the workers compute losses of unlike forms, so these do not add up to one",
                 hint="compute the same loss on every worker",
@@ -360,11 +401,19 @@ class Losses:
         verdict = trial.verdict(loss, _ROWS)
         is_as_known = verdict.is_mean or form.kind in ("targets", "divisor")
         refuted = verdict.is_refuted or (verdict.is_divided and not is_as_known)
-        if bool(_of_all(self._training, [refuted]).any()):
+        found = trial.of_workers(loss, verdict, refuted)
+        if found.are_refuted:
             raise TargetError(
                 f"the loss was the mean of its samples' losses in earlier batches, and is not in "
                 f"this one: {verdict.figures}",
                 hint=_HINT,
+            )
+        losses = found.per_row if form.kind == "sum" else found.losses
+        if all(map(math.isfinite, losses)) and not _are_close(losses, found.close):
+            raise TargetError(
+                "the loss of one sample was the same on all workers in earlier batches, and is "
+                f"{_listed(found)} now: something in it follows from a worker's own share",
+                hint="sum over workers what the script keeps of batches (a queue, a mean, a count)",
             )
 
     def _check_model(self, trial: "_Trial", loss: Tensor) -> None:
@@ -412,44 +461,47 @@ class _Trial:
                 hint=_HINT,
             )
         verdict = self.verdict(loss, _ROWS)
-        same = self._same_sample(verdict.best)
-        found = gathered(
-            torch.tensor(
-                [verdict.is_mean, verdict.is_divided, same, self._num_rows],
-                dtype=torch.float64,
-                device=self._training.place.device,
-            ),
-            place=self._training.place,
-        ).tolist()
-        are_means, are_divided, losses, rows = zip(*found, strict=True)
-        if max(rows) == 1:
+        found = self.of_workers(loss, verdict, False)
+        if max(found.rows) == 1:
             raise TargetError(
                 "each worker has one sample, and a trial of the loss needs two",
                 hint="solve for a larger batch",
             )
-        per_row = [value / number for value, number in zip(losses, rows, strict=True)]
-        is_scaled, close = _are_close(losses, self._replays.close(loss)), self._replays.close(loss)
-        if is_scaled and all(are_divided):
+        is_scaled = _are_close(found.losses, found.close)
+        if is_scaled and found.are_divided:
             if self._recorded.divides_by_targets:
                 is_alone = self._recorded.divides_at_last
-                if targets_of(loss) and (is_alone or not all(are_means)):
+                if targets_of(loss) and (is_alone or not found.are_means):
                     return _Form("targets")
             else:
                 return _Form("divisor", self._place_of_divisor(loss))
-        if all(are_means) and is_scaled:
+        if found.are_means and is_scaled:
             return _Form("samples")
-        if all(are_means) and _are_close(per_row, close):
+        if found.are_means and _are_close(found.per_row, found.close):
             self._check_sum()
             return _Form("sum")
         raise TargetError(
             f"a batch's loss is not the mean of its samples' losses: {verdict.figures}"
-            if not all(are_means)
+            if not found.are_means
             else "the loss is neither a mean over the samples nor their sum: of one sample it is "
-            + " and ".join(
-                f"{value:.6g} among {int(n)}" for value, n in zip(losses, rows, strict=True)
-            ),
+            + _listed(found),
             hint=_HINT,
         )
+
+    def of_workers(self, loss: Tensor, verdict: LossVerdict, refuted: bool) -> "_Found":
+        """What all workers have found, and the losses of one sample; call it on all of them."""
+        own = [
+            float(verdict.is_mean),
+            float(verdict.is_divided),
+            float(refuted),
+            self._same_sample(verdict.best),
+            float(self._num_rows),
+            self._replays.close(loss),  # larger where only one worker's can be run in more bits
+        ]
+        sent = torch.tensor(own, dtype=torch.float64, device=self._training.place.device)
+        columns = zip(*gathered(sent, place=self._training.place).tolist(), strict=True)
+        are_means, are_divided, are_refuted, losses, rows, close = columns
+        return _Found(all(are_means), all(are_divided), any(are_refuted), losses, rows, max(close))
 
     def verdict(self, loss: Tensor, num_rows: int) -> LossVerdict:
         """Try the share's loss with so many of its samples; call it on all workers."""
@@ -499,7 +551,8 @@ class _Trial:
     def _place_of_divisor(self, loss: Tensor) -> int:
         number = self._recorded.divisor
         assert number is not None
-        value = self._replays.of_rows(range(self._num_rows), self._recorded.leaves, number)[1]
+        replays = Replays(self._recorded, self._num_rows, self._dims, widens=False)
+        value = replays.of_rows(range(self._num_rows), self._recorded.leaves, number)[1]
         found = last_divisors_of(loss)
         for at, divisor in enumerate(found):
             if divisor.numel() == 1 and float(divisor) == value:
@@ -546,6 +599,11 @@ def _of_all(training: WeighedTraining, numbers: Sequence[int]) -> Tensor:
     """[workers, n] the whole numbers of every worker."""
     own = torch.tensor(numbers, dtype=torch.int64, device=training.place.device)
     return gathered(own, place=training.place)
+
+
+def _listed(found: _Found) -> str:
+    of_workers = zip(found.losses, found.rows, strict=True)
+    return " and ".join(f"{value:.6g} among {int(n)}" for value, n in of_workers)
 
 
 def _are_close(values: Sequence[float], close: float) -> bool:

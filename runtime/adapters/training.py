@@ -228,7 +228,7 @@ class Training:
             watch=CompareSchedule(0, watches_first=False),
         )
         self._clock, self._holder = self._session.clock, self._session.holder
-        self._is_asked, self._is_held = False, False
+        self._is_asked, self._is_held, self._is_reading = False, False, False
         self.sized: Sized | None = None
         self.num_full_steps = 0
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -288,6 +288,8 @@ class Training:
     @property
     def is_evaluating(self) -> bool:
         """Whether the script evaluates: without gradients, or with all models in that mode."""
+        if self._num_running:
+            return False
         trains = any(model.training for model in self.models)
         return not torch.is_grad_enabled() or (len(self.models) > 0 and not trains)
 
@@ -379,10 +381,12 @@ class Training:
             try:
                 batch = next(batches)
             except StopIteration:
+                self._is_reading = False
                 return
             try:
                 yield batch
             except GeneratorExit:
+                self._is_reading = False
                 if self.watcher is not None and sized is not None and sized.is_trained_on:
                     self.watcher.left()
                 raise
@@ -390,6 +394,7 @@ class Training:
     def take(self, piece: BatchPart) -> None:
         """Note the part of the batch that the script gets now."""
         self.num_taken += 1
+        self._is_reading = True
         if self._ahead is not None:
             self._ahead.append(piece)
         self.begin_batch(piece)
@@ -632,6 +637,21 @@ class Training:
         """
         runs = self._num_running > 0 or self.is_going_back
         return self.place.distributed and self.piece is not None and runs
+
+    def is_cut(self, num_samples: int) -> bool:
+        """Whether so many samples, in the script's own loop over batches, are this worker's."""
+        piece = self.piece
+        if piece is None or not (self._is_reading and self.is_in_loop and self.place.distributed):
+            return False
+        return num_samples == piece.own_samples != piece.num_samples
+
+    def trains_by_itself(self, tensors: Sequence[Any]) -> bool:
+        """Whether some are trained parameters, in a pass of the script's own loop."""
+        # A trial of a library's step asks for them too, before the step's passes.
+        is_own = self.is_own_pass and not self.is_going_back
+        if not is_own or self.runs_whole or not self.place.distributed or self.watcher is not None:
+            return False
+        return any(id(tensor) in self._trained for tensor in tensors)
 
     @property
     def has_samples(self) -> bool:

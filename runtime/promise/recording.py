@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _LOOSE = 2e-2  # of losses in 16 bits
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _SCALED = {torch.ops.aten.mul, torch.ops.aten.div}
 _CROSS_ENTROPIES = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 _KEEPING = {torch.ops.aten.clamp, torch.ops.aten.clamp_min}
@@ -122,6 +123,12 @@ class Slice:
                 break
             number = inputs[0].number
         return number
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether anything is computed in 16 bits."""
+        given = tree_flatten([operator.arguments for operator in self.operators])[0]
+        return any(k in _WIDER for k in (*given, *(leaf.dtype for leaf in self.leaves.values())))
 
     @property
     def divides_by_targets(self) -> bool:
@@ -270,6 +277,8 @@ def run_again(
     leaves: dict[int, Tensor],
     drawn: Callable[[Tensor], Tensor],
     asked: Sequence[int],
+    *,
+    widens: bool = False,
 ) -> list[Tensor]:
     """Run the operators on other samples.
 
@@ -278,6 +287,7 @@ def run_again(
         leaves: Number -> what comes from outside instead; it may be changed.
         drawn: Gives other samples for what was drawn.
         asked: Numbers of tensors.
+        widens: Whether to compute in 32 bits what was computed in 16.
 
     Returns:
         The tensors that were asked for.
@@ -285,16 +295,22 @@ def run_again(
     last: dict[int, int] = {}
     for at, operator in enumerate(recorded.operators):
         last |= dict.fromkeys(_numbers_in(operator), at)
-    values = dict(leaves)
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)) if widens else tensor
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, _Number):
+            return values[leaf.number]
+        return _WIDER.get(leaf, leaf) if widens and isinstance(leaf, torch.dtype) else leaf
+
+    values = {number: wide(leaf) for number, leaf in leaves.items()}
     for at, operator in enumerate(recorded.operators):
         if operator.drawn is None:
-            positional, named = tree_map(
-                lambda leaf: values[leaf.number] if isinstance(leaf, _Number) else leaf,
-                operator.arguments,
-            )
+            positional, named = tree_map(given, operator.arguments)
             made = tree_flatten(operator.function(*positional, **named))[0]
         else:
-            made = [drawn(tensor) for tensor in operator.drawn]
+            made = [wide(drawn(tensor)) for tensor in operator.drawn]
             for number, value in zip(operator.changed, made, strict=False):
                 values[number].copy_(value)
         tensors = [leaf for leaf in made if isinstance(leaf, Tensor)]
@@ -347,10 +363,15 @@ class Replays:
         recorded: The operators.
         num_rows: Samples of the batch.
         dims: Id of a tensor -> its dimension of samples; it may be filled later.
+        widens: Whether to compute in 32 bits what was computed in 16, so that rounding hides less.
     """
 
-    def __init__(self, recorded: Slice, num_rows: int, dims: dict[int, int]) -> None:
+    def __init__(
+        self, recorded: Slice, num_rows: int, dims: dict[int, int], *, widens: bool = True
+    ) -> None:
         self._recorded, self._num_rows, self._dims = recorded, num_rows, dims
+        self._is_narrow = recorded.is_narrow
+        self._widens = widens and self._is_narrow  # until an operator runs in 16 bits alone
         self._written = {n for operator in recorded.operators for n in operator.changed}
 
     def verdict(self, loss: Tensor, num_rows: int) -> LossVerdict:
@@ -394,19 +415,20 @@ class Replays:
 
     def is_faithful(self, loss: Tensor) -> bool:
         """Whether the operators give the loss again on its own samples."""
+        same = Replays(self._recorded, self._num_rows, self._dims, widens=False)
         try:
-            value, _ = self.of_rows(range(self._num_rows), self._recorded.leaves, None)
+            value, _ = same.of_rows(range(self._num_rows), self._recorded.leaves, None)
         except Exception:  # an operator that cannot be run again
             return False
-        return math.isclose(value, float(loss.detach()), rel_tol=max(self.close(loss), 1e-6))
+        return math.isclose(value, float(loss.detach()), rel_tol=max(same.close(loss), 1e-6))
 
     def close(self, loss: Tensor) -> float:
         """The relative difference by rounding that a loss may have."""
+        if self._is_narrow:
+            is_loose = not self._widens and loss.dtype not in _CLOSE
+            return _LOOSE if is_loose else 10 * _CLOSE[torch.float32]
         found = {leaf.dtype for leaf in self._recorded.leaves.values()}
-        kinds = {kind for kind in found if kind.is_floating_point} | {loss.dtype}
-        if loss.dtype not in _CLOSE:
-            return _LOOSE
-        return max(10 * _CLOSE[torch.float32] if k not in _CLOSE else _CLOSE[k] for k in kinds)
+        return max(_CLOSE[kind] for kind in {*found, loss.dtype} if kind in _CLOSE)
 
     def of_rows(
         self, rows: Sequence[int], leaves: dict[int, Tensor], divisor: int | None
@@ -424,7 +446,13 @@ class Replays:
         asked = [self._recorded.root, *([] if divisor is None else [divisor])]
         device = next(leaf.device.type for leaf in leaves.values())
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            found = run_again(self._recorded, given, change, asked)
+            try:
+                found = run_again(self._recorded, given, change, asked, widens=self._widens)
+            except RuntimeError:
+                if not self._widens:
+                    raise
+                self._widens = False
+                return self.evaluated(change, leaves, divisor)
         return float(found[0]), float(found[1].sum()) if divisor is not None else math.nan
 
     def _placed(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:

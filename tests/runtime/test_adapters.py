@@ -299,6 +299,12 @@ HABITS_REFUSED = {
     "clamp_parts": "changes the gradient of 0.weight, which is of this worker's samples",
     "gather_features": "the script gathers tensors of unlike sizes",
     "set_rates_alone": "lr of the optimizer's group",
+    "add_a_term_alone": "the workers compute losses of unlike forms",
+    "sum_later": "a loss that came after the first batch is no mean over samples",
+    "keep_a_centre": "something in it follows from a worker's own share",
+    "take_gradients": "gradients of the model's parameters, which would be those of",
+    "call_a_part": "batch norm in training mode, which would see a worker's own share",
+    "take_a_root_in_16_bits": "is not the mean of its samples' losses",
 }
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -84,6 +85,32 @@ def read_sequences():
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
+class Normed(nn.Module):
+    """Layers with batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12))
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, inputs):
+        """The logits."""
+        return self.out(self.first(inputs).tanh())
+
+
+def average():
+    """An averaged model, whose batch norm sees the batches once more."""
+    model, optimizer = made(Normed)
+    averaged = AveragedModel(model.module)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        averaged.update_parameters(model.module)
+    update_bn(loader, averaged)
+    return torch.cat([value.flatten() for value in averaged.state_dict().values()]).tolist()
+
+
 def clamp_in_place(parameter):
     """Change a gradient that has come."""
     parameter.grad.clamp_(-0.01, 0.01)
@@ -131,11 +158,81 @@ def set_rates_alone():
         optimizer.step()
 
 
+def add_a_term_alone():
+    """A loss of another form on one worker, which the other knows."""
+    model, optimizer = made()
+    for step, (inputs, targets) in enumerate(batch for _ in range(3) for batch in loader):
+        outputs = model(inputs)
+        loss = cross_entropy(outputs, targets)
+        optimizer.zero_grad()
+        (loss + outputs.square().mean() if step > 4 and rank == 1 else loss).backward()
+        optimizer.step()
+
+
+def sum_later():
+    """A sum that comes when no loss is tried, and so counts as a mean at first."""
+    model, optimizer = made()
+    for step, (inputs, _) in enumerate(batch for _ in range(3) for batch in loader):
+        squares = model(inputs).square()
+        optimizer.zero_grad()
+        (squares.sum() if step > 4 else squares.mean()).backward()
+        optimizer.step()
+
+
+def keep_a_centre():
+    """A mean over batches, each worker's of its own share, from the fifth batch on."""
+    model, optimizer = made()
+    centre = torch.zeros(3)
+    for step, (inputs, _) in enumerate(batch for _ in range(40) for batch in loader):
+        outputs = model(inputs)
+        optimizer.zero_grad()
+        (outputs - centre).square().mean().backward()
+        optimizer.step()
+        if step > 4:
+            centre = outputs.detach().mean(0)
+
+
+def take_gradients():
+    """Gradients without a backward pass, summed by hand."""
+    model, _ = made()
+    for inputs, targets in loader:
+        loss = cross_entropy(model(inputs), targets)
+        for gradient in torch.autograd.grad(loss, list(model.parameters())):
+            dist.all_reduce(gradient)
+
+
+def call_a_part():
+    """Batch norm in a part of the model that is called by itself."""
+    model, _ = made(Normed)
+    for inputs, targets in loader:
+        cross_entropy(model.module.out(model.module.first(inputs)), targets).backward()
+
+
+def take_a_root_in_16_bits():
+    """What differs from a mean by less than a loss in 16 bits is rounded by."""
+    model, optimizer = made()
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs).bfloat16(), targets).sqrt().backward()
+        optimizer.step()
+
+
 if asked:
     from hetflow.schema.errors import TargetError
 
     said = {}
-    for act in (have_a_floor, clamp_parts, gather_features, set_rates_alone):
+    for act in (
+        have_a_floor,
+        clamp_parts,
+        gather_features,
+        add_a_term_alone,
+        sum_later,
+        keep_a_centre,
+        take_a_root_in_16_bits,
+        take_gradients,
+        call_a_part,
+        set_rates_alone,  # its workers stay unlike
+    ):
         try:
             act()
         except TargetError as error:
@@ -149,6 +246,7 @@ else:
         "recorded": {"parameters": train(lambda gradient: seen.append(gradient.norm().item()))},
         "norms": {"parameters": sorted(seen)},
         "sequences": {"parameters": read_sequences()},
+        "averaged": {"parameters": average()},
     }
 if rank == 0:
     with open(answer, "w") as stream:
