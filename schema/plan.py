@@ -325,7 +325,8 @@ class Stage:
 
     ``layers`` is empty if the stage is the whole model and its layers are not known. ``shard`` is
     what the replicas share of the states: the optimizer's, also gradients, or all, weights too;
-    None: each has all.
+    None: each has all. ``copied_ratio`` is then the memory of a further share, a neighbour's copy,
+    per byte of weights; None in older files.
     ``num_in_flight`` and ``weight_versions`` are per replica. ``nesting`` is ordered from the
     highest level down, and is empty in flat plans.
 
@@ -346,6 +347,7 @@ class Stage:
     layers: tuple[Name, ...] = ()
     recompute: Recompute = "none"
     shard: Shard | None = None
+    copied_ratio: Ratio | None = None
     replicas: tuple[ReplicaGroup, ...]
     num_in_flight: Count | None = None
     weight_versions: Count | None = None
@@ -743,13 +745,20 @@ class Plan(Shown, _Staged):
         return "-".join(str(stage.num_replicas) for stage in self.stages)
 
 
-def split_plan(*, groups: Sequence[ReplicaGroup], shard: Shard | None = None, **facts: Any) -> Plan:
+def split_plan(
+    *,
+    groups: Sequence[ReplicaGroup],
+    shard: Shard | None = None,
+    copied_ratio: float | None = None,
+    **facts: Any,
+) -> Plan:
     """Return a plan of one stage, the whole model, whose replicas are these.
 
     Raises:
         ProblemError: They do not add up to the batch.
     """
-    return Plan(stages=(Stage(replicas=tuple(groups), shard=shard),), **passes_of(groups), **facts)
+    stage = Stage(replicas=tuple(groups), shard=shard, copied_ratio=copied_ratio)
+    return Plan(stages=(stage,), **passes_of(groups), **facts)
 
 
 def passes_of(groups: Sequence[ReplicaGroup]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _OF_REPLICAS = "device_type num_replicas samples virtual_nodes virtual_node_batc
 _STATED = {
     "split": {
         "plan": f"{_OF_ALL} uniform_virtual_nodes est emulated sync_bounds alternatives",
-        "stage": "replicas shard",
+        "stage": "replicas shard copied_ratio",
         "replicas": f"{_OF_REPLICAS} pass_seconds interpolated measured_busy exposed_seconds "
         "state_share_bytes memory_bytes",
         "predicted": f"{_STEP} {_PARTS} compute_seconds load_seconds virtual_node_seconds "

@@ -114,6 +114,13 @@ def check(plan: Plan, problem: ShardedProblem | None) -> Verdict:
         return Verdict(faults)
     faults += question_faults(plan, problem)
     faults += _group_faults(plan, problem)
+    stage, trained = plan.stages[0], 1 - problem.frozen_bytes / problem.weight_bytes
+    if stage.copied_ratio is not None:
+        optimizer = problem.optimizer
+        kept = 1 + optimizer.state_bytes_per_weight_byte  # a gradient, states, and for a moment
+        kept += optimizer.workspace_bytes_per_weight_byte or 0.0
+        ratio = trained * kept + (plan.shard == "all")
+        faults += unlike(stage, replace(stage, copied_ratio=ratio), "stages[0].", TOLERANCE)
     if plan.shard not in problem.shards:
         faults.append(f"the plan shares {plan.shard}, the problem asks for {problem.shards}")
     if not faults:

@@ -143,6 +143,14 @@ def peak_bytes(
     return max(0, ceil(most))
 
 
+def copied_ratio(problem: ShardedProblem, shard: Shard) -> float:
+    """The most memory that a further share takes in any phase of a step, per byte of weights."""
+    trained = 1 - problem.frozen_bytes / problem.weight_bytes
+    workspace = problem.optimizer.workspace_bytes_per_weight_byte or 0.0
+    gradient = int(not in_rounds(shard))
+    return float(shared_ratio(problem, shard)) + trained * (gradient + workspace)
+
+
 def transfer_seconds(problem: ShardedProblem, num_bytes: int, num_units: int) -> float:
     """Time to gather, or to reduce, so many bytes of weights over all devices of the pool.
 

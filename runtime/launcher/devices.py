@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import ceil
 
 from ...devices.backend import DEVICES
 from ...devices.cpu import DEVICE_TYPE as CPU
@@ -118,23 +119,36 @@ def seat_workers(
 def check_memory(plan: Plan, slots: Sequence[WorkerSlot], config: LaunchConfig) -> None:
     """Refuse devices with less memory than a plan fills on their type: other cards share its name.
 
+    Where shares are kept twice, a neighbour's copy counts too.
+
     Raises:
         TargetError: A device of this machine holds less.
     """
     needed: dict[str, int] = {}
-    for group in (group for stage in plan.stages for group in stage.replicas):
+    groups = [group for stage in plan.stages for group in stage.replicas]
+    for group in groups:
         most = max(needed.get(group.device_type, 0), group.memory_bytes or 0)
         needed[group.device_type] = most
+    ratio = plan.stages[0].copied_ratio or 0.0 if config.redundancy else 0.0
+    held = [group.memory_bytes or 0 for group in groups for _ in range(group.num_devices)]
+    for slot, memory in zip(config.workers, held, strict=True) if ratio else ():
+        kept = sum(config.workers[rank].state_share_bytes or 0 for rank in config.kept(slot.rank))
+        copies = kept - (slot.state_share_bytes or 0)
+        most = max(needed.get(slot.device_type, 0), memory + ceil(ratio * copies))
+        needed[slot.device_type] = most
     bases = {slot.device_type: base_type(slot.device_type, config) for slot in slots}
     local = devices_of_types(set(bases.values()))
     for name, base in bases.items():
         found = local.get(base)
         has = None if found is None or found.is_host else found.memory_bytes
         if found is not None and has is not None and has < needed.get(name, 0):
+            twice = f" with {option('redundancy', config.redundancy)}" if ratio else ""
             raise TargetError(
-                f"the plan fills {needed[name]:,} bytes on each {name}, and this machine's "
+                f"the plan fills {needed[name]:,} bytes on each {name}{twice}, and this machine's "
                 f"({found.name}) has {has:,}",
-                hint="it was made for another card of this name: profile this one under a name of "
+                hint=f"leave {option('redundancy')} out, or solve for more devices"
+                if ratio
+                else "it was made for another card of this name: profile this one under a name of "
                 f"its own ({option('devices', found.name_with_memory or 'TYPE-16GB')}), and solve "
                 "for both types",
             )

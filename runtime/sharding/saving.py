@@ -125,7 +125,8 @@ class SharedState:
         self._totals.last_weight = state["last_weight"]
 
     def restore_trained(self, path: Path, state: dict[str, Any]) -> None:
-        """Restore shares of parameters, and optimizers."""
+        """Restore shares of parameters, and optimizers; a prediction may have left all whole."""
+        self._states.free()
         session, places, is_whole = self._session, self._states.places(), bool(state["parameters"])
 
         def own(parameter: nn.Parameter, whole: Tensor) -> Tensor:

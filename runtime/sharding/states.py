@@ -586,8 +586,7 @@ class SharedStates:
         Returns:
             The vectors, in the order in which they are shared out.
         """
-        for unit in self._all:
-            unit.free()
+        self.free()
         self._order = []
         self.moves += 1
         return self._laid
@@ -649,6 +648,12 @@ class SharedStates:
         for unit in self._all:
             unit.wait()
         self._is_open = self._stays_whole = True
+
+    def free(self) -> None:
+        """Let parameters be slices again, after ``make_whole``."""
+        self._stays_whole = False
+        for unit in self._all:
+            unit.free()
 
     def digest(self, tensors: Mapping[str, Tensor]) -> str:
         """The digest of trained tensors, whose parameters are gathered one unit at a time."""

@@ -107,7 +107,7 @@ class LaunchingRequest:
         "Index",
         Option(
             help="How many others (0 or 1) keep a copy of each worker's share of the states, so "
-            "that the rest goes on without it. The plan does not count its memory."
+            "that the rest goes on without it. A device without room for it is refused."
         ),
     ] = 0
     stdout_to_stderr: Annotated[

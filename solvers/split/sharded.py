@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...planning.costs.sharding import (
+    copied_ratio,
     end_seconds,
     in_rounds,
     most_share_bytes,
@@ -312,6 +313,7 @@ def solve(problem: ShardedProblem) -> Plan:
         global_batch_size=problem.global_batch_size,
         groups=groups,
         shard=choice.shard,
+        copied_ratio=copied_ratio(problem, choice.shard),
         uniform_virtual_nodes=problem.virtual_nodes,
         optimizer=problem.optimizer,
         predicted=predicted,

@@ -104,6 +104,27 @@ def test_a_split_for_a_larger_card_of_the_name_is_refused_on_each_host(
     assert "V100-16GB" in str(refused.value.hint)
 
 
+def test_a_copy_of_a_neighbours_share_must_fit_too(host: list[LocalDevice]) -> None:
+    plan = hetflow.solve([v100("V100", 32, 16)], "2xV100", batch_size=32)
+    groups = [
+        replace(
+            group, num_replicas=1, samples=16, state_share_bytes=share << 30, memory_bytes=8 << 30
+        )
+        for group in plan.groups
+        for share in (1, 2)
+    ]
+    stage = replace(plan.stages[0], replicas=tuple(groups), shard="all", copied_ratio=4.0)
+    plan = replace(plan, stages=(stage,))
+    config = lower(plan)
+    twice = replace(config, redundancy=1)
+    host[:] = [replace(LARGE, memory_bytes=16 << 30)]
+    check_memory(plan, config.workers, twice)
+    host[:] = [replace(LARGE, memory_bytes=(16 << 30) - 1)]
+    check_memory(plan, config.workers, config)
+    with pytest.raises(TargetError, match="fills 17,179,869,184 bytes on each V100 with"):
+        check_memory(plan, config.workers, twice)
+
+
 def test_two_memories_of_one_name_are_two_types(host: list[LocalDevice]) -> None:
     both = [v100("V100", 16, 12), v100("V100-32GB", 32, 24)]
     plan = hetflow.solve(both, "1xV100,2xV100-32GB", batch_size=60)

@@ -18,17 +18,16 @@ from .faults import KINDS, PIPELINE, Story, stories
 from .processes import Commands, marked_commands
 from .run import Run, Violation
 
-Expected = tuple[str, str]  # digests of a split run and of a pipeline
+Expected = tuple[str, str, str]  # digests of a split, of a pipeline, and of a split's weights
 
 
 def undisturbed(folder: Path, commands: Commands) -> Expected:
     """Digests of runs to which nothing happens."""
-    digests = []
+    runs = []
     for name in ("1xcpu:fast", PIPELINE):
-        run = Run(folder / name, Story("stop", (name,), ()), commands)
-        run.go()
-        digests.append(run.digest())
-    return digests[0], digests[1]
+        runs.append(Run(folder / name, Story("stop", (name,), ()), commands))
+        runs[-1].go()
+    return runs[0].digest(), runs[1].digest(), runs[0].digest_of("weights")
 
 
 def campaign(
@@ -61,7 +60,7 @@ def campaign(
             run = Run(own, story, commands)
             try:
                 left = run.go()
-                if run.digest() != expected[story.is_pipeline]:
+                if run.digest() != expected[2 if story.shard else story.is_pipeline]:
                     raise Violation(f"ended with digest {run.digest()}, not {expected}")
             except Exception as error:
                 raise Violation(_report(seed, num_faults, run, error)) from error
@@ -79,7 +78,8 @@ def _report(seed: int, num_faults: int, run: Run, error: Exception) -> str:
     return "\n".join(
         [
             f"{type(error).__name__}: {error}",
-            f"seed {seed}, {run.folder}, --on-failure {run._story.on_failure}, faults so far:",
+            f"seed {seed}, {run.folder}, --on-failure {run._story.on_failure}, "
+            f"shared {run._story.shard}, redundancy {run._story.redundancy}, faults so far:",
             *(f"  {fault}" for fault in run.did),
             "output of the last launch:",
             *(f"  {line}" for line in run.output().splitlines()[-30:]),

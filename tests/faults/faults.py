@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetflow.schema.choices import Shard
+
 from ..runtime import crafted
 
 # How many of each there are in a hundred, about.
@@ -44,6 +46,7 @@ MAPPINGS = [
     *("2xcpu:fast", "3xcpu:fast", "4xcpu:fast", "1xcpu:fast,1xcpu:slow"),
     *("1xcpu:fast,2xcpu:slow", "2xcpu:fast,2xcpu:slow"),
 ]
+EVEN_MAPPINGS = [MAPPINGS[0], *MAPPINGS[2:4], MAPPINGS[5]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,21 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """One run: where it starts, what happens, and the mappings that it goes on with."""
+    """One run: where it starts, what happens, and the mappings that it goes on with.
+
+    Workers of a split may share states, ``shard``, and keep them twice, ``redundancy`` 1.
+    """
 
     on_failure: str
     mappings: tuple[str, ...]
     faults: tuple[Fault, ...]
+    shard: Shard | None = None
+    redundancy: int = 0
+
+    @property
+    def own_mappings(self) -> list[str]:
+        """Those to resize to: workers that share states have equally many virtual nodes."""
+        return MAPPINGS if self.shard is None else EVEN_MAPPINGS
 
     @property
     def is_pipeline(self) -> bool:
@@ -99,8 +112,13 @@ def stories(seed: int, num_faults: int, faults_a_run: int = 25) -> list[Story]:
         number = min(for_split, faults_a_run)
         for_split -= number
         policy = draw.choice(["shrink", "shrink", "replace"])
-        mappings = tuple(draw.choice(MAPPINGS) for _ in range(4))
-        found.append(Story(policy, mappings, _drawn(draw, KINDS, number)))
+        shard: Shard | None = draw.choice([None, None, None, "optimizer", "gradients", "all"])
+        copies = 0 if shard is None else draw.randint(0, 1)
+        if shard is not None and not copies:
+            policy = "replace"
+        own = MAPPINGS if shard is None else EVEN_MAPPINGS
+        mappings = tuple(draw.choice(own) for _ in range(4))
+        found.append(Story(policy, mappings, _drawn(draw, KINDS, number), shard, copies))
     for name, kinds in ((PIPELINE, PIPELINE_KINDS), (HOSTS, HOSTS_KINDS)):
         while others[name] > 0:
             number = min(others[name], faults_a_run)

@@ -13,13 +13,15 @@ from pathlib import Path
 
 from hetflow.runtime.checkpoints.parts import is_complete
 from hetflow.schema import files
+from hetflow.schema.choices import Shard
 from hetflow.schema.plan import Plan
 from hetflow.tests import plan_parts
 
 from ..launcher.elastic_runs import plan_of as plan_by_hand
 from ..launcher.test_hosts import free_port
 from ..programs import Program
-from .faults import MAPPINGS, Fault, Story, craft, flip, folder_to_harm, tear
+from ..runtime.sharded_plans import shared
+from .faults import Fault, Story, craft, flip, folder_to_harm, tear
 from .processes import Commands, is_gone, send
 
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
@@ -46,14 +48,18 @@ class Ended(Exception):
     """The launch has ended by itself."""
 
 
-def plan_of(mapping: str) -> Plan:
-    """Four virtual nodes on the devices of a specification; the first ones hold more."""
+def plan_of(mapping: str, shard: Shard | None = None) -> Plan:
+    """Four virtual nodes on the devices of a specification; the first ones hold more.
+
+    If they share states, their shares are unlike, and one of four has none.
+    """
     types = []
     for part in mapping.split(","):
         number, _, name = part.partition("x")
         types += [name] * int(number)
     counts = [NODES // len(types) + (n < NODES % len(types)) for n in range(len(types))]
-    return plan_by_hand(counts, types, model="faults", samples=NODE_SAMPLES)
+    plan = plan_by_hand(counts, types, model="faults", samples=NODE_SAMPLES)
+    return shared(plan, shard, (1, 3, 0, 2)[: len(types)])
 
 
 def pipeline_plan() -> Plan:
@@ -125,12 +131,14 @@ class Run:
         plan = self.folder / "plan.json"
         is_pipeline = self._story.is_pipeline
         mapping = HOSTS_MAPPING if self._story.is_on_hosts else mapping
-        files.write(plan, pipeline_plan() if is_pipeline else plan_of(mapping), force=True)
+        whole = pipeline_plan() if is_pipeline else plan_of(mapping, self._story.shard)
+        files.write(plan, whole, force=True)
         level = "static" if is_pipeline else "elastic"
         options = ["--determinism", level, "--on-failure", self._story.on_failure]
         options += ["--checkpoint", str(self.saved), "--checkpoint-every", str(CHECKPOINT_EVERY)]
         options += ["--heartbeat", str(HEARTBEAT_SECONDS), "--timeout", "60", "--force"]
         options += ["--restart-from-scratch"] if self._from_scratch else []
+        options += ["--redundancy", "1"] if self._story.redundancy else []
         self._restart_progress(from_scratch=self._from_scratch)
         self._from_scratch = False
         script = [str(SCRIPT), str(self.folder), *(["pipeline"] if is_pipeline else [])]
@@ -426,10 +434,16 @@ class Run:
         raise Ended
 
     def _resize(self, fault: Fault) -> None:
-        gpus = MAPPINGS[int(fault.first * len(MAPPINGS))]
+        own = self._story.own_mappings
+        gpus = own[int(fault.first * len(own))]
+        to = ["--gpus", gpus]
+        if self._story.shard is not None:
+            plan = self.folder / "resized.json"
+            files.write(plan, plan_of(gpus, self._story.shard), force=True)
+            to = ["--plan", str(plan)]
         before = set(self._processes.workers())
         asked = self._commands.start(
-            [*HETFLOW, "resize", str(self.run), "--gpus", gpus, "--timeout", "100"],
+            [*HETFLOW, "resize", str(self.run), *to, "--timeout", "100"],
             temporary=self.folder / "tmp",
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -565,8 +579,12 @@ class Run:
             raise Violation("run.json does not say that the run is done")
 
     def digest(self) -> str:
-        """Digest of all that training left."""
-        return (self.folder / "digest").read_text()
+        """Digest of all that training left, but for an optimizer's state that workers share."""
+        return self.digest_of("all" if self._story.shard is None else "weights")
+
+    def digest_of(self, what: str) -> str:
+        """One of the digests that ``training.py`` writes."""
+        return (self.folder / f"digest-{what}").read_text()
 
 
 def check_words(said: str, code: int, command: str, allowed: tuple[int, ...]) -> str:

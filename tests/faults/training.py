@@ -5,7 +5,8 @@ it goes on only while ``FOLDER/limit`` is above it. It shuts its connections dow
 ``FOLDER/cut-PID`` comes. Split runs predict after each epoch; while ``FOLDER/hold-predict`` is
 there, a worker in its part of that leaves ``predicting-PID`` and waits. While
 ``FOLDER/hold-finish`` is there, a worker whose job is over leaves ``finished-PID`` and waits. The
-first worker writes ``FOLDER/digest`` of all that training leaves.
+first worker writes ``FOLDER/digest-all`` of all that training leaves, and ``FOLDER/digest-weights``
+without the optimizer's state.
 """
 
 import hashlib
@@ -101,8 +102,12 @@ while (HERE / "hold-finish").exists():
     (HERE / f"finished-{os.getpid()}").touch()
     time.sleep(0.01)
 tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+told = {"weights": digest_of(tensors)}  # of shared states an optimizer has a part
 for index, state in optimizer.state_dict()["state"].items():
     tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
-told = [digest_of(tensors), log.values, optimizer.param_groups[0]["lr"], job.num_steps]
+told["all"] = digest_of(tensors)
 if job.is_main:
-    (HERE / "digest").write_text(hashlib.sha256(json.dumps(told).encode()).hexdigest())
+    for name, found in told.items():
+        whole = [found, log.values, optimizer.param_groups[0]["lr"], job.num_steps]
+        digest = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+        (HERE / f"digest-{name}").write_text(digest)
