@@ -121,6 +121,8 @@ def _all_stages(plan: Plan) -> Iterator[tuple[str, Stage]]:
 
 def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
     """List replicas of a stage whose passes are not those that the plan's kind gives them."""
+    if plan.shard is None and stage.copied_ratio is not None:
+        yield "copied_ratio is of replicas that share states"
     if not plan.layers:
         for group in stage.replicas:
             full = group.num_replicas * group.virtual_nodes * group.virtual_node_batch_size

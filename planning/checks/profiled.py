@@ -34,12 +34,19 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
     """
     by_type = {profile.device_type: profile for profile in problem.profiles}
     faults = [*_sync_bound_faults(plan, by_type)]
-    for index, group in enumerate(plan.groups):
+    others = enumerate(plan.alternatives)
+    named = [("", plan.stages[0]), *((f"alternatives[{n}].", one.stages[0]) for n, one in others)]
+    groups = [
+        (f"{where}groups[{index}]", group, sum(one.num_devices for one in stage.replicas))
+        for where, stage in named
+        for index, group in enumerate(stage.replicas)
+    ]
+    for where, group, number in groups:
         profile = by_type.get(group.device_type)
         if profile is None or group.device_type not in problem.pool.device_types:
             continue  # checks.batch_split reports it
         has, more = _device_bytes(problem.pool, profile), _more_bytes(profile, problem)
-        busy = _busy_of(problem, profile) if plan.num_devices > 1 else None
+        busy = _busy_of(problem, profile) if number > 1 else None
         beside = _beside_bytes(problem, profile, is_among=busy is not None)
         curve = (busy or profile).batch_curve
         around = _around(curve, group.virtual_node_batch_size)
@@ -48,8 +55,8 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
         seconds = _between(around, [point.step_seconds for point in around], group)
         if group.pass_seconds is not None and not isclose(group.pass_seconds, seconds):
             faults.append(
-                f"groups[{index}]: pass_seconds is {group.pass_seconds}, measured for a plan on "
-                f"{plan.num_devices} device(s) were {seconds}"
+                f"{where}: pass_seconds is {group.pass_seconds}, measured for a plan on "
+                f"{number} device(s) were {seconds}"
             )
         needs = ceil(_between(around, [_held(point) for point in around], group)) + more + beside
         taken = needs - problem.memory_reserve_bytes
@@ -58,10 +65,10 @@ def split_faults(plan: Plan, problem: Problem) -> list[str]:
             stated = None  # the plan counts another one's state
         reserves = (problem.memory_reserve_bytes, asked_bytes(plan.reserves))
         if stated is not None and all(abs(stated - taken - free) > 1 for free in reserves):
-            faults.append(f"groups[{index}]: memory_bytes is {stated}, it takes {taken}")
+            faults.append(f"{where}: memory_bytes is {stated}, it takes {taken}")
         if needs > has:
             faults.append(
-                f"groups[{index}]: a pass of {group.virtual_node_batch_size} samples needs {needs} "
+                f"{where}: a pass of {group.virtual_node_batch_size} samples needs {needs} "
                 f"bytes on a {group.device_type} of {has}: {needs - has} too many"
             )
     return faults
