@@ -85,9 +85,15 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
         sync_devices=request.sync_devices,
         links=request.links,
         layers_at=tuple(dict.fromkeys(request.microbatch_sizes)) if request.layers else (),
+        recompute=request.recompute,
         command=request.command,
     )
     specs = specs_of(request.devices)
+    if request.recompute and request.from_profile is not None:
+        raise ProblemError(
+            f"{option('recompute')} is measured or estimated, and not carried",
+            hint=f"leave it or {option('from_profile')} out",
+        )
     if specs:
         if request.effort != "usual" or request.steps is not None or request.links is not None:
             raise ProblemError(
@@ -102,6 +108,7 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
             optimizer=request.optimizer,
             layers_at=options.layers_at,
             precision=request.precision,
+            recompute=request.recompute,
             carried=_measured(request.from_profile),
             command=request.command,
         )
@@ -114,6 +121,11 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
             hint=f"add {option('devices', 'spec:NAME')}",
         )
     requests = parse_requests(request.devices, local_devices())
+    if request.recompute and any(each.speed is not None for each in requests):
+        raise ProblemError(
+            f"{option('recompute')}: an emulated device keeps the times of plain passes",
+            hint="leave it out, or profile the device that is here",
+        )
     capabilities = {request.device_type: request.local.compute_capability for request in requests}
     for remark in (emulated_bfloat16(capabilities), mixed_tf32(capabilities, os.environ)):
         if remark is not None:
@@ -132,6 +144,8 @@ def _check_script(request: ProfileRequest) -> None:
         said = f"{option('layers')} and {option('links')}: a script's loop trains the whole model"
     elif specs_of(request.devices):
         said = "spec: devices are estimated, and a script is measured where it runs"
+    elif request.recompute:
+        said = f"{option('recompute')}: a script's loop decides itself what it recomputes"
     elif request.optimizer is not None:
         said = f"{option('optimizer')}: a script has its own"
     if said is not None:

@@ -19,7 +19,7 @@ from ..schema.problem import (
     SplitProblem,
 )
 from ..schema.profile import BatchPoint, Profile
-from .costs.compute import point_at
+from .costs.compute import busy_ratio, point_at
 from .costs.memory import fitting_points, reserve_of, with_reserve
 from .costs.sharding import unit_bytes
 from .links import Pair, measured_between, stated_link
@@ -86,7 +86,13 @@ def split_problem(
         states = _states(used, optimizer, shards, link)
         more = COMPARED_BYTES + CUT_BYTES * states["num_units"]
         asked["devices"] = tuple(
-            replace(option, batch_curve=_raised(option.batch_curve, more)) for option in options
+            replace(
+                option,
+                batch_curve=_raised(option.batch_curve, more),
+                recomputed_curve=_raised(option.recomputed_curve, more),
+            )
+            for option in options
+            if isinstance(option, ShardedDevices)
         )
         view: SplitProblem = ShardedProblem(**asked, **states)
     else:
@@ -206,7 +212,11 @@ def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
 
     busy = profile.busy and replace(profile.busy, batch_curve=with_state(profile.busy.batch_curve))
     return replace(
-        profile, batch_curve=with_state(profile.batch_curve), busy=busy, optimizer=optimizer
+        profile,
+        batch_curve=with_state(profile.batch_curve),
+        recomputed_curve=with_state(profile.recomputed_curve),
+        busy=busy,
+        optimizer=optimizer,
     )
 
 
@@ -256,7 +266,20 @@ def _option(
         "step_error": profile.step_error,
         "is_estimated": profile.estimate is not None,
     }
-    return ShardedDevices(**terms, memory_bytes=limit) if shares_states else DeviceOption(**terms)
+    if not shares_states:
+        return DeviceOption(**terms)
+    again = profile.recomputed_curve
+    if busy is not None:  # they were measured alone
+        again = tuple(
+            replace(
+                point,
+                step_seconds=point.step_seconds
+                * busy_ratio(profile.batch_curve, busy.batch_curve, point.batch_size),
+                peak_memory_bytes=point.peak_memory_bytes + (profile.group_workspace_bytes or 0),
+            )
+            for point in again
+        )
+    return ShardedDevices(**terms, memory_bytes=limit, recomputed_curve=again)
 
 
 def _does_not_fit(used: Sequence[Profile]) -> InfeasibleError:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -23,6 +24,7 @@ from ..devices.backend import backend_of, is_out_of_memory
 from ..devices.collectives import HOST_COLLECTIVE
 from ..runtime.emulation import PassHolder
 from ..runtime.measurements import reference_seconds
+from ..runtime.recompute import recomputing
 from ..runtime.setup import keep_freed_memory
 from ..schema.errors import HetflowError
 from ..schema.options import option
@@ -200,9 +202,16 @@ def _hold(
     return {"seconds": bench.held(batch_size, holder, repeats), "num_overruns": holder.num_overruns}
 
 
+def _measured(
+    bench: Bench, batch_size: int, policy: RepeatPolicy, recompute: bool
+) -> dict[str, Any]:
+    with recomputing(bench.model) if recompute else nullcontext():
+        return dataclasses.asdict(bench.measure(batch_size, policy))
+
+
 _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "measure": lambda bench, batch_size, policy: dataclasses.asdict(
-        bench.measure(batch_size, RepeatPolicy(**policy))
+    "measure": lambda bench, batch_size, policy, recompute: _measured(
+        bench, batch_size, RepeatPolicy(**policy), recompute
     ),
     "optimizer_state": lambda bench, batch_size: bench.optimizer_state(batch_size),
     "hold": _hold,

@@ -37,7 +37,8 @@ class EstimateOptions:
     """How to estimate.
 
     ``sizes`` None means powers of two and their midpoints, from ``first`` until memory or the
-    gain ends. ``optimizer`` None counts DEFAULT_OPTIMIZER where the target brings none, and the
+    gain ends. ``recompute`` also estimates passes whose repeated layers are recomputed.
+    ``optimizer`` None counts DEFAULT_OPTIMIZER where the target brings none, and the
     profile says that nobody chose it. ``layers_at`` are microbatch sizes; none leaves layers out.
     ``carried`` is a measured profile of the model to carry to the devices.
     """
@@ -48,6 +49,7 @@ class EstimateOptions:
     optimizer: str | None = None
     layers_at: tuple[int, ...] = ()
     precision: Precision | None = None
+    recompute: bool = False
     carried: Profile | None = None
     command: str = ""
 
@@ -167,6 +169,7 @@ def _counts(target: Target, specs: Sequence[DeviceSpec], options: EstimateOption
                 optimizer=options.optimizer or DEFAULT_OPTIMIZER,
                 is_default=options.optimizer is None,
                 precision=options.precision,
+                recompute=options.recompute,
             )
             plain = child.receive(_ANSWER_SECONDS)
         except ChildDied as death:
@@ -196,6 +199,7 @@ def answer_counts(
     optimizer: str,
     is_default: bool,
     precision: Precision | None,
+    recompute: bool,
 ) -> dict[str, Any]:
     """What the counting process answers: the counts as plain data."""
     from ..schema.files import to_plain
@@ -211,6 +215,7 @@ def answer_counts(
         optimizer,
         is_default=is_default,
         precision=precision,
+        recompute=recompute,
         is_enough=(
             (lambda standing, passes: False)
             if sizes

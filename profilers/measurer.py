@@ -81,15 +81,23 @@ class Measurer:
         self._guarded(lambda child: None)
         return self.facts
 
-    def measure(self, batch_size: int, policy: RepeatPolicy) -> SizeResult | None:
+    def measure(
+        self, batch_size: int, policy: RepeatPolicy, *, recompute: bool = False
+    ) -> SizeResult | None:
         """Measure one batch size; None where it does not fit the device's memory.
+
+        Args:
+            batch_size: Samples of a pass.
+            policy: How often to repeat it.
+            recompute: Whether repeated layers are recomputed.
 
         Raises:
             TargetError: The workload is at fault, or gave no answer in time.
         """
         asked = dataclasses.asdict(policy)
         try:
-            answer = self._ask("measure", batch_size=batch_size, policy=asked)
+            how = {} if self._loading.target.is_script else {"recompute": recompute}
+            answer = self._ask("measure", batch_size=batch_size, policy=asked, **how)
         except MemoryError:
             # What it has left behind (a half-built graph, fragments) must not count later.
             self.release()

@@ -324,6 +324,7 @@ def count_model(
     is_default: bool = False,
     precision: Precision | None = None,
     is_enough: Callable[[int, Sequence[PassCounts]], bool] = lambda standing, passes: False,
+    recompute: bool = False,
 ) -> ModelCounts:
     """Count a target's training at several batch sizes.
 
@@ -336,6 +337,7 @@ def count_model(
         precision: One of 16 bits: count training under torch.autocast with it.
         is_enough: Asked after each size, with the bytes that stand between steps and the passes
             so far, whether larger sizes may be left out.
+        recompute: Whether to count passes with repeated layers recomputed, too.
 
     Raises:
         TargetError: The workload is at fault, or what it does depends on values.
@@ -354,7 +356,7 @@ def count_model(
         workload = replace(workload, make_batch=partial(_faked_batch, fake, make))
         bench = Bench(workload, TORCH_DEVICE, optimizer)
         with _values_are_missing(target), _mixed_precision(precision):
-            counts = _counted(bench, sizes, layers_at, is_enough)
+            counts = _counted(bench, sizes, layers_at, is_enough, recompute)
     if workload.make_optimizer is None:
         named = replace(counts.optimizer, name=optimizer, is_default=is_default)
         counts = replace(counts, optimizer=named)
@@ -566,8 +568,19 @@ def _counted(
     sizes: Sequence[int],
     layers_at: Sequence[int],
     is_enough: Callable[[int, Sequence[PassCounts]], bool],
+    recompute: bool,
 ) -> ModelCounts:
     import torch
+
+    from ..runtime.recompute import recomputing
+
+    def passes_of() -> tuple[PassCounts, ...]:
+        passes: list[PassCounts] = []
+        for size in sizes:
+            passes.append(_pass(bench, size))
+            if is_enough(standing, passes):
+                break
+        return tuple(passes)
 
     first = min([*sizes, *layers_at])
     bench.run_step(bench.make_batch(first))  # gradients and state exist from here on
@@ -579,11 +592,10 @@ def _counted(
     state = sum(map(_state_bytes, bench.optimizer.state.values()))
     grads = [p.grad for p in bench.model.parameters() if p.grad is not None]
     standing = sum(map(_bytes, [*bench.model.parameters(), *bench.model.buffers(), *grads])) + state
-    passes: list[PassCounts] = []
-    for size in sizes:
-        passes.append(_pass(bench, size))
-        if is_enough(standing, passes):
-            break
+    passes, recomputed = passes_of(), tuple[PassCounts, ...]()
+    if recompute:
+        with recomputing(bench.model):
+            recomputed = passes_of()
     tables, divisor, reason = _with_roles(bench, [_table(bench, size) for size in layers_at])
     return ModelCounts(
         weight_bytes=bench.weight_bytes,
@@ -597,7 +609,8 @@ def _counted(
         ),
         update=update.operators,
         update_workspace_bytes=update.peak_bytes,
-        passes=tuple(passes),
+        passes=passes,
+        recomputed=recomputed,
         tables=tables,
         torch=torch.__version__,
         tensor_divisor=divisor,

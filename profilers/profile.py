@@ -24,7 +24,7 @@ from ..schema.profile import (
     TypeLink,
 )
 from . import links
-from .batch_curve import Curve, CurveLimits, measure_curve
+from .batch_curve import Curve, CurveLimits, SizeResult, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
 from .interpolated_sizes import Carried, every_second, measured_and_carried
 from .layers import as_in_the_loop, graph_of
@@ -47,6 +47,7 @@ class ProfileOptions:
     ``limits`` say which sizes there are, ``loop`` how well each is measured; ``sync_seconds``,
     ``exchange_seconds`` and ``hold_seconds`` are for synchronisation in the loop, for all-reduces
     by themselves and pipelines each, and for held passes of each emulated type.
+    ``recompute`` also measures passes whose repeated layers are recomputed.
     ``layers_at`` are the microbatch sizes to profile layers at; none leaves them out.
     ``links`` measures links and all-reduces over sizes; None links alone, where layers are
     profiled.
@@ -62,6 +63,7 @@ class ProfileOptions:
     links: bool | None = None
     command: str = ""
     layers_at: tuple[int, ...] = ()
+    recompute: bool = False
 
     @classmethod
     def for_stated_sizes(cls) -> "ProfileOptions":
@@ -75,6 +77,7 @@ class _Base:
     """What was measured on a real device; emulated types of it share it."""
 
     curve: Curve
+    recomputed: Curve | None
     alone: Carried
     no_loading: str | None
     optimizer: OptimizerState
@@ -238,6 +241,14 @@ def _measure(
             layers.append(
                 as_in_the_loop(found, _pass_seconds(found, costs, measurer, options, say))
             )
+        recomputed = None
+        if options.recompute:
+            recomputed = measure_curve(
+                lambda size: measurer.measure(size, limits.repeats, recompute=True),
+                _limits_of(request, limits),
+                clock,
+                lambda size: say(f"recomputed, batch size {size}"),
+            )
         facts, death = measurer.facts, measurer.death
         base_memory = measurer.base_memory(curve.results[0].batch_size)
     except HetflowError as error:
@@ -264,6 +275,7 @@ def _measure(
     link, links_provenance = _measure_links(request, options, layers, say)
     return _Base(
         curve=_fitting(curve, costs),
+        recomputed=recomputed,
         alone=carried,
         no_loading=measurer.no_loading,
         optimizer=_optimizer(kept, facts["weight_bytes"], options),
@@ -390,19 +402,39 @@ def _points(base: _Base, costs: LoopCosts, group_bytes: int = 0) -> tuple[BatchP
         BatchPoint(
             batch_size=point.batch_size,
             step_seconds=point.step_seconds,
-            peak_memory_bytes=measured[point.batch_size].peak_memory_bytes + aside,
             load_seconds=None if base.no_loading else min(point.load_seconds, point.step_seconds),
             virtual_node_seconds=min(
                 costs.virtual_node_seconds,
                 max(0.0, point.step_seconds - (0.0 if base.no_loading else point.load_seconds)),
             ),
             step_seconds_error=point.error,
-            fragmentation_bytes=measured[point.batch_size].fragmentation_bytes,
-            pass_bytes=measured[point.batch_size].pass_bytes,
-            first_pass_bytes=measured[point.batch_size].first_pass_bytes,
-            update_bytes=measured[point.batch_size].update_bytes,
+            **_bytes_of(measured[point.batch_size], aside),
         )
         for point in costs.points
+    )
+
+
+def _bytes_of(result: SizeResult, aside: int) -> dict[str, Any]:
+    """What a point says of memory, with bytes that are aside of what was measured."""
+    taken = ("fragmentation_bytes", "pass_bytes", "first_pass_bytes", "update_bytes")
+    found = {name: getattr(result, name) for name in taken}
+    return found | {"peak_memory_bytes": result.peak_memory_bytes + aside}
+
+
+def _recomputed_points(base: _Base) -> tuple[BatchPoint, ...]:
+    """Recomputed passes, as much longer in the loop than alone as others of about their sizes."""
+    if base.recomputed is None:
+        return ()
+    own = {result.batch_size: result.timing.median_seconds for result in base.curve.results}
+    ratios = {p.batch_size: p.step_seconds / own[p.batch_size] for p in base.costs.points}
+    return tuple(
+        BatchPoint(
+            batch_size=result.batch_size,
+            step_seconds=result.timing.median_seconds
+            * ratios[min(ratios, key=lambda size: abs(size - result.batch_size))],
+            **_bytes_of(result, base.update_workspace_bytes or 0),
+        )
+        for result in base.recomputed.results
     )
 
 
@@ -478,6 +510,7 @@ def _profile(
         frozen_weight_bytes=base.facts.get("frozen_weight_bytes"),
         update_seconds=base.costs.update.median_seconds,
         batch_curve=points,
+        recomputed_curve=_recomputed_points(base),
         fixed_seconds=base.costs.fixed_seconds,
         step_error=max(known) if known else None,
         busy=busy,

@@ -254,6 +254,11 @@ class Place:
         """Whether there are other workers."""
         return self.world_size > 1
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether the repeated layers of this worker's model are recomputed."""
+        return self.slot is not None and bool(self.slot.recompute)
+
 
 class _Jobs:
     """Count the jobs of this process: they share one process group; the last destroys it."""

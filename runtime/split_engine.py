@@ -390,7 +390,9 @@ class SplitEngine:
     def take_shares(self) -> None:
         """Share states with the other workers, whose shares have moved."""
         if self.shared_states is not None:
-            self.shared_states.take(self._session.place, _order_of(self._session.place))
+            place = self._session.place
+            self.shared_states.take(place, _order_of(place))
+            self.shared_states.recompute(place.recomputes)
 
     def shared(self) -> list[SharedTensors]:
         """Parameters, and buffers as the script last wrote them: equal on all workers."""
@@ -456,7 +458,9 @@ def _shared_states_of(session: Session) -> SharedStates | None:
     if config is None or config.shard is None:
         return None
     order = _order_of(session.place)
-    return SharedStates(session, config.shard, shares_of(config), order, kept_of(config))
+    states = SharedStates(session, config.shard, shares_of(config), order, kept_of(config))
+    states.recompute(session.place.recomputes)
+    return states
 
 
 def _order_of(place: Place) -> NodeOrder | None:

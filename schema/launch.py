@@ -35,7 +35,8 @@ class WorkerSlot:
     """One worker: a rank, the device type it needs, and its virtual nodes in running order.
 
     ``device`` is the device that the plan assigned: its index among the devices of its type,
-    counted host by host. None accepts any device of the type.
+    counted host by host. None accepts any device of the type. With ``recompute`` it computes the
+    activations of repeated layers again in backward passes.
     """
 
     rank: Index
@@ -43,6 +44,7 @@ class WorkerSlot:
     virtual_nodes: tuple[VirtualNode, ...]
     device: Index | None = None
     state_share_bytes: Bytes | None = None
+    recompute: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.virtual_nodes:

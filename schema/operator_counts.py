@@ -110,6 +110,7 @@ class ModelCounts:
     ``standing_bytes`` are the weights, buffers, gradients and optimizer state between two steps;
     ``update_workspace_bytes`` is what an update allocates temporarily. Tensor-parallel degrees must
     divide ``tensor_divisor``; it is None if the layers cannot be split, for ``no_tensor_reason``.
+    ``recomputed`` are passes whose repeated layers are recomputed, where they were asked for.
     """
 
     weight_bytes: Bytes
@@ -124,3 +125,4 @@ class ModelCounts:
     tensor_divisor: Count | None = None
     no_tensor_reason: str | None = None
     frozen_weight_bytes: Bytes | None = None
+    recomputed: tuple[PassCounts, ...] = ()

@@ -235,7 +235,7 @@ class ReplicaGroup:
     that size beyond the least of all sizes; None if the profile has no times per size.
 
     Where replicas share states, ``state_share_bytes`` are the most bytes of weights of which each
-    keeps the states.
+    keeps the states. ``recompute`` None takes the stage's.
     """
 
     device_type: Name
@@ -252,6 +252,7 @@ class ReplicaGroup:
     measured_busy: bool = False
     exposed_seconds: Seconds | None = None
     state_share_bytes: Bytes | None = None
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
         most = self.num_replicas * self.device_batch_size

@@ -173,11 +173,13 @@ class SplitProblem:
 
     def points(self, costs: DeviceCosts) -> list[BatchPoint]:
         """The points of a curve whose sizes the batch and its virtual nodes allow."""
+        return self.allowed(costs.batch_curve)
+
+    def allowed(self, curve: tuple[BatchPoint, ...]) -> list[BatchPoint]:
+        """The points whose sizes the batch and its virtual nodes allow."""
         batch = self.global_batch_size
         only = self.virtual_nodes and batch // self.virtual_nodes
-        return [
-            p for p in costs.batch_curve if p.batch_size <= batch and only in (None, p.batch_size)
-        ]
+        return [p for p in curve if p.batch_size <= batch and only in (None, p.batch_size)]
 
 
 @record
@@ -185,10 +187,16 @@ class ShardedDevices(DeviceOption):
     """Devices of one type that may share a model's states.
 
     ``batch_curve`` also holds sizes that do not fit with whole states: its peaks are those of a
-    device that holds all of them.
+    device that holds all of them. ``recomputed_curve`` is the same with repeated layers recomputed.
     """
 
     memory_bytes: PositiveBytes
+    recomputed_curve: tuple[BatchPoint, ...] = ()
+
+    @property
+    def passes(self) -> tuple[BatchPoint, ...]:
+        """All passes that are known: first those that recompute nothing."""
+        return self.batch_curve + self.recomputed_curve
 
 
 @record
@@ -230,3 +238,8 @@ class ShardedProblem(SplitProblem):
         SplitProblem.__post_init__(self)
         if self.num_devices < 2:
             raise InfeasibleError("states are shared by two devices or more, and the pool has one")
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether passes with recomputed layers are known."""
+        return any(kind.recomputed_curve for kind in self.devices)

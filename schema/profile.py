@@ -381,6 +381,9 @@ class Profile(Shown):
     request for the next batch. ``busy`` has the measurements made while the host's other devices
     trained too.
 
+    ``recomputed_curve`` is ``batch_curve`` with repeated layers recomputed in backward passes;
+    empty if that was not asked for.
+
     ``weight_bytes`` is also the number of gradient bytes to synchronise. ``frozen_weight_bytes``
     are those that are not trained (None: none, or not known). ``more_layers`` are the layers at
     further microbatch sizes, ``tensor_layers`` those at further tensor-parallel degrees, and
@@ -423,6 +426,7 @@ class Profile(Shown):
     weight_bytes: Bytes
     update_seconds: MeasuredSeconds
     batch_curve: tuple[BatchPoint, ...]
+    recomputed_curve: tuple[BatchPoint, ...] = ()
     layers: LayerGraph | None = None
     more_layers: tuple[LayerGraph, ...] = ()
     tensor_layers: tuple[TensorLayers, ...] = ()
@@ -448,6 +452,8 @@ class Profile(Shown):
 
     def __post_init__(self) -> None:
         _check_curve(self.batch_curve)
+        if self.recomputed_curve:
+            _check_curve(self.recomputed_curve)
         self._check_layers()
         others = [link.device_type for link in self.links_to]
         if len(set(others)) != len(others) or self.device_type in others:

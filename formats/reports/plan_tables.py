@@ -55,7 +55,8 @@ def _group_rows(plan: Plan) -> tuple[list[str], list[tuple[object, ...]]]:
             f"{group.num_devices} x {names[group.device_type]}",
             group.device_batch_size,
             f"{group.virtual_nodes} x {group.virtual_node_batch_size}"
-            + (" (interpolated)" if group.interpolated else ""),
+            + (" (interpolated)" if group.interpolated else "")
+            + (", recomputed" if group.recompute == "full" else ""),
             milliseconds(
                 None if group.pass_seconds is None else group.pass_seconds * group.virtual_nodes
             ),

@@ -99,19 +99,26 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
             faults += _unlike(option.alone, _ends(profile), f"{where}alone: ")
         if not isinstance(option, ShardedDevices) or not isinstance(view, ShardedProblem):
             continue
-        beside = _beside_bytes(problem, profile, is_among=busy is not None)
-        beside += _more_bytes(profile, problem)
-        beside += 2**17 + 2**14 * view.num_units  # to compare workers; cuts of units' tensors
-        found = {point.batch_size: point for point in option.batch_curve}
+        more = _more_bytes(profile, problem)
+        more += 2**17 + 2**14 * view.num_units  # to compare workers; cuts of units' tensors
+        beside = more + _beside_bytes(problem, profile, is_among=busy is not None)
+        again = more + _beside_bytes(problem, profile, is_among=True)
+        if busy is not None:  # recomputed passes were measured alone
+            again += profile.group_workspace_bytes or 0
         if (profile.frozen_weight_bytes or 0) > view.frozen_bytes:
             faults.append(f"{where}more frozen weights than {view.frozen_bytes} bytes")
-        for measured in (busy or profile).batch_curve:
-            size, point = measured.batch_size, found.get(measured.batch_size)
-            peak = None if point is None else point.peak_memory_bytes
-            if peak != max(0, _held(measured) + beside):
-                faults.append(f"{where}a pass of {size} does not hold {peak} bytes")
-            parts = _parts(measured, profile, problem)
-            faults += _unlike(point or measured, parts, f"{where}{size}: ")
+        for told, curve, taken in (
+            ((busy or profile).batch_curve, option.batch_curve, beside),
+            (profile.recomputed_curve, option.recomputed_curve, again),
+        ):
+            found = {point.batch_size: point for point in curve}
+            for measured in told:
+                size, point = measured.batch_size, found.get(measured.batch_size)
+                peak = None if point is None else point.peak_memory_bytes
+                if peak != max(0, _held(measured) + taken):
+                    faults.append(f"{where}a pass of {size} does not hold {peak} bytes")
+                parts = _parts(measured, profile, problem)
+                faults += _unlike(point or measured, parts, f"{where}{size}: ")
         faults += _unlike(option, {"memory_bytes": _device_bytes(problem.pool, profile)}, where)
     if isinstance(view, ShardedProblem):
         known = (by_type[name].sync for name in problem.pool.num_devices)

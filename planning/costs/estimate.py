@@ -93,9 +93,14 @@ def estimated_profile(
     spec = estimator.spec
     name = device_type or spec.device_type
     points = [_point(counts, found, estimator, reserve_bytes) for found in counts.passes]
+    again = [_point(counts, found, estimator, reserve_bytes) for found in counts.recomputed]
     fitting = [point for point in points if point.peak_memory_bytes <= spec.memory_bytes]
     states = (2 + counts.optimizer.state_bytes_per_weight_byte) * counts.weight_bytes
-    shared = [p for p in points if p.peak_memory_bytes - states <= spec.memory_bytes]
+
+    def shared_of(curve: list[BatchPoint]) -> tuple[BatchPoint, ...]:
+        return tuple(p for p in curve if p.peak_memory_bytes - states <= spec.memory_bytes)
+
+    shared = shared_of(points)
     if not shared and not counts.tables:
         raise InfeasibleError(
             f"{model} does not fit a {spec.name}: a batch of {points[0].batch_size} needs "
@@ -113,7 +118,8 @@ def estimated_profile(
         weight_bytes=counts.weight_bytes,
         frozen_weight_bytes=counts.frozen_weight_bytes,
         update_seconds=estimator.seconds(counts.update),
-        batch_curve=tuple(shared or points[:1]),  # with less of the states they may fit
+        batch_curve=shared or tuple(points[:1]),  # with less of the states they may fit
+        recomputed_curve=shared_of(again),
         layers=tables[0] if tables else None,
         more_layers=tables[1:],
         tensor_layers=tuple(

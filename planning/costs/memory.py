@@ -85,6 +85,7 @@ def with_reserve(profile: Profile, reserve: MemoryReserve) -> Profile:
     return replace(
         profile,
         batch_curve=_raised(profile.batch_curve, alone),
+        recomputed_curve=_raised(profile.recomputed_curve, among),
         busy=profile.busy
         and replace(profile.busy, batch_curve=_raised(profile.busy.batch_curve, among)),
         base_memory_bytes=(profile.base_memory_bytes or 0) + reserve.total_bytes,

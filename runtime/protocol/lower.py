@@ -88,7 +88,7 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
     ranks_of_stages = _ranks_of_stages(plan)
     work = _work_of(plan, ranks_of_stages) if plan.layers else None
     workers = zip(_devices_of(plan, ranks_of_stages), _nodes_of(plan, work), strict=True)
-    shares = [g.state_share_bytes for g in plan.groups for _ in range(g.num_devices)]
+    groups = [group for group in plan.groups for _ in range(group.num_devices)]
     return LaunchConfig(
         model=plan.model,
         global_batch_size=plan.global_batch_size,
@@ -98,7 +98,8 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
                 device_type=name,
                 virtual_nodes=nodes,
                 device=device,
-                state_share_bytes=None if plan.shard is None else shares[rank],
+                state_share_bytes=None if plan.shard is None else groups[rank].state_share_bytes,
+                recompute=None if plan.shard is None else groups[rank].recompute == "full" or None,
             )
             for rank, ((name, device), nodes) in enumerate(workers)
         ),

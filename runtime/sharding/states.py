@@ -30,6 +30,7 @@ from ..group import Place
 from ..initial_values import fill
 from ..nested_tensors import tensors_in
 from ..optimizers import is_elementwise
+from ..recompute import keep, recompute, repeated_layers
 from ..session import Session
 from ..setup import check_same_shapes
 from ..virtual_nodes import share_out
@@ -210,12 +211,9 @@ class SharedStates:
         place, model = session.place, session.model
         index_of = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         homes: dict[int, set[str]] = {}
-        modules: dict[str, nn.Module] = {}
         for path, parameter in model.named_parameters(remove_duplicate=False):
-            name = unit_of(path.rpartition(".")[0])
-            homes.setdefault(index_of[id(parameter)], set()).add(name)
-            if name:
-                modules[name] = model.get_submodule(name)
+            homes.setdefault(index_of[id(parameter)], set()).add(unit_of(path.rpartition(".")[0]))
+        modules = repeated_layers(model)
         members: dict[tuple[str, torch.dtype, bool], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             home = homes.get(index, {""})
@@ -250,6 +248,10 @@ class SharedStates:
     @property
     def _flats(self) -> list[Flat]:
         return [flat for unit in self._all for flat in unit.flats]
+
+    def recompute(self, wanted: bool) -> None:
+        """Let layers compute activations again in backward passes from now on, or keep them."""
+        (recompute if wanted else keep)(self._modules.values())
 
     @property
     def shares_weights(self) -> bool:
@@ -569,6 +571,7 @@ class SharedStates:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.recompute(False)
         self._own_hooks.remove()
         if clip_grad._get_total_norm == self._total_norm:
             clip_grad._get_total_norm = self._norm

@@ -73,6 +73,12 @@ class ProfileRequest:
             flag="--microbatch-size", help="Samples of a microbatch, for {layers}; several: 4,8,16."
         ),
     ] = (8,)
+    recompute: Annotated[
+        bool,
+        Option(
+            help="Profile passes with repeated layers recomputed too, for splits that share states."
+        ),
+    ] = False
     sync_devices: Annotated[
         "SyncDevices",
         Option(help="Number of devices to measure synchronisation over; 0: do not measure it."),

@@ -56,6 +56,7 @@ class _Entry:
     kind: int
     point: BatchPoint
     room: int
+    recomputes: bool
 
     @property
     def size(self) -> int:
@@ -324,7 +325,8 @@ def solve(problem: ShardedProblem) -> Plan:
             gap=0.0,
             method=METHOD,
             certificate=SharesCertificate(refuted=tuple(refuted)),
-            space=f"splits that share {' or '.join(problem.shards)} of the states",
+            space=f"splits that share {' or '.join(problem.shards)} of the states"
+            + (", and recompute their layers or not" if problem.may_recompute else ""),
         ),
     )
 
@@ -336,9 +338,10 @@ def _choices(problem: ShardedProblem, room: Callable[..., int | None]) -> Iterat
 
         def entries(rounds: int | None, shard: Shard = shard) -> tuple[_Entry, ...]:
             return tuple(
-                _Entry(number, point, worth)
+                _Entry(number, point, worth, bool(recomputes))
                 for number, kind in enumerate(problem.devices)
-                for point in problem.points(kind)
+                for recomputes, curve in enumerate((kind.batch_curve, kind.recomputed_curve))
+                for point in problem.allowed(curve)
                 if (worth := room(problem, kind, point, shard, rounds)) is not None
             )
 
@@ -411,12 +414,20 @@ def _groups(
         held = sum(count * min(rooms[one], middle) for (one, _), count in work.items())
         low, high = (low, middle) if held >= problem.weight_bytes else (middle + 1, high)
     for (one, passes), count in sorted(
-        work.items(), key=lambda item: (item[0][0].kind, -item[0][1] * item[0][0].size, item[0][1])
+        work.items(),
+        key=lambda item: (
+            item[0][0].kind,
+            -item[0][1] * item[0][0].size,
+            item[0][1],
+            item[0][0].recomputes,
+        ),
     ):
         kind, share = problem.devices[one.kind], min(rooms[one], low)
         yield replace(
             group_on(kind, count, passes, one.point),
             exposed_seconds=None,
+            interpolated=not one.recomputes and one.size in kind.interpolated_sizes,
+            recompute="full" if one.recomputes else None,
             state_share_bytes=share,
             memory_bytes=peak_bytes(problem, one.point, choice.shard, choice.rounds, share),
         )
@@ -436,7 +447,8 @@ def _does_not_fit(problem: ShardedProblem) -> InfeasibleError:
                 least = short, choice.shard
     batch = problem.global_batch_size
     if least is None:
-        sizes = sorted({p.batch_size for kind in problem.devices for p in problem.points(kind)})
+        passes = [p for kind in problem.devices for p in problem.allowed(kind.passes)]
+        sizes = sorted({point.batch_size for point in passes})
         return InfeasibleError(
             f"no devices add up to a global batch of exactly {batch} in equally many passes of "
             f"profiled sizes ({', '.join(map(str, sizes))})",
