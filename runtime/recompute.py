@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..schema.errors import TargetError
 from ..schema.layer_trace import unit_of
+from ..schema.options import option
 
 
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -40,8 +42,17 @@ def keep(layers: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
-    """Within the context a model's repeated layers are recomputed."""
+    """Within the context a model's repeated layers are recomputed.
+
+    Raises:
+        TargetError: There are none.
+    """
     layers = repeated_layers(model).values()
+    if not layers:
+        raise TargetError(
+            "the model has no repeated layers (as blocks.0, blocks.1), so none can be recomputed",
+            hint=f"leave {option('recompute')} out",
+        )
     recompute(layers)
     try:
         yield

@@ -10,6 +10,7 @@ import pytest
 from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.plan import Plan
+from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
 
@@ -66,11 +67,13 @@ def test_gpt2_of_transformers_trains_as_on_one_device(tmp_path: Path) -> None:
     measured = hetflow(
         tmp_path, "profile", "train.py:workload", "--quick", "--layers", "--microbatch-size", "4,2",
         "--batch-sizes", "4", "--sync-devices", "0", "--no-links", "--device", "cpu",
-        "--name", "m",
+        "--name", "m", "--recompute",
     )  # fmt: skip
     assert measured.returncode == 0, measured.stderr
     assert "layers found by torch.export: pipelines of them can be launched" in measured.stdout
     assert "23 layers at 2" in measured.stdout
+    profile = files.read(tmp_path / "profiles" / "m.cpu.json", Profile)
+    assert [point.batch_size for point in profile.recomputed_curve] == [4]
     solved = hetflow(
         tmp_path, "solve", "--profiles", "profiles", "--gpus", "2xcpu", "--batch-size", "16",
         "--strategy", "pipeline", "--num-stages", "2", "--microbatch-size", "4",

@@ -118,6 +118,8 @@ def test_existing_output_is_refused_before_anything_runs(
         (["--optimizer", "adamm"], "must be one of sgd, sgd-momentum, adam, adamw"),
         (["--steps", "0"], "steps"),
         (["--quick", "--thorough"], "choose one"),
+        (["--recompute", "--device", "cpu:slow=0.5"], "keeps the times of plain passes"),
+        (["--recompute", "--device", "spec:T4", "--from-profile", "a"], "and not carried"),
         (["--layers", "--microbatch-size", "4,0"], "must be whole numbers of at least 1"),
     ],
 )

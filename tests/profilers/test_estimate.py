@@ -19,13 +19,21 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def estimated() -> Profile:
     (profile,) = hetflow.profile(
-        "zoo:gpt-small", ["spec:V100"], layers=True, optimizer="adam", max_batch_size=8
+        "zoo:gpt-small",
+        ["spec:V100"],
+        layers=True,
+        optimizer="adam",
+        max_batch_size=8,
+        recompute=True,
     )
     return profile
 
 
 def test_sizes_layers_and_optimizer_come_from_the_target(estimated: Profile) -> None:
     assert [point.batch_size for point in estimated.batch_curve] == [1, 2, 3, 4, 6, 8]
+    for point, plain in zip(estimated.recomputed_curve, estimated.batch_curve, strict=True):
+        assert plain.step_seconds < point.step_seconds < 1.5 * plain.step_seconds
+        assert point.peak_memory_bytes <= plain.peak_memory_bytes
     assert estimated.optimizer is not None
     assert estimated.optimizer.state_bytes_per_weight_byte == 2.0
     (table,) = estimated.layer_tables

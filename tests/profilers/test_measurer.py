@@ -120,6 +120,8 @@ def test_a_small_model_is_measured_updated_and_held(file: Path) -> None:
 def test_a_model_lies_in_memory_where_a_workers_does(file: Path) -> None:
     with measurer(file, "kept") as measure:
         assert measure.measure(1, POLICY) is not None
+        with pytest.raises(TargetError, match="no repeated layers"):
+            measure.measure(1, POLICY, recompute=True)
 
 
 @pytest.mark.parametrize("is_off", [False, True])

@@ -25,6 +25,11 @@ def attending():
     model = nn.Sequential(*layers, nn.Linear(100, 100))
     return model, lambda n: torch.randn(n, 100), lambda m, x: m(x).square().mean()
 
+def repeated():
+    def block():
+        return nn.Sequential(nn.Linear(100, 400), nn.GELU(), nn.Linear(400, 100))
+    return nn.Sequential(*(block() for _ in range(4))), *attending()[1:]
+
 def under_autocast():
     model, make, loss = attending()
     def cast(m, x):
@@ -140,6 +145,20 @@ def test_flops_memory_and_layers_of_two_linear_layers(file: Path) -> None:
     assert halves == [[of_first, of_first], [0.0, 0.0], [of_last, of_last]]
     relu = table.layers[1].backward_halves
     assert relu == (table.layers[1].backward, ())
+
+
+def test_recomputed_layers_keep_their_inputs_and_run_again(file: Path) -> None:
+    target = targets.parse(f"{file}:repeated")
+    found = count_model(target, (8,), (), "sgd", recompute=True)
+    (plain,), (again,) = found.passes, found.recomputed
+    assert again.forward == plain.forward
+    # A layer's last product makes nothing that is kept, so only the first of two runs again.
+    assert flops(again.backward) == flops(plain.backward) + flops(plain.forward) / 2
+    within = 4 * 8 * (400 + 400)  # before and behind GELU
+    assert plain.kept_bytes - again.kept_bytes == 4 * within
+    # While one layer goes back it has its own.
+    assert plain.peak_bytes - again.peak_bytes >= 3 * within
+    assert not count_model(target, (8,), (), "sgd").recomputed
 
 
 def test_an_autocast_of_a_gpu_counts(file: Path) -> None:

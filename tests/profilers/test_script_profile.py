@@ -253,6 +253,7 @@ def test_a_script_that_cannot_be_measured_is_refused(
     [
         (["loop.py", "--layers"], "a script's loop trains the whole model"),
         (["loop.py", "--optimizer", "sgd"], "a script has its own"),
+        (["loop.py", "--recompute"], "decides itself what it recomputes"),
         (["loop.py", "--device", "spec:H100"], "a script is measured where it runs"),
         (["zoo:mlp", "--", "--epochs", "3"], "zoo:mlp takes no arguments, got --epochs 3"),
         (["none.py"], "none.py: no such file"),
