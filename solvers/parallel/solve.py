@@ -539,7 +539,10 @@ def _space_sentence(problem: ParallelProblem) -> str:
 def _placed_sentence(problem: ParallelProblem) -> str:
     if all(pool.inside is None for pool in problem.pools):
         return ""
-    return "; stages of one type whose devices divide a server's inside one, others anywhere"
+    return (
+        "; stages of one type whose devices divide a server's inside one, others anywhere, with "
+        "messages over the slowest link of their types"
+    )
 
 
 def _sharded_sentence(problem: ParallelProblem) -> str:
