@@ -765,6 +765,8 @@ class Training:
         """Compare the workers' scales in the first pass; take this worker's out of each one's."""
         if not self.place.distributed or self.piece is None or self.watcher is not None:
             return
+        if self.some_run_parts:  # one worker's first pass is its last, which has met others before
+            return
         if self._scales is None:
             own = scaler.get_scale() if scaler is not None else 0.0
             self._scales = [row[0] for row in self.numbers_of_all([own])]
