@@ -6,6 +6,7 @@ version here. The code is slow and simple on purpose; only the record classes ar
 
 from collections.abc import Collection, Sequence
 from math import log2
+from typing import NamedTuple
 
 from ...schema.parallel import LinkCurve
 from ...schema.pipeline import (
@@ -314,6 +315,26 @@ def step_overhead(problem: PipelineProblem, device_types: Collection[str]) -> fl
     return max(pool.fixed_seconds for pool in problem.pools if pool.device_type in device_types)
 
 
+class TiedWeights(NamedTuple):
+    """Weights that several layers use: ids of layers that share others', of these, and bytes."""
+
+    sharers: frozenset[str]
+    holders: frozenset[str]
+    num_bytes: int
+
+
+def tied_weights(layers: Sequence[PipelineLayer]) -> list[TiedWeights]:
+    """All weights of a model that several layers use."""
+    users: dict[frozenset[str], set[str]] = {}
+    sizes: dict[frozenset[str], int] = {}
+    for layer in layers:
+        if layer.shared_with:
+            holders = frozenset(layer.shared_with)
+            users.setdefault(holders, set()).add(layer.id)
+            sizes[holders] = max(layer.shared_weight_bytes, sizes.get(holders, 0))
+    return [TiedWeights(frozenset(users[holders]), holders, sizes[holders]) for holders in users]
+
+
 def tied_bytes(layers: Sequence[PipelineLayer], inside: set[str]) -> tuple[int, int]:
     """Count the bytes of tied weights that a stage shares with other stages.
 
@@ -325,20 +346,13 @@ def tied_bytes(layers: Sequence[PipelineLayer], inside: set[str]) -> tuple[int, 
         Bytes of which the stage keeps a copy, because it uses weights that other stages hold; and
         bytes whose gradients a flush must add up over several stages.
     """
-    users: dict[frozenset[str], set[str]] = {}
-    sizes: dict[frozenset[str], int] = {}
-    for layer in layers:
-        if layer.shared_with:
-            holders = frozenset(layer.shared_with)
-            users.setdefault(holders, set()).add(layer.id)
-            sizes[holders] = max(layer.shared_weight_bytes, sizes.get(holders, 0))
     copied = split = 0
-    for holders, sharers in users.items():
+    for sharers, holders, num_bytes in tied_weights(layers):
         if sharers & inside and holders - inside:
-            copied += sizes[holders]
+            copied += num_bytes
         everybody = sharers | holders
         if everybody & inside and everybody - inside:
-            split += sizes[holders]
+            split += num_bytes
     return copied, split
 
 

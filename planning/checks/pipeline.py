@@ -14,8 +14,8 @@ from ...schema.errors import ProblemError
 from ...schema.pipeline import DevicePool, PipelineProblem
 from ...schema.plan import Plan, Restrictions, Stage
 from . import definitions
-from .chain_bound import is_proved
 from .methods import METHOD_JUDGES, prices_of
+from .pipeline_bound import is_proved
 from .plan import device_faults, differ, number_faults, question_faults, step_faults
 from .proofs import Verdict
 from .schedule import lists_of

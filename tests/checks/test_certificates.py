@@ -14,7 +14,7 @@ from tests.checks.test_split_bound import drawn
 import hetflow
 from hetflow.planning.checks import parallel, parallel_bound, split_bound
 from hetflow.planning.checks.batch_split import check
-from hetflow.planning.checks.chain_bound import is_proved
+from hetflow.planning.checks.pipeline_bound import is_proved
 from hetflow.planning.checks.split_bound import replay_faults
 from hetflow.planning.judging import pool_of_plan, view_of_plan
 from hetflow.schema.cluster import Cluster

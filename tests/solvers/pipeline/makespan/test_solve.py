@@ -17,11 +17,11 @@ from partition_cases import (
     same,
 )
 
-from hetflow.planning.checks.chain_bound import is_proved
 from hetflow.planning.checks.pipeline import check
+from hetflow.planning.checks.pipeline_bound import is_proved
 from hetflow.planning.schedules.of_plan import timed
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.pipeline import PipelineProblem
+from hetflow.schema.pipeline import PipelineLayer, PipelineProblem
 from hetflow.schema.plan import Restrictions
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline.solve import solve
@@ -53,6 +53,44 @@ def least_step(problem: PipelineProblem) -> float | None:
     step = plan.proof.objective
     assert step == 0.0 or not is_proved(problem, step * (1 + 1e-6), Restrictions())
     return step
+
+
+@FEW
+@given(flat_problems(), st.booleans(), st.sampled_from([1, 50, 500]))
+def test_the_judge_proves_no_bound_that_is_too_high(problem, tied, num_bytes):
+    first, last = problem.layers[0], problem.layers[-1]
+    if tied and first is not last:
+        first = dataclasses.replace(first, weight_bytes=first.weight_bytes + num_bytes)
+        last = dataclasses.replace(last, shared_with=(first.id,), shared_weight_bytes=num_bytes)
+        problem = dataclasses.replace(
+            problem, stage_cost="ring", layers=(first, *problem.layers[1:-1], last)
+        )
+    try:
+        plan = solve(problem)
+    except (InfeasibleError, ProblemError):
+        return
+    best = plan.proof.objective
+    if plan.proof.termination == "optimal" and best:
+        assert not is_proved(problem, best * (1 + 1e-6), Restrictions())
+
+
+def test_the_judge_proves_a_graph_with_tied_weights():
+    layers = [PipelineLayer(id=f"l{i}", activation_bytes=8, weight_bytes=40) for i in range(6)]
+    layers[-1] = dataclasses.replace(
+        layers[-1], weight_bytes=0, shared_with=("l0",), shared_weight_bytes=40
+    )
+    problem = dataclasses.replace(
+        chain([(1.0, 2.0)] * 5 + [(1.0, 3.0)], [(8, 40)] * 6, levels((2, 1e9))),
+        layers=tuple(layers),
+        edges=tuple(sorted({(i, i + 1) for i in range(5)} | {(0, 3), (1, 5)})),
+        replication=False,
+        schedule="1f1b",
+        stage_cost="ring",
+    )
+    plan = solve(problem)
+    assert len(plan.stages) > 1
+    verdict = check(plan, problem)
+    assert (verdict, verdict.bound) == ([], "recomputed")
 
 
 @FEW

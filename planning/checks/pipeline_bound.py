@@ -1,7 +1,11 @@
-"""Prove the bound of a pipeline of a chain of layers, by a table of caps of the judge's own.
+"""Prove the bound of a pipeline, by a table of caps of the judge's own.
 
-For the slowest stage: no cut of the chain has all stages and boundaries below the bound. For a step
-with a flush, each stage s shows that the step takes at least a sum and a rest,
+A cut divides the layers in those before it and those behind; a stage lies between two cuts. In a
+chain of layers each layer but the last ends before a cut. In a graph the layers before a cut are
+any that need no layer behind it; where these are too many, the bound is not proved.
+
+For the slowest stage: no cuts have all stages and boundaries below the bound. For a step with a
+flush, each stage s shows that the step takes at least a sum and a rest,
 
     sum over stages (C + 2c)  +  rest of s  +  all-reduce and update of the first stage,
 
@@ -15,7 +19,7 @@ be proved here; it is never proved and untrue.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import inf, prod
+from math import inf, prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -33,12 +37,12 @@ _MOST_CAPS = 100
 
 @dataclass(frozen=True)
 class _Stage:
-    """All stages of one kind, by the layers [first, end) that they hold.
+    """All stages of one kind, by the cuts [first, end] that they lie between.
 
     Attributes:
-        seconds: [first, end] a microbatch's passes and the messages before the stage.
+        seconds: [first, end] a microbatch's passes.
         figure: [first, end] what a cap limits: the rest, or the seconds per input.
-        closing: [end] all-reduce and update, if it is the first stage.
+        closing: [end] all-reduces and update, if it is the first stage.
         alone: [first, end] seconds of a step that such a stage alone makes necessary.
     """
 
@@ -59,25 +63,46 @@ def is_proved(problem: PipelineProblem, bound: float, asked: Restrictions) -> bo
     recompute = (False,) if problem.traits.splits_backward or asked.recompute is False else (
         False, True
     )  # fmt: skip
-    chain = {(at, at + 1) for at in range(len(problem.layers) - 1)}
     known = problem.traits.order if problem.minimises == "step_seconds" else "alternating"
     if (
         problem.solved != "flat"
         or problem.stage_cost == "published"
         or problem.cut_rule != "edges"
         or not problem.count_boundaries
-        or {*problem.links} != chain
-        or any(layer.shared_with for layer in problem.layers)
         or known == "own"
     ):
         return False
     kinds = prod(pool.num_devices + 1 for pool in problem.pools)
     moves = sum(pool.num_devices for pool in problem.pools)
-    if kinds * moves * len(problem.layers) ** 2 > MOST_WORK:
+    cuts = _cuts(problem, sqrt(MOST_WORK / (kinds * moves)))
+    if cuts is None:
         return False
     return all(
-        _holds(_Model(problem, asked, recomputes), bound * (1 - 1e-9)) for recomputes in recompute
+        _holds(_Model(problem, cuts, asked, recomputes), bound * (1 - 1e-9))
+        for recomputes in recompute
     )
+
+
+def _cuts(problem: PipelineProblem, most: float) -> NDArray[np.bool_] | None:
+    """[cut, layer] the layers before each cut, from none to all; None if there are more cuts.
+
+    Cuts with fewer layers before them come first.
+    """
+    number = len(problem.layers)
+    needs = [sum(1 << a for a, b in problem.links if b == layer) for layer in range(number)]
+    found = fresh = {0}
+    while fresh and len(found) <= most:
+        fresh = {
+            before | 1 << layer
+            for before in fresh
+            for layer in range(number)
+            if not before >> layer & 1 and needs[layer] & before == needs[layer]
+        } - found
+        found = found | fresh
+    if len(found) > most:
+        return None
+    found_in_order = sorted(found, key=int.bit_count)
+    return np.array([[bool(cut >> at & 1) for at in range(number)] for cut in found_in_order])
 
 
 def _holds(model: "_Model", bound: float) -> bool:
@@ -97,15 +122,27 @@ def _holds(model: "_Model", bound: float) -> bool:
 class _Model:
     """The stages of one problem, with or without recomputation."""
 
-    def __init__(self, problem: PipelineProblem, asked: Restrictions, recompute: bool) -> None:
-        self.problem, self.recompute = problem, recompute
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        cuts: NDArray[np.bool_],
+        asked: Restrictions,
+        recompute: bool,
+    ) -> None:
+        self.problem, self.cuts, self.recompute = problem, cuts, recompute
         self.num_stages = asked.num_stages or problem.num_stages
         self.replication = problem.replication and asked.replication is not False
-        self.size = len(problem.layers) + 1
+        self.size = len(cuts)
+        # [first, end] whether all layers before the first cut are before the other, and more
+        inside = (cuts[:, None] <= cuts[None, :]).all(axis=2)
+        self.is_stage = inside & ~np.eye(self.size, dtype=bool)
+        self.copied, self.split = self._tied()
+        if not problem.traits.flushes:
+            self.is_stage &= self.split == 0
         self.weights = self._sums([layer.weight_bytes for layer in problem.layers])
         self.kept = self._sums([layer.kept_bytes for layer in problem.layers])
-        sent = [0.0, *(layer.activation_bytes for layer in problem.layers)]
-        self.inputs = np.array(sent)[:, None]  # [first, 1]
+        sent = np.array([layer.activation_bytes for layer in problem.layers], np.float64)
+        self.inputs = (self._senders() @ sent)[:, None]  # [first, 1]
         # [first] forward seconds of the layers before a stage, each on its fastest device
         ahead = zip(*(pool.forward_seconds for pool in problem.pools), strict=True)
         self.before = self._sums([min(seconds) for seconds in ahead])[0]
@@ -114,39 +151,77 @@ class _Model:
 
     def _sums(self, values: Sequence[float]) -> Table:
         """[first, end] sums over the layers of a stage."""
-        ends = np.concatenate([[0.0], np.cumsum(np.array(values, np.float64))])
-        found: Table = ends[None, :] - ends[:, None]
+        before = self.cuts @ np.array(values, np.float64)
+        found: Table = before[None, :] - before[:, None]
         return found
+
+    def _senders(self) -> NDArray[np.bool_]:
+        """[cut, layer] the layers before a cut whose outputs a layer behind it needs."""
+        found = np.zeros_like(self.cuts)
+        for source, target in self.problem.links:
+            found[:, source] |= self.cuts[:, source] & ~self.cuts[:, target]
+        return found
+
+    def _tied(self) -> tuple[Table, Table]:
+        """[first, end] bytes of tied weights: copies of others' that a stage keeps, and shared."""
+        copied = split = np.zeros((self.size, self.size))
+        for tied in definitions.tied_weights(self.problem.layers):
+            sharers, holders, everybody = (
+                self._sums([layer.id in names for layer in self.problem.layers])
+                for names in (tied.sharers, tied.holders, tied.sharers | tied.holders)
+            )
+            alone = (sharers > 0) & (holders < len(tied.holders))
+            parted = (everybody > 0) & (everybody < len(tied.sharers | tied.holders))
+            copied, split = copied + alone * tied.num_bytes, split + parted * tied.num_bytes
+        return copied, split
 
     def least_sum(self, cap: float, step_seconds: float) -> float:
         """The least sum of any plan whose stages all keep to the cap; infinite if none does.
 
         Stages that make a longer step necessary by themselves are in no plan.
 
-        Stages are added from the last one on. A state is how many devices of each type they use.
+        Stages are added from the last one on. A state is how many devices of each type they use,
+        how many they are, if that is asked for, and the type of the foremost.
         """
         wanted, none = self.num_stages, (0,) * len(self.devices)
         start = np.full(self.size, inf)
         start[-1] = 0.0
-        tables = {(none, 0): start}  # (devices used, stages if their number is asked for)
+        tables: dict[tuple[tuple[int, ...], int], dict[int | None, Table]] = {
+            (none, 0): {None: start}
+        }
         least = self._single(cap, step_seconds) if wanted in (None, 1) else inf
         for state in sorted(product(*(range(n + 1) for n in self.devices)), key=sum):
             for number in range(wanted or 1):
-                behind = tables.pop((state, number), None)
-                if behind is None or not np.isfinite(behind).any():
-                    continue
-                for pool, replicas in self._moves(state):
+                behind = tables.pop((state, number), {})
+                for pool, replicas in self._moves(state) if behind else ():
                     stage = self._stage(pool, replicas, sum(state) + replicas)
                     allowed = (stage.figure <= cap) & (stage.alone <= step_seconds)
-                    within = np.where(allowed, stage.seconds, inf)
+                    rest = np.minimum.reduce(
+                        [
+                            table + self._message_seconds(pool, replicas, kind)
+                            for kind, table in behind.items()
+                        ]
+                    )
+                    whole = np.where(allowed, stage.seconds, inf) + rest[None, :]
                     if wanted in (None, number + 1):
-                        least = min(least, float((within[0] + stage.closing + behind).min()))
-                    after = (within + behind[None, :]).min(axis=1)
+                        least = min(least, float((whole[0] + stage.closing).min()))
                     used = tuple(n + replicas * (at == pool) for at, n in enumerate(state))
-                    target = (used, number + (wanted is not None))
-                    known = tables.setdefault(target, np.full(self.size, inf))
-                    np.minimum(known, after, out=known)
+                    target = tables.setdefault((used, number + (wanted is not None)), {})
+                    after = whole.min(axis=1)
+                    if np.isfinite(after).any():
+                        target[pool] = np.minimum(after, target.get(pool, inf))
         return least
+
+    def _message_seconds(self, pool: int, replicas: int, behind: int | None) -> Any:
+        """[cut] seconds of a microbatch's messages between a stage and one of a type behind it."""
+        if behind is None or self.problem.minimises != "step_seconds":
+            return 0.0
+        kind = self.problem.pools[pool]
+        if behind == pool:
+            rate = _fastest(kind, replicas + 1)
+        else:
+            rate = min(_fastest(kind, replicas), self.problem.inter_bytes_per_second or inf)
+        return 2 * (definitions.message_seconds(self.problem) + self.inputs[:, 0] / rate)
 
     def _moves(self, state: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         for pool, used in enumerate(state):
@@ -182,6 +257,11 @@ class _Model:
         link = _fastest(pool, replicas)
         total = max(sum(layer.weight_bytes for layer in problem.layers), 1)
         update = pool.update_seconds * self.weights / total
+        shared: Any = self.split
+        tied = np.zeros_like(self.split)
+        if shared.any():
+            slowest = definitions.slowest_link(problem)
+            tied = definitions.ring_seconds(shared, replicas + 1, slowest)
         rings = np.array(
             [
                 [definitions.reduce_seconds(problem, pool, w, replicas, link) for w in row]
@@ -199,7 +279,7 @@ class _Model:
             flushes = problem.traits.flushes and problem.stage_cost == "ring"
             figure = np.maximum(figure, before * (count - 1) / count if flushes else before)
         held = definitions.in_flight(problem.schedule, workers, replicas, count)
-        own: Any = self.weights  # arrays go where numbers do
+        own: Any = self.weights + self.copied  # arrays go where numbers do
         kept: Any = self.kept
         inputs: Any = self.inputs
         versions = definitions.weight_versions(problem.schedule, held)
@@ -208,15 +288,15 @@ class _Model:
             own, kept, inputs, (held, versions), state, recompute=self.recompute
         )
         beside = pool.workspace_bytes + (pool.base_memory_bytes or 0)
-        fits = np.arange(self.size)[:, None] < np.arange(self.size)[None, :]
+        fits = self.is_stage.copy()
         if pool.memory_bytes is not None:
             fits &= used + beside <= pool.memory_bytes + 1
-        seconds = forward + backward + before
+        seconds = forward + backward
         if problem.minimises != "step_seconds":
-            seconds, update, rings = 0.0 * seconds, 0.0 * update, 0.0 * rings
+            seconds, update, rings, tied = 0.0 * seconds, 0.0 * update, 0.0 * rings, 0.0 * tied
         mine = definitions.microbatches_of_busiest(count, replicas)
-        alone = self.before[:, None] + mine * (forward + backward) + rings + update
-        return _Stage(np.where(fits, seconds, inf), figure, (rings + update)[0], alone)
+        alone = self.before[:, None] + mine * (forward + backward) + rings + update + tied
+        return _Stage(np.where(fits, seconds, inf), figure, (rings + update + tied)[0], alone)
 
     def _per_input(
         self, compute: float, weights: float, update: float, ring: float, replicas: int, link: float
@@ -240,8 +320,9 @@ class _Model:
 
     def _fastest_pair(self) -> float:
         """Bytes per second of the fastest link that two stages may have between them."""
-        inside = max(_fastest(pool, 2) for pool in self.problem.pools)
-        return max(inside, self.problem.inter_bytes_per_second or 0.0)
+        several = [pool for pool in self.problem.pools if pool.num_devices > 1]
+        inside = max((_fastest(pool, 2) for pool in several), default=0.0)
+        return max(inside, self.problem.inter_bytes_per_second or 0.0) or inf
 
 
 def _fastest(pool: DevicePool, num_devices: int) -> float:
