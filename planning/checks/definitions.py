@@ -315,7 +315,7 @@ def step_overhead(problem: PipelineProblem, device_types: Collection[str]) -> fl
     return max(pool.fixed_seconds for pool in problem.pools if pool.device_type in device_types)
 
 
-class TiedWeights(NamedTuple):
+class SharedWeights(NamedTuple):
     """Weights that several layers use: ids of layers that share others', of these, and bytes."""
 
     sharers: frozenset[str]
@@ -323,7 +323,7 @@ class TiedWeights(NamedTuple):
     num_bytes: int
 
 
-def tied_weights(layers: Sequence[PipelineLayer]) -> list[TiedWeights]:
+def tied_weights(layers: Sequence[PipelineLayer]) -> list[SharedWeights]:
     """All weights of a model that several layers use."""
     users: dict[frozenset[str], set[str]] = {}
     sizes: dict[frozenset[str], int] = {}
@@ -332,7 +332,7 @@ def tied_weights(layers: Sequence[PipelineLayer]) -> list[TiedWeights]:
             holders = frozenset(layer.shared_with)
             users.setdefault(holders, set()).add(layer.id)
             sizes[holders] = max(layer.shared_weight_bytes, sizes.get(holders, 0))
-    return [TiedWeights(frozenset(users[holders]), holders, sizes[holders]) for holders in users]
+    return [SharedWeights(frozenset(users[holders]), holders, sizes[holders]) for holders in users]
 
 
 def tied_bytes(layers: Sequence[PipelineLayer], inside: set[str]) -> tuple[int, int]:
