@@ -240,6 +240,7 @@ class Training:
         self._factor = 1.0
         self.scales_differ, self.has_skipped = False, False
         self._scales: list[float] | None = None  # [workers] in the first pass; 0 without a scaler
+        self._num_scaled = 0
         self._unscale: Tensor | None = None
         self.is_going_back = False
         self._is_inside, self._had_idle = False, False
@@ -762,12 +763,17 @@ class Training:
             )
 
     def _meet_scalers(self, scaler: "torch.amp.GradScaler | None") -> None:
-        """Compare the workers' scales in the first pass; take this worker's out of each one's."""
+        """Compare the workers' scales in a model's first pass that sums; take this worker's out.
+
+        Workers may have unlike numbers of passes before it.
+        """
         if not self.place.distributed or self.piece is None or self.watcher is not None:
             return
-        if self.some_run_parts:  # one worker's first pass is its last, which has met others before
-            return
-        if self._scales is None:
+        if self._num_scaled != len(self.models):  # no pass has summed, or of fewer models
+            sums = all(replica.require_backward_grad_sync for replica in self._replicas)
+            if self.some_run_parts and not sums:
+                return
+            self._num_scaled = len(self.models)
             own = scaler.get_scale() if scaler is not None else 0.0
             self._scales = [row[0] for row in self.numbers_of_all([own])]
             self.scales_differ = len(set(self._scales)) > 1
@@ -775,6 +781,11 @@ class Training:
             raise TargetError(
                 "the workers' GradScalers differ, or some have none, and they share the states",
                 hint="scale on all workers alike, or solve without " + option("shard"),
+            )
+        if self.scales_differ and self.some_run_parts:
+            raise TargetError(
+                "the workers' GradScalers differ, or some have none, and they sum parts of batches",
+                hint="scale on all workers alike, or solve for one virtual node on each device",
             )
         self._unscale = None
         if self.scales_differ and scaler is not None:

@@ -219,6 +219,7 @@ def test_lightning_runs_virtual_nodes_and_resumes_as_one_process(
         "by hand": "manual optimization runs once on a batch",
         "compiled": "torch.compile",
         "uncut": "cannot be cut into parts",
+        "scalers": "the workers' GradScalers differ",
         "stateful": "a Stateful keeps the position of whole batches",
         "fabric fsdp": "Lightning's Fabric has strategy=fsdp",
         "fabric stream": "an IterableDataset has no order of samples",

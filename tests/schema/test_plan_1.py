@@ -9,7 +9,7 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.errors import FileError
-from hetflow.schema.plan import Plan
+from hetflow.schema.plan import Alternative, Plan, Stage
 from hetflow.schema.run import RunRecord
 from hetflow.tests.checks import tampered
 
@@ -28,8 +28,22 @@ def test_a_plan_of_the_older_form_is_read(name: str) -> None:
         field: getattr(found, field)
         for field in ("provenance", "proof", "predicted", "with_more_devices")
     }
-    assert found == replace(question.plan, **sums)
+    today = replace(question.plan, **sums)
+    assert found == (_without_memory(today) if today.kind == "split" else today)
     assert question.faults(found) == []
+
+
+def _without_memory(plan: Plan) -> Plan:
+    """A split as that form stated it."""
+
+    def stages(of: Plan | Alternative) -> tuple[Stage, ...]:
+        return tuple(
+            replace(stage, replicas=tuple(replace(r, memory_bytes=None) for r in stage.replicas))
+            for stage in of.stages
+        )
+
+    others = tuple(replace(other, stages=stages(other)) for other in plan.alternatives)
+    return replace(plan, stages=stages(plan), alternatives=others)
 
 
 def test_a_run_record_of_an_older_plan_is_read(tmp_path: Path) -> None:

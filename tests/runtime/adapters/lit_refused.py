@@ -1,11 +1,13 @@
 """Trainings of Lightning's Trainer that a plan cannot do exactly: what each is refused with."""
 
 import json
+import os
 import sys
 
 import lightning as L
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -127,6 +129,9 @@ refused("no loss", NoLoss(), loader)
 refused("by hand", ByHand(), loader)
 refused("compiled", torch.compile(Plain()), loader)
 refused("uncut", Plain(), odd)
+kind = ("bf16-mixed", "16-mixed")[os.environ["RANK"] == "0"]
+scaler = torch.amp.GradScaler("cpu") if kind == "16-mixed" else None
+refused("scalers", Plain(), loader, plugins=[MixedPrecision(kind, "cpu", scaler)])
 
 
 class Stateful(DataLoader):
