@@ -258,7 +258,7 @@ class _Model:
         total = max(sum(layer.weight_bytes for layer in problem.layers), 1)
         update = pool.update_seconds * self.weights / total
         shared: Any = self.split
-        tied = np.zeros_like(self.split)
+        tied: Any = np.zeros_like(self.split)
         if shared.any():
             slowest = definitions.slowest_link(problem)
             tied = definitions.ring_seconds(shared, replicas + 1, slowest)
