@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
@@ -249,9 +250,20 @@ class SharedStates:
     def _flats(self) -> list[Flat]:
         return [flat for unit in self._all for flat in unit.flats]
 
-    def recompute(self, wanted: bool) -> None:
-        """Let layers compute activations again in backward passes from now on, or keep them."""
-        (recompute if wanted else keep)(self._modules.values())
+    def recompute(self, wanted: bool, *, norms_meet: bool = False) -> None:
+        """Let layers compute activations again in backward passes from now on, or keep them.
+
+        Layers whose statistics are of all workers are kept: their second forward pass would meet
+        nobody.
+
+        Args:
+            wanted: Whether to compute again.
+            norms_meet: Whether every batch norm is such a layer, as in scripts as they are.
+        """
+        meeting = _BatchNorm if norms_meet else nn.SyncBatchNorm
+        for layer in self._modules.values():
+            meets = any(isinstance(module, meeting) for module in layer.modules())
+            (recompute if wanted and not meets else keep)([layer])
 
     @property
     def shares_weights(self) -> bool:

@@ -91,7 +91,7 @@ def test_no_device_takes_more_than_its_plan_says(software: GpuHost, tmp_path: Pa
         peak, state = json.loads((tmp_path / f"peak{rank}.json").read_text())
         assert group.memory_bytes is not None
         assert group.state_share_bytes is not None
-        assert 0.95 * group.memory_bytes < peak <= group.memory_bytes
+        assert 0.92 * group.memory_bytes < peak <= group.memory_bytes
         most = 2 * trained * group.state_share_bytes / (trained + frozen)
         assert state == pytest.approx(most, rel=0.01)
         shares.append(state)
