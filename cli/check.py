@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from ..schema.errors import HetflowError
+from ..schema.options import option
 from ..schema.requests.check import CheckRequest
 from .asking import Asked, asks
 from .common import JsonFlag, emit, emit_json, warn
@@ -45,6 +46,9 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
         if isinstance(faults, Verdict):
             found = replace(found, proof=replace(found.proof, bound=faults.bound))
         proved = claim_of(found, None if pool is None else pool_of(pool))
+        is_unread = asked.get("profiles") is None and found.proof.certificate is not None
+        if is_unread and found.proof.status == "unproved":
+            proved = f"optimal if its certificate holds, which {option('profiles')} replays"
         obstacle = obstacle_of(found)
     elif judge_of(policy_named(found.policy).name) is not None:
         proved = str(found.certificate.termination)

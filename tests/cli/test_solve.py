@@ -57,6 +57,8 @@ def test_the_chain_solve_check_show(hetflow: Hetflow, profiles: Path, tmp_path: 
     assert solve(hetflow, profiles, "-o", target).stdout == ""
     checked = hetflow("check", target, "--profiles", profiles, "--gpus", "2xV100,2xP100", "--json")
     assert json.loads(checked.stdout)["valid"] is True
+    alone = hetflow("check", target).stdout
+    assert "valid (optimal if its certificate holds, which --profiles replays)" in alone
     shown = hetflow("show", target)
     assert "V100" in shown.stdout
     assert "optimal" in shown.stdout
