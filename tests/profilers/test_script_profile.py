@@ -169,7 +169,7 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
     # So slow that a busy machine's noise is small beside what the second device spares.
-    devices = ["--device", "cpu:fast=0.05", "--device", "cpu:slow=0.025"]
+    devices = ["--device", "cpu:fast=0.03", "--device", "cpu:slow=0.015"]
     sizes = ["--batch-sizes", "2,8,16,24", "--quick"]
     assert run(["profile", "train.py", *devices, *sizes, "--", "out", "32"]) == 0
     # Of the script nothing came after its loop, and nothing was saved in it.
