@@ -134,7 +134,8 @@ class _Model:
         self.replication = problem.replication and asked.replication is not False
         self.size = len(cuts)
         # [first, end] whether all layers before the first cut are before the other, and more
-        inside = (cuts[:, None] <= cuts[None, :]).all(axis=2)
+        member = cuts.astype(np.float32)  # a product of matrices counts the layers in common
+        inside = member @ member.T == member.sum(axis=1)[:, None]
         self.is_stage = inside & ~np.eye(self.size, dtype=bool)
         self.copied, self.split = self._tied()
         if not problem.traits.flushes:
@@ -251,9 +252,6 @@ class _Model:
         again = forward if self.recompute else 0.0
         backward = self._sums(pool.backward_seconds) + again + own_backward
         forward = forward + own_forward
-        message = definitions.message_seconds(problem)
-        before = 2 * (message + self.inputs / self._fastest_pair())
-        before[0] = 0.0
         link = _fastest(pool, replicas)
         total = max(sum(layer.weight_bytes for layer in problem.layers), 1)
         update = pool.update_seconds * self.weights / total
@@ -262,12 +260,8 @@ class _Model:
         if shared.any():
             slowest = definitions.slowest_link(problem)
             tied = definitions.ring_seconds(shared, replicas + 1, slowest)
-        rings = np.array(
-            [
-                [definitions.reduce_seconds(problem, pool, w, replicas, link) for w in row]
-                for row in self.weights.tolist()
-            ]
-        )
+        weights: Any = self.weights  # arrays go where numbers do
+        rings: Any = definitions.reduce_seconds(problem, pool, weights, replicas, link)
         count = problem.num_microbatches
         if problem.minimises == "step_seconds":
             left_forward, left_backward = self._left(replicas, workers)
@@ -276,10 +270,13 @@ class _Model:
             compute = forward + backward
             per_input = np.vectorize(self._per_input)
             figure = per_input(compute, self.weights, update, rings, replicas, link)
+            message = definitions.message_seconds(problem)
+            before = 2 * (message + self.inputs / self._fastest_pair())
+            before[0] = 0.0
             flushes = problem.traits.flushes and problem.stage_cost == "ring"
             figure = np.maximum(figure, before * (count - 1) / count if flushes else before)
         held = definitions.in_flight(problem.schedule, workers, replicas, count)
-        own: Any = self.weights + self.copied  # arrays go where numbers do
+        own: Any = weights + self.copied
         kept: Any = self.kept
         inputs: Any = self.inputs
         versions = definitions.weight_versions(problem.schedule, held)
