@@ -433,11 +433,10 @@ def _experts_are_even() -> Iterator[None]:
         def __torch_function__(
             self, function: Any, types: Any, arguments: Any = (), named: Any = None
         ) -> Any:
-            rows, weights = [*arguments, None, None][:2]
-            if getattr(function, "__name__", "") not in ("grouped_mm", "_grouped_mm") or (
-                rows.dim() != 2 or weights.dim() != 3
-            ):
+            is_grouped = getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm")
+            if not is_grouped or [factor.dim() for factor in arguments[:2]] != [2, 3]:
                 return function(*arguments, **(named or {}))
+            rows, weights = arguments[:2]
             experts = len(weights)
             each = -(-len(rows) // experts)
             padded = functional.pad(rows, (0, 0, 0, each * experts - len(rows)))

@@ -16,6 +16,7 @@ Only a ``file.py`` target runs code of the user's, as asked; nothing is download
 
 import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 import sys
@@ -70,7 +71,7 @@ def from_config(location: str, length: int | None = None) -> tuple[Any, Any, Any
         raise TargetError(
             f"hf:{location}: no model for this configuration: {_short(error)}"
         ) from error
-    if model.main_input_name not in make_inputs(1):
+    if next(iter(make_inputs(1))) not in inspect.signature(model.forward).parameters:
         raise TargetError(
             f"hf:{location}: the model reads {model.main_input_name}, and a sample of that is not "
             "known",
