@@ -197,8 +197,6 @@ class Training:
         num_taken: Batches that the script has taken since an adapter last looked.
         losses: What shares of the script's losses count.
         sharing: The models whose states the workers share; None where each holds all.
-        scales_differ: Whether the workers' GradScalers differ, or some have none. Each then takes
-            its own scale out of its gradients before they are summed.
         has_skipped: Whether the last update was left out for an overflow on another worker.
         known_losses: Nodes of the losses that a library's step may go back from, by a factor; None
             where it may from any.
@@ -238,8 +236,8 @@ class Training:
         self._part_weight: float | None = None
         self._num_running = 0
         self._factor = 1.0
-        self.scales_differ, self.has_skipped = False, False
-        self._scales: list[float] | None = None  # [workers] in the first pass; 0 without a scaler
+        self.has_skipped = False
+        self._scales: list[float] = []  # [workers] in the first pass; 0 without a scaler
         self._num_scaled = 0
         self._unscale: Tensor | None = None
         self.is_going_back = False
@@ -347,6 +345,14 @@ class Training:
     def runs_whole(self) -> bool:
         """Whether each global batch is one pass on one worker, as in one process."""
         return len(self._sizes) == 1
+
+    @property
+    def scales_differ(self) -> bool:
+        """Whether the workers' GradScalers differ, or some have none.
+
+        Each then takes its own scale out of its gradients before they are summed.
+        """
+        return len(set(self._scales)) > 1
 
     @property
     def some_run_parts(self) -> bool:
@@ -776,7 +782,6 @@ class Training:
             self._num_scaled = len(self.models)
             own = scaler.get_scale() if scaler is not None else 0.0
             self._scales = [row[0] for row in self.numbers_of_all([own])]
-            self.scales_differ = len(set(self._scales)) > 1
         if self.scales_differ and self.sharing is not None:
             raise TargetError(
                 "the workers' GradScalers differ, or some have none, and they share the states",
@@ -859,8 +864,8 @@ class Training:
 
     def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer's update, or leave it out where other workers' scalers do."""
-        scales = self._scales if self.scales_differ else None
-        self.has_skipped = bool(scales and not scales[self.place.rank] and skip_overflow(optimizer))
+        is_unscaled = self.scales_differ and not self._scales[self.place.rank]
+        self.has_skipped = is_unscaled and skip_overflow(optimizer)
         if self.has_skipped:
             return
         if not any(known is optimizer for known in self.optimizers):
