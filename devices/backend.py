@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..schema.plugins import Registry
@@ -401,13 +401,7 @@ def backend_of(device: "torch.device | str") -> DeviceBackend:
 
 def initialized() -> list[DeviceBackend]:
     """The kinds that are in use in this process. Cheap, and loads nothing."""
-    return [backend for backend in _accelerators(DEVICES.registered) if backend.is_initialized()]
-
-
-@lru_cache(maxsize=1)
-def _accelerators(kinds: tuple[DeviceBackend, ...]) -> tuple[DeviceBackend, ...]:
-    """All kinds but hosts' processors, which are never initialized; every pass of a step asks."""
-    return tuple(kind for kind in kinds if not kind.is_host)
+    return [kind for kind in DEVICES.registered if not kind.is_host and kind.is_initialized()]
 
 
 # How running out of memory looks, of any kind of device.

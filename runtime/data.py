@@ -12,7 +12,7 @@ from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -390,6 +390,18 @@ class KeyedDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
+class BatchCut(NamedTuple):
+    """A global batch as a worker sees it: its samples, whether it is full, the worker's passes.
+
+    ``keys_of`` gives the keys of ranges (start, end) of the batch's samples, after its epoch too.
+    """
+
+    num_samples: int
+    is_full: bool
+    passes: tuple[Pass, ...]
+    keys_of: Callable[[Sequence[tuple[int, int]]], list[list[Key]]]
+
+
 class PassSampler(Sampler[list[Key]]):
     """The passes of this worker in one epoch, as lists of keys.
 
@@ -475,30 +487,27 @@ class PassSampler(Sampler[list[Key]]):
         begin = step * self.global_batch_size
         return begin, min(begin + self.global_batch_size, len(self.order))
 
-    def passes(self, step: int) -> tuple[int, bool, tuple[Pass, ...]]:
-        """The samples in a global batch, whether it is full, and this worker's passes."""
+    def cut(self, step: int) -> BatchCut:
+        """Cut a global batch into this worker's passes."""
         begin, end = self._bounds(step)
         num_samples = end - begin
-        cuts = self._cuts(num_samples)
+        cuts, keys = self._cuts(num_samples), self._keys()
         is_full = num_samples == self.global_batch_size or not self._is_planned
-        return (
+        passes = tuple(
+            Pass(node, cuts[node][1] - cuts[node][0], is_full)
+            for node in self._local
+            if cuts[node][1] > cuts[node][0]
+        )
+        return BatchCut(
             num_samples,
             is_full,
-            tuple(
-                Pass(node, cuts[node][1] - cuts[node][0], is_full)
-                for node in self._local
-                if cuts[node][1] > cuts[node][0]
-            ),
+            passes,
+            lambda ranges: [keys(begin + start, begin + end) for start, end in ranges],
         )
 
     def _cuts(self, num_samples: int) -> list[tuple[int, int]]:
         is_full = num_samples == self.global_batch_size
         return self._full_cuts if is_full else slices(num_samples, self.batch_sizes)
-
-    def keys_of(self, step: int) -> Callable[[Sequence[tuple[int, int]]], list[list[Key]]]:
-        """Gives the keys of ranges (start, end) of a batch's samples, after its epoch too."""
-        (begin, _), keys = self._bounds(step), self._keys()
-        return lambda ranges: [keys(begin + start, begin + end) for start, end in ranges]
 
     def __iter__(self) -> Iterator[list[Key]]:
         keys = self._keys()

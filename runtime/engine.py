@@ -113,8 +113,8 @@ class StepEngine(Protocol):
         """Put a global batch's mean gradient into ``param.grad``; return its mean loss."""
 
     @property
-    def settings_sums(self) -> Sequence[Any] | Tensor:
-        """Of the last step: number of workers, sum of their settings' numbers, of the squares."""
+    def settings_differ(self) -> bool:
+        """Whether the last step's sums, if the host has them, show unlike optimizer settings."""
 
     @property
     def all_stop(self) -> bool:

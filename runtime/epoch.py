@@ -127,7 +127,7 @@ class IndexReader:
     @property
     def last_batch_samples(self) -> int:
         """The number of samples in its last global batch."""
-        return self._sampler.passes(len(self) - 1)[0]
+        return self._sampler.cut(len(self) - 1).num_samples
 
     def check(self) -> None:
         """Refuse an epoch whose loader has begun another one."""
@@ -144,8 +144,8 @@ class IndexReader:
 
     def take(self, step: int) -> Batch | None:
         """The batch of a step."""
-        epochs, loader, sampler = self._epochs, self._loader, self._sampler
-        (num_samples, is_full, passes), keys = sampler.passes(step), sampler.keys_of(step)
+        epochs, loader = self._epochs, self._loader
+        num_samples, is_full, passes, keys_of = self._sampler.cut(step)
         # The batch refers to no epoch, which refers to it: data workers end with the epoch.
         return Batch(
             epoch=self.epoch,
@@ -154,7 +154,7 @@ class IndexReader:
             is_full=is_full,
             passes=passes,
             _feed=self._source,
-            first_samples=lambda ranges: epochs.read(loader, keys(ranges)),
+            first_samples=lambda ranges: epochs.read(loader, keys_of(ranges)),
             _loop=self._loop,
         )
 
@@ -162,7 +162,7 @@ class IndexReader:
         """Continue with other virtual nodes: with this batch, or the next one if it is done."""
         self.start(batch.step + int(batch.is_done))
         if not batch.is_done:
-            batch.renew(self._sampler.passes(batch.step)[2], self._source)
+            batch.renew(self._sampler.cut(batch.step).passes, self._source)
 
 
 class Epoch:
@@ -208,7 +208,7 @@ class Epoch:
         self._epochs.open = self
         reader.start(first)
         for step in range(first, num_steps):
-            session.clock.ask()
+            session.clock.asked = session.clock.mark()
             session.position = Position(call, step, session.num_steps)
             self._batch = batch = reader.take(step)
             if batch is None:
@@ -219,8 +219,11 @@ class Epoch:
             batch.discard()
             session.clock.end_step()
             session.position = Position(call, step + 1, session.num_steps)
-            checkpoints.boundary()
-            self._runner.boundary()
+            # State first: who joins in the runner's boundary goes on from it.
+            if checkpoints.has_folder:
+                checkpoints.boundary()
+            if self._runner.changes:
+                self._runner.boundary()
         self._epochs.open = None
         session.position = Position(call + 1, 0, session.num_steps)
 

@@ -25,10 +25,12 @@ from .measurements import StepTimes
 from .outputs import PREDICTION_EPOCH, PredictedOutputs
 from .promise.promise import Promise
 from .promise.trial import ReturnForm
+from .protocol.environment import tell_first_step
 from .rounds import JobRounds
 from .session import Session
 from .split_engine import SplitEngine
 from .streaming import StreamReader, check_stream
+from .streams import seed_streams
 from .totals import Weighted, check_same_length, weighted_by
 from .unplanned import HINT, has_gone_back
 
@@ -68,7 +70,9 @@ class Job:
         self._progress, self._runner = progress, runner
         self._agreement, self._checkpoints = agreement, checkpoints
         split = engine if isinstance(engine, SplitEngine) else None
-        self._rounds = JobRounds(session, split, runner, agreement, tests=promise is not None)
+        self._rounds = JobRounds(
+            session, split, runner, agreement, self._begin_step, tests=promise is not None
+        )
 
     @property
     def rank(self) -> int:
@@ -338,9 +342,15 @@ class Job:
         """
         if isinstance(function, Tensor | Weighted):
             self._check_of_loss(batch, weight, has_aux=has_aux, over_batch=over_batch)
-            return self._rounds.backward(
+            mean, step = self._rounds.backward(
                 function, scaler=scaler, weight=weight, per_virtual_node=per_virtual_node
             )
+            if step is None:
+                return mean
+            loss = self._close_step(step)
+            self._rounds.close(step)
+            self._check_settings()
+            return loss
         if not callable(function) or batch is None:
             raise TargetError(
                 f"job.backward takes a function and a batch, or the loss of a part of a batch; it "
@@ -348,14 +358,7 @@ class Job:
                 hint="job.backward(lambda x, y: criterion(model(x), y), batch)",
             )
         session, agreement = self._session, self._agreement
-        if self._backend.is_capturing():
-            raise TargetError(
-                "job.backward cannot be captured in a graph of kernels: a step reads the batch and "
-                "the sums of the step before on the host",
-                hint="call it outside of the capture",
-            )
-        self._runner.join()
-        session.check_open()
+        self._begin_step()
         form = ReturnForm(has_aux=has_aux, gives_outputs=over_batch is not None)
         self._check_form(form, weight)
         if callable(weight):
@@ -375,15 +378,44 @@ class Job:
             waiting=self._runner.waiting,
             promise=promise,
         )
-        loss = session.close_step(self._runner.step(step))
+        loss = self._close_step(step)
         if failure is not None:  # it ran on the virtual nodes' samples, so this is not its fault
             raise failure
         if whole is not None:
             whole.check()
-        # The workers' optimizers have different settings and would diverge: end before the update.
-        if self._engine.flushes and agreement.is_broken_by(self._engine.settings_sums):
-            self.compare()
+        self._check_settings()
         return (loss, step.rest) if has_aux else loss
+
+    def _begin_step(self) -> None:
+        """Join the others for a step, and refuse one that cannot be."""
+        if not self._backend.is_host and self._backend.is_capturing():
+            raise TargetError(
+                "job.backward cannot be captured in a graph of kernels: a step reads the batch and "
+                "the sums of the step before on the host",
+                hint="take batches and call it outside of the capture",
+            )
+        self._runner.join()
+        if self._session.is_finished:
+            raise TargetError("the job is finished", hint="call job.finish after the last step")
+
+    def _close_step(self, step: Step) -> Tensor:
+        """Sum a step over the workers and count it; return its mean loss []."""
+        session = self._session
+        loss = self._runner.step(step)
+        session.clock.synchronised()
+        # What the script draws until its next batch, an optimizer's noise say, is equal everywhere.
+        again = ("round", step.round) if step.round else ()
+        seed_streams(session.seed, "between", session.num_steps, *again)
+        session.num_steps += int(not step.round)  # further rounds over a batch do not count
+        if session.last_loss is None:
+            tell_first_step()
+        session.last_loss = loss
+        return loss
+
+    def _check_settings(self) -> None:
+        """End before an update where the workers' optimizers have unlike settings: they diverge."""
+        if self._engine.settings_differ and self._session.watch.settings_are_exact:
+            self.compare()
 
     def _check_of_loss(
         self, batch: Batch | None, weight: object, *, has_aux: bool, over_batch: object
@@ -602,7 +634,7 @@ class Job:
                 self._engine.gather()
 
         def first_sample(step: int) -> Any:
-            return self._epochs.read(loader, sampler.keys_of(step)([(0, 1)]))[0]
+            return self._epochs.read(loader, sampler.cut(step).keys_of([(0, 1)]))[0]
 
         return PredictedOutputs(
             self._session,

@@ -267,14 +267,15 @@ class StepClock:
     The script's thread marks; any thread may ask for what has been measured so far.
 
     Attributes:
-        begin_pass: Marks the start of a pass; give the mark to ``end_pass``.
+        mark: Marks a moment, such as the start of a pass, for ``end_pass``.
+        asked: When the script asked for a batch, whose step began then; None after it has begun.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._backend = backend_of(device)
-        self.begin_pass = self._mark = self._backend.marker(device)
+        self.mark = self._backend.marker(device)
         self._open: _StepMarks | None = None
-        self._asked: Mark | None = None
+        self.asked: Mark | None = None
         self._first: Mark | None = None
         self._pending: deque[_StepMarks] = deque()
         self._times: deque[StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
@@ -283,15 +284,11 @@ class StepClock:
         self.num_samples = 0
         self._samples_before = 0
 
-    def ask(self) -> None:
-        """The script asks for a batch: the step with this batch begins now."""
-        self._asked = self._mark()
-
     def begin_step(self, *, is_full: bool) -> None:
         """Mark that the step's first pass is about to start; ``is_full`` says if it is measured."""
         self.end_step()
-        asked, self._asked = self._asked, None
-        began = self._mark() if asked is None else asked
+        asked, self.asked = self.asked, None
+        began = self.mark() if asked is None else asked
         self._open = _StepMarks(is_full=is_full, began=began, passes=[], stages=[])
         self.num_steps += 1
         self._samples_before = self.num_samples
@@ -315,29 +312,29 @@ class StepClock:
         """Mark the end of a pass over ``num_samples`` samples."""
         self.num_samples += num_samples
         if self._open is not None and is_full:
-            self._open.passes.append((began, self._mark()))
+            self._open.passes.append((began, self.mark()))
 
     def end_stage_pass(self, stage: int, began: Mark, *, is_backward: bool) -> None:
         """Mark the end of a pipeline stage's pass, or of half a backward pass."""
         if self._open is not None:
-            self._open.stages.append((stage, is_backward, began, self._mark()))
+            self._open.stages.append((stage, is_backward, began, self.mark()))
 
     def computed(self) -> None:
         """Mark that this worker's passes are done."""
         if self._open is not None:
-            self._open.computed = self._mark()
+            self._open.computed = self.mark()
 
     def synchronised(self) -> None:
         """Mark that gradients are the mean over all workers."""
         if self._open is not None:
-            self._open.synchronised = self._mark()
+            self._open.synchronised = self.mark()
 
     def end_step(self) -> None:
         """Mark the end of the step: the script asks for the next batch, or is done."""
         step, self._open = self._open, None
         if step is None or step.synchronised is None or not step.is_full:
             return
-        step.ended = self._mark()
+        step.ended = self.mark()
         if self._first is None:
             self._first = step.began
         self._pending.append(step)

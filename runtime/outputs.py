@@ -206,7 +206,7 @@ class PredictedOutputs:
     def _gather(self, step: int) -> list[Any]:
         """The outputs of a global batch in order of its samples; empty where not wanted."""
         session, sampler = self._session, self._sampler
-        num_samples, _, passes = sampler.passes(step)
+        num_samples, _, passes, _ = sampler.cut(step)
         if self._source_step != step:
             sampler.first_step, self._source = step, feed(iter(self._passes), session.device)
         self._source_step = None

@@ -10,7 +10,7 @@ lost, and a loss cannot be called on a few samples for a trial: see promise/loop
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from .agreement.agreement import Agreement
 from .data import Batch, Pass
@@ -66,11 +65,12 @@ class JobRounds:
         engine: SplitEngine | None,
         runner: Runner,
         agreement: Agreement,
+        begin_step: Callable[[], None],
         *,
         tests: bool,
     ) -> None:
         self._session, self._split, self._runner = session, engine, runner
-        self._agreement = agreement
+        self._agreement, self._begin_step = agreement, begin_step
         self._losses = LoopLosses(session.model) if tests else None
         self._open: _Round | None = None
 
@@ -131,15 +131,8 @@ class JobRounds:
         yield None, batch.first_samples([(0, min(2, batch.num_samples))])[0]
 
     def _begin(self, batch: Batch, *, is_whole: bool) -> _Round:
-        session, agreement = self._session, self._agreement
-        if backend_of(session.device).is_capturing():
-            raise TargetError(
-                "a step cannot be captured in a graph of kernels: it reads the batch and the sums "
-                "of the step before on the host",
-                hint="take the batch's samples outside of the capture",
-            )
-        self._runner.join()
-        session.check_open()
+        agreement = self._agreement
+        self._begin_step()
         if self._open is not None:
             raise self._unfinished()
         if batch.is_over:
@@ -147,7 +140,7 @@ class JobRounds:
                 "this batch is over: the loop has gone on to the next one",
                 hint="run its passes in the body of: for batch in job.batches(loader)",
             )
-        agreement.begin_step(session.num_steps, batch.epoch)
+        agreement.begin_step(self._session.num_steps, batch.epoch)
         agreement.withhold()
         step = Step(
             _no_function,
@@ -183,8 +176,12 @@ class JobRounds:
         scaler: "torch.amp.GradScaler | None",
         weight: Any,
         per_virtual_node: bool,
-    ) -> Tensor:
-        """Take the loss of the pass that runs; see ``Job.backward``."""
+    ) -> tuple[Tensor, Step | None]:
+        """Take the loss of the pass that runs; see ``Job.backward``.
+
+        Returns:
+            The mean loss so far [], and the step if this was its last pass; ``close`` ends that.
+        """
         held = self._open
         if held is None or not held.runs:
             raise TargetError(
@@ -211,19 +208,16 @@ class JobRounds:
                 self._losses.check(loss, sizes, has_weight=stated is not None)
             with held.running.pop_all():
                 mean = engine.give(held.step, item, answer, last=is_last)
-        return self._end(held) if is_last else mean
+        if not is_last:
+            return mean, None
+        engine.end(held.step)
+        return mean, held.step
 
-    def _end(self, held: _Round) -> Tensor:
-        step, agreement, engine = held.step, self._agreement, self._engine
-        engine.end(step)
-        loss = self._session.close_step(self._runner.step(step), round=step.round)
+    def close(self, step: Step) -> None:
+        """End a round whose gradients are there."""
         step.batch.num_rounds += 1
         self._open, step.batch.is_open = None, False
-        agreement.release()
-        # The workers' optimizers have different settings and would diverge: end before the update.
-        if agreement.is_broken_by(engine.settings_sums):
-            agreement.compare(self._session.num_steps)
-        return loss
+        self._agreement.release()
 
     def _leave_losses(self) -> None:
         if self._losses is not None:

@@ -10,13 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..schema.errors import TargetError
 from .agreement.agreement import CompareSchedule
 from .group import Place
 from .measurements import StepClock
-from .protocol.environment import tell_first_step
 from .setup import named_parameters
-from .streams import seed_streams
 from .virtual_nodes import batch_sizes_of, holders_of, pass_holder_of
 
 
@@ -97,27 +94,3 @@ class Session:
     def holders(self) -> list[int]:
         """[virtual nodes] the rank that holds each."""
         return holders_of(self.place)
-
-    def check_open(self) -> None:
-        """Refuse a step after the end.
-
-        Raises:
-            TargetError: The job is finished.
-        """
-        if self.is_finished:
-            raise TargetError("the job is finished", hint="call job.finish after the last step")
-
-    def close_step(self, loss: Tensor, *, round: int = 0) -> Tensor:
-        """End a step: count it, and seed the streams that must be equal on all workers after it.
-
-        Args:
-            loss: [] its mean loss.
-            round: How many steps over the same batch came before it; the first one counts.
-        """
-        self.clock.synchronised()
-        seed_streams(self.seed, "between", self.num_steps, *(("round", round) if round else ()))
-        self.num_steps += int(not round)
-        if self.last_loss is None:
-            tell_first_step()
-        self.last_loss = loss
-        return loss

@@ -85,7 +85,7 @@ class SplitEngine:
             if self.shared_states is None
             else SharedState(session, self.buffers, self.totals, self.shared_states)
         )
-        self.settings_sums: Sequence[Any] | Tensor = ()
+        self.settings_differ = False
         self._rest: dict[int, Message] = {}
         self.wishes: list[float] = []
         self._promise: Promise | None = None  # that the sums of a step tell of all workers' wishes
@@ -235,7 +235,7 @@ class SplitEngine:
         """Make the gradients the mean by the sums over all workers; return the mean loss."""
         totals = self.totals
         loss = totals.close(sums)
-        self.settings_sums = totals.settings_sums
+        self.settings_differ = totals.settings_differ
         if self._promise is not None:
             self._promise.hear(totals.extras_of(sums)[: len(self.wishes)])
         if totals.may_overflow_elsewhere:
@@ -257,10 +257,8 @@ class SplitEngine:
             step.agreement.look_at(answer.loss if isinstance(answer, Weighted) else answer)
         if step.promise is not None and share is not None:
             step.promise.look(share[0], item)
-        if last and self._overlap:
-            # Only now: a function that goes back by itself (a penalty's gradients) has done so, and
-            # a bucket that was sent before the last gradient came would miss it.
-            self.reducer.arm(defer_last=self._holder is not None)
+        if last:
+            self._arm()
         if share is not None:
             self.totals.go_back(*share, step.scaler)
         elif self.shared_states is not None and self.shared_states.in_rounds:
@@ -268,11 +266,18 @@ class SplitEngine:
             with self.shared_states.discarding():
                 self.totals.go_back(loss, 0.0, step.scaler)
 
+    def _arm(self) -> None:
+        """Let the sums over the workers begin during the backward pass that follows."""
+        # Only now: a function that goes back by itself (a penalty's gradients) has done so, and a
+        # bucket that was sent before the last gradient came would miss it.
+        if self._overlap and self._session.place.world_size > 1:
+            self.reducer.arm(defer_last=self._holder is not None)
+
     @contextmanager
     def _passing(self, item: Pass, *, counts: bool = True) -> Iterator[None]:
         """Run a virtual node's pass in the body: with its buffers, into its gradient."""
         session = self._session
-        began = session.clock.begin_pass()
+        began = session.clock.mark()
         with (
             self._holder.hold(item.num_samples) if self._holder else nullcontext(),
             self.reducer.passing(item.virtual_node),
@@ -318,8 +323,8 @@ class SplitEngine:
                     roots, gradients = [*roots, scaled], [*gradients, torch.ones_like(scaled)]
                 step.agreement.look_at(roots)
                 self.totals.add(loss, item.num_samples, item.virtual_node)
-                if number == len(held) and self._overlap:
-                    self.reducer.arm(defer_last=self._holder is not None)
+                if number == len(held):
+                    self._arm()
                 if roots:
                     torch.autograd.backward(roots, gradients)
 

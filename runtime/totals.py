@@ -310,6 +310,11 @@ def packed_sums(num_nodes: int, num_parameters: int, *, on_host: bool) -> Packed
     return PackedSums(_NODES + (_NUM_DIGITS if on_host else 0), num_nodes, num_parameters)
 
 
+def is_one_number(workers: float, total: float, squares: float) -> bool:
+    """Whether all workers had the same number: then its variance over the workers is 0."""
+    return int(total) ** 2 == int(workers) * int(squares)
+
+
 def _digits(number: int, count: int) -> list[float]:
     """A number's digits, the lowest first; each is small enough for a flag."""
     return [
@@ -325,8 +330,8 @@ class StepTotals:
     """Weight the passes of a step, and combine their sums over the workers.
 
     Attributes:
-        settings_sums: Of the last step: number of workers, sum of their settings' numbers, sum of
-            the squares.
+        settings_differ: Whether the last step's sums show that optimizer settings differ. On a
+            device they are not read, because that would wait for the device.
     """
 
     def __init__(
@@ -345,7 +350,7 @@ class StepTotals:
         self._settings_number = 0
         self._step: _Noted = (reducer, [], place.distributed)
         self._sums: Sequence[float] | Tensor | None = None
-        self.settings_sums: Sequence[Any] | Tensor = ()
+        self.settings_differ = False
         self.extra: list[float] = []
         self._num_samples = 0
         self._share_of, self._guess = 1.0, 1.0
@@ -620,7 +625,8 @@ class StepTotals:
         loss = reduce(operator.add, found[_NODES:middle])
         weight = reduce(operator.add, found[middle : middle + self._num_nodes])
         self._sums = found
-        self.settings_sums = found[_WORKERS : _SQUARED + 1]
+        is_known = not isinstance(found, Tensor)
+        self.settings_differ = is_known and not is_one_number(*found[_WORKERS : _SQUARED + 1])
         exact: Tensor | None = None
         if weighted:
             self._last_weight = exact = torch.as_tensor(weight, dtype=torch.float64).clone()

@@ -382,7 +382,7 @@ class Training:
             self.sized = sized
             if self.watcher is not None and sized is not None and sized.is_trained_on:
                 self.watcher.asked(self, sized)
-            self._clock.ask()
+            self._clock.asked = self._clock.mark()
             self._begin_hold()
             self._is_asked = True
             try:
@@ -497,7 +497,7 @@ class Training:
                 self._begin_hold()
             self._is_asked = False
         if self._mark is None:
-            self._mark = self._clock.begin_pass()
+            self._mark = self._clock.mark()
             if self._holder is not None:
                 if self._is_counted:
                     raise TargetError(

@@ -449,11 +449,6 @@ def _cheap(group: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def are_alike(workers: float, total: float, squares: float) -> bool:
-    """Whether all workers had the same number: then its variance over the workers is 0."""
-    return int(total) ** 2 == int(workers) * int(squares)
-
-
 # The schedule of comparisons between workers, and the step at which they last agreed.
 
 _AFTER_A_CHANGE = (1, 2)  # steps after a change of workers
@@ -710,17 +705,6 @@ class Agreement:
         """
         if self.looks:
             check_leaves(answer, self._known.names, self._leaves, answered)
-
-    def is_broken_by(self, sums: Sequence[Any] | Tensor) -> bool:
-        """Whether a step's sums show that settings differ; ``compare`` then says how.
-
-        Args:
-            sums: [3] number of workers, sum of their settings' numbers, sum of the squares. On a
-                device they are not read, because that would wait for the device.
-        """
-        if not self._watch.settings_are_exact or (isinstance(sums, Tensor) and not sums.is_cpu):
-            return False
-        return not are_alike(*(float(value) for value in sums))
 
     def _notice_schedule(self, epoch: int) -> None:
         """Warn of a schedule that would restart in a joining worker, or after a restart."""

@@ -111,7 +111,7 @@ class Checkpoints:
         handover_folder = start.handover_folder if can_hand_over else None
         self.is_asked_for = start.checkpoint_folder is not None
         folder = start.checkpoint_folder or handover_folder
-        self._has_folder = folder is not None
+        self.has_folder = folder is not None
         self._every = start.checkpoint_every if folder is not None else 0
         self._folder = folder or Path()
         if folder is not None:  # of a script's several jobs, each has a folder of its own
@@ -143,7 +143,7 @@ class Checkpoints:
     def _agree(self) -> Checkpoint | None:
         """Let the first worker choose a checkpoint; the others read the same one."""
         place = self._session.place
-        if not self._has_folder or place.is_outside:
+        if not self.has_folder or place.is_outside:
             return None
         if place.rank == 0:
             return self._choose()
@@ -211,7 +211,7 @@ class Checkpoints:
     def boundary(self) -> None:
         """After a complete step with its update: save if it is time, and stop if asked."""
         session = self._session
-        if self._has_folder and self._engine.all_stop:
+        if self._engine.all_stop:
             self._stop()
         if self._every and session.num_steps % self._every == 0:
             self.save(wait=False)

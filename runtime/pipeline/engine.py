@@ -8,7 +8,7 @@ continues to the loss; on the others it ends there. So whatever the function doe
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -565,9 +565,9 @@ class PipelineEngine:
         return key_of(session.seed, "pass", session.num_steps, virtual_node, "stage", stage)
 
     @property
-    def settings_sums(self) -> Sequence[Any] | Tensor:
-        """See ``StepEngine``."""
-        return self._synchroniser.settings_sums
+    def settings_differ(self) -> bool:
+        """See ``StepEngine``: where the schedule does not flush, the updates are made already."""
+        return self.flushes and self._synchroniser.settings_differ
 
     @property
     def all_stop(self) -> bool:
@@ -620,11 +620,11 @@ class PipelineEngine:
             check_crossing(stage.part, answer, number)
             raise StageDone
 
-        entered = session.clock.begin_pass()
+        entered = session.clock.mark()
         with held(self._work.stages[number].held_seconds(operation.kind)):
             # An emulated device does not wait for samples, as a real one finds them prefetched.
             item, inputs = batch.input_of(microbatch - (late.offset if late else 0))
-            began = session.clock.begin_pass()
+            began = session.clock.mark()
             self.buffers.load(item.virtual_node)
             place = (item.virtual_node, number)
             seed_streams_by(self._seeds.get(place) or self._seed_of(*place))
@@ -650,7 +650,7 @@ class PipelineEngine:
         stage, work = self._stages[number], self._work.stages[number]
         sums = self._synchroniser.replica_sums
         made: tuple[Any, ...] = ()
-        began = self._session.clock.begin_pass()
+        began = self._session.clock.mark()
         sums.enter(operation, is_stretched=work.backward_seconds is not None)
         with held(work.held_seconds(kind)):
             if late is not None and kind is Kind.BACKWARD:

@@ -27,7 +27,7 @@ from .. import peers
 from ..gradients import have_no_gradients
 from ..group import Place, subgroup
 from ..run_ahead import HostLead, LateValues
-from ..totals import check_has_graph, loss_and_weight, weight_number
+from ..totals import check_has_graph, is_one_number, loss_and_weight, weight_number
 from .norms import (
     NORMS,
     NUM_ROWS,
@@ -154,7 +154,7 @@ class Synchroniser:
         self.wants_stop = False
         self.stops = 0.0
         self.settings_number = 0
-        self.settings_sums: list[float] = []
+        self.settings_differ = False
         self.loss_scale: float | Tensor = 1.0
         self.checks_overflow = False
         self.is_finite: bool | Tensor = True
@@ -223,7 +223,7 @@ class Synchroniser:
         loss, table = tell(known)
         head = self._sums_of_hosts()[:_HEAD].tolist()
         self.stops = head[_STOP]
-        self.settings_sums = head[_WORKERS : _SQUARED + 1]
+        self.settings_differ = not is_one_number(*head[_WORKERS : _SQUARED + 1])
         if 0 < head[_SCALERS] < head[_WORKERS]:
             raise TargetError(
                 f"{head[_SCALERS]:.0f} of {head[_WORKERS]:.0f} workers gave job.backward a "

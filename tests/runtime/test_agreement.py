@@ -17,7 +17,6 @@ from hetflow import runtime as hf
 from hetflow.runtime.agreement.agreement import (
     KnownParameters,
     SettingsNumber,
-    are_alike,
     settings_of,
 )
 from hetflow.runtime.agreement.verdict import (
@@ -29,6 +28,7 @@ from hetflow.runtime.agreement.verdict import (
     shadow_of,
 )
 from hetflow.runtime.checkpoints import restoring, saving
+from hetflow.runtime.totals import is_one_number
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import Plan
@@ -155,7 +155,7 @@ def test_sums_tell_whether_all_numbers_are_one(numbers: list[int], same: bool) -
     total = squares = 0.0
     for number in numbers:
         total, squares = total + float(number), squares + float(number) ** 2
-    assert are_alike(float(len(numbers)), total, squares) == (len(set(numbers)) == 1)
+    assert is_one_number(float(len(numbers)), total, squares) == (len(set(numbers)) == 1)
 
 
 def test_the_first_unlike_setting_is_found() -> None:

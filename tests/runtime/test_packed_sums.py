@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from hetflow.runtime import split_engine
-from hetflow.runtime.agreement.agreement import are_alike
 from hetflow.runtime.gradients import GradientReducer
 from hetflow.runtime.group import Place
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.totals import PackedSums, StepTotals, packed_sums
+from hetflow.runtime.totals import PackedSums, StepTotals, is_one_number, packed_sums
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
 LOSSES = [0.1, 1 / 3, 2.5e9 + 0.3, -7e-12, 0.0, math.inf]
@@ -65,7 +64,7 @@ def test_unlike_settings_show_in_what_travels_with_gradients() -> None:
             total += part
         found = list(places[0]._unpacked(total)[3:6])
         assert found == [len(numbers), sum(numbers), sum(n**2 for n in numbers)]
-        assert are_alike(*found) == (len(set(numbers)) == 1)
+        assert is_one_number(*found) == (len(set(numbers)) == 1)
 
 
 def totals_of(settings_number: int) -> StepTotals:

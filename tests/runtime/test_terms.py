@@ -103,7 +103,7 @@ def test_a_clock_keeps_the_wait_before_each_pass(monkeypatch: pytest.MonkeyPatch
     clock = StepClock(torch.device("cpu"))
     clock.begin_step(is_full=True)
     for _ in range(2):
-        clock.end_pass(clock.begin_pass(), num_samples=4, is_full=True)
+        clock.end_pass(clock.mark(), num_samples=4, is_full=True)
     clock.computed()
     clock.synchronised()
     clock.end_step()
@@ -119,11 +119,11 @@ def test_a_step_in_progress_is_not_done_and_not_measured() -> None:
     clock = StepClock(torch.device("cpu"))
     for _ in range(2):
         clock.begin_step(is_full=True)
-        clock.end_pass(clock.begin_pass(), num_samples=4, is_full=True)
+        clock.end_pass(clock.mark(), num_samples=4, is_full=True)
         clock.synchronised()
     assert clock.done == (2, 8)
     clock.begin_step(is_full=True)
-    clock.end_pass(clock.begin_pass(), num_samples=4, is_full=True)
+    clock.end_pass(clock.mark(), num_samples=4, is_full=True)
     assert clock.done == (2, 8)
     terms = clock.timings(wait=False).terms
     assert terms is not None
